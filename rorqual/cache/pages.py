@@ -1,0 +1,41 @@
+"""Page numbers and who holds them. A page is free when its last holder lets go. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rorqual.errors import CapacityError
+
+
+class PageAllocator:
+    """Pages 1 to num_pages - 1; page 0 takes the writes of padded rows and is never handed out.
+
+    `cached` pages are held by the prefix cache alone: their content is kept, and `reclaim` asks the cache to give some back.
+    """
+
+    def __init__(self, num_pages: int):
+        if num_pages < 2:
+            raise CapacityError(f"the cache needs at least 2 pages, {num_pages} fit")
+        self.num_pages = num_pages
+        self.free: deque[int] = deque(range(1, num_pages))
+        self.holders = [0] * num_pages
+
+    @property
+    def capacity(self) -> int:
+        return self.num_pages - 1
+
+    def take(self) -> int:
+        """A free page with one holder. The caller has made sure there is one."""
+        page = self.free.popleft()
+        self.holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        assert self.holders[page] > 0, "a free page cannot be held"
+        self.holders[page] += 1
+
+    def release(self, page: int) -> None:
+        assert self.holders[page] > 0, "released more often than held"
+        self.holders[page] -= 1
+        if not self.holders[page]:
+            self.free.append(page)

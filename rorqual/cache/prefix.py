@@ -1,0 +1,102 @@
+"""Prefix cache: full pages of tokens, found again by the SHA-256 chain of everything before them. Least recently used goes first.
+
+A key covers the page's tokens, its predecessor's key and the tenant's salt, so equal keys mean equal prefixes and tenants with
+different salts share nothing. The cache is one holder of its pages; pages that only the cache holds can be given back. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from rorqual.cache.pages import PageAllocator
+
+
+def root_key(salt: str = "") -> bytes:
+    return hashlib.sha256(b"rorqual prefix\0" + salt.encode()).digest()
+
+
+def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
+
+
+class PrefixCache:
+    """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int, enabled: bool = True):
+        self.allocator, self.page_size, self.enabled = allocator, page_size, enabled
+        self.pages: dict[bytes, int] = {}
+        self.keys: dict[int, bytes] = {}
+        # Pages held by the cache alone, oldest first. A chain's later pages are released first and so stand before its earlier
+        # ones: eviction eats a chain from its end.
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.hits = 0
+        self.queries = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had at once: free ones and those only the cache holds."""
+        return len(self.allocator.free) + len(self.idle)
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], bytes]:
+        """Pages of the longest cached prefix that leaves at least one token to compute, now held for the caller, and its key."""
+        key, pages = root_key(salt), []
+        if not self.enabled:
+            return [], key
+        full = (len(tokens) - 1) // self.page_size
+        for i in range(full):
+            candidate = next_key(key, tokens[i * self.page_size : (i + 1) * self.page_size])
+            page = self.pages.get(candidate)
+            if page is None:
+                break
+            self.hold(page)
+            pages.append(page)
+            key = candidate
+        self.queries += len(tokens)
+        self.hits += len(pages) * self.page_size
+        return pages, key
+
+    def hold(self, page: int) -> None:
+        self.idle.pop(page, None)
+        self.allocator.hold(page)
+
+    def take(self) -> int:
+        """A page for new content, evicting the least recently used cached one if none is free."""
+        if not self.allocator.free:
+            self.evict()
+        return self.allocator.take()
+
+    def evict(self) -> None:
+        page, _ = self.idle.popitem(last=False)
+        self.forget(page)
+
+    def forget(self, page: int) -> None:
+        del self.pages[self.keys.pop(page)]
+        self.allocator.release(page)
+
+    def insert(self, previous: bytes, tokens: Sequence[int], page: int) -> bytes:
+        """Keep a full page; returns its key. A page with the same content may already be there: then nothing is kept twice."""
+        if not self.enabled:
+            return previous
+        key = next_key(previous, tokens)
+        if key not in self.pages and page not in self.keys:
+            self.pages[key] = page
+            self.keys[page] = key
+            self.allocator.hold(page)
+        return key
+
+    def release(self, pages: Sequence[int]) -> None:
+        """A request lets go of its pages, last first."""
+        for page in reversed(pages):
+            self.allocator.release(page)
+            if page in self.keys and self.allocator.holders[page] == 1:
+                self.idle[page] = None
+
+    def clear(self) -> int:
+        """Drop every page that nobody uses; returns how many."""
+        count = len(self.idle)
+        while self.idle:
+            self.evict()
+        return count

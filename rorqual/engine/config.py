@@ -1,0 +1,61 @@
+"""How to run a model: sizes, limits and choices, validated once. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rorqual.cache.spec import check_forms
+from rorqual.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """None means: derived from the model, the device or the memory at hand.
+
+    kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one request in a step.
+    weights: `checkpoint` or `random` (a config.json is enough). steps_in_flight: steps launched before the first is read.
+    """
+
+    model: str
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    device: str = "auto"
+    weights: str = "checkpoint"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    mla_prefill: str = "CC"
+    mla_decode: str = "A_CC_ME"
+    steps_in_flight: int | None = None
+    record_expert_load: bool = False
+    threads: int | None = None
+    ignore_config_fields: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_forms(self.mla_prefill, self.mla_decode)
+        for name in ("dtype", "kv_cache_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; accepted: {', '.join(DTYPES)}")
+        if self.weights not in ("checkpoint", "random"):
+            raise ConfigError(f"weights={self.weights!r} is not supported; accepted: checkpoint, random")
+        for name in ("max_model_len", "page_size", "num_pages", "kv_cache_bytes", "steps_in_flight", "threads", "prefill_chunk"):
+            self._positive(name, getattr(self, name), optional=True)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            self._positive(name, getattr(self, name), optional=False)
+        if not 0 < self.memory_utilization <= 1:
+            raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
+
+    def _positive(self, name: str, value: int | None, optional: bool) -> None:
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")

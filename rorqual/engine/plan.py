@@ -1,0 +1,85 @@
+"""What the scheduler tells the runner to do in one step: compact plain data, the same for every rank. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rorqual.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """A device row to set up: sampling settings and the pages known so far. `tokens` are needed by penalties alone."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    pages: tuple[int, ...]
+    prompt_len: int
+    tokens: tuple[int, ...]
+    stop_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token is wanted."""
+
+    slot: int
+    start: int
+    tokens: ReadOnly[int]
+    sample: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass
+class Plan:
+    """One step. Decode rows come first, one token each; their token ids and positions are on the device.
+
+    `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have after the step;
+    `new_rows` and `pages` (slot, index in block table, page) are applied to the device rows before the step.
+    """
+
+    decode_slots: list[int] = field(default_factory=list)
+    decode_bounds: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_slots) + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def sampled_slots(self) -> list[int]:
+        return self.decode_slots + [chunk.slot for chunk in self.chunks if chunk.sample]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities of one sampled token and of the most likely ones, and the sampled token's rank (from 1)."""
+
+    sampled: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+
+@dataclass
+class StepResult:
+    """Token ids in the order of `Plan.sampled_slots`, with log probabilities where they were asked for."""
+
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Executes plans. `launch` never waits for the device; `collect` waits for one launched step, oldest first."""
+
+    def launch(self, plan: Plan) -> Any: ...
+
+    def collect(self, pending: Any) -> StepResult: ...

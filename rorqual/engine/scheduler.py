@@ -1,0 +1,340 @@
+"""Continuous batching: which tokens of which requests the next step computes. No torch.
+
+A request is two lengths: tokens known and tokens cached. Their difference is what the next steps compute: prefill, chunked
+prefill and decode alike. While steps are in flight the host does not know the newest tokens, only how many there are.
+
+Policy. Every running request that decodes gets its token in every step; what is left of the token budget goes to prompts, oldest
+first. A request is admitted when pages for all its known tokens are there. When a page is missing for a decoding request, the
+youngest running request gives up its pages and later recomputes them; the oldest is never preempted, so it always ends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rorqual.cache.pages import PageAllocator
+from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
+from rorqual.errors import ConfigError, RequestError
+from rorqual.request import FinishReason, Request
+
+
+class Sequence:
+    """One request under way.
+
+    tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries written once every launched
+    step is done; target: the length at which the request ends; hashed: full pages already offered to the prefix cache.
+    """
+
+    __slots__ = ("request", "tokens", "prompt_len", "target", "slot", "pages", "capacity", "cached", "collected", "pending", "hashed", "next_hash")
+    __slots__ += ("key", "seed", "stop_ids", "min_len", "finish", "stop_token", "num_cached_prompt", "preemptions", "order")
+
+    def __init__(self, request: Request, target: int, seed: int, order: int):
+        self.request, self.target, self.seed, self.order = request, target, seed, order
+        self.key = b""
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(self.tokens)
+        self.stop_ids = request.stop_ids
+        self.min_len = self.prompt_len + request.params.min_tokens
+        self.slot = -1
+        self.pages: list[int] = []
+        self.capacity = self.cached = self.collected = self.pending = self.hashed = self.preemptions = 0
+        self.next_hash = 0
+        self.finish: FinishReason | None = None
+        self.stop_token: int | None = None
+        self.num_cached_prompt: int | None = None
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) + self.pending
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most prefill_chunk;
+    pages hold page_size tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    prefix_caching: bool = True
+    prefill_chunk: int | None = None
+    max_waiting: int = 100_000
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk={self.prefill_chunk} must be at least 1")
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}: "
+                "every running request gets a token in every step"
+            )
+
+
+@dataclass
+class InFlight:
+    """A planned step and whose tokens it samples, in order."""
+
+    plan: Plan
+    sampled: list[Sequence]
+    computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
+
+
+@dataclass
+class TokenOut:
+    """A new token of a request; `finish` on its last."""
+
+    sequence: Sequence
+    token: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.allocator = PageAllocator(config.num_pages)
+        self.prefix = PrefixCache(self.allocator, config.page_size, config.prefix_caching)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: dict[str, Sequence] = {}
+        self.decoding: dict[str, Sequence] = {}
+        self.sequences: dict[str, Sequence] = {}
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+        self._order = 0
+        self._seeds = random.SystemRandom()
+
+    # ---- requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse it with the reason it can never be served."""
+        target = self._target(request)
+        if request.id in self.sequences:
+            raise RequestError(f"request id {request.id!r} is already in use")
+        if len(self.waiting) >= self.config.max_waiting:
+            raise RequestError(f"the queue is full ({self.config.max_waiting} requests wait)")
+        seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
+        self._order += 1
+        sequence = Sequence(request, target, seed, self._order)
+        self.sequences[request.id] = sequence
+        self.waiting.append(sequence)
+
+    def _target(self, request: Request) -> int:
+        length, most = len(request.prompt), self.config.max_model_len
+        if not length:
+            raise RequestError("the prompt is empty")
+        if length >= most:
+            raise RequestError(f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit")
+        wanted = request.params.max_tokens
+        target = most if wanted is None else min(most, length + wanted)
+        pages = self._pages_for(target - 1)
+        if pages > self.allocator.capacity:
+            raise RequestError(f"{target} tokens need {pages} cache pages, there are {self.allocator.capacity}; lower max_tokens or the prompt")
+        return target
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Forget a request at any point; its pages and slot are free before the next plan."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, FinishReason.ABORT)
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.finish is not None:
+            return
+        sequence.finish = reason
+        del self.sequences[sequence.request.id]
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back slot and pages. Steps in flight may still write there; they run before any step that reuses the pages."""
+        self.prefilling.pop(sequence.request.id, None)
+        self.decoding.pop(sequence.request.id, None)
+        if sequence.slot >= 0:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = -1
+        self.prefix.release(sequence.pages)
+        sequence.pages, sequence.capacity, sequence.cached, sequence.collected, sequence.hashed = [], 0, 0, 0, 0
+        sequence.next_hash = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    # ---- planning
+
+    def plan(self) -> InFlight | None:
+        """The next step, or None when nothing can be launched until a step in flight is collected."""
+        plan = Plan()
+        sampled = self._plan_decode(plan)
+        computed: list[tuple[Sequence, int]] = []
+        budget = self.config.max_num_batched_tokens - len(plan.decode_slots)
+        for sequence in list(self.prefilling.values()):
+            if budget > 0:
+                budget -= self._plan_chunk(plan, sequence, budget, sampled, computed)
+        while budget > 0 and self.waiting and self.free_slots:
+            admitted = self._admit(plan)
+            if admitted is None:
+                break
+            budget -= self._plan_chunk(plan, admitted, budget, sampled, computed)
+        return InFlight(plan, sampled, computed) if plan.decode_slots or plan.chunks else None
+
+    def _plan_decode(self, plan: Plan) -> list[Sequence]:
+        """One token for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
+        needy: list[Sequence] = []
+        sampled: list[Sequence] = []
+        for sequence in self.decoding.values():
+            length = sequence.cached + 1
+            if length >= sequence.target:
+                continue  # its last token is in flight
+            if length > sequence.capacity:
+                needy.append(sequence)
+            sampled.append(sequence)
+        if needy:
+            self._extend(plan, needy)
+            sampled = [sequence for sequence in sampled if sequence.slot >= 0]
+        slots, bounds = plan.decode_slots, plan.decode_bounds
+        for sequence in sampled:
+            sequence.cached = length = sequence.cached + 1
+            sequence.pending += 1
+            slots.append(sequence.slot)
+            bounds.append(length)
+        return sampled
+
+    def _extend(self, plan: Plan, needy: Iterable[Sequence]) -> None:
+        before = self.num_preemptions
+        for sequence in needy:
+            while sequence.slot >= 0 and not self.prefix.available:
+                self._preempt()
+            if sequence.slot >= 0:
+                plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+        if self.num_preemptions > before:
+            vacant = frozenset(self.free_slots)
+            plan.pages[:] = [entry for entry in plan.pages if entry[0] not in vacant]
+
+    def _grow(self, sequence: Sequence) -> int:
+        page = self.prefix.take()
+        sequence.pages.append(page)
+        sequence.capacity += self.config.page_size
+        return page
+
+    def _preempt(self) -> None:
+        """The youngest running request gives up its pages; what it has said so far becomes part of its prompt."""
+        running = [*self.decoding.values(), *self.prefilling.values()]
+        victim = max(running, key=lambda sequence: sequence.order)
+        self._leave(victim)
+        victim.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _admit(self, plan: Plan) -> Sequence | None:
+        """Start the oldest waiting request if its tokens are all known and their pages can be had, with one page spare for each
+        running request so that it is not sent back at the next page boundary."""
+        sequence = self.waiting[0]
+        if sequence.pending:
+            return None
+        pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
+        need = self._pages_for(len(sequence.tokens)) - len(pages)
+        spare = min(self.num_running, self.allocator.capacity - need - len(pages))
+        if need + spare > self.prefix.available and self.num_running:
+            self.prefix.release(pages)
+            return None
+        assert need <= self.prefix.available, "nothing runs, yet pages are missing"
+        self.waiting.popleft()
+        self._start(plan, sequence, pages, key, need)
+        return sequence
+
+    def _start(self, plan: Plan, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
+        size = self.config.page_size
+        sequence.pages, sequence.key, sequence.hashed = pages, key, len(pages)
+        sequence.next_hash = (len(pages) + 1) * size
+        sequence.capacity = len(pages) * size
+        sequence.cached = sequence.collected = len(pages) * size
+        if sequence.num_cached_prompt is None:
+            sequence.num_cached_prompt = sequence.cached
+        for _ in range(need):
+            self._grow(sequence)
+        sequence.slot = self.free_slots.pop()
+        self.prefilling[sequence.request.id] = sequence
+        params = sequence.request.params
+        tokens = tuple(sequence.tokens) if params.edits_logits else ()
+        plan.new_rows.append(
+            NewRow(sequence.slot, params, sequence.seed, tuple(sequence.pages), sequence.prompt_len, tokens, sequence.stop_ids)
+        )
+
+    def _plan_chunk(
+        self, plan: Plan, sequence: Sequence, budget: int, sampled: list[Sequence], computed: list[tuple[Sequence, int]]
+    ) -> int:
+        start = sequence.cached
+        stop = min(len(sequence.tokens), start + min(budget, self.config.prefill_chunk or budget))
+        last = stop == len(sequence.tokens)
+        plan.chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:stop], last))
+        sequence.cached = stop
+        computed.append((sequence, stop))
+        if last:
+            del self.prefilling[sequence.request.id]
+            self.decoding[sequence.request.id] = sequence
+            sequence.pending += 1
+            sampled.append(sequence)
+        return stop - start
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+    # ---- results
+
+    def update(self, step: InFlight, result: StepResult) -> list[TokenOut]:
+        """Take in what a step sampled; returns the new tokens of requests still wanted."""
+        for sequence, stop in step.computed:
+            if sequence.slot >= 0 and sequence.finish is None:
+                sequence.collected = max(sequence.collected, min(stop, sequence.cached))
+                if sequence.collected >= sequence.next_hash:
+                    self._offer(sequence)
+        outs = []
+        for row, (sequence, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
+            sequence.pending -= 1
+            if sequence.finish is None:
+                outs.append(self._append(sequence, token, result.logprobs.get(row)))
+        return outs
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOut:
+        sequence.tokens.append(token)
+        length = len(sequence.tokens)
+        if sequence.slot >= 0:
+            # All but the newest token have their entries written.
+            sequence.collected = length - 1
+            if length > sequence.next_hash:
+                self._offer(sequence)
+        reason = None
+        if token in sequence.stop_ids and length > sequence.min_len:
+            reason, sequence.stop_token = FinishReason.STOP, token
+        elif length >= sequence.target:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self.finish(sequence, reason)
+        return TokenOut(sequence, token, logprobs, reason)
+
+    def _offer(self, sequence: Sequence) -> None:
+        """Hand full pages whose entries are written and whose tokens are known to the prefix cache."""
+        size = self.config.page_size
+        full = min(sequence.collected, len(sequence.tokens)) // size
+        for i in range(sequence.hashed, full):
+            tokens = sequence.tokens[i * size : (i + 1) * size]
+            sequence.key = self.prefix.insert(sequence.key, tokens, sequence.pages[i])
+        sequence.hashed = full
+        sequence.next_hash = (full + 1) * size

@@ -1,0 +1,44 @@
+"""Grouped-query attention with per-head norms on queries and keys (Qwen3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rorqual.config import GQAConfig, ModelConfig
+from rorqual.layers.linear import Linear, Part
+from rorqual.layers.norm import Norm
+from rorqual.layers.parameter import Build, Target
+from rorqual.layers.step import Step
+
+
+class GQA:
+    """forward: [T, hidden] to [T, hidden]; writes the step's keys and values to the cache before attending."""
+
+    def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str):
+        assert isinstance(config.attention, GQAConfig)
+        self.config, self.index, self.ops = config.attention, index, build.ops
+        heads, groups, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        names = (("q_proj", heads), ("k_proj", groups), ("v_proj", groups))
+        parts = [Part(f"{prefix}.{name}", count * dim, self.config.bias) for name, count in names]
+        self.qkv = Linear(build, parts, config.hidden_size, merged=f"{prefix}.qkv_proj")
+        out = Part(f"{prefix}.o_proj", config.hidden_size, self.config.bias)
+        self.out = Linear(build, [out], heads * dim, gain=build.residual_gain)
+        self.q_norm = Norm(build, f"{prefix}.q_norm", dim, config.norm_eps)
+        self.k_norm = Norm(build, f"{prefix}.k_norm", dim, config.norm_eps)
+        self.scale = dim**-0.5
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        planes = step.pool.layers[self.index]
+        qkv = self.qkv.forward(x).view(x.shape[0], -1, self.config.head_dim)
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q = self.ops.gqa_prologue(qkv, *norms, step.cos, step.sin, (planes["k"], planes["v"]), step.slot_mapping)
+        outs = [self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale) for segment, part in step.segments()]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.out.forward(out.flatten(1))
+
+    def targets(self) -> Iterator[Target]:
+        for layer in (self.qkv, self.out, self.q_norm, self.k_norm):
+            yield from layer.targets()

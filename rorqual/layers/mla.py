@@ -1,0 +1,163 @@
+"""Multi-head latent attention (arXiv 2405.04434) in five forms that compute the same thing at different costs.
+
+| form     | cached per token          | how a query meets the cache                                                         |
+|----------|---------------------------|-------------------------------------------------------------------------------------|
+| CD       | keys and values per head  | plain attention                                                                     |
+| CC       | latent + rope key         | every cached latent is decompressed again at each step                              |
+| A_CC     | latent + rope key         | W_UK moves to the query, W_UV to the output; query parts are concatenated           |
+| A_CC_ME  | latent + rope key         | the same, rope and latent scores computed apart, nothing concatenated               |
+| AM_CC_ME | latent + rope key         | the same, with W_UQ W_UK and W_UV W_O multiplied out beforehand: many more weights  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rorqual.cache.spec import check_forms
+from rorqual.config import MLAConfig, ModelConfig
+from rorqual.layers.linear import Linear, Part
+from rorqual.layers.norm import Norm
+from rorqual.layers.parameter import Build, Target
+from rorqual.layers.step import Step
+from rorqual.ops.reference import Weight, dequantise
+from rorqual.ops.table import MLAWeights, Segment
+
+LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, whatever rms_norm_eps says
+
+
+class MLA:
+    """forward: [T, hidden] to [T, hidden]; writes the step's cache entries before attending."""
+
+    def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str, prefill: str = "CC", decode: str = "A_CC_ME"):
+        assert isinstance(config.attention, MLAConfig)
+        check_forms(prefill, decode)
+        mla = config.attention
+        self.config, self.index, self.ops = mla, index, build.ops
+        self.prefill_form, self.decode_form = prefill, decode
+        self.interleaved = config.rope.interleaved
+        self.scale = mla.qk_dim**-0.5 * config.rope.softmax_scale
+        self._make_query(build, config, prefix)
+        self.kv_norm = Norm(build, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
+        up = Part(f"{prefix}.kv_b_proj", mla.num_heads * (mla.nope_dim + mla.v_dim))
+        self.kv_b = Linear(build, [up], mla.kv_lora_rank)
+        out = Part(f"{prefix}.o_proj", config.hidden_size, mla.bias)
+        self.out = Linear(build, [out], mla.num_heads * mla.v_dim, gain=build.residual_gain)
+        self.dtype = build.dtype
+
+    def _make_query(self, build: Build, config: ModelConfig, prefix: str) -> None:
+        """One GEMM takes the hidden state to [query or its latent | key-value latent | rope key]."""
+        mla = config.attention
+        assert isinstance(mla, MLAConfig)
+        rows = mla.num_heads * mla.qk_dim
+        latent = Part(f"{prefix}.kv_a_proj_with_mqa", mla.latent_dim, mla.bias)
+        rank = mla.q_lora_rank
+        first = Part(f"{prefix}.q_proj", rows) if rank is None else Part(f"{prefix}.q_a_proj", rank, mla.bias)
+        self.query_rows = first.rows
+        self.down = Linear(build, [first, latent], config.hidden_size, merged=f"{prefix}.fused_qkv_a_proj_with_mqa")
+        self.q_norm = None if rank is None else Norm(build, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
+        self.q_b = None if rank is None else Linear(build, [Part(f"{prefix}.q_b_proj", rows)], rank)
+
+    def targets(self) -> Iterator[Target]:
+        for layer in (self.down, self.q_norm, self.q_b, self.kv_norm, self.kv_b, self.out):
+            if layer is not None:
+                yield from layer.targets()
+
+    def finalize(self) -> None:
+        """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16: absorbed products read it head by head."""
+        self.kv_b.weight = Weight(dequantise(self.kv_b.weight, self.dtype))
+        materialised = "AM_CC_ME" in (self.prefill_form, self.decode_form)
+        q_norm, q_b = (self.q_norm.weight, self.q_b.weight) if self.q_norm and self.q_b else (None, None)
+        self.weights = MLAWeights(
+            self.config,
+            self.down.weight,
+            self.down.bias,
+            q_norm,
+            q_b,
+            self.kv_norm.weight,
+            self.kv_b.weight,
+            LATENT_NORM_EPS,
+            self.interleaved,
+            keep_query_input=materialised,
+        )
+        self.materialised: tuple[Weight, Weight, Weight] | None = None
+        if materialised:
+            self.materialised = self._materialise()
+
+    def query_matrix(self) -> Tensor:
+        """[H, qk, q_lora or hidden]: the matrix that makes per-head queries."""
+        weight = self.q_b.weight if self.q_b is not None else self.down.weight
+        rows = self.config.num_heads * self.config.qk_dim
+        return dequantise(weight, torch.float32)[:rows].view(self.config.num_heads, self.config.qk_dim, -1)
+
+    def _materialise(self) -> tuple[Weight, Weight, Weight]:
+        """(W_UK^T W_UQ [H C, q_in], the rope rows of W_UQ [H rope, q_in], W_O W_UV [hidden, H C])."""
+        mla, matrix = self.config, self.query_matrix()
+        absorbed = torch.einsum("hnc,hnq->hcq", self.weights.w_uk.float(), matrix[:, : mla.nope_dim]).flatten(0, 1)
+        rope = matrix[:, mla.nope_dim :].flatten(0, 1)
+        out = dequantise(self.out.weight, torch.float32).view(-1, mla.num_heads, mla.v_dim)
+        merged = torch.einsum("ohv,hcv->ohc", out, self.weights.w_uv.float()).flatten(1)
+        return tuple(Weight(w.to(self.dtype).contiguous()) for w in (absorbed, rope, merged))  # type: ignore[return-value]
+
+    def form_weights(self, form: str) -> list[Tensor]:
+        """The matrices the form multiplies by: what must be held, and read at each step."""
+        first = [self.down.weight.data] if self.q_b is not None else [self.down.weight.data[self.query_rows :]]
+        if form == "AM_CC_ME":
+            assert self.materialised is not None
+            return first + [weight.data for weight in self.materialised]
+        query = self.q_b.weight.data if self.q_b is not None else self.down.weight.data[: self.query_rows]
+        return [*first, query, self.kv_b.weight.data, self.out.weight.data]
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        planes = step.pool.layers[self.index]
+        query_in, q, entries = self.ops.mla_prologue(x, self.weights, step.cos, step.sin, planes.get("latent"), step.slot_mapping)
+        if entries is not None:
+            k, v = self.decompress(entries)
+            self.ops.write_cache(planes["k"], step.slot_mapping, k)
+            self.ops.write_cache(planes["v"], step.slot_mapping, v)
+        outs = []
+        for segment, part in step.segments():
+            form = self.decode_form if segment is step.decode else self.prefill_form
+            outs.append(self.attend(form, query_in[part], q[part], step, segment, part))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache entries [N, C + rope] to keys [N, H, qk] and values [N, H, v]."""
+        mla = self.config
+        latent, k_rope = entries.split((mla.kv_lora_rank, mla.rope_dim), -1)
+        up = self.kv_b.forward(latent.contiguous()).view(-1, mla.num_heads, mla.nope_dim + mla.v_dim)
+        k_nope, v = up.split((mla.nope_dim, mla.v_dim), -1)
+        k_rope = k_rope[:, None].expand(-1, mla.num_heads, -1)
+        return torch.cat((k_nope, k_rope), -1), v
+
+    def attend(self, form: str, query_in: Tensor, q: Tensor, step: Step, segment: Segment, part: slice) -> Tensor:
+        planes = step.pool.layers[self.index]
+        if form == "CD":
+            heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
+            return self.out.forward(heads.flatten(1))
+        if form == "CC":
+            k, v = self.decompress(self.ops.gather(planes["latent"], segment))
+            return self.out.forward(self.ops.dense_attention(q, k, v, segment, self.scale).flatten(1))
+        if form == "AM_CC_ME":
+            return self._attend_materialised(query_in, planes["latent"], step, segment, part)
+        if form == "A_CC":
+            return self._attend_joined(q, planes["latent"], segment)
+        return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale).flatten(1))
+
+    def _attend_joined(self, q: Tensor, plane: Tensor, segment: Segment) -> Tensor:
+        nope, rank = self.config.nope_dim, self.config.kv_lora_rank
+        joined = torch.cat((self.ops.heads_matmul(q[..., :nope], self.weights.w_uk), q[..., nope:]), -1)
+        key = plane[:, :, None]
+        latent = self.ops.attention(joined, key, key[..., :rank], segment, self.scale)
+        return self.out.forward(self.ops.heads_matmul(latent, self.weights.w_uv).flatten(1))
+
+    def _attend_materialised(self, query_in: Tensor, plane: Tensor, step: Step, segment: Segment, part: slice) -> Tensor:
+        assert self.materialised is not None
+        mla, (absorbed, rope_rows, merged) = self.config, self.materialised
+        q_latent = self.ops.linear(query_in, absorbed).view(-1, mla.num_heads, mla.kv_lora_rank)
+        q_rope = self.ops.linear(query_in, rope_rows).view(-1, mla.num_heads, mla.rope_dim)
+        q_rope = self.ops.rope(q_rope, step.cos[part], step.sin[part], self.interleaved)
+        latent = self.ops.latent_attention(q_latent, q_rope, plane, segment, self.scale)
+        return self.ops.linear(latent.flatten(1), merged, self.out.bias)

@@ -1,0 +1,33 @@
+"""Where a model lives: the bundled checkpoint, a local folder, or a Hugging Face id (where there is a network)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rorqual.errors import LoadError
+
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def model_folder(name: str | Path | None, weights: bool = True) -> Path:
+    """The folder of a model; None is the bundled one. Fetches from the hub at most what loading needs."""
+    if name is None:
+        return BUNDLED
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    text = str(name)
+    if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
+        raise LoadError(f"{text!r} is neither a folder nor a Hugging Face model id")
+    return _fetch(text, PATTERNS if weights else ["*.json", "*.jinja"])
+
+
+def _fetch(repo: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns))
+    except Exception as error:  # offline, unknown, gated: the library has a class for each
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LoadError(f"{repo!r} is no local folder and could not be fetched from the Hugging Face hub: {first}") from None

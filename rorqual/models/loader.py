@@ -1,0 +1,172 @@
+"""Fill a model from safetensors files, streamed, or from a seed.
+
+Every checkpoint tensor must be used or be skipped by design, and every parameter must be filled; anything else is an error that
+names the tensors. At most WINDOW bytes of a file are mapped at a time, so loading never holds two copies of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rorqual.errors import LoadError
+from rorqual.layers.parameter import Target
+from rorqual.models.transformer import Transformer
+from rorqual.ops.reference import FP8
+
+WINDOW = 64 * 2**20
+NAMES_SHOWN = 5
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_weights(model: Transformer, folder: str | Path) -> None:
+    """Fill `model` from the safetensors files of `folder`, then finalize it."""
+    places = Places(model.targets())
+    for path in checkpoint_files(Path(folder)):
+        for name, shape, reader in read_file(path):
+            if places.has(name):
+                places.fill(name, shape, reader, path)
+            elif not model.skips(name):
+                places.surplus.append(name)
+    places.check()
+    model.finalize()
+
+
+def random_weights(model: Transformer, seed: int) -> None:
+    """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the layout, then finalize it."""
+    for target in model.targets():
+        if target.covers:
+            continue
+        if target.std is None:
+            target.view.fill_(target.fill)
+        else:
+            fill_normal(target.view, target.name, seed, target.std)
+    model.finalize()
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files an index names, or every *.safetensors of the folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+            raise LoadError(f"{index} is not a valid index: {error!r}") from None
+        if any("/" in name or name.startswith(".") for name in names):
+            raise LoadError(f"{index} names files outside its folder")
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [path.name for path in files if not path.exists()]
+    if missing or not files:
+        raise LoadError(f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}")
+    return files
+
+
+class Rows:
+    """Reads rows of one tensor, opening its file anew for every WINDOW bytes so that mapped pages are given back."""
+
+    def __init__(self, path: Path, name: str):
+        self.path, self.name = path, name
+
+    def chunks(self, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, Tensor]]:
+        rows = shape[0] if shape else 1
+        step = max(1, WINDOW // max(1, math.prod(shape[1:]) * itemsize))
+        for start in range(0, rows, step):
+            part = slice(start, min(rows, start + step))
+            with safe_open(self.path, framework="pt") as file:
+                yield part, (file.get_slice(self.name)[part] if shape else file.get_tensor(self.name))
+
+
+def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path} is damaged or truncated: {error}") from None
+    for name, shape in shapes.items():
+        yield name, shape, Rows(path, name)
+
+
+class Places:
+    """The targets of a model by checkpoint name, and which of them have been filled."""
+
+    def __init__(self, targets: Iterable[Target]):
+        self.by_name: dict[str, list[Target]] = {}
+        for target in targets:
+            self.by_name.setdefault(target.name, []).append(target)
+        self.filled: set[str] = set()
+        self.surplus: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return name in self.by_name
+
+    def fill(self, name: str, shape: tuple[int, ...], rows: Rows, path: Path) -> None:
+        for target in self.by_name[name]:
+            if tuple(target.view.shape) != shape:
+                raise LoadError(f"{name} in {path.name} has shape {list(shape)}, the configuration asks for {list(target.view.shape)}")
+        again = self.filled.intersection(self.by_name[name][0].stands_for)
+        if again:
+            raise LoadError(f"{name} in {path.name} fills {sorted(again)[0]} a second time")
+        self._copy(name, shape, rows, path)
+        self.filled.update(self.by_name[name][0].stands_for)
+
+    def _copy(self, name: str, shape: tuple[int, ...], rows: Rows, path: Path) -> None:
+        try:
+            for part, data in rows.chunks(shape, 4):
+                for target in self.by_name[name]:
+                    view = target.view[part] if shape else target.view
+                    if data.dtype != view.dtype and not (data.dtype in FLOATS and view.dtype in FLOATS):
+                        raise LoadError(f"{name} in {path.name} is {data.dtype}, the configuration asks for {view.dtype}")
+                    view.copy_(data)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{path} is damaged or truncated: {error}") from None
+
+    def check(self) -> None:
+        wanted = {name for name, targets in self.by_name.items() if not targets[0].covers}
+        missing = sorted(wanted - self.filled)
+        if missing:
+            raise LoadError(f"the checkpoint lacks {_listing(missing)}")
+        if self.surplus:
+            raise LoadError(f"the checkpoint holds tensors the model does not use: {_listing(sorted(self.surplus))}")
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def fill_normal(view: Tensor, name: str, seed: int, std: float, chunk: int = 2**22) -> None:
+    """A nearly normal draw from integer arithmetic alone (the sum of four 16-bit fields of a hash), so that every device and
+    every shard computes the same bits. `view` must be a whole checkpoint tensor."""
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
+    columns = view.shape[-1]
+    rows = view.view(-1, columns) if view.is_contiguous() else view.flatten(0, -2)
+    step = max(1, chunk // columns)
+    for start in range(0, rows.shape[0], step):
+        part = rows[start : start + step]
+        first, count = start * columns, part.numel()
+        part.copy_(_normal(key, first, count, std, view.device, view.dtype == FP8).view(part.shape))
+
+
+def _normal(key: int, first: int, count: int, std: float, device: torch.device, clip: bool) -> Tensor:
+    bits = hash_bits(torch.arange(first, first + count, dtype=torch.int64, device=device), key)
+    total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
+    deviation = math.sqrt(4 * (2**32 - 1) / 12)
+    values = (total - 2 * 0xFFFF).float() * (std / deviation)
+    return values.clamp_(-448, 448) if clip else values
+
+
+def hash_bits(counter: Tensor, key: int) -> Tensor:
+    """splitmix64 (Steele, Lea, Flood 2014) of counter + key in wrapping int64 arithmetic: 64 well-mixed bits an element."""
+    z = counter * -7046029254386353131 + key
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)

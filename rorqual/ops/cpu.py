@@ -1,0 +1,243 @@
+"""The CPU backend: the reference's results with fewer and larger torch calls. A call costs microseconds, as much as the
+arithmetic of a small batch, so what matters is their number; attention goes through torch's fused CPU kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rorqual.config import MoEConfig
+from rorqual.ops import reference
+from rorqual.ops.reference import Weight
+from rorqual.ops.native import STORAGE, Native, library
+from rorqual.ops.table import MLAWeights, Ops, Segment
+
+# Gathering expert weights copies them; above this many bytes a loop over the experts in use is cheaper.
+GATHER_BYTES = 4 * 2**20
+# Up to this many tokens every expert computes every token in one product when at least half of them are in use anyway.
+DENSE_TOKENS = 64
+
+
+# The native kernels take steps of few rows whose weights are small; wider products go to torch's threaded ones.
+NATIVE_ROWS = 32
+NATIVE_ELEMENTS = 2 * 2**20
+NATIVE_SCORES = 8 * 2**20
+
+
+class CpuOps(Ops):
+    """`native` False leaves out the compiled kernels."""
+
+    name = "cpu"
+
+    def __init__(self, native: bool = True):
+        kernels = library() if native else None
+        self.native = Native(kernels) if kernels else None
+
+    def _native(self, x: Tensor, *weights: Tensor) -> Native | None:
+        """The compiled kernels, where this call suits them."""
+        if self.native is None or x.shape[0] > NATIVE_ROWS or x.dtype not in STORAGE or not x.is_contiguous():
+            return None
+        small = all(w.dtype == x.dtype and w.numel() <= NATIVE_ELEMENTS for w in weights)
+        return self.native if small else None
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        native = self._native(x, weight)
+        if native and (residual is None or residual.is_contiguous()):
+            return native.add_norm(x, residual, weight, eps)
+        total = x if residual is None else x + residual
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if weight.scale is not None:
+            return reference.linear(x, weight, bias)
+        native = self._native(x, weight.data)
+        return native.linear(x, weight.data, bias) if native else F.linear(x, weight.data, bias)
+
+    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        native = self._native(x, gate_up.data, down.data)
+        return native.mlp(x, gate_up.data, down.data) if native else super().mlp(x, gate_up, down)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        if not interleaved:
+            return reference.rope(x, cos, sin, interleaved)
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2).to(x.dtype)
+
+    # ---- attention
+
+    def mla_prologue(
+        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
+        suits = plane is not None and plane.dtype == x.dtype and not w.keep_query_input
+        native = self._native(x, *weights) if suits else None
+        if native is None or plane is None:
+            return super().mla_prologue(x, w, cos, sin, plane, slots)
+        return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
+
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        native = self._native(q, w.kv_b.data) if plane.dtype == q.dtype and w.scratch is not None else None
+        if native is None or not _small_decode(segment, q):
+            return super().mla_absorbed(q, w, plane, segment, scale)
+        return native.mla_absorbed(q, w, plane, segment.tables, segment.kv_lens, scale)
+
+    def gqa_prologue(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, planes: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        native = self._native(qkv, q_norm) if planes[0].dtype == qkv.dtype else None
+        if native is None:
+            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
+        return native.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
+
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        planes = (k_plane, v_plane)
+        same = all(p.dtype == q.dtype and p.is_contiguous() and p.shape[-1] == q.shape[-1] for p in planes)
+        native = self._native(q) if same and _small_decode(segment, q) else None
+        if native:
+            return native.gqa_decode(q, planes, segment.tables, segment.kv_lens, scale)
+        index = _decode_index(segment, k_plane)
+        if index is None:
+            return self.dense_attention(q, self.gather(k_plane, segment), self.gather(v_plane, segment), segment, scale)
+        k, v = (_entries(plane, index).transpose(1, 2) for plane in (k_plane, v_plane))  # [R, G, L, D]
+        rows, heads, groups = len(segment), q.shape[1], k.shape[1]
+        # The heads that share a key are its queries: nothing is repeated.
+        out = _fused(q.view(rows, groups, heads // groups, -1), k, v, scale, mask=index.mask)
+        return out.reshape(rows, heads, -1)
+
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        """One fused call with the cache rows as keys and as values; the rope columns of the result are cut off."""
+        index = _decode_index(segment, plane)
+        if index is None:
+            q, keys = torch.cat((q_latent, q_rope), -1), self.gather(plane, segment)[:, None]
+            return self.dense_attention(q, keys, keys, segment, scale)[..., : q_latent.shape[-1]]
+        entries = _entries(plane, index)[:, None]  # [R, 1, L, C + rope]
+        q = torch.cat((q_latent, q_rope), -1)[:, None]
+        return _fused(q, entries, entries, scale, mask=index.mask).squeeze(1)[..., : q_latent.shape[-1]]
+
+    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+        parts = zip(q.split(segment.query_lens), k.split(segment.kv_bounds), v.split(segment.kv_bounds), strict=True)
+        return torch.cat([_fused_attention(*part, scale) for part in parts])
+
+    def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+        rows = zip(segment.tables, segment.kv_bounds, strict=True)
+        return torch.cat([reference.read_cache(plane, table, length) for table, length in rows])
+
+    # ---- experts
+
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        native = self._native(x) if gate.dtype in STORAGE and gate.numel() <= NATIVE_ELEMENTS else None
+        return native.router(x, gate, bias, moe) if native else super().router(x, gate, bias, moe)
+
+    def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        return reference.route(logits, bias, moe)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        """Three forms of the same sum: gather the chosen experts, let every expert see every token, or loop over experts."""
+        slots, picks = gate_up.data.shape[0], ids.numel()
+        if gate_up.quantised:
+            return reference.experts(x, ids, weights, gate_up, down)
+        native = self._native(x) if gate_up.data.dtype == x.dtype and gate_up.data[0].numel() <= NATIVE_ELEMENTS else None
+        if native:
+            return native.experts(x, ids, weights, gate_up, down)
+        if 2 * picks >= slots and x.shape[0] <= DENSE_TOKENS and _bytes(gate_up.data) <= 4 * GATHER_BYTES:
+            return _dense_experts(x, ids, weights, gate_up.data, down.data)
+        if picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
+            return _gathered_experts(x, ids, weights, gate_up.data, down.data)
+        return _looped_experts(x, ids, weights, gate_up.data, down.data)
+
+
+def _small_decode(segment: Segment, q: Tensor) -> bool:
+    """One query token a request, and few enough scores for one thread."""
+    return segment.tokens == len(segment) and sum(segment.kv_bounds) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
+
+
+def _bytes(data: Tensor) -> int:
+    return data.numel() * data.element_size()
+
+
+class DecodeIndex:
+    """Pages of every request side by side, and which positions lie within its length. Built once a step.
+
+    pages [R * P] flat; `length` the longest; `mask` [R, 1, 1, L] bool, None where every request fills all L positions.
+    """
+
+    def __init__(self, segment: Segment, page_size: int):
+        self.rows, self.length = len(segment), max(segment.kv_bounds)
+        self.pages = segment.tables[:, : -(-self.length // page_size)].reshape(-1)
+        self.mask: Tensor | None = None
+        if min(segment.kv_bounds) < self.length:
+            within = torch.arange(self.length, device=segment.kv_lens.device) < segment.kv_lens[:, None]
+            self.mask = within[:, None, None]
+            self.beyond = ~within
+
+
+def _decode_index(segment: Segment, plane: Tensor) -> DecodeIndex | None:
+    """The index of a segment in which every request has one query token, else None."""
+    if segment.tokens != len(segment):
+        return None
+    if segment.scratch is None:
+        segment.scratch = DecodeIndex(segment, plane.shape[1])
+    return segment.scratch
+
+
+def _entries(plane: Tensor, index: DecodeIndex) -> Tensor:
+    """[R, L, *shape]: every request's cache, zero beyond its length (a masked NaN would still spoil the sum)."""
+    found = plane.index_select(0, index.pages).view(index.rows, -1, *plane.shape[2:])[:, : index.length]
+    if index.mask is not None:
+        found.masked_fill_(index.beyond.view(*index.beyond.shape, *(1,) * (found.dim() - 2)), 0)
+    return found
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """torch's fused attention on [batch, heads, length, D]. It wants values as wide as keys: they are padded, then cut."""
+    width = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)[..., :width]
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """causal_attention of one request."""
+    queries, length, groups = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    mask = None
+    if 1 < queries < length:
+        mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    return _fused(q, k, v, scale, mask, causal=queries == length and queries > 1)[0].transpose(0, 1)
+
+
+def _gathered_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    flat = ids.flatten()
+    rows = x if ids.shape[0] == 1 else x.repeat_interleave(ids.shape[1], 0)
+    rows = rows.expand(flat.shape[0], -1)[:, None]
+    h = reference.swiglu(torch.bmm(rows, gate_up.index_select(0, flat).transpose(1, 2)))
+    y = torch.bmm(h, down.index_select(0, flat).transpose(1, 2)).view(*ids.shape, -1)
+    return torch.bmm(weights[:, None], y.float()).squeeze(1).to(x.dtype)
+
+
+def _dense_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Experts nobody chose get weight 0."""
+    slots, tokens = gate_up.shape[0], x.shape[0]
+    table = torch.zeros(tokens, slots, device=x.device).scatter_(1, ids, weights)
+    h = reference.swiglu(F.linear(x, gate_up.flatten(0, 1)).view(tokens, slots, -1))
+    y = torch.bmm(h.transpose(0, 1), down.transpose(1, 2))  # [slots, tokens, hidden]
+    return torch.bmm(table[:, None], y.transpose(0, 1).float()).squeeze(1).to(x.dtype)
+
+
+def _looped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sort the picks by expert, then one small MLP a run of equal experts."""
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    tokens = order // ids.shape[1]
+    outs = []
+    for slot, rows in enumerate(x.index_select(0, tokens).split(counts)):
+        if rows.shape[0]:
+            outs.append(F.linear(reference.swiglu(F.linear(rows, gate_up[slot])), down[slot]))
+    y = torch.cat(outs).float() * weights.flatten()[order, None]
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return total.index_add_(0, tokens, y).to(x.dtype)

@@ -1,0 +1,484 @@
+// CPU kernels for decode steps: few rows, small layers, where a torch call costs as much as the arithmetic it does.
+// Everything is computed in fp32 from fp32 or bf16 storage by one thread; wide layers stay with torch's threaded products.
+// Built by native.py with the system's C++ compiler; called through the C functions at the end. Pointers are row-major and dense.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+
+inline float widen(bf16 x) {
+    uint32_t u = uint32_t(x.bits) << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+inline void narrow(float x, float *out) { *out = x; }
+
+inline void narrow(float x, bf16 *out) {  // to nearest even, as torch rounds
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) {
+        out->bits = 0x7fc0;
+        return;
+    }
+    out->bits = uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+inline vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline vf load(const bf16 *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    vu u = __builtin_convertvector(h, vu) << 16;
+    vf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+inline float total(vf v) {  // by halves: a chain of 16 additions would cost more than the products
+    float x[LANES];
+    memcpy(x, &v, sizeof x);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+}
+
+template <class T>
+void widen_all(const T *x, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) out[i] = widen(x[i]);
+}
+
+template <class T>
+void narrow_all(const float *x, int64_t n, T *out) {
+    for (int64_t i = 0; i < n; i++) narrow(x[i], out + i);
+}
+
+// Scratch that grows and stays: a decode step makes hundreds of calls.
+float *scratch(int which, int64_t size) {
+    static thread_local std::vector<float> buffers[8];
+    if (int64_t(buffers[which].size()) < size) buffers[which].resize(size);
+    return buffers[which].data();
+}
+
+// R rows of w against N rows of x: each loaded vector is used several times.
+template <int R, int N, class W>
+inline void tile(const float *x, const W *w, int64_t k, float *y, int64_t ldy) {
+    vf acc[R][N] = {};
+    int64_t i = 0;
+    for (; i + LANES <= k; i += LANES) {
+        vf row[R];
+        for (int r = 0; r < R; r++) row[r] = load(w + r * k + i);
+        for (int n = 0; n < N; n++) {
+            vf column = load(x + n * k + i);
+            for (int r = 0; r < R; r++) acc[r][n] += row[r] * column;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int n = 0; n < N; n++) {
+            float s = total(acc[r][n]);
+            for (int64_t j = i; j < k; j++) s += widen(w[r * k + j]) * x[n * k + j];
+            y[n * ldy + r] = s;
+        }
+}
+
+template <int N, class W>
+void panel(const float *x, const W *w, int64_t rows, int64_t k, float *y, int64_t ldy) {
+    constexpr int R = N == 1 ? 8 : 4;
+    int64_t r = 0;
+    for (; r + R <= rows; r += R) tile<R, N>(x, w + r * k, k, y + r, ldy);
+    for (; r < rows; r++) tile<1, N>(x, w + r * k, k, y + r, ldy);
+}
+
+// y [n, rows] = x [n, k] w [rows, k]^T
+template <class W>
+void gemm(const float *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) panel<4>(x + i * k, w, rows, k, y + i * rows, rows);
+    if (n - i == 3) panel<3>(x + i * k, w, rows, k, y + i * rows, rows);
+    if (n - i == 2) panel<2>(x + i * k, w, rows, k, y + i * rows, rows);
+    if (n - i == 1) panel<1>(x + i * k, w, rows, k, y + i * rows, rows);
+}
+
+template <class T>
+void add_bias(float *y, int64_t n, int64_t rows, const T *bias) {
+    if (!bias) return;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t r = 0; r < rows; r++) y[i * rows + r] += widen(bias[r]);
+}
+
+float dot(const float *a, const float *b, int64_t d) {
+    vf acc = {};
+    int64_t i = 0;
+    for (; i + LANES <= d; i += LANES) acc += load(a + i) * load(b + i);
+    float s = total(acc);
+    for (; i < d; i++) s += a[i] * b[i];
+    return s;
+}
+
+// RMSNorm in place on one row.
+template <class T>
+void norm_row(float *x, int64_t d, const T *weight, float eps) {
+    float r = 1 / std::sqrt(dot(x, x, d) / float(d) + eps);
+    for (int64_t i = 0; i < d; i++) x[i] *= r * widen(weight[i]);
+}
+
+// Rotate pairs in place; cos and sin hold d / 2 values.
+void rope_row(float *x, int64_t d, const float *cos, const float *sin, bool interleaved) {
+    int64_t half = d / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float *a = interleaved ? x + 2 * i : x + i, *b = interleaved ? a + 1 : a + half;
+        float first = *a, second = *b;
+        *a = first * cos[i] - second * sin[i];
+        *b = second * cos[i] + first * sin[i];
+    }
+}
+
+void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < size; j++) {
+            float gate = x[i * 2 * size + j];
+            out[i * size + j] = gate / (1 + std::exp(-gate)) * x[i * 2 * size + size + j];
+        }
+}
+
+// One request's heads that share keys: q [heads, d] against `length` cached rows reached through its block table; values are the
+// first dv columns of value rows. Softmax is kept running, so every row is read once. out [heads, dv].
+template <class T>
+void attend(const float *q, int64_t heads, int64_t d, int64_t dv, const T *keys, const T *values, int64_t key_stride,
+            int64_t value_stride, const int64_t *table, int64_t page, int64_t length, float scale, float *out) {
+    float *k = scratch(5, d), *v = scratch(6, dv), *state = scratch(7, 2 * heads);
+    float *peak = state, *mass = state + heads;
+    std::fill(out, out + heads * dv, 0.f);
+    std::fill(peak, peak + heads, -std::numeric_limits<float>::infinity());
+    std::fill(mass, mass + heads, 0.f);
+    for (int64_t p = 0; p < length; p++) {
+        int64_t slot = table[p / page] * page + p % page;
+        widen_all(keys + slot * key_stride, d, k);
+        const float *row = k;
+        if (values != keys) {
+            widen_all(values + slot * value_stride, dv, v);
+            row = v;
+        }
+        for (int64_t h = 0; h < heads; h++) {
+            float score = dot(q + h * d, k, d) * scale, *y = out + h * dv;
+            if (score > peak[h]) {
+                float shrink = std::exp(peak[h] - score);
+                for (int64_t i = 0; i < dv; i++) y[i] *= shrink;
+                mass[h] *= shrink;
+                peak[h] = score;
+            }
+            float weight = std::exp(score - peak[h]);
+            mass[h] += weight;
+            for (int64_t i = 0; i < dv; i++) y[i] += weight * row[i];
+        }
+    }
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t i = 0; i < dv; i++) out[h * dv + i] /= mass[h];
+}
+
+}  // namespace
+
+// What does not change from step to step, filled once a layer by native.py. q_rank 0: no query latent, q_b is unused and the
+// first rows of `down` make the queries.
+struct MlaLayer {
+    int64_t hidden, q_rank, heads, nope, rope, v_dim, rank, interleaved;
+    double eps;
+    const void *down, *down_bias, *q_norm, *q_b, *kv_norm, *kv_b;
+};
+
+struct Router {
+    int64_t experts, top_k, groups, top_groups, sigmoid, best_two, grouped, normalise;
+    double scaling;
+    const void *gate;
+    const float *bias;
+};
+
+namespace {
+
+template <class T>
+void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum, int64_t n, int64_t d, float eps) {
+    float *row = scratch(0, d);
+    for (int64_t t = 0; t < n; t++) {
+        for (int64_t i = 0; i < d; i++) {
+            float value = widen(x[t * d + i]);
+            if (residual) {  // the stream is stored rounded, so the norm sees the rounded sum
+                T stored;
+                narrow(value + widen(residual[t * d + i]), &stored);
+                sum[t * d + i] = stored;
+                value = widen(stored);
+            }
+            row[i] = value;
+        }
+        norm_row(row, d, weight, eps);
+        narrow_all(row, d, normed + t * d);
+    }
+}
+
+template <class T>
+void linear(const T *x, const T *w, const T *bias, T *y, int64_t n, int64_t rows, int64_t k) {
+    float *wide = scratch(0, n * k), *out = scratch(1, n * rows);
+    widen_all(x, n * k, wide);
+    gemm(wide, n, w, rows, k, out);
+    add_bias(out, n, rows, bias);
+    narrow_all(out, n * rows, y);
+}
+
+template <class T>
+void mlp(const T *x, const T *gate_up, const T *down, T *y, int64_t n, int64_t hidden, int64_t size) {
+    float *wide = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size), *out = scratch(3, n * hidden);
+    widen_all(x, n * hidden, wide);
+    gemm(wide, n, gate_up, 2 * size, hidden, h);
+    swiglu_rows(h, n, size, g);
+    gemm(g, n, down, hidden, size, out);
+    narrow_all(out, n * hidden, y);
+}
+
+template <class T>
+void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *sin, T *plane, const int64_t *slots, T *q, int64_t n) {
+    int64_t qk = m.nope + m.rope, wide_q = m.heads * qk, first = m.q_rank ? m.q_rank : wide_q, entry = m.rank + m.rope;
+    int64_t rows = first + entry;
+    float *in = scratch(0, n * m.hidden), *low = scratch(1, n * rows), *latent = scratch(2, n * first), *queries = scratch(3, n * wide_q);
+    widen_all(x, n * m.hidden, in);
+    gemm(in, n, (const T *)m.down, rows, m.hidden, low);
+    add_bias(low, n, rows, (const T *)m.down_bias);
+    for (int64_t t = 0; t < n; t++) std::copy(low + t * rows, low + t * rows + first, latent + t * first);
+    if (m.q_rank) {
+        for (int64_t t = 0; t < n; t++) norm_row(latent + t * first, first, (const T *)m.q_norm, float(m.eps));
+        gemm(latent, n, (const T *)m.q_b, wide_q, first, queries);
+    } else {
+        queries = latent;
+    }
+    for (int64_t t = 0; t < n; t++) {
+        const float *c = cos + t * m.rope / 2, *s = sin + t * m.rope / 2;
+        for (int64_t h = 0; h < m.heads; h++) rope_row(queries + t * wide_q + h * qk + m.nope, m.rope, c, s, m.interleaved);
+        float *kv = low + t * rows + first;
+        norm_row(kv, m.rank, (const T *)m.kv_norm, float(m.eps));
+        rope_row(kv + m.rank, m.rope, c, s, m.interleaved);
+        narrow_all(kv, entry, plane + slots[t] * entry);
+    }
+    narrow_all(queries, n * wide_q, q);
+}
+
+template <class T>
+void mla_absorbed(const MlaLayer &m, const T *q, const T *plane, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
+                  float scale, T *out, int64_t n) {
+    int64_t qk = m.nope + m.rope, entry = m.rank + m.rope, up_rows = m.nope + m.v_dim;
+    float *query = scratch(0, m.heads * entry), *latent = scratch(1, m.heads * m.rank), *heads = scratch(2, m.heads * m.v_dim);
+    for (int64_t t = 0; t < n; t++) {
+        for (int64_t h = 0; h < m.heads; h++) {  // W_UK moves to the query
+            const T *mine = q + (t * m.heads + h) * qk, *up = (const T *)m.kv_b + h * up_rows * m.rank;
+            float *into = query + h * entry;
+            std::fill(into, into + m.rank, 0.f);
+            for (int64_t i = 0; i < m.nope; i++) {
+                float value = widen(mine[i]);
+                for (int64_t c = 0; c < m.rank; c++) into[c] += value * widen(up[i * m.rank + c]);
+            }
+            widen_all(mine + m.nope, m.rope, into + m.rank);
+        }
+        attend(query, m.heads, entry, m.rank, plane, plane, entry, entry, tables + t * width, page, lens[t], scale, latent);
+        for (int64_t h = 0; h < m.heads; h++) {  // W_UV follows the sum
+            const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
+            panel<1>(latent + h * m.rank, up, m.v_dim, m.rank, heads + h * m.v_dim, m.v_dim);
+        }
+        narrow_all(heads, m.heads * m.v_dim, out + t * m.heads * m.v_dim);
+    }
+}
+
+// qkv [n, heads + 2 groups, d]: queries and keys are normed and rotated, keys and values go to the cache.
+template <class T>
+void gqa_prologue(const T *qkv, const T *q_norm, const T *k_norm, float eps, const float *cos, const float *sin, T *keys, T *values,
+                  const int64_t *slots, T *q, int64_t n, int64_t heads, int64_t groups, int64_t d) {
+    float *row = scratch(0, d);
+    for (int64_t t = 0; t < n; t++) {
+        const T *mine = qkv + t * (heads + 2 * groups) * d;
+        for (int64_t h = 0; h < heads + groups; h++) {
+            widen_all(mine + h * d, d, row);
+            norm_row(row, d, h < heads ? q_norm : k_norm, eps);
+            rope_row(row, d, cos + t * d / 2, sin + t * d / 2, false);
+            narrow_all(row, d, h < heads ? q + (t * heads + h) * d : keys + (slots[t] * groups + h - heads) * d);
+        }
+        memcpy(values + slots[t] * groups * d, mine + (heads + groups) * d, groups * d * sizeof(T));
+    }
+}
+
+template <class T>
+void gqa_decode(const T *q, const T *keys, const T *values, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
+                float scale, T *out, int64_t n, int64_t heads, int64_t groups, int64_t d) {
+    int64_t share = heads / groups;
+    float *query = scratch(0, share * d), *sum = scratch(1, share * d);
+    for (int64_t t = 0; t < n; t++)
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t at = (t * heads + g * share) * d;
+            widen_all(q + at, share * d, query);
+            attend(query, share, d, d, keys + g * d, values + g * d, groups * d, groups * d, tables + t * width, page, lens[t], scale, sum);
+            narrow_all(sum, share * d, out + at);
+        }
+}
+
+int64_t best(const float *x, int64_t n) { return std::max_element(x, x + n) - x; }
+
+// Keep the groups whose best expert (or best two together) score highest; the others cannot be chosen.
+void limit_groups(const Router &r, float *choice) {
+    constexpr float NEVER = -std::numeric_limits<float>::infinity();
+    int64_t size = r.experts / r.groups;
+    float *value = scratch(4, r.groups);
+    for (int64_t g = 0; g < r.groups; g++) {
+        float first = NEVER, second = NEVER;
+        for (int64_t e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > first) {
+                second = first;
+                first = choice[e];
+            } else {
+                second = std::max(second, choice[e]);
+            }
+        }
+        value[g] = r.best_two ? first + second : first;
+    }
+    for (int64_t i = 0; i < r.top_groups; i++) value[best(value, r.groups)] = NEVER;  // NEVER marks the kept ones
+    for (int64_t g = 0; g < r.groups; g++)
+        if (value[g] != NEVER) std::fill(choice + g * size, choice + (g + 1) * size, NEVER);
+}
+
+template <class T, class G>
+void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n, int64_t hidden) {
+    float *in = scratch(0, n * hidden), *logits = scratch(1, n * r.experts), *choice = scratch(2, r.experts);
+    widen_all(x, n * hidden, in);
+    gemm(in, n, (const G *)r.gate, r.experts, hidden, logits);
+    for (int64_t t = 0; t < n; t++) {
+        float *score = logits + t * r.experts;
+        if (r.sigmoid) {
+            for (int64_t e = 0; e < r.experts; e++) score[e] = 1 / (1 + std::exp(-score[e]));
+        } else {
+            float peak = *std::max_element(score, score + r.experts), mass = 0;
+            for (int64_t e = 0; e < r.experts; e++) mass += score[e] = std::exp(score[e] - peak);
+            for (int64_t e = 0; e < r.experts; e++) score[e] /= mass;
+        }
+        for (int64_t e = 0; e < r.experts; e++) choice[e] = score[e] + (r.bias ? r.bias[e] : 0);
+        if (r.grouped) limit_groups(r, choice);
+        float sum = 0;
+        for (int64_t i = 0; i < r.top_k; i++) {
+            int64_t e = best(choice, r.experts);
+            choice[e] = -std::numeric_limits<float>::infinity();
+            ids[t * r.top_k + i] = e;
+            sum += weights[t * r.top_k + i] = score[e];
+        }
+        float factor = float(r.scaling) / (r.normalise ? sum + 1e-20f : 1);
+        for (int64_t i = 0; i < r.top_k; i++) weights[t * r.top_k + i] *= factor;
+    }
+}
+
+// Tokens are grouped by expert, so that each expert's weights are read once.
+template <class T>
+void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
+             int64_t slots, int64_t hidden, int64_t size) {
+    float *sum = scratch(3, n * hidden), *in = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size);
+    float *out = scratch(4, n * hidden);
+    std::fill(sum, sum + n * hidden, 0.f);
+    static thread_local std::vector<int64_t> picks;
+    for (int64_t e = 0; e < slots; e++) {
+        picks.clear();
+        for (int64_t i = 0; i < n * top_k; i++)
+            if (ids[i] == e) picks.push_back(i);
+        int64_t count = int64_t(picks.size());
+        if (!count) continue;
+        for (int64_t i = 0; i < count; i++) widen_all(x + picks[i] / top_k * hidden, hidden, in + i * hidden);
+        gemm(in, count, gate_up + e * 2 * size * hidden, 2 * size, hidden, h);
+        swiglu_rows(h, count, size, g);
+        gemm(g, count, down + e * hidden * size, hidden, size, out);
+        for (int64_t i = 0; i < count; i++) {
+            float weight = weights[picks[i]], *into = sum + picks[i] / top_k * hidden;
+            for (int64_t j = 0; j < hidden; j++) into[j] += weight * out[i * hidden + j];
+        }
+    }
+    narrow_all(sum, n * hidden, y);
+}
+
+}  // namespace
+
+// `wide` picks the storage type: 1 for fp32, 0 for bf16.
+#define PICK(call_float, call_bf16) \
+    if (wide) {                     \
+        call_float;                 \
+    } else {                        \
+        call_bf16;                  \
+    }
+#define F(p) ((const float *)(p))
+#define B(p) ((const bf16 *)(p))
+#define FW(p) ((float *)(p))
+#define BW(p) ((bf16 *)(p))
+
+extern "C" {
+
+void rq_add_norm(int wide, const void *x, const void *residual, const void *weight, void *normed, void *sum, int64_t n, int64_t d, double eps) {
+    PICK(add_norm(F(x), F(residual), F(weight), FW(normed), FW(sum), n, d, float(eps)),
+         add_norm(B(x), B(residual), B(weight), BW(normed), BW(sum), n, d, float(eps)))
+}
+
+void rq_linear(int wide, const void *x, const void *w, const void *bias, void *y, int64_t n, int64_t rows, int64_t k) {
+    PICK(linear(F(x), F(w), F(bias), FW(y), n, rows, k), linear(B(x), B(w), B(bias), BW(y), n, rows, k))
+}
+
+void rq_mlp(int wide, const void *x, const void *gate_up, const void *down, void *y, int64_t n, int64_t hidden, int64_t size) {
+    PICK(mlp(F(x), F(gate_up), F(down), FW(y), n, hidden, size), mlp(B(x), B(gate_up), B(down), BW(y), n, hidden, size))
+}
+
+void rq_mla_prologue(int wide, const MlaLayer *m, const void *x, const float *cos, const float *sin, void *plane, const int64_t *slots, void *q, int64_t n) {
+    PICK(mla_prologue(*m, F(x), cos, sin, FW(plane), slots, FW(q), n), mla_prologue(*m, B(x), cos, sin, BW(plane), slots, BW(q), n))
+}
+
+void rq_mla_absorbed(int wide, const MlaLayer *m, const void *q, const void *plane, const int64_t *tables, int64_t width, const int64_t *lens,
+                     int64_t page, double scale, void *out, int64_t n) {
+    PICK(mla_absorbed(*m, F(q), F(plane), tables, width, lens, page, float(scale), FW(out), n),
+         mla_absorbed(*m, B(q), B(plane), tables, width, lens, page, float(scale), BW(out), n))
+}
+
+void rq_gqa_prologue(int wide, const void *qkv, const void *q_norm, const void *k_norm, double eps, const float *cos, const float *sin, void *keys,
+                     void *values, const int64_t *slots, void *q, int64_t n, int64_t heads, int64_t groups, int64_t d) {
+    PICK(gqa_prologue(F(qkv), F(q_norm), F(k_norm), float(eps), cos, sin, FW(keys), FW(values), slots, FW(q), n, heads, groups, d),
+         gqa_prologue(B(qkv), B(q_norm), B(k_norm), float(eps), cos, sin, BW(keys), BW(values), slots, BW(q), n, heads, groups, d))
+}
+
+void rq_gqa_decode(int wide, const void *q, const void *keys, const void *values, const int64_t *tables, int64_t width, const int64_t *lens,
+                   int64_t page, double scale, void *out, int64_t n, int64_t heads, int64_t groups, int64_t d) {
+    PICK(gqa_decode(F(q), F(keys), F(values), tables, width, lens, page, float(scale), FW(out), n, heads, groups, d),
+         gqa_decode(B(q), B(keys), B(values), tables, width, lens, page, float(scale), BW(out), n, heads, groups, d))
+}
+
+// The gate may be fp32 beside bf16 activations.
+void rq_route(int wide, int wide_gate, const Router *r, const void *x, int64_t *ids, float *weights, int64_t n, int64_t hidden) {
+    if (wide) {
+        route<float, float>(*r, F(x), ids, weights, n, hidden);
+    } else if (wide_gate) {
+        route<bf16, float>(*r, B(x), ids, weights, n, hidden);
+    } else {
+        route<bf16, bf16>(*r, B(x), ids, weights, n, hidden);
+    }
+}
+
+void rq_experts(int wide, const void *x, const int64_t *ids, const float *weights, const void *gate_up, const void *down, void *y, int64_t n,
+                int64_t top_k, int64_t slots, int64_t hidden, int64_t size) {
+    PICK(experts(F(x), ids, weights, F(gate_up), F(down), FW(y), n, top_k, slots, hidden, size),
+         experts(B(x), ids, weights, B(gate_up), B(down), BW(y), n, top_k, slots, hidden, size))
+}
+}

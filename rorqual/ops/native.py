@@ -1,0 +1,184 @@
+"""Builds kernels.cpp once a machine and calls it. No compiler: the CPU backend goes on with torch calls alone, and says so."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rorqual.config import MoEConfig, cache_folder
+from rorqual.ops.reference import Weight
+from rorqual.ops.table import MLAWeights
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
+COMPILE_SECONDS = 120
+STORAGE = (torch.float32, torch.bfloat16)
+log = logging.getLogger("rorqual")
+
+
+class _MlaLayer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("hidden", "q_rank", "heads", "nope", "rope", "v_dim", "rank", "interleaved")]
+    _fields_ += [("eps", ctypes.c_double)]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("down", "down_bias", "q_norm", "q_b", "kv_norm", "kv_b")]
+
+
+class _Router(ctypes.Structure):
+    _names = ("experts", "top_k", "groups", "top_groups", "sigmoid", "best_two", "grouped", "normalise")
+    _fields_ = [(name, ctypes.c_int64) for name in _names]
+    _fields_ += [("scaling", ctypes.c_double), ("gate", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+_I, _P, _D, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+_SIGNATURES = {
+    "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
+    "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
+    "rq_mlp": (_I, _P, _P, _P, _P, _N, _N, _N),
+    "rq_mla_prologue": (_I, _P, _P, _P, _P, _P, _P, _P, _N),
+    "rq_mla_absorbed": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N),
+    "rq_gqa_prologue": (_I, _P, _P, _P, _D, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N),
+    "rq_gqa_decode": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N, _N, _N, _N),
+    "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
+    "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with one line in the log) where they cannot be built."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        log.warning("no C++ compiler found: decoding on the CPU uses torch calls alone, several times slower for small models")
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the CPU kernels could not be built (%s): decoding uses torch calls alone", error)
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _build(compiler: str) -> Path:
+    """Compile into the cache folder, under a name that covers source, flags, compiler and processor."""
+    version = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, timeout=COMPILE_SECONDS).stdout
+    name = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + version + name).hexdigest()[:16]
+    target = cache_folder() / f"kernels-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            made.replace(target)  # atomic: another process may be building the same file
+    return target
+
+
+def _wide(x: Tensor) -> int:
+    return int(x.dtype == torch.float32)
+
+
+def _pointer(x: Tensor | None) -> int:
+    if x is None:
+        return 0
+    assert x.is_contiguous()
+    return x.data_ptr()
+
+
+class Native:
+    """Calls into the library. Callers have checked that dtypes are one of STORAGE and that everything is contiguous."""
+
+    def __init__(self, kernels: ctypes.CDLL):
+        self.lib = kernels
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        n, d = x.shape
+        self.lib.rq_add_norm(
+            _wide(x), _pointer(x), _pointer(residual), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), n, d, eps
+        )
+        return normed, total
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, columns = weight.shape
+        y = x.new_empty(x.shape[0], rows)
+        self.lib.rq_linear(_wide(x), _pointer(x), _pointer(weight), _pointer(bias), y.data_ptr(), x.shape[0], rows, columns)
+        return y
+
+    def mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        y, (hidden, size) = torch.empty_like(x), down.shape
+        self.lib.rq_mlp(_wide(x), _pointer(x), _pointer(gate_up), _pointer(down), y.data_ptr(), x.shape[0], hidden, size)
+        return y
+
+    def mla_layer(self, w: MLAWeights, hidden: int) -> _MlaLayer:
+        mla = w.config
+        pointers = [_pointer(t) for t in (w.down.data, w.down_bias, w.q_norm, w.q_b.data if w.q_b else None, w.kv_norm, w.kv_b.data)]
+        rank = (mla.q_lora_rank or 0) if w.q_b is not None else 0
+        sizes = (hidden, rank, mla.num_heads, mla.nope_dim, mla.rope_dim, mla.v_dim, mla.kv_lora_rank, int(w.interleaved))
+        return _MlaLayer(*sizes, w.eps, *pointers)
+
+    def mla_prologue(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor) -> Tensor:
+        if w.scratch is None:
+            w.scratch = self.mla_layer(w, x.shape[1])
+        q = x.new_empty(x.shape[0], w.config.num_heads, w.config.qk_dim)
+        pointers = (_pointer(t) for t in (x, cos, sin, plane, slots, q))
+        self.lib.rq_mla_prologue(_wide(x), ctypes.addressof(w.scratch), *pointers, x.shape[0])
+        return q
+
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, tables: Tensor, lens: Tensor, scale: float) -> Tensor:
+        out = q.new_empty(q.shape[0], w.config.num_heads, w.config.v_dim)
+        table, width = _pointer(tables), tables.shape[1]
+        at = ctypes.addressof(w.scratch)
+        self.lib.rq_mla_absorbed(
+            _wide(q), at, _pointer(q), _pointer(plane), table, width, _pointer(lens), plane.shape[1], scale, out.data_ptr(), q.shape[0]
+        )
+        return out
+
+    def gqa_prologue(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, planes: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        groups, dim = planes[0].shape[2:]
+        heads = qkv.shape[1] - 2 * groups
+        q = qkv.new_empty(qkv.shape[0], heads, dim)
+        first = (_pointer(t) for t in (qkv, q_norm, k_norm))
+        rest = (_pointer(t) for t in (cos, sin, *planes, slots, q))
+        self.lib.rq_gqa_prologue(_wide(qkv), *first, eps, *rest, qkv.shape[0], heads, groups, dim)
+        return q
+
+    def gqa_decode(self, q: Tensor, planes: tuple[Tensor, Tensor], tables: Tensor, lens: Tensor, scale: float) -> Tensor:
+        out, (rows, heads, dim), groups = torch.empty_like(q), q.shape, planes[0].shape[2]
+        pointers = (_pointer(t) for t in (q, *planes, tables))
+        self.lib.rq_gqa_decode(
+            _wide(q), *pointers, tables.shape[1], _pointer(lens), planes[0].shape[1], scale, out.data_ptr(), rows, heads, groups, dim
+        )
+        return out
+
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(x.shape[0], moe.top_k, dtype=torch.int64)
+        weights = torch.empty(x.shape[0], moe.top_k)
+        grouped = moe.method != "greedy" and moe.n_group > 1
+        flags = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped, moe.norm_topk_prob)
+        sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
+        settings = _Router(*sizes, *map(int, flags), moe.scaling, _pointer(gate), _pointer(bias))
+        at = ctypes.addressof(settings)
+        self.lib.rq_route(_wide(x), _wide(gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape)
+        return ids, weights
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        y = torch.empty_like(x)
+        slots, hidden, size = down.data.shape
+        pointers = (_pointer(t) for t in (x, ids, weights, gate_up.data, down.data, y))
+        self.lib.rq_experts(_wide(x), *pointers, *ids.shape, slots, hidden, size)
+        return y

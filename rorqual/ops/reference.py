@@ -1,0 +1,165 @@
+"""What each op means, in plain torch: the definition every faster version is tested against. Written to be read.
+
+Shapes: T tokens packed over requests, R requests, H query heads, G key/value heads, E experts, K picks a token.
+Softmax, norms, router scores and weights are computed in fp32 whatever the activations' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rorqual.config import MoEConfig
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+ACTIVATION_BLOCK = 128
+
+
+@dataclass
+class Weight:
+    """A matrix [rows, columns] or a stack of them; fp8 data carries `scale`, one fp32 factor for each `block` of it."""
+
+    data: Tensor
+    scale: Tensor | None = None
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def quantised(self) -> bool:
+        return self.scale is not None
+
+    def __getitem__(self, index: int) -> Weight:
+        return Weight(self.data[index], None if self.scale is None else self.scale[index], self.block)
+
+
+def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """fp8 data times its block's scale, in `dtype`; other weights are only cast."""
+    if weight.scale is None:
+        return weight.data.to(dtype)
+    rows, columns = weight.data.shape[-2:]
+    scale = weight.scale.repeat_interleave(weight.block[0], -2)[..., :rows, :]
+    scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
+    return (weight.data.float() * scale).to(dtype)
+
+
+def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns, amax clamped at 1e-4 (DeepGEMM)."""
+    tokens, columns = x.shape
+    blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(tokens, -1, ACTIVATION_BLOCK)
+    scale = blocks.abs().amax(-1).clamp(1e-4) / FP8_MAX
+    data = (blocks / scale[..., None]).to(FP8).view(tokens, -1)
+    return data[:, :columns], scale
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """x after a round trip through `quantise_activation`, in fp32."""
+    data, scale = quantise_activation(x)
+    return data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : x.shape[1]]
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, columns] times weight [rows, columns] transposed. With fp8 weights the activations are rounded to fp8 as well."""
+    if weight.scale is None:
+        return F.linear(x, weight.data, bias)
+    y = F.linear(rounded_to_fp8(x), dequantise(weight, torch.float32))
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last axis (arXiv 1910.07467), computed in fp32."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream's step: returns (norm(x + residual), x + residual)."""
+    total = x if residual is None else x + residual
+    return norm(total, weight, eps), total
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[T, 2 I] holding gate and up side by side to silu(gate) * up, [T, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def mlp(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    return linear(swiglu(linear(x, gate_up)), down)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate x [T, heads, D] by cos and sin [T, D/2] (fp32). Pairs are (2i, 2i+1) when interleaved, else (i, i + D/2).
+
+    The layout is kept: each rotated pair stays where it was.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    wide = x.float()
+    if interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)
+    first, second = wide.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def write_cache(plane: Tensor, slots: Tensor, values: Tensor) -> None:
+    """plane [pages, page_size, *shape]; slots [T] flat positions page * page_size + offset; values [T, *shape]."""
+    plane.flatten(0, 1).index_copy_(0, slots, values.to(plane.dtype))
+
+
+def read_cache(plane: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` entries of one request, [length, *shape], by its block table [pages]."""
+    pages = -(-length // plane.shape[1])
+    return plane[table[:pages]].flatten(0, 1)[:length]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v [L, G, Dv]. Returns [Q, H, Dv]."""
+    queries, heads, length, groups = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
+    k, v = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    allowed = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+
+
+def router_scores(logits: Tensor, moe: MoEConfig) -> Tensor:
+    return logits.float().sigmoid() if moe.scoring == "sigmoid" else logits.float().softmax(-1)
+
+
+def limit_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
+    """Keep the `topk_group` best groups of experts; a group counts by its best expert, or by its best two under noaux_tc."""
+    groups = choice.view(choice.shape[0], moe.n_group, -1)
+    best = groups.topk(2, -1).values.sum(-1) if moe.method == "noaux_tc" else groups.amax(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(moe.topk_group, -1, sorted=False).indices, True)
+    return groups.masked_fill(~kept[..., None], float("-inf")).view_as(choice)
+
+
+def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Choose experts. logits [T, E]; returns (ids [T, K] int64, weights [T, K] fp32). arXiv 2412.19437, section 2.1.2.
+
+    The correction bias decides the choice and never enters the weights.
+    """
+    scores = router_scores(logits, moe)
+    choice = scores if bias is None else scores + bias
+    if moe.method != "greedy" and moe.n_group > 1:
+        choice = limit_groups(choice, moe)
+    ids = choice.topk(moe.top_k, -1, sorted=False).indices
+    weights = scores.gather(1, ids)
+    if moe.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * moe.scaling
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by physical slot (-1: not here),
+    gate_up [slots, 2 I, hidden], down [slots, hidden, I]. Sums in fp32; returns [T, hidden] in x's dtype."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for slot in ids.unique().tolist():
+        if slot >= 0:
+            token, pick = (ids == slot).nonzero(as_tuple=True)
+            y = mlp(x[token], gate_up[slot], down[slot])
+            total.index_add_(0, token, y.float() * weights[token, pick, None])
+    return total.to(x.dtype)

@@ -1,0 +1,210 @@
+"""The op table: the pieces a backend may replace. The base class composes the reference; a backend overrides what it can.
+
+Entries are as coarse as the largest piece some backend fuses (a whole attention prologue, a whole expert layer), so that models
+never change when a kernel arrives. Attention entries come in two shapes: `decode`, where every request has the same small
+number of query tokens, and `prefill`, where each request brings its own chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.config import MLAConfig, MoEConfig
+from rorqual.ops import reference
+from rorqual.ops.reference import Weight
+
+
+class Segment:
+    """Where some requests of a step find their queries and their cache. Built once a step, used by every layer.
+
+    tables [R, pages] int64 block tables; kv_lens [R] int64 cached entries after this step's tokens are written;
+    query_lens, kv_bounds host tuples: exact query lengths, and KV lengths (for decode an upper bound).
+    """
+
+    def __init__(self, tables: Tensor, kv_lens: Tensor, query_lens: tuple[int, ...], kv_bounds: tuple[int, ...]):
+        self.tables = tables
+        self.kv_lens = kv_lens
+        self.query_lens = query_lens
+        self.kv_bounds = kv_bounds
+        self.tokens = sum(query_lens)
+        self.scratch: Any = None  # whatever a backend derives once a step: masks, tile schedules
+
+    def __len__(self) -> int:
+        return len(self.query_lens)
+
+
+@dataclass
+class MLAWeights:
+    """One layer's attention weights, as mla_prologue and mla_absorbed take them.
+
+    down [q_lora or H qk, + C + rope; hidden] makes the query (or its latent), the key-value latent and the rope key in one product;
+    q_norm and q_b are None without a query latent. kv_b [H (nope + v), C] in the activations' dtype once the model is finalized.
+    """
+
+    config: MLAConfig
+    down: Weight
+    down_bias: Tensor | None
+    q_norm: Tensor | None
+    q_b: Weight | None
+    kv_norm: Tensor
+    kv_b: Weight
+    eps: float
+    interleaved: bool
+    keep_query_input: bool = False  # the materialised form reads the query input; the others have no use for it
+    scratch: Any = None  # whatever a backend derives once a layer
+
+    @property
+    def query_rows(self) -> int:
+        return self.config.num_heads * self.config.qk_dim if self.q_b is None else self.config.q_lora_rank or 0
+
+    @property
+    def up(self) -> Tensor:
+        """kv_b by head: [H, nope + v, C]."""
+        return self.kv_b.data.view(self.config.num_heads, -1, self.config.kv_lora_rank)
+
+    @property
+    def w_uk(self) -> Tensor:
+        """[H, nope, C]"""
+        return self.up[:, : self.config.nope_dim]
+
+    @property
+    def w_uv(self) -> Tensor:
+        """[H, C, v]"""
+        return self.up[:, self.config.nope_dim :].transpose(1, 2)
+
+
+class Ops:
+    """The reference backend. Argument shapes are those of rorqual.ops.reference."""
+
+    name = "reference"
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        return table.index_select(0, ids)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.norm(x, weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return reference.add_norm(x, residual, weight, eps)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return reference.linear(x, weight, bias)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return reference.swiglu(x)
+
+    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        return self.linear(self.swiglu(self.linear(x, gate_up)), down)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        return reference.rope(x, cos, sin, interleaved)
+
+    def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
+        reference.write_cache(plane, slots, values)
+
+    def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """x [T, H, a] times matrices [H, a, b], head by head: [T, H, b]. The absorb products of MLA."""
+        return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
+
+    # ---- attention
+
+    def mla_prologue(
+        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H, qk] rotated, cache entries).
+
+        Entries [T, C + rope] go to the latent `plane` at `slots`; without a plane they are returned instead.
+        """
+        mla = w.config
+        first, latent, k_rope = self.linear(x, w.down, w.down_bias).split((w.query_rows, mla.kv_lora_rank, mla.rope_dim), -1)
+        query_in = x
+        if w.q_b is not None and w.q_norm is not None:
+            query_in = self.norm(first, w.q_norm, w.eps)
+            first = self.linear(query_in, w.q_b)
+        q = first.view(-1, mla.num_heads, mla.qk_dim)
+        rotated = torch.cat((q[..., mla.nope_dim :], k_rope[:, None]), 1)
+        rotated = self.rope(rotated, cos, sin, w.interleaved)
+        q = torch.cat((q[..., : mla.nope_dim], rotated[:, :-1]), -1)
+        entries = torch.cat((self.norm(latent, w.kv_norm, w.eps), rotated[:, -1]), -1)
+        if plane is None:
+            return query_in, q, entries
+        self.write_cache(plane, slots, entries)
+        return query_in, q, None
+
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        """Absorbed attention over the latent cache: queries [T, H, qk] to heads [T, H, v]. W_UK moves to the query, W_UV behind
+        the sum, and neither rope nor latent parts are concatenated."""
+        nope = w.config.nope_dim
+        latent = self.latent_attention(self.heads_matmul(q[..., :nope], w.w_uk), q[..., nope:], plane, segment, scale)
+        return self.heads_matmul(latent, w.w_uv)
+
+    def gqa_prologue(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, planes: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries and keys; keys and values go to
+        the `planes` (K, V) at `slots`."""
+        groups = planes[0].shape[2]
+        heads = qkv.shape[1] - 2 * groups
+        q, k, v = qkv.split((heads, groups, groups), 1)
+        qk = torch.cat((self.norm(q, q_norm, eps), self.norm(k, k_norm, eps)), 1)
+        q, k = self.rope(qk, cos, sin, interleaved=False).split((heads, groups), 1)
+        self.write_cache(planes[0], slots, k)
+        self.write_cache(planes[1], slots, v)
+        return q
+
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        """Causal attention of cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H, D] to [T, H, Dv]."""
+        lens = segment.kv_lens.tolist()
+        out = []
+        for i, part in enumerate(q.split(segment.query_lens)):
+            k = reference.read_cache(k_plane, segment.tables[i], lens[i])
+            v = reference.read_cache(v_plane, segment.tables[i], lens[i])
+            out.append(reference.causal_attention(part, k, v, scale))
+        return torch.cat(out)
+
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        """MLA in the absorbed form over a latent cache [pages, page, C + rope]: each head scores q_latent [T, H, C] against the
+        latent and q_rope [T, H, rope] against the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
+        lens, rank = segment.kv_lens.tolist(), q_latent.shape[-1]
+        queries = torch.cat((q_latent, q_rope), -1).split(segment.query_lens)
+        out = []
+        for i, part in enumerate(queries):
+            entries = reference.read_cache(plane, segment.tables[i], lens[i])[:, None]
+            out.append(reference.causal_attention(part, entries, entries[..., :rank], scale))
+        return torch.cat(out)
+
+    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+        """Attention over K [sum of KV lengths, G, D] and V packed request after request, as `gather` returns them."""
+        lens = segment.kv_lens.tolist()
+        parts = zip(q.split(segment.query_lens), k.split(lens), v.split(lens), strict=True)
+        return torch.cat([reference.causal_attention(*part, scale) for part in parts])
+
+    def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+        """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""
+        lens = segment.kv_lens.tolist()
+        return torch.cat([reference.read_cache(plane, table, n) for table, n in zip(segment.tables, lens, strict=True)])
+
+    # ---- experts
+
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K] int64, weights [T, K] fp32)."""
+        return self.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
+
+    def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        return reference.route(logits, bias, moe)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        return reference.experts(x, ids, weights, gate_up, down)
+
+
+def ops_for(platform: str) -> Ops:
+    """The op table of a platform, by its name."""
+    if platform == "cpu":
+        from rorqual.ops.cpu import CpuOps
+
+        return CpuOps()
+    return Ops()

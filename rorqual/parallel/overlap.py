@@ -1,0 +1,30 @@
+"""Interleave the hand-overs of several micro-batches. One generator is the plain path, two are two-batch overlap, more hide a network trip."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def run(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
+    """Advance each generator by one stage in turn until all have returned; results in the order given."""
+    results: dict[int, Any] = {}
+    while len(results) < len(generators):
+        for index, generator in enumerate(generators):
+            if index not in results:
+                try:
+                    next(generator)
+                except StopIteration as stop:
+                    results[index] = stop.value
+    return [results[index] for index in range(len(generators))]
+
+
+def straight(generator: Generator[None, None, Result]) -> Result:
+    """Run one generator to its end, without hand-overs."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as stop:
+            return stop.value

@@ -1,0 +1,47 @@
+"""What the engine asks of a device. One subclass a kind of device; nothing above this floor names CUDA or an NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+class Platform:
+    """A device with its memory and its way of bringing results home.
+
+    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first.
+    """
+
+    name = "base"
+    default_page_size = 16
+    steps_in_flight = 1
+    collectives = "gloo"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def total_memory(self) -> int:
+        """Bytes of device memory."""
+        raise AssertionError("platforms say how much memory they have")
+
+    def available_memory(self) -> int:
+        """Bytes that can be allocated now."""
+        raise AssertionError("platforms say how much memory is free")
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start copying a tensor to the host; calling the result waits for that copy alone."""
+        return lambda: tensor
+
+    def to_device(self, data: Tensor) -> Tensor:
+        """A host tensor on the device, without waiting."""
+        return data
+
+    def stream(self) -> AbstractContextManager[object]:
+        """The context in which the engine launches its steps."""
+        return nullcontext()

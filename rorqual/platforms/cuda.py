@@ -1,0 +1,41 @@
+"""An NVIDIA card: steps are launched ahead, results come home through pinned memory and an event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rorqual.platforms.base import Platform
+
+
+class CudaPlatform(Platform):
+    name = "cuda"
+    default_page_size = 64
+    steps_in_flight = 2
+    collectives = "nccl"
+
+    def total_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[1]
+
+    def available_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> Tensor:
+            event.synchronize()
+            return host
+
+        return wait
+
+    def to_device(self, data: Tensor) -> Tensor:
+        return data.pin_memory().to(self.device, non_blocking=True)

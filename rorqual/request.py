@@ -1,0 +1,167 @@
+"""What a caller asks for and what comes back: plain data, validated at construction, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rorqual.errors import RequestError
+
+MAX_LOGPROBS = 64
+MAX_STOP = 64
+MAX_N = 128
+GREEDY_TEMPERATURE = 1e-5
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # cancelled by the caller
+
+
+def _check(condition: bool, name: str, value: object, accepted: str) -> None:
+    if not condition:
+        raise RequestError(f"{name}={value!r} is out of range; accepted: {accepted}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name}={value!r} must be a finite number")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and natural-log probabilities.
+
+    temperature 0 is greedy. top_k 0 or -1 is off. seed None takes a fresh one. The random number of a token depends on
+    (seed, position) alone, so a seeded request repeats itself whatever else is in the batch.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        self._check_ranges()
+        self._check_lists()
+
+    def _check_ranges(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _number(name, getattr(self, name))
+        for name in ("n", "top_k", "min_tokens"):
+            _check(isinstance(getattr(self, name), int), name, getattr(self, name), "an integer")
+        _check(1 <= self.n <= MAX_N, "n", self.n, f"1 to {MAX_N}")
+        _check(0 <= self.temperature <= 100, "temperature", self.temperature, "0 to 100")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
+        _check(self.top_k >= 0, "top_k", self.top_k, "-1 or 0 (off), or at least 1")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
+        _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2")
+        _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "-2 to 2")
+        _check(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "above 0, up to 100")
+        _check(self.seed is None or (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63), "seed", self.seed, "a 64-bit integer")
+        tokens = self.max_tokens
+        _check(tokens is None or (isinstance(tokens, int) and tokens >= 1), "max_tokens", tokens, "at least 1, or None")
+        most = math.inf if tokens is None else tokens
+        _check(0 <= self.min_tokens <= most, "min_tokens", self.min_tokens, f"0 to max_tokens={tokens}")
+        _check(self.n == 1 or not self.greedy, "n", self.n, "1 when temperature is 0: every sample would be the same")
+
+    def _check_lists(self) -> None:
+        _check(len(self.stop) <= MAX_STOP, "stop", len(self.stop), f"at most {MAX_STOP} strings")
+        _check(all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "strings that are not empty")
+        ids = self.stop_token_ids
+        _check(len(ids) <= MAX_STOP and all(isinstance(i, int) and i >= 0 for i in ids), "stop_token_ids", ids, f"up to {MAX_STOP} token ids")
+        _check(self.detokenize or not self.stop, "stop", self.stop, "no stop strings when detokenize is False")
+        _check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}, or None")
+        for token, bias in (self.logit_bias or {}).items():
+            _check(isinstance(token, int) and token >= 0, "logit_bias", token, "token ids as keys")
+            _check(-100 <= _number("logit_bias", bias) <= 100, "logit_bias", bias, "-100 to 100")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def filters(self) -> bool:
+        """True where the distribution is cut: the sampler must find a threshold."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """True where logits are changed before sampling."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or self.logit_bias or self.min_tokens)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue. `eos_token_ids` comes from the model; `arrival` is seconds on a monotonic clock."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    arrival: float = 0.0
+    cache_salt: str = ""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        ids = set(self.params.stop_token_ids)
+        return frozenset(ids if self.params.ignore_eos else ids | set(self.eos_token_ids))
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural-log probability of one token under the model's unmodified distribution; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0

@@ -1,0 +1,201 @@
+"""The offline API, with vLLM's names and result shapes: LLM(...).generate(prompts, SamplingParams(...))."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.engine import Engine
+from rorqual.engine.scheduler import TokenOut
+from rorqual.errors import ConfigError, RequestError
+from rorqual.models.hub import model_folder
+from rorqual.request import FinishReason, Request, RequestOutput, SamplingParams
+from rorqual.serve.generation import read_generation
+from rorqual.serve.output import Completion, Delta
+from rorqual.serve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+# vLLM spells these differently.
+ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
+# Accepted so that scripts run: the first never runs remote code here, the others choose nothing that exists yet.
+WITHOUT_EFFECT = frozenset(("trust_remote_code", "enforce_eager", "disable_log_stats", "swap_space"))
+ONLY_ONE = frozenset(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"))
+
+
+class LLM:
+    """A model ready to generate. `model` is a folder, a Hugging Face id, or None for the bundled checkpoint.
+
+    Keyword arguments are the fields of EngineConfig, or vLLM's names for them (gpu_memory_utilization, block_size,
+    load_format="dummy"). With skip_tokenizer_init prompts are token ids and outputs have no text.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, tokenizer: str | Path | None = None, skip_tokenizer_init: bool = False, **options: Any):
+        folder = model_folder(model)
+        self.engine = Engine(EngineConfig(str(folder), **_engine_options(options)))
+        self.tokenizer = None if skip_tokenizer_init else Tokenizer(model_folder(tokenizer, weights=False) if tokenizer else folder)
+        self.defaults = read_generation(folder, self.engine.model_config)
+        self._ids = itertools.count()
+        self._live: dict[str, Completion] = {}
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init was set")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json asks for."""
+        return self.defaults.params()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False) -> list[RequestOutput]:
+        """Continue each prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}); results in the prompts' order."""
+        results, work = self._submit(_as_list(prompts), sampling_params)
+        total = sum(len(result.outputs) for result in results)
+        with _progress(total, use_tqdm) as done:
+            for delta in self._run(work):
+                if delta.finish_reason is not None:
+                    done(1)
+        return results
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[Delta]:
+        """Yield what each step adds, completion by completion. Closing the iterator cancels what is left."""
+        _, work = self._submit(_as_list(prompts), sampling_params)
+        return self._run(work)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template."""
+        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts = [self.get_tokenizer().apply_chat_template(m, add_generation_prompt) for m in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    # ---- requests
+
+    def _submit(self, prompts: list[Prompt], sampling_params: Params) -> tuple[list[RequestOutput], list[str]]:
+        """Queue everything, or nothing: a refused prompt takes back those queued before it."""
+        given = self.defaults.params() if sampling_params is None else sampling_params
+        params = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
+        results: list[RequestOutput] = []
+        work: list[str] = []
+        try:
+            for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+                results.append(self._queue(index, prompt, wanted, work))
+        except RequestError:
+            self._cancel(work)
+            raise
+        return results, work
+
+    def _queue(self, index: int, prompt: Prompt, params: SamplingParams, work: list[str]) -> RequestOutput:
+        text, ids = self._prompt_ids(prompt)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; skip_tokenizer_init was set")
+        result = RequestOutput(str(next(self._ids)), text, ids)
+        for sample in range(params.n):
+            child = params
+            if params.n > 1:
+                child = replace(params, n=1, seed=None if params.seed is None else params.seed + sample)
+            name = f"{result.request_id}-{sample}"
+            self.engine.add(Request(name, tuple(ids), child, self.defaults.eos_token_ids, time.monotonic()))
+            work.append(name)
+            self._live[name] = Completion(index, sample, child, self.tokenizer)
+            self._live[name].result = result
+            result.outputs.append(self._live[name].out)
+        return result
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            ids = prompt.get("prompt_token_ids")
+            return self._prompt_ids(ids if ids is not None else prompt.get("prompt", ""))
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer; skip_tokenizer_init was set")
+            return prompt, self.tokenizer.encode(prompt)
+        return None, [int(token) for token in prompt]
+
+    def _run(self, work: list[str]) -> Iterator[Delta]:
+        open_requests = set(work)
+        try:
+            while open_requests:
+                for token in self.engine.step():
+                    name = token.sequence.request.id
+                    if name in open_requests:
+                        delta = self._take(name, token)
+                        if delta.finish_reason is not None:
+                            open_requests.discard(name)
+                        yield delta
+        finally:
+            self._cancel(open_requests)
+
+    def _take(self, name: str, token: TokenOut) -> Delta:
+        completion = self._live[name]
+        delta, stopped = completion.push(token)
+        if stopped and token.finish is None:
+            self.engine.stop(name)
+        result = completion.result
+        if result is not None:
+            result.num_cached_tokens = token.sequence.num_cached_prompt or 0
+        if delta.finish_reason is not None:
+            del self._live[name]
+            if result is not None:
+                result.finished = all(out.finished for out in result.outputs)
+        return delta
+
+    def _cancel(self, names: Sequence[str] | set[str]) -> None:
+        for name in names:
+            self.engine.abort(name)
+            completion = self._live.pop(name, None)
+            if completion is not None:
+                completion.out.finish_reason = FinishReason.ABORT.value
+
+
+def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's names to ours; a name nobody knows is refused."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in ONLY_ONE and value != 1:
+            raise ConfigError(f"{name}={value!r} is not supported; accepted: 1")
+        if name == "load_format":
+            if value not in ("auto", "safetensors", "dummy"):
+                raise ConfigError(f"load_format={value!r} is not supported; accepted: auto, safetensors, dummy")
+            found["weights"] = "random" if value == "dummy" else "checkpoint"
+        elif name not in WITHOUT_EFFECT and name not in ONLY_ONE:
+            found[ALIASES.get(name, name)] = value
+    unknown = sorted(set(found) - set(EngineConfig.__dataclass_fields__))
+    if unknown:
+        raise ConfigError(f"LLM does not know the option {unknown[0]!r}")
+    return found
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Any]:
+    if not show:
+        yield lambda n: None
+        return
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task("sequences", total=total)
+        yield lambda n: bar.advance(task, n)

@@ -1,0 +1,77 @@
+"""From token ids to what a caller sees: text without half characters, stop strings, log probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rorqual.engine.plan import TokenLogprobs
+from rorqual.engine.scheduler import Sequence, TokenOut
+from rorqual.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+from rorqual.serve.stop import StopStrings
+from rorqual.serve.tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to one completion. `index` is the prompt's, `output` the sample's among n."""
+
+    index: int
+    output: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+class Completion:
+    """One sequence's output as it grows. `push` returns the new text and whether a stop string ended it."""
+
+    def __init__(self, index: int, output: int, params: SamplingParams, tokenizer: Tokenizer | None):
+        self.index, self.params, self.tokenizer = index, params, tokenizer
+        self.result: RequestOutput | None = None
+        self.out = CompletionOutput(output, "", [], logprobs=[] if params.logprobs is not None else None)
+        if params.logprobs is not None:
+            self.out.cumulative_logprob = 0.0
+        wants_text = tokenizer is not None and params.detokenize
+        self.stream = TextStream(tokenizer, params.skip_special_tokens) if wants_text and tokenizer else None
+        self.stops = StopStrings(params.stop, params.include_stop_str_in_output)
+
+    def push(self, token: TokenOut) -> tuple[Delta, bool]:
+        self.out.token_ids.append(token.token)
+        if token.logprobs is not None:
+            self._add_logprobs(token.token, token.logprobs)
+        text = self._text(token)
+        stopped = self.stops.found is not None
+        if stopped:
+            self.out.stop_reason, reason = self.stops.found, FinishReason.STOP
+        else:
+            reason = token.finish
+            self.out.stop_reason = self._stop_token(token.sequence)
+        self.out.finish_reason = reason.value if reason else None
+        self.out.text += text
+        return Delta(self.index, self.out.index, text, (token.token,), self.out.finish_reason), stopped
+
+    def _text(self, token: TokenOut) -> str:
+        if self.stream is None:
+            return ""
+        # The token that stopped the request is not shown, as in vLLM.
+        hidden = token.finish is FinishReason.STOP and not self.params.include_stop_str_in_output
+        piece = "" if hidden else self.stream.push(token.token)
+        if token.finish is not None:
+            piece += self.stream.flush()
+        early = len(self.out.token_ids) < self.params.min_tokens
+        text = piece if early else self.stops.push(piece)
+        return text + self.stops.flush() if token.finish is not None and self.stops.found is None else text
+
+    def _stop_token(self, sequence: Sequence) -> int | None:
+        token = sequence.stop_token
+        return token if token is not None and token in self.params.stop_token_ids else None
+
+    def _add_logprobs(self, token: int, found: TokenLogprobs) -> None:
+        assert self.out.logprobs is not None and self.out.cumulative_logprob is not None
+        self.out.cumulative_logprob += found.sampled
+        entry = {t: Logprob(p, rank + 1, self._show(t)) for rank, (t, p) in enumerate(zip(found.top_ids, found.top, strict=True))}
+        entry.setdefault(token, Logprob(found.sampled, found.rank, self._show(token)))
+        self.out.logprobs.append(entry)
+
+    def _show(self, token: int) -> str | None:
+        return self.tokenizer.token(token) if self.tokenizer else None

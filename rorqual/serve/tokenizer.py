@@ -1,0 +1,95 @@
+"""Text to tokens and back, over the `tokenizers` library; chat templates through transformers, imported only when one is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import DecodeStream
+
+from rorqual.errors import LoadError, RequestError
+
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A model folder's tokenizer.json with its tokenizer_config.json."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            raise LoadError(f"{self.folder} holds no tokenizer.json; pass skip_tokenizer_init to work with token ids alone")
+        try:
+            self.raw = RawTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise LoadError(f"{path} cannot be read: {error}") from None
+        self.settings = _read_json(self.folder / "tokenizer_config.json")
+        self.template = self._find_template()
+
+    def _find_template(self) -> str | None:
+        file = self.folder / "chat_template.jinja"
+        template = file.read_text() if file.exists() else self.settings.get("chat_template")
+        return template if isinstance(template, str) else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """The text of one token alone, for log probabilities."""
+        return self.raw.decode([token_id], skip_special_tokens=False)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation, by the model's own template."""
+        if self.template is None:
+            raise RequestError("this is a base model: it has no chat template; use generate")
+        from transformers import PreTrainedTokenizerFast
+
+        special = {name: _text(self.settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        given = {name: value for name, value in special.items() if value is not None}
+        fast = PreTrainedTokenizerFast(tokenizer_object=self.raw, chat_template=self.template, **given)
+        text = fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self.encode(str(text), add_special_tokens=False)
+
+
+class TextStream:
+    """Incremental detokenising of one request that never puts out half a character."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self.ids: list[int] = []
+        self.length = 0
+
+    def push(self, token: int) -> str:
+        """The text this token completes; empty while a character is unfinished."""
+        self.ids.append(token)
+        text = self.stream.step(self.tokenizer.raw, token) or ""
+        self.length += len(text)
+        return text
+
+    def flush(self) -> str:
+        """What remains at the end: the bytes of a character that never came are shown as a replacement."""
+        rest = self.tokenizer.decode(self.ids, self.skip)[self.length :]
+        self.length += len(rest)
+        return rest
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path} is not valid JSON: {error}") from None
+    return data if isinstance(data, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
