@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,11 @@ UNSUPPORTED = {
     "mlp_layer_types": (None,),
     "pruned_heads": (None, {}),
 }
+
+
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+)  # fmt: skip
 
 
 def _fields(names: str) -> frozenset[str]:
@@ -276,9 +282,28 @@ class _Reader:
             raise ConfigError(f"config field {name}={value!r} is not supported; accepted: {', '.join(accepted)}")
         return str(value)
 
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config field {name}={value!r} must be an object")
+        return value
+
+    def integers(self, name: str, single: bool = False) -> tuple[int, ...]:
+        """A list of integers; with `single`, one alone will do."""
+        value = self.get(name, [])
+        found = [value] if single and not isinstance(value, list) else value
+        if not isinstance(found, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
+            raise ConfigError(f"config field {name}={value!r} must be {'an integer or ' if single else ''}a list of integers")
+        return tuple(found)
+
     def rope(self, dim: int, interleaved: bool) -> RopeConfig:
-        modern, scaling = self.get("rope_parameters", {}), self.get("rope_scaling", {})
-        values = {**scaling, **modern}
+        values = {**self.mapping("rope_scaling"), **self.mapping("rope_parameters")}
+        for name in ROPE_NUMBERS:
+            number = values.get(name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0 or (number == 0 and name in ROPE_NUMBERS[:3]):
+                raise ConfigError(f"rope field {name}={number!r} must be a positive number")
         kind = values.get("rope_type", values.get("type", "default")) or "default"
         if kind not in ("default", "linear", "yarn"):
             raise ConfigError(f"rope type {kind!r} is not supported; accepted: default, linear, yarn")
@@ -309,7 +334,7 @@ class _Reader:
         )
 
     def quant(self) -> QuantConfig | None:
-        values = self.get("quantization_config")
+        values = self.mapping("quantization_config")
         if not values:
             return None
         method, fmt = values.get("quant_method"), values.get("fmt", "e4m3")
@@ -324,7 +349,6 @@ class _Reader:
         return QuantConfig((int(block[0]), int(block[1])), tuple(ignored))
 
     def common(self) -> dict[str, Any]:
-        eos = self.data.get("eos_token_id")
         dtype = str(self.get("dtype", self.get("torch_dtype", "bfloat16"))).removeprefix("torch.")
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ConfigError(f"dtype={dtype!r} is not supported; accepted: bfloat16, float16, float32")
@@ -341,7 +365,7 @@ class _Reader:
             "dtype": dtype,
             "quant": self.quant(),
             "bos_token_id": self.data.get("bos_token_id"),
-            "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            "eos_token_ids": self.integers("eos_token_id", single=True),
             "raw": dict(self.data),
         }
 
@@ -444,7 +468,7 @@ def _read_qwen(reader: _Reader) -> ModelConfig:
         router_fp32=False,
     )
     _check_groups(moe)
-    step, dense = reader.integer("decoder_sparse_step", default=1), set(reader.get("mlp_only_layers", []))
+    step, dense = reader.integer("decoder_sparse_step", default=1), set(reader.integers("mlp_only_layers"))
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(common["num_layers"]))
     return ModelConfig(
         **common,
@@ -460,3 +484,8 @@ def cache_folder() -> Path:
     given = os.environ.get("RORQUAL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(base) / "rorqual"
+
+
+def compiler() -> str | None:
+    """The C++ compiler for CPU kernels: CXX, else the first of g++ and clang++ on the path."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")

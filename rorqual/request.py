@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from rorqual.errors import RequestError
 
@@ -24,6 +25,11 @@ class FinishReason(str, Enum):
 def _check(condition: bool, name: str, value: object, accepted: str) -> None:
     if not condition:
         raise RequestError(f"{name}={value!r} is out of range; accepted: {accepted}")
+
+
+def _listed(name: str, value: object) -> tuple[Any, ...]:
+    _check(value is None or isinstance(value, (list, tuple, set, frozenset)), name, value, "a list")
+    return tuple(value or ())  # type: ignore[arg-type,var-annotated]
 
 
 def _number(name: str, value: object) -> float:
@@ -61,11 +67,13 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _listed("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        bias = self.logit_bias or {}
+        _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token ids to numbers")
+        object.__setattr__(self, "logit_bias", dict(bias))
         self._check_ranges()
         self._check_lists()
 
@@ -95,7 +103,8 @@ class SamplingParams:
         ids = self.stop_token_ids
         _check(len(ids) <= MAX_STOP and all(isinstance(i, int) and i >= 0 for i in ids), "stop_token_ids", ids, f"up to {MAX_STOP} token ids")
         _check(self.detokenize or not self.stop, "stop", self.stop, "no stop strings when detokenize is False")
-        _check(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}, or None")
+        count = self.logprobs
+        _check(count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS), "logprobs", count, f"0 to {MAX_LOGPROBS}, or None")
         for token, bias in (self.logit_bias or {}).items():
             _check(isinstance(token, int) and token >= 0, "logit_bias", token, "token ids as keys")
             _check(-100 <= _number("logit_bias", bias) <= 100, "logit_bias", bias, "-100 to 100")

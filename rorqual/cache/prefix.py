@@ -32,8 +32,8 @@ class PrefixCache:
         # Pages held by the cache alone, oldest first. A chain's later pages are released first and so stand before its earlier
         # ones: eviction eats a chain from its end.
         self.idle: OrderedDict[int, None] = OrderedDict()
+        self.queries = 0  # prompt tokens of admitted requests, and how many of them were found: the scheduler counts
         self.hits = 0
-        self.queries = 0
 
     @property
     def available(self) -> int:
@@ -54,8 +54,6 @@ class PrefixCache:
             self.hold(page)
             pages.append(page)
             key = candidate
-        self.queries += len(tokens)
-        self.hits += len(pages) * self.page_size
         return pages, key
 
     def hold(self, page: int) -> None:

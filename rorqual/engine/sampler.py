@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rorqual.engine.plan import TokenLogprobs
 from rorqual.engine.rows import Rows
-from rorqual.models.loader import hash_bits
+from rorqual.ops.counter import uniform
 from rorqual.request import GREEDY_TEMPERATURE, SamplingParams
 
 NEVER = float("-inf")
@@ -32,12 +32,6 @@ class Sampled:
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.token_ids, self.logprob, self.rank, self.top_ids, self.top) if t is not None]
-
-
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """One number in [0, 1) a row, fp64, from (seed, position)."""
-    bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5)
-    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 def sample(logits: Tensor, slots: Tensor, host_slots: list[int], positions: Tensor, rows: Rows) -> Sampled:

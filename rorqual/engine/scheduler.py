@@ -110,6 +110,9 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        # The queue's head that found too few pages, with the pages available and the requests running then: until one of these
+        # changes for the better, asking again would only hash its prompt again.
+        self._blocked: tuple[Sequence, int, int] | None = None
         self._order = 0
         self._seeds = random.SystemRandom()
 
@@ -246,21 +249,31 @@ class Scheduler:
         """Start the oldest waiting request if its tokens are all known and their pages can be had, with one page spare for each
         running request so that it is not sent back at the next page boundary."""
         sequence = self.waiting[0]
-        if sequence.pending:
+        if sequence.pending or self._still_blocked(sequence):
             return None
         pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
         need = self._pages_for(len(sequence.tokens)) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and self.num_running:
             self.prefix.release(pages)
+            self._blocked = (sequence, self.prefix.available, self.num_running)
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
         self.waiting.popleft()
         self._start(plan, sequence, pages, key, need)
         return sequence
 
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        if self._blocked is None:
+            return False
+        head, available, running = self._blocked
+        return head is sequence and self.prefix.available <= available and self.num_running >= running
+
     def _start(self, plan: Plan, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
         size = self.config.page_size
+        self._blocked = None
+        self.prefix.queries += len(sequence.tokens)
+        self.prefix.hits += len(pages) * size
         sequence.pages, sequence.key, sequence.hashed = pages, key, len(pages)
         sequence.next_hash = (len(pages) + 1) * size
         sequence.capacity = len(pages) * size

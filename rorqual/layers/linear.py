@@ -42,9 +42,10 @@ class Linear:
         self.std = gain * columns**-0.5
         rows = sum(part.rows for part in parts)
         quantised = all(build.is_quantised(part.name) for part in parts)
-        self.block = build.quant.block[0] if build.quant else 1
-        aligned = all(part.rows % self.block == 0 for part in parts[:-1])
+        block = build.quant.block[0] if build.quant else 1
+        aligned = all(part.rows % block == 0 for part in parts[:-1])
         self.weight = empty_weight(build, rows, columns, quantised, aligned)
+        self.repeat = block // self.weight.block[0] if quantised else 1
         self.bias = build.empty(rows).zero_() if any(part.bias for part in parts) else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Linear:
         start = 0
         for part in self.parts:
             stop = start + part.rows
-            yield from matrix_targets(part.name + ".weight", self.weight.data[start:stop], self._scale(start, stop), self.std)
+            yield from matrix_targets(part.name + ".weight", self.weight.data[start:stop], self._scale(start, stop), self.std, repeat=self.repeat)
             if part.bias:
                 assert self.bias is not None
                 yield Target(part.name + ".bias", self.bias[start:stop])
@@ -65,7 +66,7 @@ class Linear:
     def _merged_targets(self) -> Iterator[Target]:
         names = tuple(part.name for part in self.parts)
         weights = tuple(name + ".weight" for name in names)
-        yield from matrix_targets(f"{self.merged}.weight", self.weight.data, self.weight.scale, self.std, covers=weights)
+        yield from matrix_targets(f"{self.merged}.weight", self.weight.data, self.weight.scale, self.std, weights, self.repeat)
         if self.bias is not None and all(part.bias for part in self.parts):
             yield Target(f"{self.merged}.bias", self.bias, covers=tuple(name + ".bias" for name in names))
 

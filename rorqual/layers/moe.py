@@ -47,6 +47,7 @@ class MoE:
         self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None
         shared = moe.num_shared * moe.intermediate_size
         self.shared = DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
+        self.block = build.quant.block[0] if build.quant else 1
         self.slots = slots or SlotMap.identity(moe.num_experts)
         gate_up, down = self._expert_weights(build, hidden)
         self.exchange: Exchange = LocalExchange(self.slots, gate_up, down, self.ops.experts, build.device)
@@ -55,7 +56,7 @@ class MoE:
     def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
         stack, size = (self.slots.num_slots,), self.moe.intermediate_size
         quantised = build.is_quantised(f"{self.prefix}.experts")
-        aligned = build.quant is None or size % build.quant.block[0] == 0
+        aligned = size % self.block == 0
         gate_up = empty_weight(build, 2 * size, hidden, quantised, aligned, stack)
         return gate_up, empty_weight(build, hidden, size, quantised, stack=stack)
 
@@ -87,10 +88,11 @@ class MoE:
     def _expert_targets(self) -> Iterator[Target]:
         gate_up, down, size = self.exchange.gate_up, self.exchange.down, self.moe.intermediate_size
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
+        repeat = self.block // gate_up.block[0] if gate_up.quantised else 1
         for slot, expert in enumerate(self.slots.logical):
             up, out, name = gate_up[slot], down[slot], names[expert]
             for part, rows in (("gate_proj", slice(0, size)), ("up_proj", slice(size, None))):
-                yield from matrix_targets(f"{name}.{part}.weight", up.data[rows], self._rows(up, rows), self.std[0])
+                yield from matrix_targets(f"{name}.{part}.weight", up.data[rows], self._rows(up, rows), self.std[0], repeat=repeat)
             yield from matrix_targets(f"{name}.down_proj.weight", out.data, out.scale, self.std[1])
         if self.slots.is_identity and not gate_up.quantised:
             yield from self._stacked_targets(names)

@@ -19,14 +19,21 @@ FP8_STD = 89.6
 @dataclass(frozen=True)
 class Target:
     """One checkpoint tensor's place: `view` is (part of) a parameter. `covers` names the tensors it stands for when it holds
-    several merged ones. Random weights are normal with `std`, or the constant `fill` where std is None."""
+    several merged ones. Random weights are normal with `std`, or the constant `fill` where std is None. Each row of the file
+    fills `repeat` rows of the view (scales of blocks kept row by row)."""
 
     name: str
     view: Tensor
     std: float | None = None
     fill: float = 0.0
     covers: tuple[str, ...] = ()
-    optional: bool = False
+    repeat: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor in the file."""
+        first = self.view.shape[:1]
+        return tuple(-(-rows // self.repeat) for rows in first) + tuple(self.view.shape[1:])
 
     @property
     def stands_for(self) -> tuple[str, ...]:
@@ -50,11 +57,14 @@ class Build:
         return self.quant is not None and self.quant.covers(module)
 
 
-def matrix_targets(name: str, data: Tensor, scale: Tensor | None, std: float, covers: tuple[str, ...] = ()) -> Iterator[Target]:
-    """Targets of one weight matrix (or stack): its data and, for fp8, its `_scale_inv`."""
+def matrix_targets(
+    name: str, data: Tensor, scale: Tensor | None, std: float, covers: tuple[str, ...] = (), repeat: int = 1
+) -> Iterator[Target]:
+    """Targets of one weight matrix: its data and, for fp8, its `_scale_inv`, each row of which fills `repeat` rows of `scale`."""
     if scale is None:
         yield Target(name, data, std=std, covers=covers)
         return
     assert data.dtype == FP8
     yield Target(name, data, std=FP8_STD, covers=covers)
-    yield Target(name + "_scale_inv", scale, fill=std / FP8_STD, covers=tuple(part + "_scale_inv" for part in covers))
+    scales = tuple(part + "_scale_inv" for part in covers)
+    yield Target(name + "_scale_inv", scale, fill=std / FP8_STD, covers=scales, repeat=repeat)

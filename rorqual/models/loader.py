@@ -19,6 +19,7 @@ from torch import Tensor
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Target
 from rorqual.models.transformer import Transformer
+from rorqual.ops.counter import hash_bits
 from rorqual.ops.reference import FP8
 
 WINDOW = 64 * 2**20
@@ -57,9 +58,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+            outside = any("/" in name or name.startswith(".") for name in names)
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
             raise LoadError(f"{index} is not a valid index: {error!r}") from None
-        if any("/" in name or name.startswith(".") for name in names):
+        if outside:
             raise LoadError(f"{index} names files outside its folder")
         files = [folder / name for name in names]
     else:
@@ -110,8 +112,8 @@ class Places:
 
     def fill(self, name: str, shape: tuple[int, ...], rows: Rows, path: Path) -> None:
         for target in self.by_name[name]:
-            if tuple(target.view.shape) != shape:
-                raise LoadError(f"{name} in {path.name} has shape {list(shape)}, the configuration asks for {list(target.view.shape)}")
+            if target.shape != shape:
+                raise LoadError(f"{name} in {path.name} has shape {list(shape)}, the configuration asks for {list(target.shape)}")
         again = self.filled.intersection(self.by_name[name][0].stands_for)
         if again:
             raise LoadError(f"{name} in {path.name} fills {sorted(again)[0]} a second time")
@@ -122,7 +124,12 @@ class Places:
         try:
             for part, data in rows.chunks(shape, 4):
                 for target in self.by_name[name]:
-                    view = target.view[part] if shape else target.view
+                    view = target.view
+                    if target.repeat > 1:
+                        assert part.stop == shape[0], "scales are small: one window holds them"
+                        data = data.repeat_interleave(target.repeat, 0)[: view.shape[0]]
+                    elif shape:
+                        view = view[part]
                     if data.dtype != view.dtype and not (data.dtype in FLOATS and view.dtype in FLOATS):
                         raise LoadError(f"{name} in {path.name} is {data.dtype}, the configuration asks for {view.dtype}")
                     view.copy_(data)
@@ -163,10 +170,3 @@ def _normal(key: int, first: int, count: int, std: float, device: torch.device, 
     values = (total - 2 * 0xFFFF).float() * (std / deviation)
     return values.clamp_(-448, 448) if clip else values
 
-
-def hash_bits(counter: Tensor, key: int) -> Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014) of counter + key in wrapping int64 arithmetic: 64 well-mixed bits an element."""
-    z = counter * -7046029254386353131 + key
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -53,7 +54,9 @@ class Transformer:
         self.embedding = build.empty(config.vocab_size, config.hidden_size)
         self.layers = [self.make_layer(build, i, f"model.layers.{i}") for i in range(config.num_layers)]
         self.norm = Norm(build, "model.norm", config.hidden_size, config.norm_eps)
-        self.head = None if config.tie_embeddings else Linear(build, [Part("lm_head", config.vocab_size)], config.hidden_size)
+        # fp8 checkpoints keep embedding and head in their wide format.
+        head = replace(build, quant=None)
+        self.head = None if config.tie_embeddings else Linear(head, [Part("lm_head", config.vocab_size)], config.hidden_size)
         self.rotary = Rotary(config.rope, max_len, build.device)
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:

@@ -6,8 +6,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rorqual.config import MoEConfig, cache_folder
+from rorqual.config import MoEConfig, cache_folder, compiler
 from rorqual.ops.reference import Weight
 from rorqual.ops.table import MLAWeights
 
@@ -55,12 +53,12 @@ _SIGNATURES = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one line in the log) where they cannot be built."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    command = compiler()
+    if command is None:
         log.warning("no C++ compiler found: decoding on the CPU uses torch calls alone, several times slower for small models")
         return None
     try:
-        loaded = ctypes.CDLL(str(_build(compiler)))
+        loaded = ctypes.CDLL(str(_build(command)))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the CPU kernels could not be built (%s): decoding uses torch calls alone", error)
         return None
@@ -70,18 +68,17 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def _build(compiler: str) -> Path:
+def _build(command: str) -> Path:
     """Compile into the cache folder, under a name that covers source, flags, compiler and processor."""
-    version = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, timeout=COMPILE_SECONDS).stdout
-    name = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
+    version = subprocess.run([command, "-march=native", "-Q", "--help=target"], capture_output=True, timeout=COMPILE_SECONDS).stdout
+    name = subprocess.run([command, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
     key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + version + name).hexdigest()[:16]
     target = cache_folder() / f"kernels-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            subprocess.run([command, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=COMPILE_SECONDS)
             made.replace(target)  # atomic: another process may be building the same file
     return target
 

@@ -29,6 +29,7 @@ class Tokenizer:
             raise LoadError(f"{path} cannot be read: {error}") from None
         self.settings = _read_json(self.folder / "tokenizer_config.json")
         self.template = self._find_template()
+        self.special_ids = frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
 
     def _find_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"
@@ -64,13 +65,20 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
         self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self.ids: list[int] = []
         self.length = 0
 
     def push(self, token: int) -> str:
         """The text this token completes; empty while a character is unfinished."""
+        if token in self.hidden:
+            return ""  # the stream would keep it, and decode it anew with every token that follows
         self.ids.append(token)
-        text = self.stream.step(self.tokenizer.raw, token) or ""
+        try:
+            text = self.stream.step(self.tokenizer.raw, token) or ""
+        except Exception:  # byte fallback: one bad byte changes how those before it are shown, and the library gives up
+            self.stream = DecodeStream(skip_special_tokens=self.skip)
+            text = self.tokenizer.decode(self.ids, self.skip)[self.length :]
         self.length += len(text)
         return text
 

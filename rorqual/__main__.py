@@ -1,0 +1,5 @@
+"""`python -m rorqual`."""
+
+from rorqual.cli import main
+
+main()

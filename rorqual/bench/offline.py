@@ -1,0 +1,189 @@
+"""`rorqual bench offline`: output tokens/s of the whole engine at given concurrencies, beside the memory-bandwidth floor and,
+on request, beside transformers' generate in the same process on the same checkpoint, prompts, dtype and threads."""
+
+from __future__ import annotations
+
+import json
+import platform as host
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rorqual import __version__
+from rorqual.perf.costs import Format, decode_floor_seconds
+from rorqual.request import SamplingParams
+from rorqual.serve.llm import LLM
+
+READ_BYTES = 256 * 2**20
+
+
+@dataclass
+class Row:
+    """One concurrency. `step_ms`: (time for all tokens - time for the first) / (output - 1); ratios are against `ours`."""
+
+    engine: str
+    concurrency: int
+    prompt: int
+    output: int
+    seconds: float
+    tokens_per_s: float
+    step_ms: float
+    prefill_tokens_per_s: float
+    floor_ms: float
+    experts_hit: float | None = None
+    settings: str = ""
+
+    @property
+    def percent_of_floor(self) -> float:
+        return 100 * self.floor_ms / self.step_ms
+
+
+@dataclass
+class Report:
+    rows: list[Row] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        rows = [{**asdict(row), "percent_of_floor": row.percent_of_floor} for row in self.rows]
+        path.write_text(json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
+
+
+def run(
+    llm: LLM, concurrency: Sequence[int], prompt: int, output: int, repeats: int = 3, compare: bool = False, data: Path | None = None
+) -> Report:
+    """Measure every concurrency; with `compare`, transformers too. Prompts are random ids, or pieces of the text file `data`."""
+    report = Report(provenance=provenance(llm))
+    bandwidth = read_bandwidth()
+    report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
+    for count in concurrency:
+        prompts = make_prompts(llm, count, prompt, data)
+        floor = 1e3 * floor_seconds(llm, count, prompt + output // 2, bandwidth)
+        report.rows.append(ours(llm, prompts, output, repeats, floor))
+        if compare:
+            report.rows.extend(theirs(llm, prompts, output, repeats, floor))
+    return report
+
+
+def provenance(llm: LLM) -> dict[str, Any]:
+    engine = llm.engine
+    return {
+        "rorqual": __version__,
+        "torch": torch.__version__,
+        "model": engine.config.model,
+        "weights": engine.config.weights,
+        "dtype": engine.dtype,
+        "device": torch.cuda.get_device_name() if engine.platform.name == "cuda" else host.processor() or host.machine(),
+        "threads": torch.get_num_threads(),
+        "startup_seconds": {name: round(seconds, 3) for name, seconds in engine.stats.startup.items()},
+    }
+
+
+def read_bandwidth() -> float:
+    """Bytes/s at which this machine's memory is read, by summing a buffer larger than its caches."""
+    data = torch.ones(READ_BYTES // 4)
+    times = [_timed(data.sum) for _ in range(7)]
+    return READ_BYTES / min(times)
+
+
+def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
+    engine = llm.engine
+    return decode_floor_seconds(engine.model_config, batch, context, bandwidth, fmt=Format(engine.dtype, form=engine.config.mla_decode))
+
+
+def make_prompts(llm: LLM, count: int, length: int, data: Path | None) -> list[list[int]]:
+    """Different prompts of equal length, so that neither engine finds a cached prefix."""
+    if data is not None:
+        ids = llm.get_tokenizer().encode(data.read_text(encoding="utf-8"), add_special_tokens=False)
+        stride = max(1, (len(ids) - length) // max(1, count))
+        return [ids[i * stride : i * stride + length] for i in range(count)]
+    vocab = llm.engine.model_config.vocab_size
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(vocab, (count, length), generator=generator).tolist()
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def ours(llm: LLM, prompts: list[list[int]], output: int, repeats: int, floor_ms: float) -> Row:
+    llm.generate(prompts, greedy(min(4, output)))  # warm up
+
+    def once(tokens: int) -> float:
+        llm.engine.scheduler.prefix.clear()
+        return _timed(lambda: llm.generate(prompts, greedy(tokens)))
+
+    for layer in llm.engine.model.moe_layers():
+        layer.exchange.load.zero_()
+    row = _row("rorqual", prompts, output, repeats, once, floor_ms)
+    row.settings = f"threads {torch.get_num_threads()}"
+    return row
+
+
+def _row(engine: str, prompts: list[list[int]], output: int, repeats: int, once: Callable[[int], float], floor_ms: float) -> Row:
+    first = statistics.median(once(1) for _ in range(repeats))
+    whole = statistics.median(once(output) for _ in range(repeats))
+    count, length = len(prompts), len(prompts[0])
+    step = (whole - first) / max(1, output - 1)
+    return Row(engine, count, length, output, whole, count * output / whole, 1e3 * step, count * length / first, floor_ms)
+
+
+def theirs(llm: LLM, prompts: list[list[int]], output: int, repeats: int, floor_ms: float) -> Iterator[Row]:
+    """transformers at the best of its settings: attention and experts implementations are tried and the fastest is reported."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    folder, dtype = llm.engine.config.model, getattr(torch, llm.engine.dtype)
+    if llm.engine.config.weights == "random":
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = model.eval()
+    ids = torch.tensor(prompts)
+    rows = []
+
+    def once(tokens: int) -> float:
+        settings = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        with torch.inference_mode():
+            return _timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings))
+
+    for experts in ("eager", "batched_mm", "grouped_mm"):
+        for attention in ("sdpa", "eager"):
+            model.set_attn_implementation(attention)
+            model.set_experts_implementation(experts)
+            once(2)
+            probe = once(min(output, 16))
+            rows.append((probe, experts, attention))
+    _, experts, attention = min(rows)
+    model.set_attn_implementation(attention)
+    model.set_experts_implementation(experts)
+    row = _row("transformers", prompts, output, repeats, once, floor_ms)
+    row.settings = f"experts {experts}, attention {attention}, threads {torch.get_num_threads()}"
+    yield row
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"offline, {report.provenance['dtype']}, {report.provenance['device']}")
+    for name in ("engine", "batch", "prompt/output", "tok/s", "step ms", "floor ms", "% of floor", "prefill tok/s", "ratio", "settings"):
+        table.add_column(name, justify="left" if name in ("engine", "settings") else "right")
+    mine = {row.concurrency: row.tokens_per_s for row in report.rows if row.engine == "rorqual"}
+    for row in report.rows:
+        ratio = mine[row.concurrency] / row.tokens_per_s
+        cells = (f"{row.tokens_per_s:,.0f}", f"{row.step_ms:.3f}", f"{row.floor_ms:.3f}", f"{row.percent_of_floor:.0f}")
+        sizes = (str(row.concurrency), f"{row.prompt}/{row.output}")
+        table.add_row(row.engine, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", f"{ratio:.1f}x", row.settings)
+    Console().print(table)
+    startup = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items())
+    print(f"start-up: {startup}; memory read at {report.provenance['read_bandwidth_gb_s']} GB/s")

@@ -1,0 +1,53 @@
+"""`rorqual info`: one screen with the published figures on it."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rorqual.bench.info import count, info, render, size
+from rorqual.config import ModelConfig
+
+SHAPES = Path(__file__).parent.parent / "data" / "shapes"
+
+
+def screen(name: str, memory_gib: float | None = None) -> list[str]:
+    console = Console(file=io.StringIO(), width=120)
+    config = ModelConfig.from_dict(json.loads((SHAPES / f"{name}.json").read_text()))
+    console.print(render(config, f"[{name}]", memory_gib))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
+def test_one_screen(path: Path) -> None:
+    lines = screen(path.stem)
+    assert len(lines) <= 40
+    assert f"[{path.stem}]" in lines[0]
+
+
+def test_deepseek_v3() -> None:
+    lines = [line.split() for line in screen("deepseek-v3", memory_gib=1000)]
+    assert ["total", "671.03", "B", "37.55", "B", "626.92", "GiB", "628.07", "GiB"] in lines
+    assert ["A_CC_ME", "70,272", "15,279", "278.53", "K", "187.11", "M"] in lines
+    assert ["AM_CC_ME", "70,272", "15,279", "278.53", "K", "598.15", "M"] in lines
+    assert ["80", "GiB", "-", "-", "-", "-", "8.01", "M"] in lines
+    assert any(line[:2] == ["1000", "GiB"] and line[2] != "-" for line in lines)
+
+
+def test_from_a_folder(tmp_path: Path) -> None:
+    shutil.copy(SHAPES / "qwen3-30b-a3b.json", tmp_path / "config.json")
+    console = Console(file=io.StringIO(), width=120)
+    info(str(tmp_path), console=console)
+    assert isinstance(console.file, io.StringIO)
+    assert "30.53 B" in console.file.getvalue()
+
+
+def test_units() -> None:
+    assert [count(value) for value in (7, 1234, 1_234_567, 671.03e9)] == ["7", "1.23 K", "1.23 M", "671.03 B"]
+    assert [size(value) for value in (7, 2048, 3 * 2**29)] == ["7 B", "2.00 KiB", "1.50 GiB"]

@@ -1,0 +1,272 @@
+"""A Runner without torch. It executes plans against a model of the cache and checks everything a plan promises.
+
+The model's "hidden state" after a token is a hash of all tokens up to it, and that hash is also what an entry of the cache holds.
+A step continues from the entry before its first token, and the next token is a function of the state alone: so a wrong page, a
+stale entry or a lost token changes the output, while chunking, preemption and prefix caching must not. `expected` computes the
+same outputs from a request alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult
+from rorqual.engine.scheduler import InFlight, Scheduler, TokenOut
+from rorqual.request import Request
+
+ROOT = 0x5EED
+
+
+def advance(state: int, token: int) -> int:
+    """The state after one more token; hashes of tuples of ints do not change from run to run."""
+    return hash((state, token))
+
+
+def next_token(state: int, vocab: int) -> int:
+    return (state >> 7) % vocab
+
+
+def expected(request: Request, max_model_len: int, vocab: int) -> list[int]:
+    """The outputs of a request that runs alone and in one piece."""
+    state, params = ROOT, request.params
+    for token in request.prompt:
+        state = advance(state, token)
+    room = max_model_len - len(request.prompt)
+    outputs: list[int] = []
+    while len(outputs) < min(room, params.max_tokens or room):
+        outputs.append(next_token(state, vocab))
+        state = advance(state, outputs[-1])
+        if outputs[-1] in request.stop_ids and len(outputs) > params.min_tokens:
+            break
+    return outputs
+
+
+@dataclass
+class Page:
+    """What a cache page holds: the row that wrote it, the position it begins at, the state before it, and the state at each token."""
+
+    writer: int
+    start: int
+    before: int
+    states: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """A device row. `life` differs for every request set up in a slot."""
+
+    life: int
+    table: list[int]
+    length: int = 0
+    last_token: int = -1
+
+
+class FakeRunner:
+    """launch executes at once (a device runs its steps in order); results come out in collect, oldest first."""
+
+    def __init__(self, max_num_seqs: int, page_size: int, num_pages: int, max_num_batched_tokens: int, vocab: int = 97):
+        self.page_size, self.num_pages, self.vocab = page_size, num_pages, vocab
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.rows: list[Row | None] = [None] * max_num_seqs
+        self.pages: dict[int, Page] = {}
+        self.queue: deque[StepResult] = deque()
+        self.lives = self.steps = self.computed_tokens = self.most_in_flight = 0
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, vocab: int = 97) -> FakeRunner:
+        config = scheduler.config
+        return cls(config.max_num_seqs, config.page_size, config.num_pages, config.max_num_batched_tokens, vocab)
+
+    # ---- the Runner protocol
+
+    def launch(self, plan: Plan) -> StepResult:
+        self._check_shape(plan)
+        for row in plan.new_rows:
+            self._set_up(row)
+        for slot, index, page in plan.pages:
+            table = self._row(slot).table
+            assert index == len(table), f"slot {slot}: page {page} put at {index} of a table of {len(table)}"
+            table.append(page)
+        self._check_tables(plan)
+        tokens = [self._decode(slot, bound) for slot, bound in zip(plan.decode_slots, plan.decode_bounds, strict=True)]
+        for chunk in plan.chunks:
+            token = self._prefill(chunk)
+            if chunk.sample:
+                tokens.append(token)
+        result = StepResult(tokens)
+        self.queue.append(result)
+        self.steps += 1
+        self.computed_tokens += plan.num_tokens
+        self.most_in_flight = max(self.most_in_flight, len(self.queue))
+        return result
+
+    def collect(self, pending: StepResult) -> StepResult:
+        assert self.queue, "nothing is in flight"
+        assert self.queue[0] is pending, "steps must be collected oldest first"
+        return self.queue.popleft()
+
+    # ---- execution
+
+    def _set_up(self, row: NewRow) -> None:
+        assert all(0 < page < self.num_pages for page in row.pages), f"slot {row.slot}: page out of range"
+        assert len(set(row.pages)) == len(row.pages), f"slot {row.slot}: a page stands twice in its table"
+        self.lives += 1
+        self.rows[row.slot] = Row(self.lives, list(row.pages))
+
+    def _decode(self, slot: int, bound: int) -> int:
+        row = self._row(slot)
+        assert row.last_token >= 0, f"slot {slot} decodes before its prompt is done"
+        row.length += 1
+        assert row.length <= bound, f"slot {slot}: {row.length} entries, the plan says at most {bound}"
+        state = self._write(row, row.length - 1, [row.last_token])
+        row.last_token = next_token(state, self.vocab)
+        return row.last_token
+
+    def _prefill(self, chunk: Chunk) -> int:
+        row = self._row(chunk.slot)
+        assert chunk.tokens, "an empty chunk"
+        if row.length:
+            assert chunk.start == row.length, f"slot {chunk.slot}: chunk at {chunk.start}, {row.length} entries are written"
+        assert row.last_token < 0, "a prompt chunk after the prompt was done"
+        state = self._write(row, chunk.start, chunk.tokens)
+        row.length = chunk.stop
+        if chunk.sample:
+            row.last_token = next_token(state, self.vocab)
+        return row.last_token
+
+    def _write(self, row: Row, start: int, tokens: list[int] | tuple[int, ...]) -> int:
+        """Read everything before `start` through the table, then write the entries of `tokens`; returns the last state."""
+        state = self._read(row, start)
+        for position, token in enumerate(tokens, start):
+            index, offset = divmod(position, self.page_size)
+            assert index < len(row.table), f"position {position} lies beyond a table of {len(row.table)} pages"
+            number = row.table[index]
+            if offset == 0:
+                self.pages[number] = Page(row.life, position, state)
+            page = self.pages[number]
+            assert page.writer == row.life, f"page {number} is written by two requests"
+            assert page.start + len(page.states) == position, f"page {number}: position {position} is not next"
+            state = advance(state, token)
+            page.states.append(state)
+        return state
+
+    def _read(self, row: Row, stop: int) -> int:
+        """Every entry before `stop` must have been written for its position, and follow the one before."""
+        state = ROOT
+        for index in range(-(-stop // self.page_size)):
+            page = self.pages.get(row.table[index])
+            start = index * self.page_size
+            count = min(self.page_size, stop - start)
+            assert page is not None, f"page {row.table[index]} is read before it was written"
+            assert page.start == start, f"page {row.table[index]} holds positions from {page.start}, read at {start}"
+            assert page.before == state, f"page {row.table[index]} continues another text"
+            assert len(page.states) >= count, f"page {row.table[index]} has {len(page.states)} entries, {count} are read"
+            state = page.states[count - 1]
+        return state
+
+    def _row(self, slot: int) -> Row:
+        row = self.rows[slot]
+        assert row is not None, f"slot {slot} was never set up"
+        return row
+
+    # ---- what holds for every plan
+
+    def _check_shape(self, plan: Plan) -> None:
+        assert 0 < plan.num_tokens <= self.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
+        slots = plan.decode_slots + [chunk.slot for chunk in plan.chunks]
+        assert len(set(slots)) == len(slots), "a slot stands twice in a step"
+        assert all(0 <= slot < self.max_num_seqs for slot in slots)
+        fresh = [row.slot for row in plan.new_rows]
+        assert len(set(fresh)) == len(fresh), "a slot is set up twice"
+        assert set(fresh) <= {chunk.slot for chunk in plan.chunks}, "a row is set up without a chunk"
+        assert {slot for slot, _, _ in plan.pages} <= set(plan.decode_slots), "a page for a row that does not decode"
+
+    def _check_tables(self, plan: Plan) -> None:
+        """No page is written by two rows of a step; a shared prefix lies before what either writes."""
+        written: dict[int, int] = {}
+        starts = [(slot, self._row(slot).length) for slot in plan.decode_slots]
+        starts += [(chunk.slot, chunk.start) for chunk in plan.chunks]
+        stops = [length + 1 for _, length in starts[: len(plan.decode_slots)]] + [chunk.stop for chunk in plan.chunks]
+        for (slot, start), stop in zip(starts, stops, strict=True):
+            table = self._row(slot).table
+            for index in range(start // self.page_size, -(-stop // self.page_size)):
+                assert written.setdefault(table[index], slot) == slot, f"page {table[index]} is written by two rows of a step"
+
+
+@dataclass
+class Loop:
+    """The engine's loop over a scheduler and a fake runner, with `depth` steps in flight."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    depth: int = 1
+    in_flight: deque[tuple[InFlight, StepResult]] = field(default_factory=deque)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    finishes: dict[str, str] = field(default_factory=dict)
+    plans: int = 0
+
+    def step(self) -> list[TokenOut]:
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> None:
+        while len(self.in_flight) < self.depth:
+            planned = self.scheduler.plan()
+            self.plans += 1
+            if planned is None:
+                return
+            self.in_flight.append((planned, self.runner.launch(planned.plan)))
+
+    def collect(self) -> list[TokenOut]:
+        if not self.in_flight:
+            return []
+        planned, pending = self.in_flight.popleft()
+        outs = self.scheduler.update(planned, self.runner.collect(pending))
+        for out in outs:
+            self.outputs.setdefault(out.sequence.request.id, []).append(out.token)
+            if out.finish is not None:
+                self.finishes[out.sequence.request.id] = out.finish.value
+        return outs
+
+    def drain(self, most_plans: int) -> None:
+        """Run until nothing is left; planning more often than `most_plans` counts as spinning."""
+        while self.scheduler.has_work or self.in_flight:
+            assert self.plans < most_plans, f"{self.plans} plans and {len(self.scheduler.sequences)} requests are still there"
+            self.step()
+
+
+def check_pages(scheduler: Scheduler) -> None:
+    """Each page's holders are the requests that have it in their tables, and the prefix cache where it keeps it."""
+    allocator, prefix = scheduler.allocator, scheduler.prefix
+    held = [0] * allocator.num_pages
+    for sequence in scheduler.sequences.values():
+        assert (sequence.slot >= 0) == bool(sequence.pages), "pages belong to running requests alone"
+        assert sequence.capacity == len(sequence.pages) * scheduler.config.page_size
+        assert sequence.cached <= sequence.capacity
+        for page in sequence.pages:
+            held[page] += 1
+    users = list(held)
+    for page in prefix.keys:
+        held[page] += 1
+    assert held == allocator.holders
+    assert sorted(allocator.free) == [page for page in range(1, allocator.num_pages) if not held[page]]
+    assert {key: page for page, key in prefix.keys.items()} == prefix.pages
+    assert set(prefix.idle) == {page for page in prefix.keys if not users[page]}
+    slots = [sequence.slot for sequence in scheduler.sequences.values() if sequence.slot >= 0]
+    assert sorted(slots + scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """Nothing runs: every page is free or kept by the prefix cache alone, and clearing that frees the rest."""
+    allocator, prefix = scheduler.allocator, scheduler.prefix
+    assert not scheduler.sequences
+    assert not scheduler.waiting
+    assert not scheduler.num_running
+    check_pages(scheduler)
+    assert len(allocator.free) + len(prefix.idle) == allocator.capacity
+    prefix.clear()
+    assert len(allocator.free) == allocator.capacity
+    assert not any(allocator.holders)
+    assert not prefix.pages
+    assert sorted(scheduler.free_slots) == list(range(scheduler.config.max_num_seqs))
