@@ -19,9 +19,10 @@ GATHER_BYTES = 4 * 2**20
 DENSE_TOKENS = 64
 
 
-# The native kernels take steps of few rows whose weights are small; wider products go to torch's threaded ones.
+# The native kernels take steps of few rows whose weights are small (they are kept twice, once packed); wider products go to
+# torch's threaded ones.
 NATIVE_ROWS = 32
-NATIVE_ELEMENTS = 2 * 2**20
+NATIVE_ELEMENTS = 4 * 2**20
 NATIVE_SCORES = 8 * 2**20
 
 
@@ -140,7 +141,7 @@ class CpuOps(Ops):
         slots, picks = gate_up.data.shape[0], ids.numel()
         if gate_up.quantised:
             return reference.experts(x, ids, weights, gate_up, down)
-        native = self._native(x) if gate_up.data.dtype == x.dtype and gate_up.data[0].numel() <= NATIVE_ELEMENTS else None
+        native = self._native(x, gate_up.data, down.data)
         if native:
             return native.experts(x, ids, weights, gate_up, down)
         if 2 * picks >= slots and x.shape[0] <= DENSE_TOKENS and _bytes(gate_up.data) <= 4 * GATHER_BYTES:

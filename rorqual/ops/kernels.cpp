@@ -1,6 +1,7 @@
 // CPU kernels for decode steps: few rows, small layers, where a torch call costs as much as the arithmetic it does.
 // Everything is computed in fp32 from fp32 or bf16 storage by one thread; wide layers stay with torch's threaded products.
-// Built by native.py with the system's C++ compiler; called through the C functions at the end. Pointers are row-major and dense.
+// Built by native.py with the system's C++ compiler; called through the C functions at the end. Pointers are row-major and dense,
+// but for the weights of products, which native.py packs (see tile); kv_b alone is read as it is.
 
 #include <algorithm>
 #include <cmath>
@@ -56,17 +57,66 @@ inline vf load(const bf16 *p) {
     return v;
 }
 
-inline float total(vf v) {  // by halves: a chain of 16 additions would cost more than the products
-    float x[LANES];
-    memcpy(x, &v, sizeof x);
-    for (int step = LANES / 2; step; step /= 2)
-        for (int i = 0; i < step; i++) x[i] += x[i + step];
-    return x[0];
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
+
+inline v4 fold(vf v) {  // 16 lanes to 4
+    v8 half[2];
+    memcpy(half, &v, sizeof v);
+    v8 sum = half[0] + half[1];
+    v4 quarter[2];
+    memcpy(quarter, &sum, sizeof sum);
+    return quarter[0] + quarter[1];
+}
+
+inline float total(vf v) {
+    v4 x = fold(v);
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+inline float highest(vf v) {
+    v8 half[2];
+    memcpy(half, &v, sizeof v);
+    v8 x = half[0] > half[1] ? half[0] : half[1];
+    v4 quarter[2];
+    memcpy(quarter, &x, sizeof x);
+    v4 y = quarter[0] > quarter[1] ? quarter[0] : quarter[1];
+    return std::max(std::max(y[0], y[1]), std::max(y[2], y[3]));
+}
+
+// Four sums at once: small products are mostly sums of lanes.
+inline v4 totals(vf a, vf b, vf c, vf d) {
+    v4 p = fold(a), q = fold(b), r = fold(c), s = fold(d);
+    v4 first = {p[0], q[0], r[0], s[0]}, second = {p[1], q[1], r[1], s[1]};
+    v4 third = {p[2], q[2], r[2], s[2]}, fourth = {p[3], q[3], r[3], s[3]};
+    return (first + third) + (second + fourth);
+}
+
+// exp to about one part in 10^7: 2^n times a polynomial in the rest (coefficients: Taylor on |x| <= ln 2 / 2).
+inline vf exp_lanes(vf x) {
+    const vf zero = {};
+    vf low = zero - 87.f, high = zero + 88.f;
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    vf n = x * 1.44269504f + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+    n = n - 12582912.f;
+    vf r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+    vf y = 1.f + r * (1.f + r * (0.5f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (1 / 720.f))))));
+    typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+    vi bits = (__builtin_convertvector(n, vi) + 127) << 23;
+    vf power;
+    memcpy(&power, &bits, sizeof bits);
+    return y * power;
 }
 
 template <class T>
-void widen_all(const T *x, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; i++) out[i] = widen(x[i]);
+inline void widen_all(const T *x, int64_t n, float *out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vf v = load(x + i);
+        memcpy(out + i, &v, sizeof v);
+    }
+    for (; i < n; i++) out[i] = widen(x[i]);
 }
 
 template <class T>
@@ -81,44 +131,49 @@ float *scratch(int which, int64_t size) {
     return buffers[which].data();
 }
 
-// R rows of w against N rows of x: each loaded vector is used several times.
-template <int R, int N, class W>
-inline void tile(const float *x, const W *w, int64_t k, float *y, int64_t ldy) {
-    vf acc[R][N] = {};
-    int64_t i = 0;
-    for (; i + LANES <= k; i += LANES) {
-        vf row[R];
-        for (int r = 0; r < R; r++) row[r] = load(w + r * k + i);
-        for (int n = 0; n < N; n++) {
-            vf column = load(x + n * k + i);
-            for (int r = 0; r < R; r++) acc[r][n] += row[r] * column;
-        }
+// Weights come packed: blocks of LANES rows, each block column by column, so that a lane is an output and nothing has to be summed
+// across lanes. V blocks against N rows of x; the last block may have fewer than LANES rows that count.
+template <int V, int N, class W>
+inline void tile(const float *x, const W *w, int64_t k, float *y, int64_t ldy, int64_t rows) {
+    vf acc[V][N] = {};
+    for (int64_t i = 0; i < k; i++) {
+        vf column[V];
+        for (int v = 0; v < V; v++) column[v] = load(w + (v * k + i) * LANES);
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) acc[v][n] += column[v] * x[n * k + i];
     }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < N; n++) {
-            float s = total(acc[r][n]);
-            for (int64_t j = i; j < k; j++) s += widen(w[r * k + j]) * x[n * k + j];
-            y[n * ldy + r] = s;
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) {
+            float *into = y + n * ldy + v * LANES;
+            if (rows - v * LANES >= LANES)
+                memcpy(into, &acc[v][n], sizeof(vf));
+            else
+                for (int64_t i = 0; i < rows - v * LANES; i++) into[i] = acc[v][n][i];
         }
 }
 
-template <int N, class W>
+template <int V, int N, class W>
 void panel(const float *x, const W *w, int64_t rows, int64_t k, float *y, int64_t ldy) {
-    constexpr int R = N == 1 ? 8 : 4;
     int64_t r = 0;
-    for (; r + R <= rows; r += R) tile<R, N>(x, w + r * k, k, y + r, ldy);
-    for (; r < rows; r++) tile<1, N>(x, w + r * k, k, y + r, ldy);
+    for (; r + (V - 1) * LANES < rows; r += V * LANES) tile<V, N>(x, w + r * k, k, y + r, ldy, rows - r);
+    for (; r < rows; r += LANES) tile<1, N>(x, w + r * k, k, y + r, ldy, rows - r);
 }
 
-// y [n, rows] = x [n, k] w [rows, k]^T
+// y [n, rows] = x [n, k] w^T, w packed from [rows, k].
 template <class W>
 void gemm(const float *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
     int64_t i = 0;
-    for (; i + 4 <= n; i += 4) panel<4>(x + i * k, w, rows, k, y + i * rows, rows);
-    if (n - i == 3) panel<3>(x + i * k, w, rows, k, y + i * rows, rows);
-    if (n - i == 2) panel<2>(x + i * k, w, rows, k, y + i * rows, rows);
-    if (n - i == 1) panel<1>(x + i * k, w, rows, k, y + i * rows, rows);
+    for (; i + 6 <= n; i += 6) panel<4, 6>(x + i * k, w, rows, k, y + i * rows, rows);
+    const float *rest = x + i * k;
+    float *into = y + i * rows;
+    if (n - i == 5) panel<4, 5>(rest, w, rows, k, into, rows);
+    if (n - i == 4) panel<4, 4>(rest, w, rows, k, into, rows);
+    if (n - i == 3) panel<4, 3>(rest, w, rows, k, into, rows);
+    if (n - i == 2) panel<4, 2>(rest, w, rows, k, into, rows);
+    if (n - i == 1) panel<6, 1>(rest, w, rows, k, into, rows);
 }
+
+inline int64_t packed_rows(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
 
 template <class T>
 void add_bias(float *y, int64_t n, int64_t rows, const T *bias) {
@@ -127,12 +182,13 @@ void add_bias(float *y, int64_t n, int64_t rows, const T *bias) {
         for (int64_t r = 0; r < rows; r++) y[i * rows + r] += widen(bias[r]);
 }
 
-float dot(const float *a, const float *b, int64_t d) {
+template <class T>
+float dot(const float *a, const T *b, int64_t d) {
     vf acc = {};
     int64_t i = 0;
     for (; i + LANES <= d; i += LANES) acc += load(a + i) * load(b + i);
     float s = total(acc);
-    for (; i < d; i++) s += a[i] * b[i];
+    for (; i < d; i++) s += a[i] * widen(b[i]);
     return s;
 }
 
@@ -155,42 +211,85 @@ void rope_row(float *x, int64_t d, const float *cos, const float *sin, bool inte
 }
 
 void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < size; j++) {
-            float gate = x[i * 2 * size + j];
-            out[i * size + j] = gate / (1 + std::exp(-gate)) * x[i * 2 * size + size + j];
+    for (int64_t t = 0; t < n; t++) {
+        const float *gate = x + t * 2 * size, *up = gate + size;
+        float *y = out + t * size;
+        int64_t j = 0;
+        for (; j + LANES <= size; j += LANES) {
+            vf g = load(gate + j), value = g / (1.f + exp_lanes(-g)) * load(up + j);
+            memcpy(y + j, &value, sizeof value);
         }
+        for (; j < size; j++) y[j] = gate[j] / (1 + std::exp(-gate[j])) * up[j];
+    }
+}
+
+// Scaled products of one query with `count` rows, four sums at a time.
+inline void scores_block(const float *q, const float *rows, int64_t d, int64_t count, float scale, float *out) {
+    for (int64_t r = 0; r < count; r += 4) {
+        const float *row[4];
+        for (int i = 0; i < 4; i++) row[i] = rows + std::min<int64_t>(r + i, count - 1) * d;
+        vf acc[4] = {};
+        int64_t j = 0;
+        for (; j + LANES <= d; j += LANES)
+            for (int i = 0; i < 4; i++) acc[i] += load(q + j) * load(row[i] + j);
+        v4 four = totals(acc[0], acc[1], acc[2], acc[3]);
+        for (; j < d; j++)
+            for (int i = 0; i < 4; i++) four[i] += q[j] * row[i][j];
+        four *= scale;
+        memcpy(out + r, &four, std::min<int64_t>(4, count - r) * sizeof(float));
+    }
+}
+
+// y = y * shrink + sum of weights[i] * rows[i], four vectors of columns at a time so that the additions do not wait for each other.
+template <class T>
+inline void add_rows(float *y, float shrink, const float *weights, const T *rows, int64_t stride, int64_t count, int64_t d) {
+    constexpr int WIDE = 4;
+    int64_t j = 0;
+    for (; j + WIDE * LANES <= d; j += WIDE * LANES) {
+        vf sum[WIDE];
+        for (int c = 0; c < WIDE; c++) sum[c] = load(y + j + c * LANES) * shrink;
+        for (int64_t i = 0; i < count; i++)
+            for (int c = 0; c < WIDE; c++) sum[c] += weights[i] * load(rows + i * stride + j + c * LANES);
+        memcpy(y + j, sum, sizeof sum);
+    }
+    for (; j < d; j++) {
+        y[j] *= shrink;
+        for (int64_t i = 0; i < count; i++) y[j] += weights[i] * widen(rows[i * stride + j]);
+    }
 }
 
 // One request's heads that share keys: q [heads, d] against `length` cached rows reached through its block table; values are the
-// first dv columns of value rows. Softmax is kept running, so every row is read once. out [heads, dv].
+// first dv columns of value rows. LANES rows at a time, with a running softmax, so that every row is read once. out [heads, dv].
 template <class T>
 void attend(const float *q, int64_t heads, int64_t d, int64_t dv, const T *keys, const T *values, int64_t key_stride,
             int64_t value_stride, const int64_t *table, int64_t page, int64_t length, float scale, float *out) {
-    float *k = scratch(5, d), *v = scratch(6, dv), *state = scratch(7, 2 * heads);
+    constexpr float NEVER = -std::numeric_limits<float>::infinity();
+    float *k = scratch(5, LANES * d), *v = scratch(6, LANES * dv), *state = scratch(7, 2 * heads);
     float *peak = state, *mass = state + heads;
     std::fill(out, out + heads * dv, 0.f);
-    std::fill(peak, peak + heads, -std::numeric_limits<float>::infinity());
+    std::fill(peak, peak + heads, NEVER);
     std::fill(mass, mass + heads, 0.f);
-    for (int64_t p = 0; p < length; p++) {
-        int64_t slot = table[p / page] * page + p % page;
-        widen_all(keys + slot * key_stride, d, k);
-        const float *row = k;
-        if (values != keys) {
-            widen_all(values + slot * value_stride, dv, v);
-            row = v;
+    for (int64_t start = 0; start < length; start += LANES) {
+        int64_t count = std::min<int64_t>(LANES, length - start);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t p = start + i, slot = table[p / page] * page + p % page;
+            widen_all(keys + slot * key_stride, d, k + i * d);
+            if (values != keys) widen_all(values + slot * value_stride, dv, v + i * dv);
         }
+        const float *rows = values != keys ? v : k;
+        int64_t stride = values != keys ? dv : d;
         for (int64_t h = 0; h < heads; h++) {
-            float score = dot(q + h * d, k, d) * scale, *y = out + h * dv;
-            if (score > peak[h]) {
-                float shrink = std::exp(peak[h] - score);
-                for (int64_t i = 0; i < dv; i++) y[i] *= shrink;
-                mass[h] *= shrink;
-                peak[h] = score;
-            }
-            float weight = std::exp(score - peak[h]);
-            mass[h] += weight;
-            for (int64_t i = 0; i < dv; i++) y[i] += weight * row[i];
+            float weights[LANES], *y = out + h * dv;
+            std::fill(weights, weights + LANES, NEVER);
+            scores_block(q + h * d, k, d, count, scale, weights);
+            float top = std::max(peak[h], highest(load(weights)));
+            vf w = exp_lanes(load(weights) - top);
+            memcpy(weights, &w, sizeof w);
+            for (int64_t i = count; i < LANES; i++) weights[i] = 0;
+            float shrink = peak[h] == top ? 1 : std::exp(peak[h] - top);
+            mass[h] = mass[h] * shrink + total(load(weights));
+            peak[h] = top;
+            add_rows(y, shrink, weights, rows, stride, count, dv);
         }
     }
     for (int64_t h = 0; h < heads; h++)
@@ -285,21 +384,20 @@ void mla_absorbed(const MlaLayer &m, const T *q, const T *plane, const int64_t *
                   float scale, T *out, int64_t n) {
     int64_t qk = m.nope + m.rope, entry = m.rank + m.rope, up_rows = m.nope + m.v_dim;
     float *query = scratch(0, m.heads * entry), *latent = scratch(1, m.heads * m.rank), *heads = scratch(2, m.heads * m.v_dim);
+    float *mine_wide = scratch(3, qk);
     for (int64_t t = 0; t < n; t++) {
         for (int64_t h = 0; h < m.heads; h++) {  // W_UK moves to the query
             const T *mine = q + (t * m.heads + h) * qk, *up = (const T *)m.kv_b + h * up_rows * m.rank;
             float *into = query + h * entry;
             std::fill(into, into + m.rank, 0.f);
-            for (int64_t i = 0; i < m.nope; i++) {
-                float value = widen(mine[i]);
-                for (int64_t c = 0; c < m.rank; c++) into[c] += value * widen(up[i * m.rank + c]);
-            }
-            widen_all(mine + m.nope, m.rope, into + m.rank);
+            widen_all(mine, qk, mine_wide);
+            add_rows(into, 0, mine_wide, up, m.rank, m.nope, m.rank);
+            std::copy(mine_wide + m.nope, mine_wide + qk, into + m.rank);
         }
         attend(query, m.heads, entry, m.rank, plane, plane, entry, entry, tables + t * width, page, lens[t], scale, latent);
         for (int64_t h = 0; h < m.heads; h++) {  // W_UV follows the sum
             const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
-            panel<1>(latent + h * m.rank, up, m.v_dim, m.rank, heads + h * m.v_dim, m.v_dim);
+            for (int64_t i = 0; i < m.v_dim; i++) heads[h * m.v_dim + i] = dot(latent + h * m.rank, up + i * m.rank, m.rank);
         }
         narrow_all(heads, m.heads * m.v_dim, out + t * m.heads * m.v_dim);
     }
@@ -403,9 +501,9 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
         int64_t count = int64_t(picks.size());
         if (!count) continue;
         for (int64_t i = 0; i < count; i++) widen_all(x + picks[i] / top_k * hidden, hidden, in + i * hidden);
-        gemm(in, count, gate_up + e * 2 * size * hidden, 2 * size, hidden, h);
+        gemm(in, count, gate_up + e * packed_rows(2 * size) * hidden, 2 * size, hidden, h);
         swiglu_rows(h, count, size, g);
-        gemm(g, count, down + e * hidden * size, hidden, size, out);
+        gemm(g, count, down + e * packed_rows(hidden) * size, hidden, size, out);
         for (int64_t i = 0; i < count; i++) {
             float weight = weights[picks[i]], *into = sum + picks[i] / top_k * hidden;
             for (int64_t j = 0; j < hidden; j++) into[j] += weight * out[i * hidden + j];

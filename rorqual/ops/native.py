@@ -83,6 +83,15 @@ def _build(command: str) -> Path:
     return target
 
 
+LANES = 16  # as in kernels.cpp
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[..., rows, columns] to blocks of LANES rows, each column by column: [..., blocks, columns, LANES], padded with zeros."""
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
+    return padded.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
+
+
 def _wide(x: Tensor) -> int:
     return int(x.dtype == torch.float32)
 
@@ -95,10 +104,24 @@ def _pointer(x: Tensor | None) -> int:
 
 
 class Native:
-    """Calls into the library. Callers have checked that dtypes are one of STORAGE and that everything is contiguous."""
+    """Calls into the library. Callers have checked that dtypes are one of STORAGE and that everything is contiguous.
+
+    Weights are packed at first use and kept beside the originals: whoever changes a weight later calls `forget`.
+    """
 
     def __init__(self, kernels: ctypes.CDLL):
         self.lib = kernels
+        self.packed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forget(self) -> None:
+        self.packed.clear()
+
+    def weight(self, weight: Tensor) -> int:
+        """Address of the packed form. The original is kept too, so that its address cannot be given to another tensor."""
+        found = self.packed.get(weight.data_ptr())
+        if found is None:
+            found = self.packed[weight.data_ptr()] = (weight, pack(weight))
+        return found[1].data_ptr()
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
@@ -111,17 +134,18 @@ class Native:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape
         y = x.new_empty(x.shape[0], rows)
-        self.lib.rq_linear(_wide(x), _pointer(x), _pointer(weight), _pointer(bias), y.data_ptr(), x.shape[0], rows, columns)
+        self.lib.rq_linear(_wide(x), _pointer(x), self.weight(weight), _pointer(bias), y.data_ptr(), x.shape[0], rows, columns)
         return y
 
     def mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         y, (hidden, size) = torch.empty_like(x), down.shape
-        self.lib.rq_mlp(_wide(x), _pointer(x), _pointer(gate_up), _pointer(down), y.data_ptr(), x.shape[0], hidden, size)
+        self.lib.rq_mlp(_wide(x), _pointer(x), self.weight(gate_up), self.weight(down), y.data_ptr(), x.shape[0], hidden, size)
         return y
 
     def mla_layer(self, w: MLAWeights, hidden: int) -> _MlaLayer:
         mla = w.config
-        pointers = [_pointer(t) for t in (w.down.data, w.down_bias, w.q_norm, w.q_b.data if w.q_b else None, w.kv_norm, w.kv_b.data)]
+        query = self.weight(w.q_b.data) if w.q_b else 0
+        pointers = [self.weight(w.down.data), _pointer(w.down_bias), _pointer(w.q_norm), query, _pointer(w.kv_norm), _pointer(w.kv_b.data)]
         rank = (mla.q_lora_rank or 0) if w.q_b is not None else 0
         sizes = (hidden, rank, mla.num_heads, mla.nope_dim, mla.rope_dim, mla.v_dim, mla.kv_lora_rank, int(w.interleaved))
         return _MlaLayer(*sizes, w.eps, *pointers)
@@ -168,7 +192,7 @@ class Native:
         grouped = moe.method != "greedy" and moe.n_group > 1
         flags = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped, moe.norm_topk_prob)
         sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
-        settings = _Router(*sizes, *map(int, flags), moe.scaling, _pointer(gate), _pointer(bias))
+        settings = _Router(*sizes, *map(int, flags), moe.scaling, self.weight(gate), _pointer(bias))
         at = ctypes.addressof(settings)
         self.lib.rq_route(_wide(x), _wide(gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape)
         return ids, weights
@@ -176,6 +200,7 @@ class Native:
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         y = torch.empty_like(x)
         slots, hidden, size = down.data.shape
-        pointers = (_pointer(t) for t in (x, ids, weights, gate_up.data, down.data, y))
-        self.lib.rq_experts(_wide(x), *pointers, *ids.shape, slots, hidden, size)
+        first = (_pointer(t) for t in (x, ids, weights))
+        packed = (self.weight(gate_up.data), self.weight(down.data))
+        self.lib.rq_experts(_wide(x), *first, *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
         return y
