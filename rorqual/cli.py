@@ -100,7 +100,8 @@ def generate(
     done = time.perf_counter()
     if not quiet and count > 1:
         rate = (count - 1) / (done - first)
-        print(f"[loaded in {loaded - start:.2f} s, first token after {first - loaded:.3f} s, {count} tokens, {rate:.0f} tokens/s]", file=sys.stderr)
+        times = f"loaded in {loaded - start:.2f} s, first token after {first - loaded:.3f} s"
+        print(f"[{times}, {count} tokens, {rate:.0f} tokens/s]", file=sys.stderr)
 
 
 def _print_stream(deltas: Any) -> tuple[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from rorqual.errors import RequestError
@@ -16,7 +16,7 @@ MAX_N = 128
 GREEDY_TEMPERATURE = 1e-5
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the context is used up
     ABORT = "abort"  # cancelled by the caller
@@ -29,7 +29,7 @@ def _check(condition: bool, name: str, value: object, accepted: str) -> None:
 
 def _listed(name: str, value: object) -> tuple[Any, ...]:
     _check(value is None or isinstance(value, (list, tuple, set, frozenset)), name, value, "a list")
-    return tuple(value or ())  # type: ignore[arg-type,var-annotated]
+    return tuple(value or ())  # type: ignore[arg-type]
 
 
 def _number(name: str, value: object) -> float:
@@ -101,7 +101,9 @@ class SamplingParams:
         _check(len(self.stop) <= MAX_STOP, "stop", len(self.stop), f"at most {MAX_STOP} strings")
         _check(all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "strings that are not empty")
         ids = self.stop_token_ids
-        _check(len(ids) <= MAX_STOP and all(isinstance(i, int) and i >= 0 for i in ids), "stop_token_ids", ids, f"up to {MAX_STOP} token ids")
+        _check(
+            len(ids) <= MAX_STOP and all(isinstance(i, int) and i >= 0 for i in ids), "stop_token_ids", ids, f"up to {MAX_STOP} token ids"
+        )
         _check(self.detokenize or not self.stop, "stop", self.stop, "no stop strings when detokenize is False")
         count = self.logprobs
         _check(count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS), "logprobs", count, f"0 to {MAX_LOGPROBS}, or None")

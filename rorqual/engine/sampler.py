@@ -82,7 +82,8 @@ def edit(logits: Tensor, slots: Tensor, host_slots: list[int], positions: Tensor
     for i, slot in enumerate(host_slots):
         row = rows.params[slot]
         if row is not None and row.params.edits_logits:
-            assert rows.counts is not None and rows.in_prompt is not None
+            assert rows.counts is not None
+            assert rows.in_prompt is not None
             penalise(logits[i], rows.counts[slot], rows.in_prompt[slot], row.params)
             for token, bias in (row.params.logit_bias or {}).items():
                 logits[i, token] += bias

@@ -29,8 +29,29 @@ class Sequence:
     step is done; target: the length at which the request ends; hashed: full pages already offered to the prefix cache.
     """
 
-    __slots__ = ("request", "tokens", "prompt_len", "target", "slot", "pages", "capacity", "cached", "collected", "pending", "hashed", "next_hash")
-    __slots__ += ("key", "seed", "stop_ids", "min_len", "finish", "stop_token", "num_cached_prompt", "preemptions", "order")
+    __slots__ = (
+        "cached",
+        "capacity",
+        "collected",
+        "finish",
+        "hashed",
+        "key",
+        "min_len",
+        "next_hash",
+        "num_cached_prompt",
+        "order",
+        "pages",
+        "pending",
+        "preemptions",
+        "prompt_len",
+        "request",
+        "seed",
+        "slot",
+        "stop_ids",
+        "stop_token",
+        "target",
+        "tokens",
+    )
 
     def __init__(self, request: Request, target: int, seed: int, order: int):
         self.request, self.target, self.seed, self.order = request, target, seed, order
@@ -141,7 +162,8 @@ class Scheduler:
         target = most if wanted is None else min(most, length + wanted)
         pages = self._pages_for(target - 1)
         if pages > self.allocator.capacity:
-            raise RequestError(f"{target} tokens need {pages} cache pages, there are {self.allocator.capacity}; lower max_tokens or the prompt")
+            have = self.allocator.capacity
+            raise RequestError(f"{target} tokens need {pages} cache pages, there are {have}; lower max_tokens or shorten the prompt")
         return target
 
     def abort(self, request_id: str) -> Sequence | None:

@@ -55,7 +55,9 @@ class Linear:
         start = 0
         for part in self.parts:
             stop = start + part.rows
-            yield from matrix_targets(part.name + ".weight", self.weight.data[start:stop], self._scale(start, stop), self.std, repeat=self.repeat)
+            yield from matrix_targets(
+                part.name + ".weight", self.weight.data[start:stop], self._scale(start, stop), self.std, repeat=self.repeat
+            )
             if part.bias:
                 assert self.bias is not None
                 yield Target(part.name + ".bias", self.bias[start:stop])

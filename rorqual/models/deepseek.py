@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from rorqual.config import ModelConfig
 from rorqual.layers.mla import MLA
 from rorqual.layers.parameter import Build
@@ -23,7 +25,12 @@ class Deepseek(Transformer):
         modules = range(first, first + self.config.num_mtp_layers)
         return super().skips(name) or any(name.startswith(f"model.layers.{i}.") for i in modules)
 
+    def attentions(self) -> list[MLA]:
+        return [layer.attention for layer in self.layers if isinstance(layer.attention, MLA)]
+
     def finalize(self) -> None:
-        for layer in self.layers:
-            assert isinstance(layer.attention, MLA)
-            layer.attention.finalize()
+        for attention in self.attentions():
+            attention.finalize()
+
+    def derived(self) -> list[Tensor]:
+        return [weight.data for attention in self.attentions() for weight in attention.materialised or ()]

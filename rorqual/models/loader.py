@@ -169,4 +169,3 @@ def _normal(key: int, first: int, count: int, std: float, device: torch.device, 
     deviation = math.sqrt(4 * (2**32 - 1) / 12)
     values = (total - 2 * 0xFFFF).float() * (std / deviation)
     return values.clamp_(-448, 448) if clip else values
-

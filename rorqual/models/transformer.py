@@ -99,5 +99,9 @@ class Transformer:
     def finalize(self) -> None:
         """Called once after loading."""
 
+    def derived(self) -> list[Tensor]:
+        """Tensors made from weights by `finalize` and kept beside them."""
+        return []
+
     def moe_layers(self) -> list[MoE]:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]

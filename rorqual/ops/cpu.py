@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
 from rorqual.ops.native import STORAGE, Native, library
+from rorqual.ops.reference import Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is cheaper.
@@ -87,7 +87,15 @@ class CpuOps(Ops):
         return native.mla_absorbed(q, w, plane, segment.tables, segment.kv_lens, scale)
 
     def gqa_prologue(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, planes: tuple[Tensor, Tensor], slots: Tensor
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        planes: tuple[Tensor, Tensor],
+        slots: Tensor,
     ) -> Tensor:
         native = self._native(qkv, q_norm) if planes[0].dtype == qkv.dtype else None
         if native is None:

@@ -126,9 +126,7 @@ class Native:
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         n, d = x.shape
-        self.lib.rq_add_norm(
-            _wide(x), _pointer(x), _pointer(residual), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), n, d, eps
-        )
+        self.lib.rq_add_norm(_wide(x), _pointer(x), _pointer(residual), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), n, d, eps)
         return normed, total
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -168,7 +166,15 @@ class Native:
         return out
 
     def gqa_prologue(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, planes: tuple[Tensor, Tensor], slots: Tensor
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        planes: tuple[Tensor, Tensor],
+        slots: Tensor,
     ) -> Tensor:
         groups, dim = planes[0].shape[2:]
         heads = qkv.shape[1] - 2 * groups

@@ -143,7 +143,15 @@ class Ops:
         return self.heads_matmul(latent, w.w_uv)
 
     def gqa_prologue(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, planes: tuple[Tensor, Tensor], slots: Tensor
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        planes: tuple[Tensor, Tensor],
+        slots: Tensor,
     ) -> Tensor:
         """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries and keys; keys and values go to
         the `planes` (K, V) at `slots`."""

@@ -1,4 +1,4 @@
-"""Interleave the hand-overs of several micro-batches. One generator is the plain path, two are two-batch overlap, more hide a network trip."""
+"""Interleave the hand-overs of several micro-batches: one is the plain path, two are two-batch overlap, more hide a network trip."""
 
 from __future__ import annotations
 

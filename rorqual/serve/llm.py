@@ -37,7 +37,9 @@ class LLM:
     load_format="dummy"). With skip_tokenizer_init prompts are token ids and outputs have no text.
     """
 
-    def __init__(self, model: str | Path | None = None, *, tokenizer: str | Path | None = None, skip_tokenizer_init: bool = False, **options: Any):
+    def __init__(
+        self, model: str | Path | None = None, *, tokenizer: str | Path | None = None, skip_tokenizer_init: bool = False, **options: Any
+    ):
         folder = model_folder(model)
         self.engine = Engine(EngineConfig(str(folder), **_engine_options(options)))
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(model_folder(tokenizer, weights=False) if tokenizer else folder)
@@ -54,7 +56,9 @@ class LLM:
         """What generation_config.json asks for."""
         return self.defaults.params()
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
         """Continue each prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}); results in the prompts' order."""
         results, work = self._submit(_as_list(prompts), sampling_params)
         total = sum(len(result.outputs) for result in results)

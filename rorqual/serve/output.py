@@ -41,11 +41,8 @@ class Completion:
             self._add_logprobs(token.token, token.logprobs)
         text = self._text(token)
         stopped = self.stops.found is not None
-        if stopped:
-            self.out.stop_reason, reason = self.stops.found, FinishReason.STOP
-        else:
-            reason = token.finish
-            self.out.stop_reason = self._stop_token(token.sequence)
+        reason = FinishReason.STOP if stopped else token.finish
+        self.out.stop_reason = self.stops.found if stopped else self._stop_token(token.sequence)
         self.out.finish_reason = reason.value if reason else None
         self.out.text += text
         return Delta(self.index, self.out.index, text, (token.token,), self.out.finish_reason), stopped
@@ -67,7 +64,8 @@ class Completion:
         return token if token is not None and token in self.params.stop_token_ids else None
 
     def _add_logprobs(self, token: int, found: TokenLogprobs) -> None:
-        assert self.out.logprobs is not None and self.out.cumulative_logprob is not None
+        assert self.out.logprobs is not None
+        assert self.out.cumulative_logprob is not None
         self.out.cumulative_logprob += found.sampled
         entry = {t: Logprob(p, rank + 1, self._show(t)) for rank, (t, p) in enumerate(zip(found.top_ids, found.top, strict=True))}
         entry.setdefault(token, Logprob(found.sampled, found.rank, self._show(token)))

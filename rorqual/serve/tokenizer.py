@@ -55,7 +55,7 @@ class Tokenizer:
         special = {name: _text(self.settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         given = {name: value for name, value in special.items() if value is not None}
         fast = PreTrainedTokenizerFast(tokenizer_object=self.raw, chat_template=self.template, **given)
-        text = fast.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = fast.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt)
         return self.encode(str(text), add_special_tokens=False)
 
 

@@ -171,7 +171,8 @@ def merge(folder: Path) -> None:
     groups = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
     for prefix in sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name}):
         count = len([name for name in tensors if name.startswith(prefix + ".experts.") and name.endswith("down_proj.weight")])
-        experts = [{part: tensors.pop(f"{prefix}.experts.{e}.{part}.weight") for part in ("gate_proj", "up_proj", "down_proj")} for e in range(count)]
+        parts = ("gate_proj", "up_proj", "down_proj")
+        experts = [{part: tensors.pop(f"{prefix}.experts.{e}.{part}.weight") for part in parts} for e in range(count)]
         tensors[f"{prefix}.experts.gate_up_proj"] = torch.stack([torch.cat((e["gate_proj"], e["up_proj"])) for e in experts])
         tensors[f"{prefix}.experts.down_proj"] = torch.stack([e["down_proj"] for e in experts])
     for merged, parts in groups.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -73,7 +74,7 @@ def all_logits(model: Transformer, ids: Tensor, cuts: list[int], dtype: str = "f
     driver = Driver(model, requests, length, dtype)
     bounds = [0, *cuts]
     outs = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         chunk = driver.step([row[start:stop] for row in ids], [start] * requests, decode=False)
         outs.append(driver.logits(chunk).view(requests, stop - start, -1))
     for position in range(bounds[-1], length):

@@ -105,7 +105,7 @@ def test_bf16_stays_near_fp32(saved, option: str, ops: Ops):
 def test_old_config_spellings_mean_the_same(saved, tmp_path: Path):
     """rope_scaling, torch_dtype and topk_method as transformers 4 and DeepSeek's own files write them."""
     save("v3-yarn-mscales", tmp_path)
-    folder, want = saved("v3-yarn-mscales")
+    _, want = saved("v3-yarn-mscales")
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
     scaling.update(beta_fast=32, beta_slow=1)
     rewrite_config(

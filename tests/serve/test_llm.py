@@ -1,0 +1,219 @@
+"""The offline API over the bundled checkpoint: what a user's script sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from rorqual import LLM, SamplingParams
+from rorqual.errors import CapacityError, ConfigError, RequestError
+
+PROMPTS = ["The old gentleman looked at her and said", "To create a new table,", "In the beginning"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", max_num_seqs=64, max_model_len=512)
+
+
+def test_result_shapes_follow_vllm(llm: LLM):
+    outs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
+    assert [out.prompt for out in outs] == PROMPTS
+    for out in outs:
+        assert out.finished
+        assert out.prompt_token_ids == llm.get_tokenizer().encode(out.prompt)
+        first = out.outputs[0]
+        assert first.index == 0
+        assert len(first.token_ids) == 12
+        assert first.text == llm.get_tokenizer().decode(first.token_ids)
+        assert first.finish_reason == "length"
+        assert first.logprobs is None
+
+
+def test_prompts_in_every_accepted_form_mean_the_same(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    forms = [PROMPTS[0], [PROMPTS[0]], ids, [ids], {"prompt": PROMPTS[0]}, [{"prompt_token_ids": ids}]]
+    results = {tuple(llm.generate(form, params)[0].outputs[0].token_ids) for form in forms}
+    assert len(results) == 1
+
+
+def test_seeded_requests_repeat_whatever_else_is_in_the_batch(llm: LLM):
+    params = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=20)
+    alone = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    others = [SamplingParams(temperature=t / 10, top_k=t, max_tokens=20 + t, presence_penalty=0.1 * t) for t in range(1, 9)]
+    crowd = llm.generate([PROMPTS[0], *[PROMPTS[1]] * 8], [params, *others])
+    assert crowd[0].outputs[0].token_ids == alone
+    assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == alone
+    changed = SamplingParams(temperature=0.9, top_p=0.9, seed=12, max_tokens=20)
+    assert llm.generate(PROMPTS[0], changed)[0].outputs[0].token_ids != alone
+
+
+def test_n_gives_several_different_completions(llm: LLM):
+    out = llm.generate(PROMPTS[0], SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=10))[0]
+    assert [completion.index for completion in out.outputs] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in out.outputs}) == 3
+
+
+def test_logprobs(llm: LLM):
+    out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0].outputs[0]
+    assert len(out.logprobs) == 5
+    for token, entry in zip(out.token_ids, out.logprobs, strict=True):
+        assert len(entry) == 3
+        assert entry[token].rank == 1
+        assert entry[token].logprob == max(item.logprob for item in entry.values())
+        assert entry[token].decoded_token == llm.get_tokenizer().token(token)
+    assert out.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(out.token_ids, out.logprobs, strict=True)))
+
+
+def test_logprob_of_an_unlikely_token_is_added(llm: LLM):
+    token = 7
+    out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=1, logprobs=1, logit_bias={token: 100}))[0].outputs[0]
+    assert out.token_ids == [token]
+    assert len(out.logprobs[0]) == 2
+    assert out.logprobs[0][token].rank > 1
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_across_tokens(llm: LLM, include: bool):
+    """The stop string is taken from the middle of the text, so that it starts and ends inside tokens."""
+    plain = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].text
+    stop = plain[21:28]
+    params = SamplingParams(temperature=0, max_tokens=40, stop=["\x00never", stop], include_stop_str_in_output=include)
+    deltas = list(llm.stream(PROMPTS[2], params))
+    text = "".join(delta.text for delta in deltas)
+    end = plain.index(stop)
+    assert text == plain[: end + len(stop) * include]
+    out = llm.generate(PROMPTS[2], params)[0].outputs[0]
+    assert (out.text, out.finish_reason, out.stop_reason) == (text, "stop", stop)
+    assert len(out.token_ids) < 40
+
+
+def test_stop_token_ids_and_ignore_eos(llm: LLM):
+    tokens = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].token_ids
+    stop = tokens[7]
+    out = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop]))[0].outputs[0]
+    assert out.token_ids == tokens[: tokens.index(stop) + 1]
+    assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+    forced = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], min_tokens=15)
+    later = llm.generate(PROMPTS[2], forced)[0].outputs[0]
+    assert len(later.token_ids) >= 15
+    assert stop not in later.token_ids[:15]
+
+
+def test_min_tokens_holds_the_end_of_sequence_back(llm: LLM):
+    eos = llm.defaults.eos_token_ids[0]
+    params = SamplingParams(temperature=0, max_tokens=12, min_tokens=6, logit_bias={eos: 100})
+    out = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    assert len(out.token_ids) == 7
+    assert out.token_ids[-1] == eos
+    assert (out.finish_reason, out.stop_reason) == ("stop", None)
+    on = SamplingParams(temperature=0, max_tokens=12, logit_bias={eos: 100}, ignore_eos=True)
+    assert llm.generate(PROMPTS[0], on)[0].outputs[0].token_ids == [eos] * 12
+
+
+def test_stream_equals_generate_and_closing_it_frees_everything(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=16)
+    texts = ["", "", ""]
+    for delta in llm.stream(PROMPTS, params):
+        texts[delta.index] += delta.text
+    assert texts == [out.outputs[0].text for out in llm.generate(PROMPTS, params)]
+    stream = llm.stream(PROMPTS, params)
+    next(stream)
+    stream.close()
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_work
+    assert scheduler.prefix.available == scheduler.allocator.capacity
+
+
+def test_a_refused_prompt_takes_the_others_back(llm: LLM):
+    with pytest.raises(RequestError, match="513 tokens"):
+        llm.generate([[5] * 10, [5] * 513], SamplingParams(max_tokens=4))
+    assert not llm.engine.has_work
+
+
+def test_context_end_finishes_with_length(llm: LLM):
+    out = llm.generate([list(range(3, 3 + 500))], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0].outputs[0]
+    assert len(out.token_ids) == 12
+    assert out.finish_reason == "length"
+
+
+def test_defaults_come_from_generation_config(llm: LLM):
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_p) == (0.8, 0.95)
+
+
+def test_a_base_model_says_so(llm: LLM):
+    with pytest.raises(RequestError, match="base model"):
+        llm.chat([{"role": "user", "content": "Hello"}])
+
+
+def test_without_a_tokenizer():
+    llm = LLM(skip_tokenizer_init=True, dtype="float32", max_num_seqs=2, max_model_len=64)
+    out = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=3))[0]
+    assert out.outputs[0].text == ""
+    assert len(out.outputs[0].token_ids) == 3
+    with pytest.raises(RequestError, match="tokenizer"):
+        llm.generate("text", SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size=2"),
+        ({"nonsense": 1}, ConfigError, "nonsense"),
+        ({"dtype": "int4"}, ConfigError, "int4"),
+        ({"max_model_len": 10**6}, ConfigError, "4096 positions"),
+        ({"mla_decode": "CD"}, ConfigError, "different caches"),
+        ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, ConfigError, "max_num_batched_tokens=8"),
+        ({"kv_cache_bytes": 100}, CapacityError, "cache page"),
+        ({"device": "tpu"}, ConfigError, "tpu"),
+    ],
+)
+def test_bad_options_are_named(options: dict, error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        LLM(**options)
+
+
+def test_not_enough_memory_is_said_before_allocating(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rorqual.platforms.cpu.CpuPlatform.available_memory", lambda self: 10 * 2**20)
+    with pytest.raises(CapacityError, match="the weights need"):
+        LLM()
+
+
+def test_random_weights_by_vllms_name():
+    llm = LLM(load_format="dummy", seed=3, dtype="float32", max_num_seqs=2, max_model_len=64, block_size=8)
+    again = LLM(load_format="dummy", seed=3, dtype="float32", max_num_seqs=2, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    assert llm.generate([4, 5], params)[0].outputs[0].token_ids == again.generate([4, 5], params)[0].outputs[0].token_ids
+
+
+def test_many_requests_with_random_cancels_leave_every_page_free():
+    """2,000 requests of random lengths through the real engine; a third are cancelled on the way."""
+    import random
+
+    from rorqual.request import Request
+
+    chance = random.Random(1)
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 96, "num_pages": 64}
+    engine = LLM(skip_tokenizer_init=True, dtype="float32", **sizes).engine
+    waiting = [f"r{i}" for i in range(2000)]
+    live: set[str] = set()
+    while waiting or engine.has_work:
+        while waiting and len(live) < 64:
+            name = waiting.pop()
+            prompt = tuple(chance.randrange(3, 4096) for _ in range(chance.randint(1, 40)))
+            engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=chance.randint(1, 6), ignore_eos=True)))
+            live.add(name)
+        for out in engine.step():
+            if out.finish is not None:
+                live.discard(out.sequence.request.id)
+        for name in chance.sample(sorted(live), min(len(live), chance.choice([0, 0, 1, 3]))):
+            engine.abort(name)
+            live.discard(name)
+    scheduler = engine.scheduler
+    assert scheduler.prefix.available == scheduler.allocator.capacity
+    scheduler.prefix.clear()
+    assert len(scheduler.allocator.free) == scheduler.allocator.capacity
+    assert not any(scheduler.allocator.holders)
+    assert len(scheduler.free_slots) == 32

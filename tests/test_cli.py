@@ -1,0 +1,121 @@
+"""The command line as a user meets it: text on success, one clear sentence and a non-zero status otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rorqual.models.hub import BUNDLED
+
+
+def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "rorqual", *arguments], capture_output=True, text=True, input=text, timeout=300)
+
+
+def test_generate_prints_text():
+    done = run("generate", "-n", "12", "--temperature", "0", "-p", "The king went")
+    assert done.returncode == 0
+    assert done.stdout.startswith("The king went")
+    assert len(done.stdout.split()) > 6
+    assert "tokens/s" in done.stderr
+
+
+def test_generate_is_repeatable_with_a_seed():
+    first, second = (run("generate", "-q", "-n", "16", "--seed", "4").stdout for _ in range(2))
+    assert first == second
+
+
+def test_chat_says_that_the_model_is_a_base_model():
+    done = run("chat", "-n", "8", "--seed", "1", text="Good morning\n")
+    assert done.returncode == 0
+    assert "base model" in done.stderr
+    assert len(done.stdout) > 10
+
+
+def test_info_names_the_parts():
+    done = run("info")
+    assert done.returncode == 0
+    for words in ("routed experts", "attention", "A_CC_ME", "total"):
+        assert words in done.stdout
+
+
+def test_bench_offline_writes_json(tmp_path: Path):
+    target = tmp_path / "out.json"
+    sizes = ("--concurrency", "1,2", "--prompt-len", "8", "--output-len", "4", "--repeats", "1")
+    done = run("bench", "offline", *sizes, "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["concurrency"] for row in rows] == [1, 2]
+    assert all(row["tokens_per_s"] > 0 and row["floor_ms"] > 0 for row in rows)
+
+
+def test_bench_layers_runs(tmp_path: Path):
+    target = tmp_path / "out.json"
+    done = run("bench", "layers", "--modules", "mla,moe", "--tokens", "1,4", "--repeats", "1", "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(target.read_text())
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED, folder)
+    return folder
+
+
+def change(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+BREAKS = {
+    "unknown architecture": (lambda folder: change(folder, architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    "unsupported field": (lambda folder: change(folder, mlp_bias=True), "mlp_bias"),
+    "wrong shape": (lambda folder: change(folder, kv_lora_rank=32), "shape"),
+    "missing tensor": (lambda folder: change(folder, num_hidden_layers=15), "lacks"),
+    "surplus tensor": (lambda folder: change(folder, num_nextn_predict_layers=0), "does not use"),
+    "truncated file": (lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:-1000]), "truncated"),
+    "no weights": (lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")], "safetensors"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), "JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
+    spoil, word = BREAKS[case]
+    spoil(broken)
+    expect_sentence(run("generate", str(broken), "-n", "2"), word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["generate", "no/such/folder/here"], "neither a folder"),
+        (["generate", "--temperature", "-1"], "temperature"),
+        (["generate", "--top-p", "0"], "top_p"),
+        (["generate", "-n", "0"], "max_tokens"),
+        (["generate", "--max-model-len", "8", "-p", "one two three four five six seven eight nine ten"], "max_model_len=8"),
+        (["generate", "--dtype", "int3"], "int3"),
+        (["generate", "--mla-decode", "XX"], "XX"),
+        (["generate", "--device", "cuda:99"], "cuda:99"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(arguments: list[str], word: str):
+    expect_sentence(run(*arguments), word)
+
+
+def expect_sentence(done: subprocess.CompletedProcess[str], word: str) -> None:
+    assert done.returncode == 2, done
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
