@@ -30,6 +30,7 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Prefill = Annotated[str, typer.Option("--mla-prefill", help="MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")]
 Decode = Annotated[str, typer.Option("--mla-decode", help="MLA form for decode steps.")]
 Ignored = Annotated[list[str] | None, typer.Option("--ignore-config-field", help="A config.json field to disregard; may be repeated.")]
+Mode = Annotated[str, typer.Option("--exe-mode", help="auto, eager or graph (also acl_graph, reduce-overhead).")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -188,7 +189,9 @@ def bench_offline(
     device: Device = "auto",
     weights: Weights = "checkpoint",
     threads: Threads = None,
-    max_num_batched_tokens: Annotated[int, typer.Option()] = 2048,
+    max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
+    layers: Annotated[int | None, typer.Option(help="Cut a random model to this many layers.")] = None,
+    exe_mode: Mode = "auto",
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
@@ -203,6 +206,9 @@ def bench_offline(
         device=device,
         weights=weights,
         threads=threads,
+        num_layers=layers,
+        exe_mode=exe_mode,
+        max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
         max_num_seqs=max(batches),
         max_num_batched_tokens=max(max_num_batched_tokens, max(batches)),
         skip_tokenizer_init=data is None,
@@ -211,6 +217,20 @@ def bench_offline(
     offline.print_report(report)
     if json_file:
         report.write(json_file)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    only: Annotated[str | None, typer.Option(help="Comma-separated beginnings of row names.")] = None,
+    check: Annotated[bool, typer.Option(help="Compare every result with the reference.")] = True,
+    tune: Annotated[bool, typer.Option(help="Search each row's configurations and print the best.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further row is started.")] = 540.0,
+    json_file: Json = None,
+) -> None:
+    """Time the card's kernels on the shapes of the real models, beside their floors and their peers' figures."""
+    from rorqual.bench import kernels
+
+    kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit)
 
 
 @bench.command("layers")

@@ -141,7 +141,8 @@ class ModelConfig:
         return isinstance(self.attention, MLAConfig)
 
     @staticmethod
-    def from_file(folder: str | Path, ignore_fields: Iterable[str] = ()) -> ModelConfig:
+    def from_file(folder: str | Path, ignore_fields: Iterable[str] = (), overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The config.json of a folder, with `overrides` in place of its fields."""
         path = Path(folder) / "config.json"
         try:
             data = json.loads(path.read_text())
@@ -149,6 +150,8 @@ class ModelConfig:
             raise ConfigError(f"{path.parent} holds no config.json") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        if overrides and isinstance(data, dict):
+            data = {**data, **overrides}
         return ModelConfig.from_dict(data, ignore_fields)
 
     @staticmethod

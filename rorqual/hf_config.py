@@ -265,6 +265,7 @@ def _read_deepseek(reader: _Reader) -> ModelConfig:
 
 
 def _deepseek_moe(reader: _Reader, third: bool) -> MoEConfig:
+    norm, scaling = bool(reader.get("norm_topk_prob", third)), reader.number("routed_scaling_factor", 2.5 if third else 1.0)
     method = reader.one_of("topk_method", "noaux_tc" if third else "greedy", ("greedy", "group_limited_greedy", "noaux_tc"))
     moe = MoEConfig(
         num_experts=reader.integer("n_routed_experts", "num_experts", "num_local_experts", default=256 if third else 64),
@@ -275,8 +276,9 @@ def _deepseek_moe(reader: _Reader, third: bool) -> MoEConfig:
         method=method,
         n_group=reader.integer("n_group", default=8 if third else 1),
         topk_group=reader.integer("topk_group", default=4 if third else 1),
-        norm_topk_prob=bool(reader.get("norm_topk_prob", third)),
-        scaling=reader.number("routed_scaling_factor", 2.5 if third else 1.0),
+        norm_topk_prob=norm,
+        # The published V2 code scales only what it does not normalise.
+        scaling=1.0 if norm and not third else scaling,
     )
     _check_groups(moe)
     return moe

@@ -16,7 +16,8 @@ import torch
 
 from rorqual import __version__
 from rorqual.perf.costs import Format, decode_floor_seconds
-from rorqual.request import SamplingParams
+from rorqual.platforms.base import Platform
+from rorqual.request import Request, SamplingParams
 from rorqual.serve.llm import LLM
 
 READ_BYTES = 256 * 2**20
@@ -58,7 +59,7 @@ def run(
 ) -> Report:
     """Measure every concurrency; with `compare`, transformers too. Prompts are random ids, or pieces of the text file `data`."""
     report = Report(provenance=provenance(llm))
-    bandwidth = read_bandwidth()
+    bandwidth = read_bandwidth(llm.engine.platform)
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
     for count in concurrency:
         prompts = make_prompts(llm, count, prompt, data)
@@ -83,11 +84,17 @@ def provenance(llm: LLM) -> dict[str, Any]:
     }
 
 
-def read_bandwidth() -> float:
-    """Bytes/s at which this machine's memory is read, by summing a buffer larger than its caches."""
-    data = torch.ones(READ_BYTES // 4)
-    times = [_timed(data.sum) for _ in range(7)]
-    return READ_BYTES / min(times)
+def read_bandwidth(platform: Platform) -> float:
+    """Bytes/s at which the device's memory is read, by summing a random buffer larger than its caches."""
+    size = READ_BYTES if platform.name == "cpu" else 16 * READ_BYTES
+    data = torch.rand(size // 4, device=platform.device)
+
+    def once() -> None:
+        data.sum()
+        platform.synchronize()
+
+    once()
+    return size / min(_timed(once) for _ in range(9))
 
 
 def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
@@ -123,11 +130,36 @@ def ours(llm: LLM, prompts: list[list[int]], output: int, repeats: int, floor_ms
         llm.engine.scheduler.prefix.clear()
         return _timed(lambda: llm.generate(prompts, greedy(tokens)))
 
-    for layer in llm.engine.model.moe_layers():
-        layer.exchange.load.zero_()
     row = _row("rorqual", prompts, output, repeats, once, floor_ms)
-    row.settings = f"threads {torch.get_num_threads()}"
+    row.settings = f"threads {torch.get_num_threads()}" if llm.engine.platform.name == "cpu" else llm.engine.config.exe_mode
+    row.experts_hit = experts_hit(llm, prompts)
     return row
+
+
+def experts_hit(llm: LLM, prompts: list[list[int]]) -> float:
+    """Distinct experts a layer in one decode step of these prompts, averaged over layers; counted in a step of its own, unrecorded."""
+    engine, layers = llm.engine, llm.engine.model.moe_layers()
+    work = [Request(f"hit-{i}", tuple(prompt), greedy(8)) for i, prompt in enumerate(prompts)]
+    for request in work:
+        engine.add(request)
+    while len(engine.scheduler.decoding) < len(work) or engine.scheduler.prefilling:
+        engine.step()
+    planned = engine.scheduler.plan()
+    assert planned is not None
+    graphs, engine.runner.graphs = engine.runner.graphs, None
+    for layer in layers:
+        layer.exchange.load.zero_()
+        layer.exchange.record_load = True
+    engine.scheduler.update(planned, engine.runner.collect(engine.runner.launch(planned.plan)))
+    for layer in layers:
+        layer.exchange.record_load = engine.config.record_expert_load
+    engine.runner.graphs = graphs
+    for request in work:
+        engine.abort(request.id)
+    while engine.has_work:
+        engine.step()
+    hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
+    return sum(hit) / max(1, len(hit))
 
 
 def _row(engine: str, prompts: list[list[int]], output: int, repeats: int, once: Callable[[int], float], floor_ms: float) -> Row:
@@ -176,14 +208,29 @@ def print_report(report: Report) -> None:
     from rich.table import Table
 
     table = Table(title=f"offline, {report.provenance['dtype']}, {report.provenance['device']}")
-    for name in ("engine", "batch", "prompt/output", "tok/s", "step ms", "floor ms", "% of floor", "prefill tok/s", "ratio", "settings"):
+    for name in (
+        "engine",
+        "batch",
+        "prompt/output",
+        "tok/s",
+        "step ms",
+        "floor ms",
+        "% of floor",
+        "prefill tok/s",
+        "experts",
+        "ratio",
+        "settings",
+    ):
         table.add_column(name, justify="left" if name in ("engine", "settings") else "right")
     mine = {row.concurrency: row.tokens_per_s for row in report.rows if row.engine == "rorqual"}
     for row in report.rows:
         ratio = mine[row.concurrency] / row.tokens_per_s
         cells = (f"{row.tokens_per_s:,.0f}", f"{row.step_ms:.3f}", f"{row.floor_ms:.3f}", f"{row.percent_of_floor:.0f}")
         sizes = (str(row.concurrency), f"{row.prompt}/{row.output}")
-        table.add_row(row.engine, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", f"{ratio:.1f}x", row.settings)
-    Console().print(table)
+        hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
+        table.add_row(row.engine, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", hit, f"{ratio:.1f}x", row.settings)
+    console = Console()
+    console = console if console.is_terminal else Console(width=150)  # a log file has no width to fit into
+    console.print(table)
     startup = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items())
     print(f"start-up: {startup}; memory read at {report.provenance['read_bandwidth_gb_s']} GB/s")

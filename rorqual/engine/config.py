@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rorqual.cache.spec import check_forms
 from rorqual.errors import ConfigError
 
+# The documents' names for the two recorded modes are understood too.
+EXE_MODES = {"auto": "auto", "eager": "eager", "graph": "graph", "acl_graph": "graph", "reduce-overhead": "graph"}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -15,7 +17,8 @@ class EngineConfig:
     """None means: derived from the model, the device or the memory at hand.
 
     kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one request in a step.
-    weights: `checkpoint` or `random` (a config.json is enough). steps_in_flight: steps launched before the first is read.
+    weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
+    (decode steps recorded and replayed), or `auto`: graph where the device has it. steps_in_flight: steps launched before the first is read.
     """
 
     model: str
@@ -36,6 +39,8 @@ class EngineConfig:
     mla_prefill: str = "CC"
     mla_decode: str = "A_CC_ME"
     steps_in_flight: int | None = None
+    exe_mode: str = "auto"
+    num_layers: int | None = None
     record_expert_load: bool = False
     threads: int | None = None
     ignore_config_fields: tuple[str, ...] = ()
@@ -45,9 +50,22 @@ class EngineConfig:
         for name in ("dtype", "kv_cache_dtype"):
             if getattr(self, name) not in DTYPES:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; accepted: {', '.join(DTYPES)}")
+        if self.exe_mode not in EXE_MODES:
+            raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported; accepted: {', '.join(EXE_MODES)}")
+        if self.num_layers is not None and self.weights != "random":
+            raise ConfigError(f"num_layers={self.num_layers} goes with weights='random' alone")
         if self.weights not in ("checkpoint", "random"):
             raise ConfigError(f"weights={self.weights!r} is not supported; accepted: checkpoint, random")
-        for name in ("max_model_len", "page_size", "num_pages", "kv_cache_bytes", "steps_in_flight", "threads", "prefill_chunk"):
+        for name in (
+            "max_model_len",
+            "page_size",
+            "num_pages",
+            "kv_cache_bytes",
+            "steps_in_flight",
+            "threads",
+            "prefill_chunk",
+            "num_layers",
+        ):
             self._positive(name, getattr(self, name), optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             self._positive(name, getattr(self, name), optional=False)

@@ -13,8 +13,8 @@ import torch
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, kv_spec
 from rorqual.config import ModelConfig
-from rorqual.engine.config import EngineConfig
-from rorqual.engine.plan import Runner
+from rorqual.engine.config import EXE_MODES, EngineConfig
+from rorqual.engine.graphs import RECORDED
 from rorqual.engine.runner import ModelRunner
 from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, TokenOut
 from rorqual.errors import CapacityError, ConfigError, RequestError
@@ -53,14 +53,17 @@ class Engine:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.platform = make_platform(config.device)
-        self.model_config = ModelConfig.from_file(config.model, config.ignore_config_fields)
+        overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
+        self.model_config = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = self._max_model_len()
         self.model = self._phase("weights", self._load)
         spec = self._spec()
         num_pages = self._num_pages(spec)
         pool = self._phase("cache", lambda: KVPool(spec, num_pages, self.platform.device))
-        self.runner: Runner = ModelRunner(self.model, pool, self.platform, config.max_num_seqs, self.max_model_len)
+        runner = ModelRunner(self.model, pool, self.platform, config.max_num_seqs, self.max_model_len, self._graphs())
+        self._phase("graphs", lambda: runner.record(RECORDED))
+        self.runner = runner
         self.scheduler = Scheduler(self._scheduler_config(spec, num_pages))
         self.depth = config.steps_in_flight or self.platform.steps_in_flight
         self.in_flight: deque[tuple[InFlight, Any]] = deque()
@@ -76,6 +79,12 @@ class Engine:
         if wanted is not None and wanted > longest:
             raise ConfigError(f"max_model_len={wanted} exceeds the model's {longest} positions")
         return wanted or longest
+
+    def _graphs(self) -> bool:
+        mode = EXE_MODES[self.config.exe_mode]
+        if mode == "graph" and not self.platform.has_graphs:
+            raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager")
+        return mode != "eager" and self.platform.has_graphs
 
     def _build(self, platform: Platform, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5

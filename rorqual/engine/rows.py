@@ -13,11 +13,14 @@ class Rows:
     """last_token, length (cached entries) [slots]; tables [slots, pages]; sampling settings [slots].
 
     `length` is also the position of the token that a decode step computes. Penalty counts [slots, vocabulary] are made on first use.
+    One row more than `slots` stands in where a step is padded: its table is all null pages and its length stays 0.
     """
 
     def __init__(self, slots: int, max_pages: int, vocab: int, platform: Platform):
         device = platform.device
         self.platform, self.vocab = platform, vocab
+        self.padding = slots
+        slots += 1
         self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
         self.length = torch.zeros(slots, dtype=torch.int64, device=device)
         self.tables = torch.zeros(slots, max_pages, dtype=torch.int64, device=device)

@@ -11,7 +11,8 @@ from torch import Tensor
 from rorqual.cache.pool import KVPool
 from rorqual.engine.plan import Chunk, Plan, StepResult
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import row_logprobs, sample
+from rorqual.engine.graphs import DecodeGraphs
+from rorqual.engine.sampler import Variant, choose, row_logprobs, sample, variant_of
 from rorqual.layers.step import Step
 from rorqual.models.transformer import Transformer
 from rorqual.ops.table import Segment
@@ -31,18 +32,49 @@ class Pending:
 class ModelRunner:
     """The Runner protocol over a model on one device."""
 
-    def __init__(self, model: Transformer, pool: KVPool, platform: Platform, max_num_seqs: int, max_model_len: int):
+    def __init__(self, model: Transformer, pool: KVPool, platform: Platform, max_num_seqs: int, max_model_len: int, graphs: bool = False):
         self.model, self.pool, self.platform = model, pool, platform
+        self.max_model_len = max_model_len
         self.page_size = pool.spec.page_size
         self.rows = Rows(max_num_seqs, -(-max_model_len // self.page_size), model.config.vocab_size, platform)
+        self.graphs = DecodeGraphs(self._decode_body, platform, max_num_seqs, self.rows.padding) if graphs else None
+
+    @torch.inference_mode()
+    def record(self, variants: tuple[Variant, ...]) -> None:
+        """Record decode graphs for every batch bucket; without graphs there is nothing to do."""
+        if self.graphs:
+            with self.platform.stream():
+                self.graphs.record(variants)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
         with self.platform.stream():
             self.rows.apply(plan)
+            variant = self._recorded_variant(plan)
+            if self.graphs and variant is not None:
+                return Pending([self.platform.fetch(self.graphs.run(plan.decode_slots, variant))], [])
             step, sampled_slots = self._build(plan)
             hidden = straight(self.model.forward(step))
             return self._sample(plan, hidden, sampled_slots)
+
+    def _recorded_variant(self, plan: Plan) -> Variant | None:
+        """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
+        if self.graphs is None or plan.chunks:
+            return None
+        variant = variant_of(row.params for slot in plan.decode_slots if (row := self.rows.params[slot]) is not None)
+        return None if variant is Variant.FULL else variant
+
+    def _decode_body(self, slots: Tensor, variant: Variant) -> Tensor:
+        """One decode step of padded rows, on the device alone: nothing here may depend on a value the host would have to read."""
+        rows = self.rows
+        part = self._decode_part(slots, (self.max_model_len,) * slots.shape[0])
+        cos, sin = self.model.rotary.rows(part.positions)
+        step = Step(part.ids, part.positions, part.slot_mapping, cos, sin, part.logit_rows, self.pool, part.segment)
+        logits = self.model.logits(straight(self.model.forward(step)))
+        token_ids = choose(logits, variant, slots, rows.length.index_select(0, slots), rows)
+        rows.last_token.index_copy_(0, slots, token_ids)
+        rows.length[rows.padding :].zero_()
+        return token_ids
 
     def collect(self, pending: Pending) -> StepResult:
         tensors = [fetch() for fetch in pending.tensors]
@@ -66,7 +98,9 @@ class ModelRunner:
 
     def _build(self, plan: Plan) -> tuple[Step, Tensor]:
         """The step, and the slots of the rows it samples. Row lengths move on to what is cached after the step."""
-        decode = self._decode_part(plan) if plan.decode_slots else None
+        decode = None
+        if plan.decode_slots:
+            decode = self._decode_part(self.platform.to_device(torch.tensor(plan.decode_slots)), tuple(plan.decode_bounds))
         prefill = self._prefill_part(plan) if plan.chunks else None
         parts = [part for part in (decode, prefill) if part]
         ids, positions, slot_mapping, logit_rows, slots = (_join([part.columns()[i] for part in parts]) for i in range(5))
@@ -76,16 +110,15 @@ class ModelRunner:
         segments = (decode.segment if decode else None, prefill.segment if prefill else None)
         return Step(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments), slots
 
-    def _decode_part(self, plan: Plan) -> Part:
+    def _decode_part(self, slots: Tensor, bounds: tuple[int, ...]) -> Part:
         rows = self.rows
-        slots = self.platform.to_device(torch.tensor(plan.decode_slots))
         positions = rows.length.index_select(0, slots)
-        tables = rows.tables[slots, : self._pages(max(plan.decode_bounds))]
+        tables = rows.tables[slots, : self._pages(max(bounds))]
         lens = positions + 1
         rows.length.index_copy_(0, slots, lens)
-        segment = Segment(tables, lens, (1,) * len(plan.decode_slots), tuple(plan.decode_bounds))
+        segment = Segment(tables, lens, (1,) * len(bounds), bounds)
         mapping = self._slot_mapping(tables, positions, None)
-        count = torch.arange(len(plan.decode_slots), device=self.platform.device)
+        count = torch.arange(len(bounds), device=self.platform.device)
         return Part(rows.last_token.index_select(0, slots), positions, mapping, count, slots, segment)
 
     def _prefill_part(self, plan: Plan) -> Part:

@@ -7,7 +7,9 @@ vocabulary order, so a request without cuts is drawn alike in a batch with cuts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -34,26 +36,49 @@ class Sampled:
         return [t for t in (self.token_ids, self.logprob, self.rank, self.top_ids, self.top) if t is not None]
 
 
+class Variant(Enum):
+    """What a batch of rows needs, decided on the host. The first three are fixed sequences of device operations that a graph can hold."""
+
+    GREEDY = "greedy"
+    PLAIN = "plain"  # temperature and seed
+    FILTERED = "filtered"  # top-k, top-p or min-p as well
+    FULL = "full"  # edited logits or log probabilities: needs the host's word
+
+
+def variant_of(params: Iterable[SamplingParams]) -> Variant:
+    found = Variant.GREEDY
+    for p in params:
+        if p.edits_logits or p.logprobs is not None:
+            return Variant.FULL
+        if p.filters:
+            found = Variant.FILTERED
+        elif not p.greedy and found is Variant.GREEDY:
+            found = Variant.PLAIN
+    return found
+
+
 def sample(logits: Tensor, slots: Tensor, host_slots: list[int], positions: Tensor, rows: Rows) -> Sampled:
     """logits [N, vocabulary] fp32 of the rows `slots`; `positions` [N] of the tokens to be drawn."""
     params = [row.params for slot in host_slots if (row := rows.params[slot]) is not None]
     raw = logits
     if any(p.edits_logits for p in params):
         logits = edit(logits, slots, host_slots, positions, rows)
-    token_ids = choose(logits, params, slots, positions, rows)
+    variant = Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
+    token_ids = choose(logits, Variant.GREEDY if all(p.greedy for p in params) else variant, slots, positions, rows)
     most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
     if rows.counts is not None:
         rows.counts.index_put_((slots, token_ids), torch.ones_like(token_ids, dtype=torch.int32), accumulate=True)
     return Sampled(token_ids) if most is None else with_logprobs(raw, token_ids, most)
 
 
-def choose(logits: Tensor, params: list[SamplingParams], slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    """Token ids [N]. Rows with temperature 0 take the best logit in every variant."""
     best = logits.argmax(-1)
-    if all(p.greedy for p in params):
+    if variant is Variant.GREEDY:
         return best
     temperature, top_p, min_p, top_k = rows.settings.index_select(0, slots).unbind(1)
     probs = (logits.double() / temperature.clamp(GREEDY_TEMPERATURE)[:, None]).softmax(-1)
-    if any(p.filters for p in params):
+    if variant is Variant.FILTERED:
         probs = cut(probs, top_k, top_p, min_p)
     cumulative = probs.cumsum(-1)
     goal = uniform(rows.seed.index_select(0, slots), positions)[:, None] * cumulative[:, -1:]

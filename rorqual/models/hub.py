@@ -6,17 +6,22 @@ from pathlib import Path
 
 from rorqual.errors import LoadError
 
-BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+PACKAGE = Path(__file__).resolve().parent.parent
+BUNDLED = PACKAGE / "bundled"
+SHAPES = PACKAGE / "shapes"  # config.json of published models, for random weights and cost figures
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def model_folder(name: str | Path | None, weights: bool = True) -> Path:
-    """The folder of a model; None is the bundled one. Fetches from the hub at most what loading needs."""
+    """The folder of a model; None is the bundled one, and a published shape's name (deepseek-v3, ...) a
+    folder with its config.json alone. Fetches from the hub at most what loading needs."""
     if name is None:
         return BUNDLED
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if (SHAPES / str(name) / "config.json").is_file():
+        return SHAPES / str(name)
     text = str(name)
     if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise LoadError(f"{text!r} is neither a folder nor a Hugging Face model id")

@@ -215,4 +215,8 @@ def ops_for(platform: str) -> Ops:
         from rorqual.ops.cpu import CpuOps
 
         return CpuOps()
+    if platform == "cuda":
+        from rorqual.ops.triton.backend import TritonOps
+
+        return TritonOps()
     return Ops()

@@ -12,13 +12,14 @@ from torch import Tensor
 class Platform:
     """A device with its memory and its way of bringing results home.
 
-    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first.
+    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first; has_graphs: `record` works.
     """
 
     name = "base"
     default_page_size = 16
     steps_in_flight = 1
     collectives = "gloo"
+    has_graphs = False
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -41,6 +42,10 @@ class Platform:
     def to_device(self, data: Tensor) -> Tensor:
         """A host tensor on the device, without waiting."""
         return data
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Record device work; the result replays it and returns the same output tensor each time, overwritten."""
+        raise AssertionError(f"the {self.name} platform records no graphs")
 
     def stream(self) -> AbstractContextManager[object]:
         """The context in which the engine launches its steps."""

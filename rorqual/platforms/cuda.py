@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ class CudaPlatform(Platform):
     default_page_size = 64
     steps_in_flight = 2
     collectives = "nccl"
+    has_graphs = True
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.pool: Any = None
 
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
@@ -39,3 +45,24 @@ class CudaPlatform(Platform):
 
     def to_device(self, data: Tensor) -> Tensor:
         return data.pin_memory().to(self.device, non_blocking=True)
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run twice on a side stream first: kernels compile, libraries make their workspaces. All recordings share one memory pool."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            work()
+            work()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay

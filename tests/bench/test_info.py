@@ -10,21 +10,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import rorqual
 from rorqual.bench.info import count, info, render, size
 from rorqual.config import ModelConfig
 
-SHAPES = Path(__file__).parent.parent / "data" / "shapes"
+SHAPES = Path(rorqual.__file__).parent / "shapes"
 
 
 def screen(name: str, memory_gib: float | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=120)
-    config = ModelConfig.from_dict(json.loads((SHAPES / f"{name}.json").read_text()))
+    config = ModelConfig.from_dict(json.loads((SHAPES / name / "config.json").read_text()))
     console.print(render(config, f"[{name}]", memory_gib))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("path", sorted(SHAPES.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SHAPES.glob("*/config.json")), ids=lambda path: path.parent.name)
 def test_one_screen(path: Path) -> None:
     lines = screen(path.stem)
     assert len(lines) <= 40
@@ -41,7 +42,7 @@ def test_deepseek_v3() -> None:
 
 
 def test_from_a_folder(tmp_path: Path) -> None:
-    shutil.copy(SHAPES / "qwen3-30b-a3b.json", tmp_path / "config.json")
+    shutil.copy(SHAPES / "qwen3-30b-a3b" / "config.json", tmp_path / "config.json")
     console = Console(file=io.StringIO(), width=120)
     info(str(tmp_path), console=console)
     assert isinstance(console.file, io.StringIO)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import rorqual
 from rorqual.bench import layer_cases, layers
 from rorqual.bench.backbone import make_backbone
 from rorqual.bench.layer_cases import CASES, Bench, Case, modules_of, routed_ids
@@ -23,7 +24,7 @@ from rorqual.parallel.overlap import straight
 from rorqual.perf import costs
 from rorqual.platforms.cpu import CpuPlatform
 
-SHAPES = Path(__file__).parent.parent / "data" / "shapes"
+SHAPES = Path(rorqual.__file__).parent / "shapes"
 TOKENS = (1, 3, 20)
 DEEPSEEK = {
     "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -39,7 +40,7 @@ QWEN = {
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
     tiny: dict[str, Any] = QWEN if name.startswith("qwen") else DEEPSEEK
-    return ModelConfig.from_dict({**json.loads((SHAPES / f"{name}.json").read_text()), **tiny, **changes})
+    return ModelConfig.from_dict({**json.loads((SHAPES / name / "config.json").read_text()), **tiny, **changes})
 
 
 def bench_of(config: ModelConfig, tokens: tuple[int, ...] = TOKENS, requests: int = 1) -> Bench:
@@ -145,7 +146,7 @@ def test_given_ids_reach_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drawn_routing() -> None:
-    moe = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3.json").read_text())).moe
+    moe = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text())).moe
     hits = {}
     for kind in ("uniform", "zipf"):
         ids = routed_ids(kind, 64, moe)
@@ -198,7 +199,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 def test_too_large_modules_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: 20 * 2**30)
-    config = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3.json").read_text()))
+    config = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text()))
     bench = Bench(config, CpuPlatform(torch.device("cpu")), torch.bfloat16, (1,))
     layer_cases.check_memory(bench, ["embed_tokens", "mlp", "mla", "dense_layer", "moe", "backbone"])
     assert layer_cases._weight_bytes(bench, "mla") == pytest.approx(187.1e6 + 16.8e6 + 2 * 583.0e6, rel=1e-3)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import rorqual
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config import ModelConfig, QuantConfig
@@ -28,7 +29,7 @@ from rorqual.perf import costs
 from rorqual.perf.costs import Batch, ByPart, Format
 from rorqual.perf.weights import attention_weights
 
-SHAPES = Path(__file__).parent.parent / "data" / "shapes"
+SHAPES = Path(rorqual.__file__).parent / "shapes"
 NAMES = ("deepseek-v3", "deepseek-v2-lite", "qwen3-30b-a3b", "qwen3-235b-a22b")
 SMALL_DEEPSEEK = {
     "hidden_size": 48, "intermediate_size": 80, "moe_intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -52,7 +53,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def published(name: str, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**json.loads((SHAPES / f"{name}.json").read_text()), **changes})
+    return ModelConfig.from_dict({**json.loads((SHAPES / name / "config.json").read_text()), **changes})
 
 
 def small(case: str) -> ModelConfig:

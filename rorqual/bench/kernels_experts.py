@@ -1,0 +1,549 @@
+"""Cases of rorqual.bench.kernels: experts, fp8 products, routing, norms and cache epilogues.
+
+A time is the median over replays of one CUDA graph that calls the kernel over rotated data (more than 200 MB in all, random, experts
+drawn uniformly), so nothing is found in L2. floor: the bytes that must be read and written for these draws / 4.3 TB/s, or operations
+/ 735 (bf16) or 1341 (fp8) TFLOP/s, whichever is longer. error: 1 - 2 sum(xy) / sum(x^2 + y^2) against fp64 on some tokens, with fp8
+activations rounded as the kernel rounds them; a NaN left by an unwritten output shows. Tuning searches the tiles of each product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from rorqual.config import MoEConfig
+from rorqual.ops import reference
+from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.triton import experts as ex
+from rorqual.ops.triton import linear_fp8, norm, rope_cache, route
+from rorqual.ops.triton.fp8 import Quantised, quantise
+from rorqual.ops.triton.launch import next_power
+from rorqual.ops.triton.picks import sort_picks
+
+BANDWIDTH, RATES = 4.3e12, {"bf16": 735e12, "fp8": 1341e12}
+ROTATE = 260e6
+CHECKED = 6  # tokens computed anew
+Call = Callable[[], Any]
+
+
+@dataclass
+class Setup:
+    """Calls over rotated data; how far the first one's output is from the truth; bytes and operations of a call."""
+
+    calls: list[Call]
+    error: Callable[[], float]
+    bytes: float = 0
+    flops: float = 0
+
+
+@dataclass
+class Case:
+    """One line of the table. peer: microseconds of the best peer on this card (anchors/README.md)."""
+
+    name: str
+    kind: str
+    setup: Callable[[torch.device], Setup]
+    peer: float | None = None
+    tune: Callable[[torch.device], None] | None = None
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    x, y = got.double(), expected.double()
+    return (1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item()
+
+
+# --- timing ---
+
+
+def graph_of(calls: list[Call], repeat: int) -> torch.cuda.CUDAGraph:
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            for call in calls:
+                call()
+    return graph
+
+
+def median_us(calls: list[Call], replays: int = 15) -> float:
+    """Microseconds a call."""
+    repeat = max(1, 16 // len(calls))
+    graph = graph_of(calls, repeat)
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+    del graph
+    return times[replays // 2] * 1e3 / (repeat * len(calls))
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Launches inside compile in parallel and run nothing."""
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        mock.patch.object(JITFunction, "run", compile_only),
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh storage holds NaN."""
+    plain = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> Tensor:
+        made = plain(*shape, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() and made.dtype != FP8 else made
+
+    with mock.patch.object(torch, "empty", empty):
+        yield
+
+
+# --- experts ---
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """slots experts of hidden x inner, top_k picks a token."""
+
+    kind: str
+    slots: int
+    hidden: int
+    inner: int
+    top_k: int
+
+
+QWEN3_30B = ExpertShape("bf16", 128, 2048, 768, 8)
+V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)  # what one of 8 ranks holds, one local pick a token
+V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)  # the same, 8 picks a token of which 7/8 are elsewhere
+EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
+    (QWEN3_30B, "experts bf16", {1: 30.7, 2: None, 4: 75.6, 8: 128.6, 64: 297.9, 256: 323.7, 1024: 382.2, 4096: 859.8, 16384: 2878.9}),
+    (V3_SHARE, "experts fp8", {1: 46.7, 8: 89.5, 32: 243.5, 128: 362.8, 512: 401.7, 2048: 598.0, 8192: 1578.3}),
+    (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
+]
+_weights: dict[ExpertShape, tuple[Weight, Weight]] = {}
+
+
+def random_weight(kind: str, device: torch.device, *shape: int) -> Weight:
+    """Rows of about unit norm."""
+    data = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    for part in data.view(-1, *shape[-2:]):
+        part.normal_(std=shape[-1] ** -0.5)
+    if kind == "bf16":
+        return Weight(data)
+    scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=device) * 0.01 + 0.005
+    return Weight((data * 100).to(FP8), scale)
+
+
+def expert_weights(shape: ExpertShape, device: torch.device) -> tuple[Weight, Weight]:
+    key = replace(shape, top_k=0)
+    if key not in _weights:
+        _weights.clear()  # one set at a time
+        gate_up = random_weight(shape.kind, device, shape.slots, 2 * shape.inner, shape.hidden)
+        _weights[key] = gate_up, random_weight(shape.kind, device, shape.slots, shape.hidden, shape.inner)
+    return _weights[key]
+
+
+Draw = tuple[Tensor, Tensor, Tensor]
+
+
+def draws(shape: ExpertShape, tokens: int, device: torch.device) -> list[Draw]:
+    """(x, ids, weights) for each call: enough of them that the experts they pick do not fit L2."""
+    share = shape is V3_RANK
+    slots = shape.slots * 8 if share else shape.slots
+    out = []
+    for _ in range(8 if tokens <= 16 else 2):
+        ids = torch.rand(tokens, slots, device=device).topk(shape.top_k).indices
+        if share:
+            ids[ids >= shape.slots] = -1
+        x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
+        out.append((x, ids, torch.rand(tokens, shape.top_k, device=device)))
+    return out
+
+
+def expert_cost(shape: ExpertShape, picked: list[Draw]) -> tuple[float, float]:
+    """(bytes, flops) a call, on average: the experts in use, read once, activations in and out."""
+    width = 1 if shape.kind == "fp8" else 2
+    active = sum(ids[ids >= 0].unique().numel() for _, ids, _ in picked) / len(picked)
+    present = sum(int((ids >= 0).sum()) for _, ids, _ in picked) / len(picked)
+    matrices = 3 * shape.hidden * shape.inner
+    return active * matrices * width + picked[0][0].numel() * 4, 2 * present * matrices
+
+
+def expert_truth(draw: Draw, rows: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    """fp64, activations rounded to fp8 where the kernel rounds them."""
+    x, ids, weights = draw
+    rounded = reference.rounded_to_fp8 if gate_up.quantised else (lambda t: t)
+    total = torch.zeros(len(rows), x.shape[1], dtype=torch.float64, device=x.device)
+    for slot in ids[rows].unique().tolist():
+        if slot < 0:
+            continue
+        at, pick = (ids[rows] == slot).nonzero(as_tuple=True)
+        up = reference.dequantise(gate_up[slot], torch.float64)
+        gate, value = (rounded(x[rows][at]).double() @ up.t()).chunk(2, -1)
+        h = rounded((torch.nn.functional.silu(gate) * value).float().to(x.dtype if not gate_up.quantised else torch.float32)).double()
+        total.index_add_(0, at, h @ reference.dequantise(down[slot], torch.float64).t() * weights[rows][at, pick, None])
+    return total
+
+
+def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup:
+    gate_up, down = expert_weights(shape, device)
+    picked = draws(shape, tokens, device)
+    expected = tokens if shape is V3_RANK else None
+
+    def call(draw: Draw) -> Tensor:
+        return ex.experts(*draw, gate_up, down, expected)
+
+    def error() -> float:
+        rows = torch.randperm(tokens, device=device)[:CHECKED]
+        out = call(picked[0])
+        assert not out.isnan().any(), "output left unwritten"
+        return difference(out[rows], expert_truth(picked[0], rows, gate_up, down))
+
+    calls: list[Call] = [partial(call, draw) for draw in picked]
+    size, flops = expert_cost(shape, picked)
+    return Setup(calls, error, size, flops)
+
+
+# --- tuning of experts ---
+
+
+def tile_candidates(kind: str, rows: int, first: bool) -> Iterator[ex.Tile]:
+    for n, k, warps, stages, swap, tma in itertools.product(
+        (64, 128, 256), (64, 128), (4, 8, 16), (2, 3, 4, 5, 6), (True, False), (True, False)
+    ):
+        if warps == 16 and (rows < 128 or n < 128):
+            continue
+        matrices, width = (2 if first else 1), (1 if kind == "fp8" else 2)
+        outputs = n * rows * matrices / (32 * warps)  # accumulators a thread; fp8 holds a partial sum as well
+        outputs *= 1.5 if kind == "fp8" and first else 2 if kind == "fp8" else 1
+        shared = (n * matrices + rows) * k * width * stages
+        if outputs > 150 or shared > 220_000 or (kind == "fp8" and k != 128) or (kind == "fp8" and first and n != 128):
+            continue
+        if (not swap and rows < 64) or (swap and rows > 128) or n * matrices * rows < 64 * 4 * warps or shared < 30_000:
+            continue
+        if n == 256 and (kind == "fp8" or swap):
+            continue
+        yield ex.Tile(n, k, warps, stages, swap, tma)
+
+
+def row_candidates(picks: float, slots: int) -> list[int]:
+    mean = picks / slots
+    return [rows for rows in (16, 32, 64, 128) if rows / 8 <= mean * 2 + 4 and (rows * 4 >= mean or rows == 128)]
+
+
+def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
+    gate_up, down = expert_weights(shape, device)
+    picked = draws(shape, tokens, device)
+    if picked[0][1].numel() <= 16:
+        tune_direct(shape, picked, gate_up, down)
+    for rows in row_candidates(tokens if shape is V3_RANK else picked[0][1].numel(), shape.slots):
+        sorts = [sort_picks(ids, shape.slots, rows) for _, ids, _ in picked]
+        pairs = list(zip(picked, sorts, strict=True))
+
+        def up(tile: ex.Tile, pairs: list[Any] = pairs) -> list[Call]:
+            return [partial(ex.gate_up_product, d[0], gate_up, s, shape.top_k, tile) for d, s in pairs]
+
+        tune(f"rows {rows} up", list(tile_candidates(shape.kind, rows, True)), up)
+        tile = ex.plan_for(shape.kind, rows, 1).up if rows < 128 else ex.PLANS[shape.kind][-1][1].up
+        hidden = [ex.gate_up_product(d[0], gate_up, s, shape.top_k, tile) for d, s in pairs]
+
+        def below(tile: ex.Tile, pairs: list[Any] = pairs, hidden: list[Any] = hidden) -> list[Call]:
+            return [partial(ex.down_product, h, down, s, torch.bfloat16, tile) for h, (_, s) in zip(hidden, pairs, strict=True)]
+
+        tune(f"rows {rows} down", list(tile_candidates(shape.kind, rows, False)), below)
+
+
+def tune_direct(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight) -> None:
+    options = itertools.product((8, 16, 32), (256, 512, 1024), (4, 8), (1, 2, 3, 4))
+    plans = [ex.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
+
+    def both(plan: ex.DirectPlan) -> list[Call]:
+        return [partial(ex.direct_experts, *d, gate_up, down, plan) for d in picked]
+
+    tune("direct, both", plans, both)
+    best = ex.DIRECT[shape.kind]
+    for name, fields in (("up", ("up_rows", "up_columns")), ("down", ("down_rows", "down_columns"))):
+        some = [
+            replace(best, **{fields[0]: rows, fields[1]: columns})
+            for rows, columns in itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024))
+        ]
+        tune(f"direct, {name} alone varied", some, both)
+
+
+def tune(name: str, options: list[Any], calls_of: Callable[[Any], list[Call]], shown: int = 5) -> None:
+    """Compile all options side by side, time each, print the best."""
+    began = time.time()
+    with compiling():
+        for option in options:
+            with contextlib.suppress(Exception):
+                calls_of(option)[0]()
+    results = []
+    for option in options:
+        with contextlib.suppress(Exception):
+            results.append((median_us(calls_of(option), 5), option))
+    print(f"{name}: {len(results)} of {len(options)} options, {time.time() - began:.0f} s")
+    for us, option in sorted(results, key=lambda result: result[0])[:shown]:
+        print(f"   {us:8.1f} us  {option}", flush=True)
+
+
+# --- fp8 products ---
+
+LINEARS: dict[tuple[int, int], dict[int, float]] = {
+    (2112, 7168): {1: 16.4, 64: 13.1, 128: 14.4, 4096: 97.3},
+    (24576, 1536): {1: 20.2, 64: 19.8, 128: 20.7, 4096: 248.4},
+    (7168, 16384): {1: 45.1, 64: 42.7, 128: 46.5, 4096: 644.5},
+    (4096, 7168): {1: 19.2, 64: 16.6, 128: 17.5, 4096: 176.4},
+    (7168, 2048): {1: 11.5, 64: 11.5, 128: 12.0, 4096: 94.7},
+}
+
+
+def linear_data(rows: int, columns: int, tokens: int, device: torch.device) -> tuple[list[Weight], Tensor, Quantised]:
+    first = random_weight("fp8", device, rows, columns)
+    copies = min(32, max(2, int(-(-ROTATE // (rows * columns)))))
+    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+    return [first, *(Weight(first.data.clone(), first.scale) for _ in range(copies - 1))], x, quantise(x)
+
+
+def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> Setup:
+    """The product alone, as DeepGEMM's figures are: x comes quantised."""
+    weights, x, packed = linear_data(rows, columns, tokens, device)
+
+    def error() -> float:
+        some = torch.randperm(tokens, device=device)[:64]
+        truth = reference.rounded_to_fp8(x[some]).double() @ reference.dequantise(weights[0], torch.float64).t()
+        out = linear_fp8.linear(packed, weights[0])
+        assert not out.isnan().any(), "output left unwritten"
+        return difference(out[some], truth)
+
+    calls: list[Call] = [partial(linear_fp8.linear, packed, w) for w in weights]
+    size = rows * columns + tokens * columns + 2 * tokens * rows
+    return Setup(calls, error, size, 2 * tokens * rows * columns)
+
+
+def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
+    fitting = min(128, max(16, next_power(tokens)))
+    heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
+    options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8))
+    for m, n, warps, stages, swap, tma, split in options:
+        if m * n * 2 / (32 * warps) > 150 or (m + n) * 128 * stages > 220_000 or m * n < 64 * 4 * warps:
+            continue
+        if (not swap and m < 64) or (tokens > 256 and split > 1):
+            continue
+        yield linear_fp8.LinearPlan(m, n, warps, stages, swap, tma, split)
+    tall = itertools.product((64, 128, 256), (4, 8, 16), (2, 3, 4, 5, 6), (0, 1, 2))
+    for m, warps, stages, waves in tall if tokens > 256 else ():
+        if m == 16 * warps and (m + 128) * 128 * stages <= 220_000:
+            yield linear_fp8.LinearPlan(m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves)
+
+
+def tune_linear(rows: int, columns: int, tokens: int, device: torch.device) -> None:
+    weights, _, packed = linear_data(rows, columns, tokens, device)
+
+    def calls(plan: linear_fp8.LinearPlan) -> list[Call]:
+        return [partial(linear_fp8.linear, packed, w, plan=plan) for w in weights]
+
+    tune(f"linear {rows}x{columns} M{tokens}", list(linear_candidates(tokens)), calls)
+
+
+# --- small kernels ---
+
+
+def rotated(size: float, build: Callable[[], Any], device: torch.device) -> list[Any]:
+    return [build() for _ in range(min(64, max(2, int(-(-ROTATE // size)))))]
+
+
+def norm_setup(tokens: int, quant: bool, device: torch.device) -> Setup:
+    weight = torch.rand(7168, device=device, dtype=torch.bfloat16) + 0.5
+    sets = rotated(tokens * 7168 * 4, lambda: torch.randn(2, tokens, 7168, device=device, dtype=torch.bfloat16), device)
+
+    def call(pair: Tensor) -> Any:
+        return norm.add_norm_fp8(pair[0], pair[1], weight, 1e-6) if quant else norm.add_norm(pair[0], pair[1], weight, 1e-6)
+
+    def error() -> float:
+        expected, _ = reference.add_norm(sets[0][0], sets[0][1], weight, 1e-6)
+        out, _, *_ = call(sets[0])
+        return difference(unpacked(out), reference.rounded_to_fp8(expected)) if quant else difference(out, expected)
+
+    return Setup([partial(call, pair) for pair in sets], error, tokens * 7168 * (7 if quant else 8))
+
+
+def unpacked(x: Quantised) -> Tensor:
+    return x.data.double() * x.scale.double().repeat_interleave(128, 1)
+
+
+def quantise_setup(tokens: int, device: torch.device) -> Setup:
+    sets = rotated(tokens * 7168 * 2, lambda: torch.randn(tokens, 7168, device=device, dtype=torch.bfloat16), device)
+
+    def error() -> float:
+        return difference(unpacked(quantise(sets[0])), reference.rounded_to_fp8(sets[0]))
+
+    return Setup([partial(quantise, x) for x in sets], error, tokens * 7168 * 3)
+
+
+def swiglu_setup(tokens: int, device: torch.device) -> Setup:
+    sets = rotated(tokens * 4096 * 2, lambda: torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16), device)
+
+    def error() -> float:
+        return difference(unpacked(norm.swiglu_fp8(sets[0])), reference.rounded_to_fp8(reference.swiglu(sets[0])))
+
+    return Setup([partial(norm.swiglu_fp8, x) for x in sets], error, tokens * 4096 * 2.5)
+
+
+ROUTERS = {
+    "V3": MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True, scaling=2.5),
+    "Qwen3": MoEConfig(128, 8, 768, norm_topk_prob=True),
+}
+
+
+def route_setup(model: str, tokens: int, device: torch.device) -> Setup:
+    moe = ROUTERS[model]
+    bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
+    sets = [torch.randn(tokens, moe.num_experts, device=device) for _ in range(4)]
+
+    def error() -> float:
+        zero = torch.zeros_like(sets[0])
+        ids, weights = route.route(sets[0], bias, moe)
+        expected_ids, expected = reference.route(sets[0], bias, moe)
+        return difference(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected))
+
+    return Setup([partial(route.route, x, bias, moe) for x in sets], error, tokens * (moe.num_experts * 4 + moe.top_k * 12))
+
+
+def latent_setup(tokens: int, device: torch.device) -> Setup:
+    q_weight, kv_weight = (torch.rand(n, device=device, dtype=torch.bfloat16) + 0.5 for n in (1536, 512))
+    cos, sin = torch.randn(2, tokens, 32, device=device)
+    pages = 2 + tokens // 64
+    plane = torch.empty(pages, 64, 576, device=device, dtype=torch.bfloat16).fill_(float("nan"))
+    slots = torch.randperm(pages * 64, device=device)[:tokens]
+    sets = rotated(tokens * 2112 * 2, lambda: torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16), device)
+
+    def call(x: Tensor) -> Any:
+        return rope_cache.latent_epilogue(x, q_weight, kv_weight, cos, sin, slots, plane, 1e-6, True)
+
+    def error() -> float:
+        got = call(sets[0])
+        first, latent, key = sets[0].split((1536, 512, 64), -1)
+        entry = torch.cat((reference.norm(latent, kv_weight, 1e-6), reference.rope(key[:, None], cos, sin, True)[:, 0]), -1)
+        return difference(torch.cat((got, plane.flatten(0, 1)[slots]), 1), torch.cat((reference.norm(first, q_weight, 1e-6), entry), 1))
+
+    return Setup([partial(call, x) for x in sets], error, tokens * 2112 * 4)
+
+
+def heads_setup(tokens: int, device: torch.device) -> Setup:
+    heads, groups, size = 32, 4, 128
+    q_weight, k_weight = (torch.rand(size, device=device, dtype=torch.bfloat16) + 0.5 for _ in range(2))
+    cos, sin = torch.randn(2, tokens, size // 2, device=device)
+    pages = 2 + tokens // 64
+    planes = torch.empty(2, pages, 64, groups, size, device=device, dtype=torch.bfloat16).fill_(float("nan"))
+    slots = torch.randperm(pages * 64, device=device)[:tokens]
+    sets = rotated(tokens * 5120 * 2, lambda: torch.randn(tokens, 5120, device=device, dtype=torch.bfloat16), device)
+
+    def call(x: Tensor) -> Tensor:
+        return rope_cache.heads_epilogue(x, q_weight, k_weight, cos, sin, slots, planes[0], planes[1], 1e-6)
+
+    def error() -> float:
+        got = call(sets[0])
+        q, k, v = sets[0].view(tokens, -1, size).split((heads, groups, groups), 1)
+        q, k = (reference.rope(reference.norm(t, w, 1e-6), cos, sin, False) for t, w in ((q, q_weight), (k, k_weight)))
+        written = [plane.flatten(0, 1)[slots] for plane in planes]
+        return difference(torch.cat((got, *written), 1), torch.cat((q, k, v), 1))
+
+    return Setup([partial(call, x) for x in sets], error, tokens * 5120 * 4)
+
+
+# --- the table ---
+
+
+def cases() -> Iterator[Case]:
+    for shape, name, sizes in EXPERTS:
+        for t, peer in sizes.items():
+            yield Case(f"{name} T{t}", shape.kind, partial(expert_setup, shape, t), peer, partial(tune_experts, shape, t))
+    for (n, k), peers in LINEARS.items():
+        for m, peer in peers.items():
+            yield Case(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer, partial(tune_linear, n, k, m))
+    for t in (1, 128, 8192):
+        yield Case(f"quantise 7168 T{t}", "bf16", partial(quantise_setup, t))
+        yield Case(f"add_norm 7168 T{t}", "bf16", partial(norm_setup, t, False))
+        yield Case(f"add_norm+fp8 7168 T{t}", "bf16", partial(norm_setup, t, True))
+        yield Case(f"swiglu+fp8 2x2048 T{t}", "bf16", partial(swiglu_setup, t))
+        yield Case(f"route V3 T{t}", "bf16", partial(route_setup, "V3", t))
+        yield Case(f"route Qwen3 T{t}", "bf16", partial(route_setup, "Qwen3", t))
+        yield Case(f"latent epilogue T{t}", "bf16", partial(latent_setup, t))
+        yield Case(f"heads epilogue T{t}", "bf16", partial(heads_setup, t))
+
+
+def measure(case: Case, device: torch.device, check: bool) -> dict[str, Any]:
+    setup = case.setup(device)
+    us = median_us(setup.calls)
+    row: dict[str, Any] = {
+        "kernel": case.name, "us": us, "peer_us": case.peer, "floor_us": max(setup.bytes / BANDWIDTH, setup.flops / RATES[case.kind]) * 1e6,
+        "gb_s": setup.bytes / us / 1e3, "tflop_s": setup.flops / us / 1e6,
+    }  # fmt: skip
+    if check:
+        with poisoned():
+            row["error"] = setup.error()
+    return row
+
+
+def row(case: Case, device: torch.device, check: bool) -> dict[str, Any]:
+    try:
+        return measure(case, device, check)
+    except Exception as failure:
+        if "CUDA error" in str(failure):
+            raise
+        return {"kernel": case.name, "failed": " | ".join(reason(failure).splitlines()[:4])[:300]}
+
+
+def precompile(chosen: list[Case], device: torch.device) -> None:
+    """Everything the cases launch, side by side, so that the lone thread of the measurement never waits for a compiler."""
+    with compiling():
+        for case in chosen:
+            with contextlib.suppress(Exception):
+                case.setup(device).calls[0]()
+
+
+def reason(failure: BaseException) -> str:
+    while failure.__cause__ is not None:
+        failure = failure.__cause__
+    place = traceback.extract_tb(failure.__traceback__)[-1:]
+    return f"{type(failure).__name__} {str(failure)[-250:]} {place[0].name if place else ''}"
+
+
+def selected(only: str) -> list[Case]:
+    words = [word for word in only.split(",") if word]
+    return [case for case in cases() if not words or any(word in case.name + "$" for word in words)]
+
+
+def tune_all(device: torch.device, only: str) -> None:
+    for case in selected(only):
+        if case.tune is not None:
+            print(f"== {case.name}", flush=True)
+            case.tune(device)

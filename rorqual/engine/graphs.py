@@ -1,0 +1,57 @@
+"""Decode steps recorded once and replayed: the whole step, from reading the device rows to writing the sampled tokens back.
+
+One recording a batch bucket and sampling variant, made before serving. A smaller batch is padded with a row whose block table is all
+null pages: it writes nowhere that is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rorqual.engine.sampler import Variant
+from rorqual.platforms.base import Platform
+
+Body = Callable[[Tensor, Variant], Tensor]
+RECORDED = (Variant.GREEDY, Variant.PLAIN, Variant.FILTERED)
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64 beyond."""
+    sizes = {1, 2, 4, most, *range(8, 65, 8), *range(64, 257, 16), *range(256, most + 1, 64)}
+    return sorted(size for size in sizes if size <= most)
+
+
+class DecodeGraphs:
+    """`body(slots, variant)` computes one decode step of the rows `slots` [bucket] and returns their token ids [bucket]."""
+
+    def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
+        self.body, self.platform, self.padding = body, platform, padding_slot
+        self.buckets = bucket_sizes(most)
+        self.slots = torch.full((most,), padding_slot, dtype=torch.int64, device=platform.device)
+        self.graphs: dict[tuple[int, Variant], Callable[[], Tensor]] = {}
+        self.shown: list[int] = []
+
+    def record(self, variants: tuple[Variant, ...] = RECORDED) -> None:
+        """Record every bucket, the largest first so that the others fit into its memory."""
+        for variant in variants:
+            for size in reversed(self.buckets):
+                self._record(size, variant)
+
+    def _record(self, size: int, variant: Variant) -> Callable[[], Tensor]:
+        slots = self.slots[:size]
+        graph = self.graphs[size, variant] = self.platform.record(lambda: self.body(slots, variant))
+        return graph
+
+    def run(self, slots: list[int], variant: Variant) -> Tensor:
+        """Token ids [len(slots)]; valid until the next run, in stream order."""
+        size = self.buckets[bisect_left(self.buckets, len(slots))]
+        padded = slots + [self.padding] * (size - len(slots))
+        if padded != self.shown[:size]:
+            self.slots[:size].copy_(self.platform.to_device(torch.tensor(padded)), non_blocking=True)
+            self.shown = padded
+        graph = self.graphs.get((size, variant)) or self._record(size, variant)
+        return graph()[: len(slots)]

@@ -1,0 +1,207 @@
+"""The op table of NVIDIA cards: Triton kernels where they fit, torch's products for wide formats, the reference for the rest.
+
+Every override names what its kernel takes. Anything else goes to `Ops`, which is right for any configuration but slow, and of which
+attention and experts wait for the device: a step that meets such a fallback cannot be captured in a graph. No other entry does.
+
+| entry                   | falls back to the reference when                                                         |
+|-------------------------|------------------------------------------------------------------------------------------|
+| linear, mlp, experts    | fp8 blocks are not 128x128, or columns no multiple of 128 (experts: rows as well); a card before sm_89 |
+| rope                    | the rotated size is no power of two                                                      |
+| mla_prologue            | no latent plane, or latent or rope size is no power of two                               |
+| gqa_prologue            | the head size is no power of two                                                         |
+| latent_attention        | latent or rope size is no power of two of at least 16; the cache's format is not the queries' |
+| attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
+
+Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rorqual.config import MoEConfig
+from rorqual.ops import reference
+from rorqual.ops.reference import Weight
+from rorqual.ops.table import MLAWeights, Ops, Segment
+from rorqual.ops.triton import experts as experts_kernels
+from rorqual.ops.triton import gqa_decode as gqa
+from rorqual.ops.triton import linear_fp8, prefill, rope_cache
+from rorqual.ops.triton import mla_decode as mla
+from rorqual.ops.triton import norm as norm_kernels
+from rorqual.ops.triton import route as routing
+from rorqual.ops.triton.fp8 import Quantised
+from rorqual.ops.triton.launch import next_power, takes_fp8
+from rorqual.ops.triton.segments import Derived, derived
+
+WIDEST_HEAD = 256
+
+
+class TritonOps(Ops):
+    name = "triton"
+
+    # ---- rows
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_kernels.norm(x, weight, eps)
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return norm_kernels.add_norm(x, residual, weight, eps)
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        return norm_kernels.swiglu(x)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if not weight.quantised:
+            return F.linear(x, weight.data, bias)
+        return linear_fp8.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
+
+    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        """In fp8 the activation between the products is quantised as it is made."""
+        if not (_fits_fp8(gate_up) and _fits_fp8(down)):
+            return super().mlp(x, gate_up, down)
+        return linear_fp8.linear(norm_kernels.swiglu_fp8(linear_fp8.linear(x, gate_up)), down, dtype=x.dtype)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        if not _power(x.shape[-1]):
+            return super().rope(x, cos, sin, interleaved)
+        return rope_cache.rope(x, cos, sin, interleaved)
+
+    def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
+        """Rows of the fp8 latent format (mla_decode.py) are quantised on the way."""
+        if plane.dtype == torch.uint8:
+            mla.write_fp8_latent(plane, slots, values)
+        else:
+            super().write_cache(plane, slots, values)
+
+    def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Written token by token, so that what follows needs no copy."""
+        out = torch.empty(x.shape[0], x.shape[1], matrices.shape[2], dtype=x.dtype, device=x.device)
+        torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+        return out
+
+    # ---- attention
+
+    def mla_prologue(
+        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Two products with one kernel between them; the query input is x itself unless `keep_query_input` asks for the latent."""
+        sizes = w.config.kv_lora_rank, w.config.rope_dim
+        if plane is None or plane.dtype == torch.uint8 or not all(map(_power, sizes)):
+            return super().mla_prologue(x, w, cos, sin, plane, slots)
+        joint = self.linear(x, w.down, w.down_bias)
+        quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
+        latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant)
+        query_in, q = self._queries(x, joint, latent, w)
+        rotated = q[..., w.config.nope_dim :]
+        rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
+        return query_in, q, None
+
+    def _queries(self, x: Tensor, joint: Tensor, latent: Tensor | Quantised | None, w: MLAWeights) -> tuple[Tensor, Tensor]:
+        """(query input, queries [T, H, qk] not yet rotated)."""
+        if w.q_b is None or latent is None:
+            return x, joint[:, : w.query_rows].unflatten(1, (w.config.num_heads, -1))
+        per_head = (-1, w.config.num_heads, w.config.qk_dim)
+        if isinstance(latent, Quantised):
+            return x, linear_fp8.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
+        return latent, self.linear(latent, w.q_b).view(per_head)
+
+    def gqa_prologue(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        planes: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        if not _power(qkv.shape[2]):
+            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
+        return rope_cache.heads_epilogue(qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps)
+
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        """A few query tokens of each request share one pass over keys and values; chunks of prompt go tile by tile."""
+        rank = v_plane.shape[-1]
+        if _one_storage(k_plane, v_plane):
+            return self.latent_attention(q[..., :rank], q[..., rank:], k_plane[:, :, 0], segment, scale)
+        if max(q.shape[-1], rank) > WIDEST_HEAD or not k_plane.dtype == v_plane.dtype == q.dtype:
+            return super().attention(q, k_plane, v_plane, segment, scale)
+        known = derived(segment)
+        if known.decodes and k_plane.shape == v_plane.shape and k_plane.is_contiguous() and v_plane.is_contiguous():
+            return _gqa_decode(q, k_plane, v_plane, known, scale)
+        starts = known.query_starts()
+        return prefill.paged_prefill(q, k_plane, v_plane, segment.tables, starts, segment.kv_lens, known.most_queries, scale)
+
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        """The decode kernel. Chunks of prompt go through it as well, each token as a request of its own: many passes over the cache."""
+        wide = torch.bfloat16 if plane.dtype == torch.uint8 else plane.dtype
+        fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
+        if not fits or wide != q_latent.dtype:
+            return super().latent_attention(q_latent, q_rope, plane, segment, scale)
+        known = derived(segment)
+        if not known.decodes:
+            return self.latent_attention(q_latent, q_rope, plane, known.by_token(), scale)
+        return _mla_decode(q_latent, q_rope, plane, known, scale)
+
+    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+        """Keys and values packed as this backend's `gather` packs them: kv_bounds rows a request."""
+        if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
+            return _plain_dense(q, k, v, segment, scale)
+        known = derived(segment)
+        starts = known.query_starts(), known.key_starts()
+        return prefill.dense_prefill(q, k, v, *starts, segment.kv_lens, known.most_queries, scale)
+
+    def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+        """Packed by host bounds: [sum of kv_bounds, *shape]. What lies past a request's length is page 0's content, never attended."""
+        rows = plane.flatten(0, 1).index_select(0, derived(segment).gather_slots(plane.shape[1]))
+        return mla.dequantised(rows) if plane.dtype == torch.uint8 else rows
+
+    # ---- experts
+
+    def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        return routing.route(logits, bias, moe)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        fits = experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
+        if not fits:
+            return super().experts(x, ids, weights, gate_up, down)
+        return experts_kernels.experts(x, ids, weights, gate_up, down)
+
+
+def _power(size: int) -> bool:
+    return size == next_power(size)
+
+
+def _fits_fp8(weight: Weight) -> bool:
+    return linear_fp8.supported(weight) and takes_fp8(weight.data.device)
+
+
+def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:
+    """Values are the first columns of one shared key: MLA's latent cache, whose queries come joined."""
+    return k_plane.shape[2] == 1 and k_plane.shape[-1] > v_plane.shape[-1] and k_plane.data_ptr() == v_plane.data_ptr()
+
+
+def _gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, known: Derived, scale: float) -> Tensor:
+    where, heads, width, groups = known.segment, q.shape[1], q.shape[2], k_plane.shape[2]
+    config = gqa.configs_for(len(where), known.longest, q.dtype)[0]
+    plan = known.plan(
+        (config, heads, width, groups),
+        lambda: gqa.gqa_plan(where.kv_lens, known.longest, known.most_queries, heads, groups, width, config),
+    )
+    return gqa.gqa_decode(q, k_plane, v_plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config)
+
+
+def _mla_decode(q_latent: Tensor, q_rope: Tensor, plane: Tensor, known: Derived, scale: float) -> Tensor:
+    where, heads, rank = known.segment, q_latent.shape[1], q_latent.shape[2]
+    config = mla.configs_for(known.most_queries * heads, q_latent.dtype, plane.dtype == torch.uint8)[0]
+    plan = known.plan((config, heads, rank), lambda: mla.mla_plan(where.kv_lens, known.longest, known.most_queries, heads, rank, config))
+    return mla.mla_decode(q_latent, q_rope, plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config)
+
+
+def _plain_dense(q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+    lens = segment.kv_lens.tolist()
+    packed = zip(q.split(segment.query_lens), k.split(segment.kv_bounds), v.split(segment.kv_bounds), lens, strict=True)
+    return torch.cat([reference.causal_attention(queries, keys[:n], values[:n], scale) for queries, keys, values, n in packed])

@@ -1,0 +1,441 @@
+"""Routed experts: out[t] = sum over picks k of weights[t, k] * down[e] (silu(gate[e] x_t) * up[e] x_t), with e = ids[t, k].
+
+Two forms behind `experts`:
+- direct, for a handful of picks: two kernels, each program streams the weight rows of one pick through ordinary arithmetic.
+- grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped GEMMs and a weighted sum.
+  While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose instructions want 64 rows there,
+  and the tokens the N side, which may be as narrow as 16.
+
+No host sync, no atomics on values: one row's result depends neither on the other rows nor on the order of the picks.
+fp8 weights (one scale a 128x128 block) meet fp8 activations (one scale a token and 128 columns), whose
+partial sums over 128 columns are promoted to fp32: the accumulation of DeepGEMM (arXiv 2412.19437, section 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.triton.fp8 import Quantised, quantise, to_fp8
+from rorqual.ops.triton.launch import dependent, is_hopper, multiprocessors, next_power, wait_for_inputs
+from rorqual.ops.triton.picks import RowBlocks, sort_picks
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one GEMM is cut: n weight rows (of gate and of up each, in the first GEMM), k columns a step, warps, pipeline stages.
+
+    swap: weights on the M side. tma: weights arrive by bulk tensor copies. waves: at most so many programs a multiprocessor (0: one
+    program a tile).
+    """
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+    swap: bool = True
+    tma: bool = False
+    waves: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """rows: picks of one expert in a block; the tiles of both GEMMs."""
+
+    rows: int
+    up: Tile
+    down: Tile
+
+
+@dataclass(frozen=True)
+class DirectPlan:
+    """Tile elements [weight rows, columns] of the two direct kernels; down_rows is shared by the picks of a token."""
+
+    up_rows: int
+    up_columns: int
+    down_rows: int
+    down_columns: int
+    warps: int = 8
+    stages: int = 3
+
+
+# kind -> (mean picks a slot up to which the plan holds, plan), in order. The last entry takes the rest.
+PLANS: dict[str, list[tuple[float, Plan]]] = {
+    "bf16": [
+        (6, Plan(16, Tile(128, 128, 4, 3, tma=True), Tile(128, 128, 4, 3, tma=True))),
+        (20, Plan(32, Tile(64, 128, 4, 5, tma=True), Tile(64, 64, 4, 3, tma=True))),
+        (96, Plan(64, Tile(128, 64, 4, 5, swap=False, tma=True), Tile(128, 64, 4, 3, swap=False, tma=True))),
+        (0, Plan(128, Tile(128, 64, 8, 4, swap=False, tma=True), Tile(256, 64, 8, 4, swap=False, tma=True))),
+    ],
+    "fp8": [
+        (6, Plan(16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))),
+        (20, Plan(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))),
+        (96, Plan(64, Tile(128, 128, 8, 3), Tile(128, 128, 4, 4))),
+        (0, Plan(128, Tile(128, 128, 8, 3, swap=False, tma=True), Tile(128, 128, 8, 4, swap=False, tma=True))),
+    ],
+    "fp32": [(0, Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))],
+}
+DIRECT: dict[str, DirectPlan] = {
+    "bf16": DirectPlan(8, 256, 8, 256, warps=4, stages=4),
+    "fp8": DirectPlan(16, 512, 16, 512),
+    "fp32": DirectPlan(8, 256, 16, 128),
+}
+DIRECT_PICKS = {"bf16": 8, "fp8": 2, "fp32": 2}  # the direct form reads an expert anew for each pick: up to so many picks
+
+
+@triton.jit
+def _rows_of(first, limit, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """Indices first .. first + SIZE, held below `limit` where the tiles do not divide it."""
+    rows = first + tl.arange(0, SIZE)
+    return rows if EVEN else tl.minimum(rows, limit - 1)
+
+
+@triton.jit
+def _tile(source, pointers, first, column, columns, EVEN: tl.constexpr, TMA: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile [rows, WIDTH] at `column`: through a descriptor, from row `first`, or through pointers to its first column."""
+    if TMA:
+        return source.load([first, column])
+    elif EVEN:
+        return tl.load(pointers + column)
+    else:
+        return tl.load(pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0)
+
+
+@triton.jit
+def _product(acc, w, x, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + w x^T [n, rows] when swapped, else acc + x w^T [rows, n]."""
+    if SWAP:
+        return tl.dot(w, x.T, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(x, w.T, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _scaled(acc, partial, token, weight, SWAP: tl.constexpr):
+    """acc + partial * token scales * weight scale: the promotion of one 128-column partial sum."""
+    factor = token * weight
+    return acc + partial * (factor[None, :] if SWAP else factor[:, None])
+
+
+@triton.jit
+def _block(blocks, limit, index, ROWS: tl.constexpr):
+    """(expert, first row, rows of the sorted order, which of them are valid) of a row block."""
+    expert, start = tl.load(blocks + index), tl.load(blocks + limit + index)
+    rows = start + tl.arange(0, ROWS)
+    return expert, start, rows, rows < tl.load(blocks + 2 * limit + index)
+
+
+@triton.jit(do_not_specialize=["limit", "xs_block", "hs_block"])
+def _gate_up_kernel(x, x_scale, w, w_scale, h, h_scale, order, blocks, count, limit, xs_row, xs_block, hs_row, hs_block,
+                    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
+                    K: tl.constexpr, QUANT: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+                    DEPENDENT: tl.constexpr):  # fmt: skip
+    """h[sorted row] = silu(gate x) * (up x). Each program owns N columns of h for one row block at a time."""
+    wait_for_inputs(DEPENDENT)
+    EVEN_N: tl.constexpr = INNER % N == 0
+    EVEN_K: tl.constexpr = HIDDEN % K == 0
+    tiles: tl.constexpr = (INNER + N - 1) // N
+    scale_columns: tl.constexpr = HIDDEN // 128
+    for tile in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
+        expert, _, rows, valid = _block(blocks, limit, tile // tiles, ROWS)
+        first = (tile % tiles) * N
+        token = tl.load(order + rows, mask=valid, other=0) // TOP_K
+        x_tile = x + token.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
+        gate_row, up_row = expert * (2 * INNER) + first, expert * (2 * INNER) + INNER + first
+        gate_tile, up_tile = rows, rows
+        if not TMA:
+            part = w + _rows_of(first, INNER, N, EVEN_N)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
+            gate_tile = part + expert.to(tl.int64) * (2 * INNER * HIDDEN)
+            up_tile = gate_tile + INNER * HIDDEN
+        gate = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
+        up = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
+        if QUANT:
+            gate_scale = w_scale + (expert * (2 * INNER // 128) + first // 128) * scale_columns
+            up_scale = gate_scale + INNER // 128 * scale_columns
+            xs = x_scale + token.to(tl.int64) * xs_row
+            for k in tl.range(0, HIDDEN // K):
+                xk = tl.load(xs + k * xs_block)
+                gk, uk = tl.load(gate_scale + k), tl.load(up_scale + k)
+                xt = tl.load(x_tile + k * K)
+                zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
+                partial = _product(zero, _tile(w, gate_tile, gate_row, k * K, HIDDEN, True, TMA, K), xt, SWAP, PRECISION)
+                gate = _scaled(gate, partial, xk, gk, SWAP)
+                partial = _product(zero, _tile(w, up_tile, up_row, k * K, HIDDEN, True, TMA, K), xt, SWAP, PRECISION)
+                up = _scaled(up, partial, xk, uk, SWAP)
+        else:
+            for k in tl.range(0, HIDDEN, K):
+                xt = _tile(x, x_tile, 0, k, HIDDEN, EVEN_K, False, K)
+                gate = _product(gate, _tile(w, gate_tile, gate_row, k, HIDDEN, EVEN_K, TMA, K), xt, SWAP, PRECISION)
+                up = _product(up, _tile(w, up_tile, up_row, k, HIDDEN, EVEN_K, TMA, K), xt, SWAP, PRECISION)
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        columns = first + tl.arange(0, N)
+        if QUANT:  # N is 128 here: the tile is one block of the activation
+            scale = tl.maximum(tl.max(tl.abs(y), 0 if SWAP else 1), 1e-4) / 448.0
+            y = y / (scale[None, :] if SWAP else scale[:, None])
+            tl.store(h_scale + rows * hs_row + first // 128 * hs_block, scale, mask=valid)
+        y = (y.T if SWAP else y).to(h.dtype.element_ty)
+        target = h + rows.to(tl.int64)[:, None] * INNER + columns[None, :]
+        tl.store(target, y, mask=valid[:, None] & (columns < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=["limit", "hs_block"])
+def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row, hs_block, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+                 ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+                 PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """y[pick] = down[expert] h[sorted row], N columns a program."""
+    wait_for_inputs(DEPENDENT)
+    EVEN_N: tl.constexpr = HIDDEN % N == 0
+    EVEN_K: tl.constexpr = INNER % K == 0
+    tiles: tl.constexpr = (HIDDEN + N - 1) // N
+    scale_columns: tl.constexpr = INNER // 128
+    for tile in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
+        expert, start, rows, valid = _block(blocks, limit, tile // tiles, ROWS)
+        first = (tile % tiles) * N
+        pick = tl.load(order + rows, mask=valid, other=0)
+        inside = tl.where(valid, rows, start)
+        h_tile, w_tile = rows, rows
+        if not TMA:
+            h_tile = h + inside.to(tl.int64)[:, None] * INNER + tl.arange(0, K)[None, :]
+            part = w + _rows_of(first, HIDDEN, N, EVEN_N)[:, None] * INNER + tl.arange(0, K)[None, :]
+            w_tile = part + expert.to(tl.int64) * (HIDDEN * INNER)
+        w_row = expert * HIDDEN + first
+        acc = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
+        if QUANT:
+            scale = w_scale + (expert * (HIDDEN // 128) + first // 128) * scale_columns
+            hs = h_scale + inside * hs_row
+            for k in tl.range(0, INNER // K):
+                hk = tl.load(hs + k * hs_block)
+                wk = tl.load(scale + k)
+                ht = _tile(h, h_tile, start, k * K, INNER, True, TMA, K)
+                zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
+                partial = _product(zero, _tile(w, w_tile, w_row, k * K, INNER, True, TMA, K), ht, SWAP, PRECISION)
+                acc = _scaled(acc, partial, hk, wk, SWAP)
+        else:
+            for k in tl.range(0, INNER, K):
+                ht = _tile(h, h_tile, start, k, INNER, EVEN_K, TMA, K)
+                acc = _product(acc, _tile(w, w_tile, w_row, k, INNER, EVEN_K, TMA, K), ht, SWAP, PRECISION)
+        columns = first + tl.arange(0, N)
+        out = (acc.T if SWAP else acc).to(y.dtype.element_ty)
+        target = y + pick.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
+        tl.store(target, out, mask=valid[:, None] & (columns < HIDDEN)[None, :])
+
+
+@triton.jit
+def _combine_kernel(y, ids, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+    """out[t] = sum of weights[t, k] * y[t, k] in fp32, in the order of k. Picks that are not here were never written: skip them."""
+    wait_for_inputs(DEPENDENT)
+    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = columns < HIDDEN
+    total = tl.zeros((SIZE,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pick = token * TOP_K + k
+        here = tl.load(ids + pick) >= 0
+        part = tl.load(y + pick * HIDDEN + columns, mask=inside & here, other=0.0)
+        total += part.to(tl.float32) * tl.load(weights + pick)
+    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rounded(x, BLOCKS: tl.constexpr):
+    """fp32 [BLOCKS * 128] after a round trip through fp8, as [BLOCKS, 128]."""
+    data, scale = to_fp8(x, BLOCKS)
+    return data.to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _direct_gate_up_kernel(x, ids, w, w_scale, h, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr,
+                           K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """h[pick] for N columns of it: program (tile, pick)."""
+    wait_for_inputs(DEPENDENT)
+    first, pick = tl.program_id(0) * N, tl.program_id(1)
+    expert = tl.load(ids + pick).to(tl.int64)
+    if expert >= 0:
+        EVEN: tl.constexpr = HIDDEN % K == 0
+        BLOCKS: tl.constexpr = K // 128
+        columns = tl.arange(0, K)
+        gate_rows = w + expert * (2 * INNER * HIDDEN) + _rows_of(first, INNER, N, INNER % N == 0)[:, None] * HIDDEN + columns[None, :]
+        gate, up = tl.zeros((N, K), tl.float32), tl.zeros((N, K), tl.float32)
+        for k in tl.range(0, HIDDEN, K, num_stages=STAGES):
+            inside = k + columns < HIDDEN
+            xk = tl.load(x + (pick // TOP_K).to(tl.int64) * HIDDEN + k + columns, mask=inside, other=0.0).to(tl.float32)
+            g = _tile(w, gate_rows, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
+            u = _tile(w, gate_rows + INNER * HIDDEN, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
+            if QUANT:
+                scale_columns: tl.constexpr = HIDDEN // 128
+                blocks = k // 128 + tl.arange(0, BLOCKS)
+                scale = w_scale + (expert * (2 * INNER // 128) + first // 128) * scale_columns + blocks
+                known = blocks < scale_columns
+                rounded = _rounded(xk, BLOCKS)
+                gs = tl.load(scale, mask=known, other=0.0)
+                us = tl.load(scale + INNER // 128 * scale_columns, mask=known, other=0.0)
+                gate += g * tl.reshape(rounded * gs[:, None], (K,))[None, :]
+                up += u * tl.reshape(rounded * us[:, None], (K,))[None, :]
+            else:
+                gate += g * xk[None, :]
+                up += u * xk[None, :]
+        g, u = tl.sum(gate, 1), tl.sum(up, 1)
+        rows = first + tl.arange(0, N)
+        y = (g / (1.0 + tl.exp(-g)) * u).to(h.dtype.element_ty)
+        tl.store(h + pick.to(tl.int64) * INNER + rows, y, mask=rows < INNER)
+
+
+@triton.jit
+def _direct_down_kernel(h, ids, weights, w, w_scale, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+                        PICKS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
+                        DEPENDENT: tl.constexpr):  # fmt: skip
+    """out[token] for N columns of it, all picks of the token at once: program (tile, token). PICKS is TOP_K rounded up to a power of 2."""
+    wait_for_inputs(DEPENDENT)
+    first, token = tl.program_id(0) * N, tl.program_id(1)
+    slots, columns = tl.arange(0, PICKS), tl.arange(0, K)
+    pick = token * TOP_K + slots
+    expert = tl.load(ids + pick, mask=slots < TOP_K, other=-1).to(tl.int64)
+    here = expert >= 0
+    weight = tl.load(weights + pick, mask=slots < TOP_K, other=0.0)
+    rows = _rows_of(first, HIDDEN, N, HIDDEN % N == 0)
+    w_tile = w + expert[:, None, None] * (HIDDEN * INNER) + rows[None, :, None] * INNER + columns[None, None, :]
+    h_tile = h + pick.to(tl.int64)[:, None] * INNER + columns[None, :]
+    acc = tl.zeros((PICKS, N, K), tl.float32)
+    for k in tl.range(0, INNER, K, num_stages=STAGES):
+        inside = k + columns < INNER
+        hk = tl.load(h_tile + k, mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        wk = tl.load(w_tile + k, mask=here[:, None, None] & inside[None, None, :], other=0.0).to(tl.float32)
+        if QUANT:
+            BLOCKS: tl.constexpr = K // 128
+            scale_columns: tl.constexpr = INNER // 128
+            blocks = k // 128 + tl.arange(0, BLOCKS)
+            scale = w_scale + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns + blocks[None, :]
+            ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
+            rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
+            hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
+        acc += wk * hk[:, None, :]
+    y = tl.sum(acc, 2).to(out.dtype.element_ty).to(tl.float32)
+    total = tl.sum(y * tl.where(here, weight, 0.0)[:, None], 0)
+    target = first + tl.arange(0, N)
+    tl.store(out + token.to(tl.int64) * HIDDEN + target, total.to(out.dtype.element_ty), mask=target < HIDDEN)
+
+
+def kind_of(weight: Weight) -> str:
+    return "fp8" if weight.quantised else "fp32" if weight.data.dtype == torch.float32 else "bf16"
+
+
+def plan_for(kind: str, picks: int, slots: int) -> Plan:
+    """The plan for a mean of picks / slots rows an expert."""
+    return next((plan for limit, plan in PLANS[kind] if picks <= limit * slots), PLANS[kind][-1][1])
+
+
+def supported(gate_up: Weight, down: Weight) -> bool:
+    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights have no limits."""
+    sizes = down.data.shape[1:]
+    return not gate_up.quantised or (gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes))
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, expected: int | None = None) -> Tensor:
+    """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64, -1: not here; weights [T, K] fp32.
+
+    expected: how many picks are here, if the caller knows it better than T K (an expert-parallel rank holds a share of them).
+    """
+    kind, picks = kind_of(gate_up), ids.numel()
+    if picks == 0:
+        return torch.zeros_like(x)
+    if picks <= DIRECT_PICKS[kind]:
+        return direct_experts(x, ids, weights, gate_up, down)
+    plan = plan_for(kind, picks if expected is None else expected, gate_up.data.shape[0])
+    return grouped_experts(x, ids, weights, gate_up, down, plan)
+
+
+def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None) -> Tensor:
+    """Two kernels; every pick reads its expert's weights by itself."""
+    (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantised
+    plan = plan or DIRECT[kind_of(gate_up)]
+    h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    late = dependent(x.device)
+    _direct_gate_up_kernel[triton.cdiv(inner, plan.up_rows), tokens * top_k](
+        x, ids, gate_up.data, gate_up.scale, h, hidden, inner, top_k, plan.up_rows, plan.up_columns, quant, plan.stages,
+        num_warps=plan.warps, **late)  # fmt: skip
+    width = next_power(top_k)
+    rows = max(1, plan.down_rows // width)
+    _direct_down_kernel[triton.cdiv(hidden, rows), tokens](
+        h, ids, weights, down.data, down.scale, out, hidden, inner, top_k, width, rows, plan.down_columns, quant, plan.stages,
+        num_warps=plan.warps, **late)  # fmt: skip
+    return out
+
+
+def grouped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan) -> Tensor:
+    """Sort, two grouped GEMMs, weighted sum."""
+    blocks = sort_picks(ids, gate_up.data.shape[0], plan.rows)
+    h = gate_up_product(x, gate_up, blocks, ids.shape[1], plan.up)
+    y = down_product(h, down, blocks, x.dtype, plan.down)
+    return combine(y, ids, weights)
+
+
+def gate_up_product(x: Tensor, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
+    """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantised when the weights are."""
+    slots, rows, hidden = weight.data.shape
+    inner, picks = rows // 2, blocks.order.numel()
+    data, scale, strides = _activation(quantise(x) if weight.quantised else x)
+    h = Quantised.empty(picks, inner, x.device) if weight.quantised else torch.empty(picks, inner, dtype=x.dtype, device=x.device)
+    h_data, h_scale, h_strides = _activation(h)
+    tile = _fitting(tile, weight)
+    w = TensorDescriptor.from_tensor(weight.data.view(slots * rows, hidden), [tile.n, tile.k]) if tile.tma else weight.data
+    _gate_up_kernel[_programs(blocks, triton.cdiv(inner, tile.n), tile, x.device),](
+        data, scale, w, weight.scale, h_data, h_scale, blocks.order, blocks.blocks, blocks.count, blocks.limit, *strides, *h_strides,
+        hidden, inner, top_k, blocks.rows, **_constants(weight, tile), **dependent(x.device))  # fmt: skip
+    return h
+
+
+def down_product(h: Tensor | Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype, tile: Tile) -> Tensor:
+    """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not here stay unwritten."""
+    slots, hidden, inner = weight.data.shape
+    y = torch.empty(blocks.order.numel(), hidden, dtype=dtype, device=weight.data.device)
+    data, scale, strides = _activation(h)
+    tile = _fitting(tile, weight)
+    w: Any = weight.data
+    if tile.tma:
+        w = TensorDescriptor.from_tensor(weight.data.view(slots * hidden, inner), [tile.n, tile.k])
+        data = TensorDescriptor.from_tensor(data, [blocks.rows, tile.k])
+    _down_kernel[_programs(blocks, triton.cdiv(hidden, tile.n), tile, y.device),](
+        data, scale, w, weight.scale, y, blocks.order, blocks.blocks, blocks.count, blocks.limit, *strides, hidden, inner,
+        blocks.rows, **_constants(weight, tile), **dependent(y.device))  # fmt: skip
+    return y
+
+
+def combine(y: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """y [T K, hidden], ids and weights [T, K] to the weighted sum [T, hidden]."""
+    (tokens, top_k), hidden = ids.shape, y.shape[1]
+    out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
+    size = min(next_power(hidden), 512 if tokens <= 64 else 1024)
+    _combine_kernel[tokens, triton.cdiv(hidden, size)](y, ids, weights, out, hidden, top_k, size, num_warps=4, **dependent(y.device))
+    return out
+
+
+def _activation(x: Tensor | Quantised) -> tuple[Any, Tensor | None, tuple[int, ...]]:
+    return (x.data, x.scale, x.scale.stride()) if isinstance(x, Quantised) else (x, None, (0, 0))
+
+
+def _fitting(tile: Tile, weight: Weight) -> Tile:
+    """Bulk copies only where the card has them and rows are whole. Older cards have less shared memory: a shallow pipeline fits."""
+    if not is_hopper(weight.data.device):
+        return replace(tile, tma=False, stages=min(tile.stages, 2))
+    aligned = weight.data.shape[-1] * weight.data.element_size() % 16 == 0
+    return replace(tile, tma=tile.tma and aligned)
+
+
+def _programs(blocks: RowBlocks, tiles: int, tile: Tile, device: torch.device) -> int:
+    everything = blocks.limit * tiles
+    return min(everything, tile.waves * multiprocessors(device)) if tile.waves else everything
+
+
+def _constants(weight: Weight, tile: Tile) -> dict[str, Any]:
+    assert not weight.quantised or (tile.k == 128 and weight.data.dtype == FP8)
+    return {
+        "N": tile.n, "K": tile.k, "QUANT": weight.quantised, "SWAP": tile.swap, "TMA": tile.tma,
+        "PRECISION": "ieee", "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip

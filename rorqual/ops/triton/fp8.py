@@ -1,0 +1,70 @@
+"""fp8 e4m3 activations: one fp32 scale a token and 128 columns, as rorqual.ops.reference.quantise_activation defines them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
+from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
+
+
+@dataclass
+class Quantised:
+    """data [T, columns] e4m3; scale [T, ceil(columns/128)] fp32, stored column after column so that GEMMs read it coalesced."""
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @staticmethod
+    def empty(tokens: int, columns: int, device: torch.device) -> Quantised:
+        scale = torch.empty(-(-columns // ACTIVATION_BLOCK), tokens, dtype=torch.float32, device=device)
+        return Quantised(torch.empty(tokens, columns, dtype=FP8, device=device), scale.t())
+
+
+@triton.jit
+def to_fp8(x, BLOCKS: tl.constexpr):
+    """fp32 [BLOCKS * 128] to (e4m3 [BLOCKS, 128], scale [BLOCKS]); amax is clamped at 1e-4."""
+    blocks = tl.reshape(x, (BLOCKS, 128))
+    scale = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4) / 448.0
+    return (blocks / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def store_fp8(x, data, scale, row, column, columns, stride, scale_row, scale_block, BLOCK: tl.constexpr):
+    """Quantise x, fp32 [BLOCK] that starts at `column` of `row`, and store both parts."""
+    BLOCKS: tl.constexpr = BLOCK // 128
+    values, factors = to_fp8(x, BLOCKS)
+    offsets = column + tl.arange(0, BLOCK)
+    tl.store(data + row * stride + offsets, tl.reshape(values, (BLOCK,)), mask=offsets < columns)
+    blocks = column // 128 + tl.arange(0, BLOCKS)
+    tl.store(scale + row * scale_row + blocks * scale_block, factors, mask=blocks * 128 < columns)
+
+
+@triton.jit(do_not_specialize=["scale_block"])  # it is the number of tokens
+def _quantise_kernel(x, data, scale, columns, x_stride, scale_row, scale_block, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    wait_for_inputs(DEPENDENT)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    offsets = column + tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
+    store_fp8(values, data, scale, row, column, columns, columns, scale_row, scale_block, BLOCK)
+
+
+def quantise(x: Tensor) -> Quantised:
+    """x [T, columns] in any float dtype, rows `x.stride(0)` apart."""
+    tokens, columns = x.shape
+    assert x.stride(1) == 1
+    out = Quantised.empty(tokens, columns, x.device)
+    block = min(max(128, next_power(columns)), 1024 if tokens <= 512 else 4096)  # few rows: more programs, many rows: longer ones
+    _quantise_kernel[tokens, triton.cdiv(columns, block)](
+        x, out.data, out.scale, columns, x.stride(0), *out.scale.stride(), BLOCK=block, num_warps=4 if block <= 1024 else 8,
+        **dependent(x.device))  # fmt: skip
+    return out

@@ -1,0 +1,267 @@
+"""Paged MLA decode in the absorbed form over a latent cache (arXiv 2405.04434, section 2.1): `Ops.latent_attention`.
+
+One latent tile serves as keys and as values and is loaded once. Query tokens of a request and their heads are one axis of rows,
+so speculative tokens share the pass over the cache. Two cache formats:
+
+    bf16 (or fp32 for tests)  plane [pages, page, 512 + 64]
+    fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per 128 columns), 64 bf16 rope
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
+
+FP8 = torch.float8_e4m3fn
+FP8_GROUP = 128  # latent columns that share a scale
+FP8_ROPE = 64
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies."""
+
+    block_h: int
+    block_n: int
+    warps: int
+    stages: int
+    per_sm: int = 1
+    min_tiles: int = 2
+    tma: bool = True
+
+
+def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[Config]:
+    """What is worth trying for `rows` = query tokens x heads of a request; the first is the default. For the tune command."""
+    if dtype == torch.float32:
+        return [Config(16, 16, 4, 1, tma=False)]
+    few = 16 if rows <= 16 else 32
+    if fp8_cache:
+        narrow = [Config(few, 64, 8, 2), Config(few, 64, 8, 5), Config(few, 64, 8, 2, tma=False), Config(few, 32, 4, 3, per_sm=2)]
+        wide = [Config(64, 64, 8, 2, tma=False), Config(64, 64, 8, 2)]
+        return narrow + wide if rows <= 32 else wide
+    narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
+              Config(few, 64, 8, 5, min_tiles=1), Config(64, 64, 8, 2)]  # fmt: skip
+    wide = [Config(64, 64, 8, 2), Config(64, 64, 8, 2, tma=False), Config(64, 32, 8, 5), Config(64, 32, 8, 7),
+            Config(64, 64, 8, 2, min_tiles=1), Config(64, 64, 8, 2, min_tiles=4)]  # fmt: skip
+    return narrow if rows <= 32 else wide
+
+
+def _workers(config: Config, requests: int, max_kv_len: int, row_blocks: int, device: torch.device) -> int:
+    """As many as fill the card once, but none that could never find a tile."""
+    tiles = requests * triton.cdiv(max(max_kv_len, 1), config.block_n)
+    return max(1, min(multiprocessors(device) * config.per_sm // row_blocks, triton.cdiv(tiles, config.min_tiles)))
+
+
+@triton.jit
+def _slots(table, n, limit, PAGE: tl.constexpr):
+    """Flat cache positions of tokens n; those at or past `limit` point at page 0 and must be masked."""
+    page = tl.load(table + n // PAGE, mask=n < limit, other=0)
+    return page.to(tl.int64) * PAGE + n % PAGE
+
+
+@triton.jit
+def _row(table, n, PAGE: tl.constexpr):
+    """Flat cache position of token n; the page is read as one scalar, so the rest of n's tile must lie in the same page."""
+    return tl.load(table + n // PAGE).to(tl.int64) * PAGE + n % PAGE
+
+
+@triton.jit
+def _whole(pointers, inside, WHOLE: tl.constexpr):
+    """A tile, whose columns outside are zero unless all are inside."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _softmax_step(scores, factor, peak, total):
+    """One tile of the online softmax in base 2: (weights, what earlier sums shrink by, peak, total). `factor` scales scores, > 0."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    return weights, shrink, new_peak, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _dequantise(packed, scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr):
+    wide = tl.reshape(packed.to(tl.float32), (BLOCK_N, GROUPS, RANK // GROUPS)) * scales[:, :, None]
+    return tl.reshape(wide, (BLOCK_N, RANK)).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
+def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_tma, scale_tma, tables, kv_lens, starts, first,
+                       out, partial, lse, factor, q_token, q_head, qr_token, qr_head, latent_row, rope_row, scale_row, table_row,
+                       out_token, out_head, requests, min_tiles, HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
+                       ROPE: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+                       STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (row blocks, workers). `factor` is the softmax scale times log2(e). GROUPS > 0 marks an fp8 cache."""
+    ROWS: tl.constexpr = HEADS * QUERIES
+    DTYPE: tl.constexpr = q_latent.dtype.element_ty
+    worker = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row_ok = rows < ROWS
+    query, head = rows // HEADS, rows % HEADS
+    columns, rope_columns, offsets = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, BLOCK_N)
+
+    all_tiles = tl.load(starts + requests)
+    chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
+    position = worker * chunk
+    last = tl.minimum(position + chunk, all_tiles)
+    request = tl.load(first + worker)
+    while position < last:
+        begin, end = tl.load(starts + request), tl.load(starts + request + 1)
+        stop = tl.minimum(end, last)
+        if stop > position:
+            length = tl.load(kv_lens + request).to(tl.int32)
+            table = tables + request.to(tl.int64) * table_row
+            token = request.to(tl.int64) * QUERIES + query
+            q_rows = q_latent + token * q_token + head * q_head
+            q = tl.load(q_rows[:, None] + columns[None, :], mask=row_ok[:, None], other=0.0)
+            qr_rows = q_rope + token * qr_token + head * qr_head
+            qr = tl.load(qr_rows[:, None] + rope_columns[None, :], mask=row_ok[:, None], other=0.0)
+            acc = tl.zeros((BLOCK_H, RANK), tl.float32)
+            peak = tl.full((BLOCK_H,), -1e30, tl.float32)  # finite, so that a row that sees nothing yet makes no NaN
+            total = tl.zeros((BLOCK_H,), tl.float32)
+            low, high = position - begin, stop - begin
+            plain = tl.minimum(high, tl.maximum((length - QUERIES + 1) // BLOCK_N, low))  # tiles that every query token sees in full
+
+            for j in tl.range(low, plain, num_stages=STAGES):
+                if TMA:
+                    here = _row(table, j * BLOCK_N, PAGE).to(tl.int32)
+                    k = latent_tma.load([here, 0])
+                    kr = rope_tma.load([here, 0])
+                    if GROUPS > 0:
+                        k = _dequantise(k, scale_tma.load([here, 0]), DTYPE, BLOCK_N, RANK, GROUPS)
+                else:
+                    if PAGE % BLOCK_N == 0:
+                        slots = _row(table, j * BLOCK_N, PAGE) + offsets
+                    else:
+                        slots = _slots(table, j * BLOCK_N + offsets, length, PAGE)
+                    k = tl.load(latent + slots[:, None] * latent_row + columns[None, :])
+                    kr = tl.load(rope + slots[:, None] * rope_row + rope_columns[None, :])
+                    if GROUPS > 0:
+                        s8 = tl.load(scales + slots[:, None] * scale_row + tl.arange(0, GROUPS)[None, :])
+                        k = _dequantise(k, s8, DTYPE, BLOCK_N, RANK, GROUPS)
+                scores = tl.dot(q, k.T, input_precision=PRECISION)
+                scores = tl.dot(qr, kr.T, scores, input_precision=PRECISION)
+                weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
+                acc = tl.dot(weights.to(DTYPE), k, acc * shrink[:, None], input_precision=PRECISION)
+
+            for j in tl.range(plain, high, num_stages=1):
+                n = j * BLOCK_N + offsets
+                ok = (n < length)[:, None]  # what lies past the end may be NaN, which no weight of zero cures
+                slots = _slots(table, n, length, PAGE)
+                k = tl.load(latent + slots[:, None] * latent_row + columns[None, :], mask=ok, other=0.0)
+                kr = tl.load(rope + slots[:, None] * rope_row + rope_columns[None, :], mask=ok, other=0.0)
+                if GROUPS > 0:
+                    s8 = tl.load(scales + slots[:, None] * scale_row + tl.arange(0, GROUPS)[None, :], mask=ok, other=0.0)
+                    k = _dequantise(k, s8, DTYPE, BLOCK_N, RANK, GROUPS)
+                scores = tl.dot(q, k.T, input_precision=PRECISION)
+                scores = tl.dot(qr, kr.T, scores, input_precision=PRECISION)
+                seen = n[None, :] <= (length - QUERIES + query)[:, None]
+                weights, shrink, peak, total = _softmax_step(tl.where(seen, scores, float("-inf")), factor, peak, total)
+                acc = tl.dot(weights.to(DTYPE), k, acc * shrink[:, None], input_precision=PRECISION)
+
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            if (position == begin) & (stop == end):
+                place = out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+                tl.store(place, acc.to(DTYPE), mask=row_ok[:, None])
+            else:
+                slot = (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * ROWS + rows
+                tl.store(lse + slot, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")), mask=row_ok)
+                tl.store(partial + slot[:, None] * RANK + columns[None, :], acc, mask=row_ok[:, None])
+            position = stop
+        request += 1
+
+
+def _fp8_views(cache: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of an fp8 cache as (latent e4m3, scales fp32, rope bf16), all views."""
+    groups = rank // FP8_GROUP
+    rows = cache.flatten(0, 1)
+    wide, half = rows.view(torch.float32), rows.view(torch.bfloat16)
+    return rows[:, :rank].view(FP8), wide[:, rank // 4 : rank // 4 + groups], half[:, rank // 2 + 2 * groups :]
+
+
+def dequantised(rows: Tensor) -> Tensor:
+    """Cache rows [N, C + C / 32 + 2 rope] uint8 to bf16 entries [N, C + rope]: once for a prompt, whose attention reads them often."""
+    rank = (rows.shape[1] - 2 * FP8_ROPE) * 32 // 33
+    latent, scales, rope = _fp8_views(rows[:, None], rank)
+    wide = latent.float().unflatten(1, (-1, FP8_GROUP)) * scales[..., None]
+    return torch.cat((wide.flatten(1).to(rope.dtype), rope), 1)
+
+
+def _descriptor(rows: Tensor, block_n: int) -> TensorDescriptor:
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, rows.shape[1]])
+
+
+def mla_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, rank: int, config: Config) -> SplitPlan:
+    """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R], known on the host."""
+    row_blocks = triton.cdiv(queries * heads, config.block_h)
+    workers = _workers(config, kv_lens.shape[0], max_kv_len, row_blocks, kv_lens.device)
+    return split_plan(kv_lens, workers, config.block_n, config.min_tiles, queries * heads, rank)
+
+
+def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, kv_lens: Tensor, scale: float, max_kv_len: int,
+               plan: SplitPlan | None = None, out: Tensor | None = None, config: Config | None = None) -> Tensor:  # fmt: skip
+    """Latent attention of R requests with the same number of query tokens each (T / R, at most 4 in use), causal among them.
+
+    q_latent [T, H, C], q_rope [T, H, rope] in bf16 or fp32, any token and head strides; cache [pages, page, C + rope] in the same dtype or
+    [pages, page, C + C / 32 + 2 rope] uint8 (fp8, see above); tables [R, columns] int, entries past a request's end are never used; kv_lens
+    [R] int, cached tokens including this step's. Length 0 gives zeros. Returns [T, H, C] in the queries' dtype.
+    Nothing is read back to the host. `plan` (from mla_plan, same config) saves making it anew in each layer.
+    """
+    tokens, heads, rank = q_latent.shape
+    requests, rope_dim, page, fp8 = kv_lens.shape[0], q_rope.shape[-1], cache.shape[1], cache.dtype == torch.uint8
+    queries = tokens // requests
+    config = config or configs_for(queries * heads, q_latent.dtype, fp8)[0]
+    plan = plan or mla_plan(kv_lens, max_kv_len, queries, heads, rank, config)
+    out = torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
+    rows = cache.flatten(0, 1)
+    latent, scales, rope = _fp8_views(cache, rank) if fp8 else (rows[:, :rank], None, rows[:, rank:])
+    tma = config.tma and page % config.block_n == 0 and cache.stride(1) * cache.element_size() % 16 == 0
+    describe = [_descriptor(x, config.block_n) if tma and x is not None else None for x in (latent, rope, scales)]
+    grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
+    _mla_decode_kernel[grid](
+        q_latent, q_rope, latent, rope, scales, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse,
+        scale * LOG2E, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), rope.stride(0),
+        0 if scales is None else scales.stride(0), tables.stride(0), out.stride(0), out.stride(1), requests, plan.min_tiles,
+        heads, queries, rank, rope_dim, rank // FP8_GROUP if fp8 else 0, page, config.block_h, config.block_n, config.stages, tma,
+        "ieee" if q_latent.dtype == torch.float32 else "tf32", num_warps=config.warps,
+    )  # fmt: skip
+    combine(plan, out, requests)
+    return out
+
+
+@triton.jit
+def _write_fp8_kernel(values, latent, scales, rope, slots, value_row, latent_row, scale_row, rope_row, RANK: tl.constexpr,
+                      GROUPS: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    columns, group = tl.arange(0, RANK // GROUPS), tl.arange(0, GROUPS)
+    inside = group[:, None] * (RANK // GROUPS) + columns[None, :]
+    wide = tl.load(values + token * value_row + inside).to(tl.float32)
+    factor = tl.maximum(tl.max(tl.abs(wide), 1), 1e-4) / 448.0
+    tl.store(latent + slot * latent_row + inside, (wide / factor[:, None]).to(tl.float8e4nv))
+    tl.store(scales + slot * scale_row + group, factor)
+    rope_columns = tl.arange(0, ROPE)
+    tl.store(rope + slot * rope_row + rope_columns, tl.load(values + token * value_row + RANK + rope_columns))
+
+
+def write_fp8_latent(cache: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Quantise and write cache rows. cache [pages, page, 656] uint8; slots [T] int, flat positions; values [T, 512 + 64] bf16.
+
+    One scale = max(amax, 1e-4) / 448 for 128 columns (the rule of `reference.quantise_activation`); the rope part is kept as it is.
+    """
+    rank = values.shape[1] - FP8_ROPE
+    latent, scales, rope = _fp8_views(cache, rank)
+    _write_fp8_kernel[(values.shape[0],)](values, latent, scales, rope, slots, values.stride(0), latent.stride(0), scales.stride(0),
+                                          rope.stride(0), rank, rank // FP8_GROUP, FP8_ROPE, num_warps=1)  # fmt: skip

@@ -1,0 +1,137 @@
+"""Attention kernels on a card, at the widths of DeepSeek-V3 and Qwen3-MoE, against fp64, with FlashMLA's tolerances.
+
+Values are a tenth of unit size, as in FlashMLA's tests, but the softmax is made to choose by a scale that undoes it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from rorqual.bench.kernels_attention import attend
+from rorqual.ops.triton import gqa_decode as gqa
+from rorqual.ops.triton import mla_decode as mla
+from rorqual.ops.triton import prefill
+from tests.ops.test_triton_attention import dequantised, fp8_cache, paged, poisoned, starts_of
+
+BF16 = torch.bfloat16
+
+
+def random(*shape: int) -> Tensor:
+    return (torch.randn(shape) / 10).clamp(-1, 1).to(BF16)
+
+
+def check(out: Tensor, expected: Tensor) -> None:
+    x, y = out.double(), expected
+    assert x.isfinite().all()
+    torch.testing.assert_close(x, y, atol=8e-4, rtol=2.01 / 128)
+    assert 1 - 2 * (x * y).sum() / (x * x + y * y).sum() < 5e-6
+
+
+def lens_of(requests: int, longest: int) -> list[int]:
+    """FlashMLA's "varlen": normal around half, and every fourth request empty."""
+    spread = torch.normal(longest / 2, longest / 4, (requests,)).clamp(4, longest).int().tolist()
+    return [0 if i % 4 == 3 else n for i, n in enumerate(spread)]
+
+
+def attend_all(q: Tensor, entries: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
+    parts = zip(q.chunk(len(entries)), entries, values, strict=True)
+    return torch.cat([attend(a, k.cuda(), v.cuda(), scale) for a, k, v in parts])
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("heads", [16, 64, 126, 128])
+@pytest.mark.parametrize(("requests", "longest"), [(1, 20), (2, 140), (6, 4096), (64, 1000)])
+def test_mla_decode(requests: int, longest: int, heads: int, queries: int) -> None:
+    lens = [longest] if requests == 1 else lens_of(requests, longest)
+    entries = [random(n, 576) for n in lens]
+    plane, tables = paged(entries, 64)
+    q = random(requests * queries, heads, 576).cuda()
+    out = poisoned(requests * queries, heads, 512, dtype=BF16)
+    mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, longest, out=out)
+    check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))
+
+
+@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@pytest.mark.parametrize("index", range(6))
+def test_mla_decode_configs_and_pages(page: int, index: int) -> None:
+    lens = lens_of(9, 2000)
+    entries = [random(n, 576) for n in lens]
+    plane, tables = paged(entries, page)
+    for heads in (16, 128):
+        configs = mla.configs_for(heads, BF16)
+        q = random(9, heads, 576).cuda()
+        out = poisoned(9, heads, 512, dtype=BF16)
+        config = configs[index % len(configs)]
+        mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, 2000, out=out, config=config)
+        check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_mla_decode_fp8_cache(heads: int, queries: int) -> None:
+    lens = [300, 0, 64, 1999]
+    plane, tables, _ = fp8_cache(lens, 512, 64)
+    q = random(4 * queries, heads, 576).cuda()
+    out = poisoned(4 * queries, heads, 512, dtype=BF16)
+    mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 1e-3, 1999, out=out)
+    wide = dequantised(plane, 512)
+    entries = [wide[table[: -(-n // 64)]].flatten(0, 1)[:n].to(BF16)[:, None] for table, n in zip(tables, lens, strict=True)]
+    expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
+    assert (out.double() - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(("requests", "longest"), [(1, 33), (5, 4096), (64, 1000)])
+def test_gqa_decode(requests: int, longest: int, page: int, queries: int) -> None:
+    lens = [longest] if requests == 1 else lens_of(requests, longest)
+    keys, values = ([random(n, 4, 128) for n in lens] for _ in range(2))
+    state = torch.get_rng_state()
+    k_plane, tables = paged(keys, page)
+    torch.set_rng_state(state)  # the same shuffle of pages for both planes
+    v_plane, _ = paged(values, page)
+    q, out = random(requests * queries, 32, 128).cuda(), poisoned(requests * queries, 32, 128, dtype=BF16)
+    gqa.gqa_decode(q, k_plane, v_plane, tables, torch.tensor(lens, device="cuda"), 8.0, longest, out=out)
+    check(out, attend_all(q, keys, values, 8.0))
+
+
+@pytest.mark.parametrize(("heads", "groups", "widths"), [(16, 16, (192, 128)), (8, 2, (128, 128))])
+def test_prefill(heads: int, groups: int, widths: tuple[int, int]) -> None:
+    query_lens, key_lens = [700, 1, 128, 65, 300], [700, 900, 128, 1000, 333]
+    keys, values = ([random(n, groups, w) for n in key_lens] for w in widths)
+    q = random(sum(query_lens), heads, widths[0]).cuda()
+    expected = torch.cat([attend(a, k.cuda(), v.cuda(), 8.0) for a, k, v in zip(q.split(query_lens), keys, values, strict=True)])
+    kv_lens, out = torch.tensor(key_lens, device="cuda"), poisoned(sum(query_lens), heads, widths[1], dtype=BF16)
+    packed = torch.cat(keys).cuda(), torch.cat(values).cuda()
+    prefill.dense_prefill(q, *packed, starts_of(query_lens), starts_of(key_lens), kv_lens, 700, 8.0, out=out)
+    check(out, expected)
+    state = torch.get_rng_state()
+    k_plane, tables = paged(keys, 64)
+    torch.set_rng_state(state)
+    v_plane, _ = paged(values, 64)
+    out.fill_(float("nan"))
+    prefill.paged_prefill(q, k_plane, v_plane, tables, starts_of(query_lens), kv_lens, 700, 8.0, out=out)
+    check(out, expected)
+
+
+def test_decode_in_a_cuda_graph_follows_lengths() -> None:
+    """One captured graph, schedule included, serves steps of other lengths under the same bound."""
+    entries = [random(512, 576) for _ in range(3)]
+    plane, tables = paged(entries, 64)
+    q = random(3, 128, 576).cuda()
+    lens = torch.tensor([512, 100, 7], device="cuda")
+    run = lambda: mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, lens, 4.0, 512)  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for now in ([512, 100, 7], [0, 512, 511], [65, 64, 63]):
+        lens.copy_(torch.tensor(now))
+        graph.replay()
+        cut = [e[:n, None] for e, n in zip(entries, now, strict=True)]
+        check(out, attend_all(q, cut, [e[..., :512] for e in cut], 4.0))

@@ -1,0 +1,64 @@
+"""Expert, fp8, routing, norm and cache kernels on a card, in the shapes of real models, against fp64 and with poisoned outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rorqual.bench import kernels_experts as bench
+from rorqual.ops import reference
+from rorqual.ops.reference import Weight
+from rorqual.ops.triton import experts, linear_fp8
+
+DEVICE = torch.device("cuda")
+NAMES = [case.name for case in bench.cases() if not case.name.endswith("T16384")]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(11)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_against_fp64(name: str) -> None:
+    (case,) = (case for case in bench.cases() if case.name == name)
+    setup = case.setup(DEVICE)
+    with bench.poisoned():
+        assert setup.error() < (1e-3 if case.kind == "fp8" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_every_plan_agrees(kind: str) -> None:
+    """Skewed routing, absent picks and each plan of the table: the same function."""
+    shape = bench.ExpertShape(kind, 16, 1024, 512, 4)
+    gate_up, down = bench.expert_weights(shape, DEVICE)
+    x = torch.randn(300, 1024, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.rand(300, 16, device=DEVICE).topk(4).indices
+    ids[:, 0], ids[:, 3] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5), -1
+    weights = torch.rand(300, 4, device=DEVICE)
+    expected = reference.experts(x, ids, weights, gate_up, down)
+    for _, plan in experts.PLANS[kind]:
+        with bench.poisoned():
+            got = experts.grouped_experts(x, ids, weights, gate_up, down, plan)
+        assert bench.difference(got, expected) < (1e-3 if kind == "fp8" else 1e-4)
+
+
+def test_experts_in_fp32() -> None:
+    gate_up = Weight(torch.randn(8, 192, 160, device=DEVICE) * 160**-0.5)
+    down = Weight(torch.randn(8, 160, 96, device=DEVICE) * 96**-0.5)
+    for tokens in (1, 70):
+        x, weights = torch.randn(tokens, 160, device=DEVICE), torch.rand(tokens, 3, device=DEVICE)
+        ids = torch.rand(tokens, 8, device=DEVICE).topk(3).indices
+        truth = reference.experts(x.double(), ids, weights, Weight(gate_up.data.double()), Weight(down.data.double()))
+        torch.testing.assert_close(experts.experts(x, ids, weights, gate_up, down), truth.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_split_products_repeat_bit_for_bit() -> None:
+    weight = bench.random_weight("fp8", DEVICE, 2112, 7168)
+    x = torch.randn(7, 7168, device=DEVICE, dtype=torch.bfloat16)
+    first = linear_fp8.linear(x, weight)
+    assert all(torch.equal(linear_fp8.linear(x, weight), first) for _ in range(50))

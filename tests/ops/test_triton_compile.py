@@ -1,0 +1,98 @@
+"""Every kernel compiles for sm_80, sm_89 and sm_90 in the shapes of the real models, with no card. Run as a script it prints what the
+compiler made of them: registers, spills, shared memory and the instructions that matter."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INSTRUCTIONS = ("wgmma.mma_async", "mma.sync", "cp.async.cg", "cp.async.bulk.tensor", "griddepcontrol.wait")
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, a call that launches kernels): tensors are never read."""
+    import torch
+
+    from rorqual.config import MoEConfig
+    from rorqual.ops.reference import FP8, Weight
+    from rorqual.ops.triton import experts, linear_fp8, norm, rope_cache, route
+
+    def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def fp8(*shape: int) -> Weight:
+        return Weight(x(*shape, dtype=FP8), x(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128, dtype=torch.float32))
+
+    def picks(tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x(tokens, top_k, dtype=torch.int64), x(tokens, top_k, dtype=torch.float32)
+
+    wide, v3 = torch.float32, capability >= 89  # sm_80 has no fp8 products
+    for tokens in (1, 64, 256, 1024, 4096):
+        yield f"bf16 T{tokens}", lambda t=tokens: experts.experts(
+            x(t, 2048), *picks(t, 8), Weight(x(128, 1536, 2048)), Weight(x(128, 2048, 768)))  # fmt: skip
+        if v3:
+            yield f"fp8 T{tokens}", lambda t=tokens: experts.experts(x(t, 7168), *picks(t, 1), fp8(32, 4096, 7168), fp8(32, 7168, 2048))
+            yield f"linear T{tokens}", lambda t=tokens: linear_fp8.linear(x(t, 7168), fp8(2112, 7168))
+    yield "fp32", lambda: experts.experts(
+        x(9, 64, dtype=wide), *picks(9, 2), Weight(x(8, 64, 64, dtype=wide)), Weight(x(8, 64, 32, dtype=wide)))  # fmt: skip
+    moe = MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True)
+    yield "route", lambda: route.route(x(4, 256, dtype=wide), x(256, dtype=wide), moe)
+    yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
+    yield "swiglu", lambda: norm.swiglu(x(4, 4096))
+    if v3:
+        yield "norm fp8", lambda: norm.add_norm_fp8(x(4, 7168), x(4, 7168), x(7168), 1e-6, keep=True)
+        yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
+    yield "rope", lambda: rope_cache.rope(x(4, 128, 64), x(4, 32, dtype=wide), x(4, 32, dtype=wide), True)
+    slots, angle = x(4, dtype=torch.int64), x(4, 32, dtype=wide)
+    yield "latent", lambda: rope_cache.latent_epilogue(
+        x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3)  # fmt: skip
+    angle = x(4, 64, dtype=wide)
+    yield "heads", lambda: rope_cache.heads_epilogue(
+        x(4, 40 * 128), x(128), x(128), angle, angle, slots, x(9, 64, 4, 128), x(9, 64, 4, 128), 1e-6)  # fmt: skip
+
+
+def compile_all(capability: int) -> list[dict[str, Any]]:
+    from tests.ops.cross_compile import compiling
+
+    rows = []
+    for name, call in cases(capability):
+        with compiling(capability) as found:
+            call()
+        for kernel in found:
+            counts = {word: kernel.ptx.count(word) for word in INSTRUCTIONS if word in kernel.ptx}
+            rows.append({"case": name, "kernel": kernel.name, **kernel.resources(), **counts})
+    return rows
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_kernels_compile(capability: int) -> None:
+    from tests.ops.cross_compile import SHARED
+
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, __file__, str(capability), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    for row in rows:
+        assert row["shared"] <= SHARED[capability], row
+        assert row["stack"] < 256, row  # bytes of spilled registers
+        if row["kernel"] in ("_gate_up_kernel", "_down_kernel", "_linear_kernel"):
+            product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
+            assert row["case"] == "fp32" or product in row, row
+        assert ("griddepcontrol.wait" in row) == (capability >= 90), row
+
+
+if __name__ == "__main__":
+    table = compile_all(int(sys.argv[1]))
+    print(json.dumps(table) if "--json" in sys.argv else "\n".join(str(row) for row in table))

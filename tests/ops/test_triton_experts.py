@@ -1,0 +1,272 @@
+"""Kernels of experts, fp8 products, routing, norms and cache epilogues against the reference, interpreted where there is no card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.triton_interpreter import DEVICE, SKIP_REASON
+
+if SKIP_REASON is not None:
+    pytest.skip(SKIP_REASON, allow_module_level=True)
+
+from rorqual.config import MoEConfig
+from rorqual.ops import reference
+from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.triton import experts, fp8, linear_fp8, norm, picks, rope_cache
+from rorqual.ops.triton import route as routing
+
+KINDS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh storage holds NaN or absurd integers: what a kernel fails to write shows."""
+    plain = torch.empty
+
+    def empty(*shape: int, **kwargs: object) -> Tensor:
+        made = plain(*shape, **kwargs)
+        if made.dtype == FP8:
+            made.view(torch.uint8).fill_(127)
+        else:
+            made.fill_(float("nan") if made.is_floating_point() else 1 << 29)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def weight(kind: str, *shape: int) -> Weight:
+    data = random(*shape) * shape[-1] ** -0.5
+    if kind != "fp8":
+        return Weight(data.to(KINDS[kind]))
+    scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=DEVICE) * 0.02 + 0.01
+    return Weight((data * 20).to(FP8), scale)
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """DeepGEMM's criterion: 1 - 2 sum(xy) / sum(x^2 + y^2), in fp64. NaN fails every comparison."""
+    x, y = got.double(), expected.double()
+    return (1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item()
+
+
+def draw(tokens: int, top_k: int, slots: int, absent: float = 0.2) -> tuple[Tensor, Tensor]:
+    ids = torch.rand(tokens, slots).topk(top_k).indices
+    ids[torch.rand(tokens, top_k) < absent] = -1
+    return ids.to(DEVICE), torch.rand(tokens, top_k).to(DEVICE)
+
+
+LIMITS = {"bf16": 1e-4, "fp8": 1e-3, "fp32": 1e-10}
+SIZES = {"bf16": (72, 40, 8), "fp32": (48, 40, 5), "fp8": (256, 128, 6)}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "fp8"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (3, 3), (37, 3)])
+def test_experts(kind: str, tokens: int, top_k: int) -> None:
+    hidden, inner, slots = SIZES[kind]
+    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
+    x, (ids, weights) = random(tokens, hidden, dtype=KINDS[kind]), draw(tokens, top_k, slots)
+    expected = reference.experts(x, ids, weights, gate_up, down)
+    assert difference(experts.experts(x, ids, weights, gate_up, down), expected) < LIMITS[kind]
+    assert difference(experts.experts(x, ids.int(), weights, gate_up, down, expected=1), expected) < LIMITS[kind]
+
+
+@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize("waves", [0, 1])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_expert_tiles(kind: str, swap: bool, waves: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of the tensor cores; a program for each tile, and few programs that take many."""
+    monkeypatch.setattr(experts, "multiprocessors", lambda device: 3)
+    hidden, inner, slots = SIZES[kind]
+    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
+    x, (ids, weights) = random(19, hidden, dtype=KINDS[kind]), draw(19, 2, slots)
+    _, plan = experts.PLANS[kind][0]
+    plan = replace(plan, rows=16, up=replace(plan.up, swap=swap, waves=waves), down=replace(plan.down, swap=swap, waves=waves))
+    got = experts.grouped_experts(x, ids, weights, gate_up, down, plan)
+    assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
+
+
+def test_direct_form_takes_any_number_of_picks() -> None:
+    for kind in ("bf16", "fp8"):
+        hidden, inner, slots = SIZES[kind]
+        gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
+        x, (ids, weights) = random(5, hidden, dtype=KINDS[kind]), draw(5, 3, slots)
+        got = experts.direct_experts(x, ids, weights, gate_up, down)
+        assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
+
+
+def test_all_picks_elsewhere() -> None:
+    gate_up, down = weight("bf16", 4, 64, 32), weight("bf16", 4, 32, 32)
+    for tokens in (2, 40):
+        ids, weights = torch.full((tokens, 3), -1, device=DEVICE), torch.rand(tokens, 3, device=DEVICE)
+        out = experts.experts(random(tokens, 32, dtype=torch.bfloat16), ids, weights, gate_up, down)
+        assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("limit", [picks.ONE_KERNEL_PICKS, 0])
+@pytest.mark.parametrize(("tokens", "top_k", "slots", "rows"), [(1, 1, 3, 16), (300, 2, 5, 16), (90, 8, 33, 32)])
+def test_sorting(limit: int, tokens: int, top_k: int, slots: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picks, "ONE_KERNEL_PICKS", limit)
+    ids, _ = draw(tokens, min(top_k, slots), slots)
+    ids[:, 0] = torch.where(torch.arange(tokens, device=DEVICE) % 3 == 0, 1, ids[:, 0])  # one slot far more often than the others
+    out = picks.sort_picks(ids, slots, rows)
+    flat, found = ids.flatten().tolist(), []
+    assert int(out.count) <= out.limit
+    for slot, start, stop in out.blocks[:, : int(out.count)].t().tolist():
+        members = out.order[start : min(stop, start + rows)].tolist()
+        assert members
+        assert all(flat[pick] == slot for pick in members)
+        found += members
+    assert sorted(found) == [pick for pick, slot in enumerate(flat) if slot >= 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantise(dtype: torch.dtype) -> None:
+    x = random(5, 384, dtype=dtype) * torch.rand(5, 1, device=DEVICE) * 10
+    x[1] = 0
+    got, (data, scale) = fp8.quantise(x), reference.quantise_activation(x)
+    assert torch.equal(got.scale, scale)
+    assert torch.equal(got.data.float(), data.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns"), [(200, 512), (128, 1280)])
+def test_linear(dtype: torch.dtype, rows: int, columns: int) -> None:
+    matrix, bias = weight("fp8", rows, columns), random(rows, dtype=dtype)
+    for tokens, (_, plan) in zip((1, 20, 40, 70, 70), linear_fp8.PLANS, strict=True):
+        x = random(tokens, columns, dtype=dtype)
+        expected = reference.linear(x, matrix, bias)
+        assert difference(linear_fp8.linear(x, matrix, bias, plan=plan), expected) < 1e-5
+        assert difference(linear_fp8.linear(fp8.quantise(x), matrix, bias, dtype, replace(plan, waves=1)), expected) < 1e-5
+    assert linear_fp8.linear(random(0, columns), matrix).shape == (0, rows)
+
+
+ROUTERS = [
+    MoEConfig(16, 4, 8, scoring="softmax", norm_topk_prob=True),
+    MoEConfig(24, 6, 8, scoring="softmax", method="group_limited_greedy", n_group=4, topk_group=2, scaling=16.0),
+    MoEConfig(32, 8, 8, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True, scaling=2.5),
+]
+
+
+@pytest.mark.parametrize("moe", ROUTERS, ids=lambda moe: moe.method)
+def test_route(moe: MoEConfig) -> None:
+    logits = random(13, moe.num_experts)
+    bias = random(moe.num_experts) * 0.1 if moe.has_bias else None
+    ids, weights = routing.route(logits, bias, moe)
+    expected_ids, expected = reference.route(logits, bias, moe)
+    dense = torch.zeros_like(logits).scatter_(1, ids, weights)
+    torch.testing.assert_close(dense, torch.zeros_like(logits).scatter_(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
+    assert torch.equal(routing.route(logits, bias, moe, torch.int32)[0], ids.int())
+
+
+def test_route_breaks_ties_by_lowest_expert() -> None:
+    ids, _ = routing.route(torch.zeros(2, 16, device=DEVICE), None, ROUTERS[0])
+    assert ids.tolist() == [[0, 1, 2, 3]] * 2
+    logits = torch.zeros(1, 32, device=DEVICE)
+    logits[0, 9] = 1
+    ids, _ = routing.route(logits, torch.zeros(32, device=DEVICE), ROUTERS[2])
+    assert ids.tolist() == [[9, 0, 1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms(dtype: torch.dtype) -> None:
+    x, residual, factor = random(5, 200, dtype=dtype), random(5, 200, dtype=dtype), random(200, dtype=dtype)
+    close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}  # one step of bf16 where rsqrt differs in its last bit
+    torch.testing.assert_close(norm.norm(x, factor, 1e-6), reference.norm(x, factor, 1e-6), **close)
+    torch.testing.assert_close(norm.norm(x.view(5, 4, 50), factor[:50], 1e-6), reference.norm(x.view(5, 4, 50), factor[:50], 1e-6), **close)
+    expected, total = reference.add_norm(x, residual, factor, 1e-6)
+    got, got_total = norm.add_norm(x, residual, factor, 1e-6)
+    assert torch.equal(got_total, total)
+    torch.testing.assert_close(got, expected, **close)
+    packed, _, kept = norm.add_norm_fp8(x, residual, factor, 1e-6, keep=True)
+    assert kept is not None
+    torch.testing.assert_close(kept, expected, **close)
+    data, scale = reference.quantise_activation(kept)
+    assert torch.equal(packed.scale, scale)
+    assert torch.equal(packed.data.float(), data.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_swiglu(dtype: torch.dtype) -> None:
+    x = random(5, 2 * 384, dtype=dtype)
+    expected = reference.swiglu(x)
+    torch.testing.assert_close(norm.swiglu(x), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    packed = norm.swiglu_fp8(x)
+    assert difference(packed.data.float() * packed.scale.repeat_interleave(128, 1), reference.rounded_to_fp8(expected)) < 1e-5
+
+
+def angles(tokens: int, half: int) -> tuple[Tensor, Tensor]:
+    angle = random(tokens, half) * 3
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope(interleaved: bool) -> None:
+    cos, sin = angles(5, 8)
+    x = random(5, 3, 40, dtype=torch.bfloat16)
+    part, before = x[..., 24:], x[..., :24].clone()
+    expected = reference.rope(part, cos, sin, interleaved)
+    torch.testing.assert_close(rope_cache.rope(part, cos, sin, interleaved), expected)
+    rope_cache.rope(part, cos, sin, interleaved, out=part)
+    torch.testing.assert_close(part, expected)
+    assert torch.equal(x[..., :24], before)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
+    query, rank, rotary, slots = 200, 64, 16, torch.tensor([7, 3, -1, 11], device=DEVICE)
+    x, cos_sin = random(4, query + rank + rotary, dtype=dtype), angles(4, rotary // 2)
+    q_weight, kv_weight, plane = random(query, dtype=dtype), random(rank, dtype=dtype), random(3, 4, rank + rotary, dtype=dtype)
+    first, latent, key = x.split((query, rank, rotary), -1)
+    entries = torch.cat((reference.norm(latent, kv_weight, 1e-6), reference.rope(key[:, None], *cos_sin, interleaved)[:, 0]), -1)
+    expected = plane.clone()
+    reference.write_cache(expected, slots[slots >= 0], entries[slots >= 0])
+    got = rope_cache.latent_epilogue(x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved)
+    assert isinstance(got, Tensor)
+    torch.testing.assert_close(plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    wanted = reference.norm(first, q_weight, 1e-6)
+    torch.testing.assert_close(got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    packed = rope_cache.latent_epilogue(x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True)
+    assert isinstance(packed, fp8.Quantised)
+    assert torch.equal(packed.data.float(), reference.quantise_activation(got)[0].float())
+    assert rope_cache.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_heads_epilogue(dtype: torch.dtype) -> None:
+    heads, groups, size, slots = 4, 2, 32, torch.tensor([7, 3, -1, 11], device=DEVICE)
+    x, cos_sin = random(4, (heads + 2 * groups) * size, dtype=dtype), angles(4, size // 2)
+    q_weight, k_weight = random(size, dtype=dtype), random(size, dtype=dtype)
+    planes = [random(3, 4, groups, size, dtype=dtype) for _ in range(2)]
+    q, k, v = x.view(4, -1, size).split((heads, groups, groups), 1)
+    q = reference.rope(reference.norm(q, q_weight, 1e-6), *cos_sin, False)
+    k = reference.rope(reference.norm(k, k_weight, 1e-6), *cos_sin, False)
+    expected = [plane.clone() for plane in planes]
+    for plane, values in zip(expected, (k, v), strict=True):
+        reference.write_cache(plane, slots[slots >= 0], values[slots >= 0])
+    got = rope_cache.heads_epilogue(x, q_weight, k_weight, *cos_sin, slots, *planes, 1e-6)
+    close = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4, "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5}
+    torch.testing.assert_close(got, q, **close)
+    torch.testing.assert_close(planes[0], expected[0], **close)
+    assert torch.equal(planes[1], expected[1])
+
+
+@pytest.mark.parametrize(("tokens", "rows", "biased"), [(70, 192, False), (20, 130, True)])
+def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
+    """Only cards with bulk copies choose this kernel: here it is launched by hand."""
+    x, w, bias = random(tokens, 256, dtype=torch.bfloat16), weight("fp8", rows, 256), random(rows) if biased else None
+    y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=DEVICE)
+    linear_fp8._launch_halves(fp8.quantise(x), w, bias, y, linear_fp8.LinearPlan(64, 128, 4, 2, tma=True, halves=True))
+    assert difference(y, reference.linear(x, w, bias)) < 1e-5
