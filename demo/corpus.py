@@ -560,8 +560,7 @@ def is_heldout(document: Document) -> bool:
 def gather(source: Source, root: Path, seen: set[bytes]) -> list[Document]:
     """All documents of a source that still hold enough text once repeated paragraphs are gone."""
     documents = [
-        unseen(Document(source.kind, source.package, re.sub(r"\s+", "-", name), blocks), seen)
-        for name, blocks in source.read(root)
+        unseen(Document(source.kind, source.package, re.sub(r"\s+", "-", name), blocks), seen) for name, blocks in source.read(root)
     ]
     return [document for document in documents if size(document) >= 300]
 
