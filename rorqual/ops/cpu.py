@@ -21,9 +21,9 @@ DENSE_TOKENS = 64
 
 # The native kernels take steps of few rows whose weights are small (they are kept twice, once packed); wider products go to
 # torch's threaded ones.
-NATIVE_ROWS = 32
+NATIVE_ROWS = 128
 NATIVE_ELEMENTS = 4 * 2**20
-NATIVE_SCORES = 8 * 2**20
+NATIVE_SCORES = 32 * 2**20
 
 
 class CpuOps(Ops):
@@ -34,13 +34,20 @@ class CpuOps(Ops):
     def __init__(self, native: bool = True):
         kernels = library() if native else None
         self.native = Native(kernels) if kernels else None
+        self.fits: dict[tuple[int, torch.dtype], bool] = {}
 
     def _native(self, x: Tensor, *weights: Tensor) -> Native | None:
-        """The compiled kernels, where this call suits them."""
+        """The compiled kernels, where this call suits them: few rows of a known format, small weights of the same format."""
         if self.native is None or x.shape[0] > NATIVE_ROWS or x.dtype not in STORAGE or not x.is_contiguous():
             return None
-        small = all(w.dtype == x.dtype and w.numel() <= NATIVE_ELEMENTS for w in weights)
-        return self.native if small else None
+        for weight in weights:
+            key = (weight.data_ptr(), x.dtype)
+            fits = self.fits.get(key)
+            if fits is None:
+                fits = self.fits[key] = weight.dtype == x.dtype and weight.numel() <= NATIVE_ELEMENTS
+            if not fits:
+                return None
+        return self.native
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,5 +1,6 @@
 // CPU kernels for decode steps: few rows, small layers, where a torch call costs as much as the arithmetic it does.
-// Everything is computed in fp32 from fp32 or bf16 storage by one thread; wide layers stay with torch's threaded products.
+// Everything is computed in fp32 from fp32 or bf16 storage; wide layers stay with torch's threaded products. Threads are OpenMP's, so
+// that they are the very threads torch uses; without OpenMP one thread does it all.
 // Built by native.py with the system's C++ compiler; called through the C functions at the end. Pointers are row-major and dense,
 // but for the weights of products, which native.py packs (see tile); kv_b alone is read as it is.
 
@@ -9,6 +10,10 @@
 #include <cstring>
 #include <limits>
 #include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 namespace {
 
@@ -131,6 +136,30 @@ float *scratch(int which, int64_t size) {
     return buffers[which].data();
 }
 
+int max_threads = 1;
+
+// Below this many multiply-adds a thread more costs more than it brings.
+constexpr int64_t THREAD_WORK = 150000;
+
+// Split `count` items into one contiguous range a thread, in multiples of `grain`, where the work is worth it.
+template <class F>
+void split(int64_t count, int64_t grain, int64_t operations, F body) {
+#ifdef _OPENMP
+    int64_t units = (count + grain - 1) / grain;
+    int parts = int(std::min<int64_t>({max_threads, units, operations / THREAD_WORK}));
+    if (parts > 1) {
+#pragma omp parallel num_threads(parts)
+        {
+            int64_t part = omp_get_thread_num(), all = omp_get_num_threads();
+            int64_t first = units * part / all * grain, last = std::min(count, units * (part + 1) / all * grain);
+            if (first < last) body(first, last);
+        }
+        return;
+    }
+#endif
+    body(0, count);
+}
+
 // Weights come packed: blocks of LANES rows, each block column by column, so that a lane is an output and nothing has to be summed
 // across lanes. V blocks against N rows of x; the last block may have fewer than LANES rows that count.
 template <int V, int N, class W>
@@ -159,18 +188,31 @@ void panel(const float *x, const W *w, int64_t rows, int64_t k, float *y, int64_
     for (; r < rows; r += LANES) tile<1, N>(x, w + r * k, k, y + r, ldy, rows - r);
 }
 
-// y [n, rows] = x [n, k] w^T, w packed from [rows, k].
+// Rows `first` to `last` of y [n, ldy] = x [n, k] w^T.
+template <class W>
+void gemm_rows(const float *x, int64_t n, const W *w, int64_t first, int64_t last, int64_t k, float *y, int64_t ldy) {
+    const W *from = w + first * k;
+    int64_t rows = last - first, i = 0;
+    for (; i + 6 <= n; i += 6) panel<4, 6>(x + i * k, from, rows, k, y + i * ldy + first, ldy);
+    const float *rest = x + i * k;
+    float *into = y + i * ldy + first;
+    if (n - i == 5) panel<4, 5>(rest, from, rows, k, into, ldy);
+    if (n - i == 4) panel<4, 4>(rest, from, rows, k, into, ldy);
+    if (n - i == 3) panel<4, 3>(rest, from, rows, k, into, ldy);
+    if (n - i == 2) panel<4, 2>(rest, from, rows, k, into, ldy);
+    if (n - i == 1) panel<6, 1>(rest, from, rows, k, into, ldy);
+}
+
+// y [n, rows] = x [n, k] w^T, w packed from [rows, k], by one thread.
+template <class W>
+void gemm_alone(const float *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
+    gemm_rows(x, n, w, 0, rows, k, y, rows);
+}
+
+// The same, its rows shared out.
 template <class W>
 void gemm(const float *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
-    int64_t i = 0;
-    for (; i + 6 <= n; i += 6) panel<4, 6>(x + i * k, w, rows, k, y + i * rows, rows);
-    const float *rest = x + i * k;
-    float *into = y + i * rows;
-    if (n - i == 5) panel<4, 5>(rest, w, rows, k, into, rows);
-    if (n - i == 4) panel<4, 4>(rest, w, rows, k, into, rows);
-    if (n - i == 3) panel<4, 3>(rest, w, rows, k, into, rows);
-    if (n - i == 2) panel<4, 2>(rest, w, rows, k, into, rows);
-    if (n - i == 1) panel<6, 1>(rest, w, rows, k, into, rows);
+    split(rows, LANES, n * rows * k, [=](int64_t first, int64_t last) { gemm_rows(x, n, w, first, last, k, y, rows); });
 }
 
 inline int64_t packed_rows(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
@@ -382,25 +424,29 @@ void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *
 template <class T>
 void mla_absorbed(const MlaLayer &m, const T *q, const T *plane, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
                   float scale, T *out, int64_t n) {
-    int64_t qk = m.nope + m.rope, entry = m.rank + m.rope, up_rows = m.nope + m.v_dim;
-    float *query = scratch(0, m.heads * entry), *latent = scratch(1, m.heads * m.rank), *heads = scratch(2, m.heads * m.v_dim);
-    float *mine_wide = scratch(3, qk);
-    for (int64_t t = 0; t < n; t++) {
-        for (int64_t h = 0; h < m.heads; h++) {  // W_UK moves to the query
-            const T *mine = q + (t * m.heads + h) * qk, *up = (const T *)m.kv_b + h * up_rows * m.rank;
-            float *into = query + h * entry;
-            std::fill(into, into + m.rank, 0.f);
-            widen_all(mine, qk, mine_wide);
-            add_rows(into, 0, mine_wide, up, m.rank, m.nope, m.rank);
-            std::copy(mine_wide + m.nope, mine_wide + qk, into + m.rank);
+    int64_t qk = m.nope + m.rope, entry = m.rank + m.rope, up_rows = m.nope + m.v_dim, cached = 0;
+    for (int64_t t = 0; t < n; t++) cached += lens[t];
+    int64_t operations = m.heads * (cached * (entry + m.rank) + n * up_rows * m.rank);
+    split(n, 1, operations, [=, &m](int64_t begin, int64_t end) {
+        float *query = scratch(0, m.heads * entry), *latent = scratch(1, m.heads * m.rank), *heads = scratch(2, m.heads * m.v_dim);
+        float *wide = scratch(3, qk);
+        for (int64_t t = begin; t < end; t++) {
+            for (int64_t h = 0; h < m.heads; h++) {  // W_UK moves to the query
+                const T *mine = q + (t * m.heads + h) * qk, *up = (const T *)m.kv_b + h * up_rows * m.rank;
+                float *into = query + h * entry;
+                std::fill(into, into + m.rank, 0.f);
+                widen_all(mine, qk, wide);
+                add_rows(into, 0, wide, up, m.rank, m.nope, m.rank);
+                std::copy(wide + m.nope, wide + qk, into + m.rank);
+            }
+            attend(query, m.heads, entry, m.rank, plane, plane, entry, entry, tables + t * width, page, lens[t], scale, latent);
+            for (int64_t h = 0; h < m.heads; h++) {  // W_UV follows the sum
+                const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
+                for (int64_t i = 0; i < m.v_dim; i++) heads[h * m.v_dim + i] = dot(latent + h * m.rank, up + i * m.rank, m.rank);
+            }
+            narrow_all(heads, m.heads * m.v_dim, out + t * m.heads * m.v_dim);
         }
-        attend(query, m.heads, entry, m.rank, plane, plane, entry, entry, tables + t * width, page, lens[t], scale, latent);
-        for (int64_t h = 0; h < m.heads; h++) {  // W_UV follows the sum
-            const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
-            for (int64_t i = 0; i < m.v_dim; i++) heads[h * m.v_dim + i] = dot(latent + h * m.rank, up + i * m.rank, m.rank);
-        }
-        narrow_all(heads, m.heads * m.v_dim, out + t * m.heads * m.v_dim);
-    }
+    });
 }
 
 // qkv [n, heads + 2 groups, d]: queries and keys are normed and rotated, keys and values go to the cache.
@@ -423,15 +469,17 @@ void gqa_prologue(const T *qkv, const T *q_norm, const T *k_norm, float eps, con
 template <class T>
 void gqa_decode(const T *q, const T *keys, const T *values, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
                 float scale, T *out, int64_t n, int64_t heads, int64_t groups, int64_t d) {
-    int64_t share = heads / groups;
-    float *query = scratch(0, share * d), *sum = scratch(1, share * d);
-    for (int64_t t = 0; t < n; t++)
-        for (int64_t g = 0; g < groups; g++) {
-            int64_t at = (t * heads + g * share) * d;
+    int64_t share = heads / groups, cached = 0;
+    for (int64_t t = 0; t < n; t++) cached += lens[t];
+    split(n * groups, 1, 2 * cached * heads * d, [=](int64_t begin, int64_t end) {
+        float *query = scratch(0, share * d), *sum = scratch(1, share * d);
+        for (int64_t i = begin; i < end; i++) {
+            int64_t t = i / groups, g = i % groups, at = (t * heads + g * share) * d;
             widen_all(q + at, share * d, query);
             attend(query, share, d, d, keys + g * d, values + g * d, groups * d, groups * d, tables + t * width, page, lens[t], scale, sum);
             narrow_all(sum, share * d, out + at);
         }
+    });
 }
 
 int64_t best(const float *x, int64_t n) { return std::max_element(x, x + n) - x; }
@@ -486,30 +534,33 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
     }
 }
 
-// Tokens are grouped by expert, so that each expert's weights are read once.
+// Tokens are grouped by expert, so that each expert's weights are read once. Every pick has a row of its own in `out`: threads share
+// nothing, and a token's picks are summed in their order, whoever computed them.
 template <class T>
 void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
              int64_t slots, int64_t hidden, int64_t size) {
-    float *sum = scratch(3, n * hidden), *in = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size);
-    float *out = scratch(4, n * hidden);
-    std::fill(sum, sum + n * hidden, 0.f);
-    static thread_local std::vector<int64_t> picks;
-    for (int64_t e = 0; e < slots; e++) {
-        picks.clear();
-        for (int64_t i = 0; i < n * top_k; i++)
-            if (ids[i] == e) picks.push_back(i);
-        int64_t count = int64_t(picks.size());
-        if (!count) continue;
-        for (int64_t i = 0; i < count; i++) widen_all(x + picks[i] / top_k * hidden, hidden, in + i * hidden);
-        gemm(in, count, gate_up + e * packed_rows(2 * size) * hidden, 2 * size, hidden, h);
-        swiglu_rows(h, count, size, g);
-        gemm(g, count, down + e * packed_rows(hidden) * size, hidden, size, out);
-        for (int64_t i = 0; i < count; i++) {
-            float weight = weights[picks[i]], *into = sum + picks[i] / top_k * hidden;
-            for (int64_t j = 0; j < hidden; j++) into[j] += weight * out[i * hidden + j];
+    float *out = scratch(3, n * top_k * hidden), *sum = scratch(4, hidden);
+    split(slots, 1, 3 * n * top_k * hidden * size, [=](int64_t begin, int64_t end) {
+        static thread_local std::vector<int64_t> picks;
+        float *in = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size), *made = scratch(5, n * hidden);
+        for (int64_t e = begin; e < end; e++) {
+            picks.clear();
+            for (int64_t i = 0; i < n * top_k; i++)
+                if (ids[i] == e) picks.push_back(i);
+            int64_t count = int64_t(picks.size());
+            if (!count) continue;
+            for (int64_t i = 0; i < count; i++) widen_all(x + picks[i] / top_k * hidden, hidden, in + i * hidden);
+            gemm_alone(in, count, gate_up + e * packed_rows(2 * size) * hidden, 2 * size, hidden, h);
+            swiglu_rows(h, count, size, g);
+            gemm_alone(g, count, down + e * packed_rows(hidden) * size, hidden, size, made);
+            for (int64_t i = 0; i < count; i++) std::copy(made + i * hidden, made + (i + 1) * hidden, out + picks[i] * hidden);
         }
+    });
+    for (int64_t t = 0; t < n; t++) {
+        std::fill(sum, sum + hidden, 0.f);
+        add_rows(sum, 0, weights + t * top_k, out + t * top_k * hidden, hidden, top_k, hidden);
+        narrow_all(sum, hidden, y + t * hidden);
     }
-    narrow_all(sum, n * hidden, y);
 }
 
 }  // namespace
@@ -527,6 +578,9 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
 #define BW(p) ((bf16 *)(p))
 
 extern "C" {
+
+// How many threads a call may use, the caller's included.
+void rq_threads(int threads) { max_threads = threads; }
 
 void rq_add_norm(int wide, const void *x, const void *residual, const void *weight, void *normed, void *sum, int64_t n, int64_t d, double eps) {
     PICK(add_norm(F(x), F(residual), F(weight), FW(normed), FW(sum), n, d, float(eps)),

@@ -9,6 +9,7 @@ import logging
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from rorqual.ops.reference import Weight
 from rorqual.ops.table import MLAWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-Wno-psabi")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi")
 COMPILE_SECONDS = 120
 STORAGE = (torch.float32, torch.bfloat16)
 log = logging.getLogger("rorqual")
@@ -37,7 +38,8 @@ class _Router(ctypes.Structure):
 
 
 _I, _P, _D, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rq_threads": (_I,),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
     "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
     "rq_mlp": (_I, _P, _P, _P, _P, _N, _N, _N),
@@ -58,6 +60,7 @@ def library() -> ctypes.CDLL | None:
         log.warning("no C++ compiler found: decoding on the CPU uses torch calls alone, several times slower for small models")
         return None
     try:
+        # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share its threads.
         loaded = ctypes.CDLL(str(_build(command)))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the CPU kernels could not be built (%s): decoding uses torch calls alone", error)
@@ -111,6 +114,7 @@ class Native:
 
     def __init__(self, kernels: ctypes.CDLL):
         self.lib = kernels
+        self.lib.rq_threads(torch.get_num_threads())
         self.packed: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forget(self) -> None:
