@@ -183,7 +183,9 @@ def bench_offline(
     prompt_len: Annotated[int, typer.Option()] = 128,
     output_len: Annotated[int, typer.Option()] = 128,
     repeats: Annotated[int, typer.Option(help="Medians are taken over this many runs.")] = 3,
-    compare: Annotated[str | None, typer.Option(help="`transformers`: measure its generate in the same run.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="transformers, or transformers-compiled (minutes to compile): measured in the same run.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; random tokens if left out.")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -197,8 +199,8 @@ def bench_offline(
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
     from rorqual.bench import offline
 
-    if compare not in (None, "transformers"):
-        raise typer.BadParameter(f"{compare!r}: only transformers can be compared with")
+    if compare not in (None, "transformers", "transformers-compiled"):
+        raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
     batches = _numbers(concurrency)
     llm = _llm(
         model,
@@ -213,7 +215,7 @@ def bench_offline(
         max_num_batched_tokens=max(max_num_batched_tokens, max(batches)),
         skip_tokenizer_init=data is None,
     )
-    report = offline.run(llm, batches, prompt_len, output_len, repeats, compare is not None, data)
+    report = offline.run(llm, batches, prompt_len, output_len, repeats, compare, data)
     offline.print_report(report)
     if json_file:
         report.write(json_file)
@@ -228,6 +230,9 @@ def bench_kernels(
     json_file: Json = None,
 ) -> None:
     """Time the card's kernels on the shapes of the real models, beside their floors and their peers' figures."""
+    from rorqual.platforms import make_platform
+
+    make_platform("cuda")  # says clearly when there is no card; the kernels' own imports would not
     from rorqual.bench import kernels
 
     kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit)

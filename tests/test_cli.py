@@ -108,6 +108,7 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["generate", "--dtype", "int3"], "int3"),
         (["generate", "--mla-decode", "XX"], "XX"),
         (["generate", "--device", "cuda:99"], "cuda:99"),
+        (["bench", "offline", "--exe-mode", "warp"], "warp"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], word: str):

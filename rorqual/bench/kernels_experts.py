@@ -29,7 +29,7 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import experts as ex
-from rorqual.ops.triton import linear_fp8, norm, rope_cache, route
+from rorqual.ops.triton import linear_fp8, linear_small, norm, rope_cache, route
 from rorqual.ops.triton.fp8 import Quantised, quantise
 from rorqual.ops.triton.launch import next_power
 from rorqual.ops.triton.picks import sort_picks
@@ -143,8 +143,10 @@ class ExpertShape:
 QWEN3_30B = ExpertShape("bf16", 128, 2048, 768, 8)
 V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)  # what one of 8 ranks holds, one local pick a token
 V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)  # the same, 8 picks a token of which 7/8 are elsewhere
+V2_LITE = ExpertShape("bf16", 64, 2048, 1408, 6)
 EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
     (QWEN3_30B, "experts bf16", {1: 30.7, 2: None, 4: 75.6, 8: 128.6, 64: 297.9, 256: 323.7, 1024: 382.2, 4096: 859.8, 16384: 2878.9}),
+    (V2_LITE, "experts bf16 V2-Lite", {1: None}),
     (V3_SHARE, "experts fp8", {1: 46.7, 8: 89.5, 32: 243.5, 128: 362.8, 512: 401.7, 2048: 598.0, 8192: 1578.3}),
     (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
 ]
@@ -282,14 +284,14 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
 
 
 def tune_direct(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight) -> None:
-    options = itertools.product((8, 16, 32), (256, 512, 1024), (4, 8), (1, 2, 3, 4))
+    options = itertools.product((8, 16, 32), (128, 256, 512), (4, 8), (2, 3, 4))
     plans = [ex.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
 
     def both(plan: ex.DirectPlan) -> list[Call]:
         return [partial(ex.direct_experts, *d, gate_up, down, plan) for d in picked]
 
     tune("direct, both", plans, both)
-    best = ex.DIRECT[shape.kind]
+    best = ex.direct_plan_for(shape.kind, picked[0][1].numel())
     for name, fields in (("up", ("up_rows", "up_columns")), ("down", ("down_rows", "down_columns"))):
         some = [
             replace(best, **{fields[0]: rows, fields[1]: columns})
@@ -373,6 +375,58 @@ def tune_linear(rows: int, columns: int, tokens: int, device: torch.device) -> N
     tune(f"linear {rows}x{columns} M{tokens}", list(linear_candidates(tokens)), calls)
 
 
+# --- bf16 products of a few tokens ---
+
+SMALL = [(2048, 4096), (5120, 2048), (3648, 2048), (5632, 2048), (2048, 2816), (151936, 2048)]
+# Qwen3-30B: out, qkv; V2-Lite: down, shared gate_up, shared down; Qwen3-30B: head
+
+
+def small_data(rows: int, columns: int, tokens: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    copies = min(32, max(2, int(-(-ROTATE // (2 * rows * columns)))))
+    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+    return [random_weight("bf16", device, rows, columns).data for _ in range(copies)], x
+
+
+def small_setup(rows: int, columns: int, tokens: int, library: bool, device: torch.device) -> Setup:
+    """The kernel, or the library's product in the same place."""
+    weights, x = small_data(rows, columns, tokens, device)
+    product = torch.nn.functional.linear if library else linear_small.linear
+
+    def error() -> float:
+        return difference(product(x, weights[0]), x.double() @ weights[0].double().t())
+
+    return Setup([partial(product, x, w) for w in weights], error, 2 * rows * columns, 2 * tokens * rows * columns)
+
+
+def shared_setup(tokens: int, small: bool, device: torch.device) -> Setup:
+    """The shared experts of V2-Lite: two kernels, or the library's products around swiglu."""
+    ups, x = small_data(5632, 2048, tokens, device)
+    downs, _ = small_data(2048, 2816, tokens, device)
+
+    def call(up: Tensor, down: Tensor) -> Tensor:
+        if small:
+            return linear_small.linear(linear_small.gate_up(x, up), down)
+        return torch.nn.functional.linear(norm.swiglu(torch.nn.functional.linear(x, up)), down)
+
+    def error() -> float:
+        return difference(call(ups[0], downs[0]), reference.mlp(x.double(), Weight(ups[0].double()), Weight(downs[0].double())))
+
+    pairs = list(zip(ups, downs, strict=False))
+    return Setup([partial(call, *pair) for pair in pairs], error, 2 * 3 * 2816 * 2048, 6 * tokens * 2816 * 2048)
+
+
+def tune_small(rows: int, columns: int, tokens: int, device: torch.device) -> None:
+    weights, x = small_data(rows, columns, tokens, device)
+    options = itertools.product((1, 2, 4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 3))
+    plans = [linear_small.SmallPlan(*option) for option in options]
+    plans = [plan for plan in plans if 8 <= plan.n * plan.k / (32 * plan.warps) <= 64 // next_power(tokens) * 2]
+
+    def calls(plan: linear_small.SmallPlan) -> list[Call]:
+        return [partial(linear_small.linear, x, w, plan=plan) for w in weights]
+
+    tune(f"linear bf16 {rows}x{columns} M{tokens}", plans, calls)
+
+
 # --- small kernels ---
 
 
@@ -419,7 +473,8 @@ def swiglu_setup(tokens: int, device: torch.device) -> Setup:
 
 ROUTERS = {
     "V3": MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True, scaling=2.5),
-    "Qwen3": MoEConfig(128, 8, 768, norm_topk_prob=True),
+    "Qwen3": MoEConfig(128, 8, 768, norm_topk_prob=True, router_fp32=False),
+    "V2-Lite": MoEConfig(64, 6, 1408),
 }
 
 
@@ -435,6 +490,31 @@ def route_setup(model: str, tokens: int, device: torch.device) -> Setup:
         return difference(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected))
 
     return Setup([partial(route.route, x, bias, moe) for x in sets], error, tokens * (moe.num_experts * 4 + moe.top_k * 12))
+
+
+def router_setup(model: str, tokens: int, joint: bool, device: torch.device) -> Setup:
+    """Gate product and choice in one kernel, or the library's product and then the choice. Rounded logits may tie: error by weights."""
+    moe, hidden = ROUTERS[model], 7168 if model == "V3" else 2048
+    kind = torch.float32 if moe.router_fp32 else torch.bfloat16
+    bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
+    gates = rotated(
+        moe.num_experts * hidden * 4, lambda: torch.randn(moe.num_experts, hidden, device=device).mul_(hidden**-0.5).to(kind), device
+    )
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+
+    def apart(gate: Tensor) -> Any:
+        return route.route(torch.nn.functional.linear(x.to(kind), gate), bias, moe)
+
+    def together(gate: Tensor) -> Any:
+        return route.router(x, gate, bias, moe)
+
+    def error() -> float:
+        _, weights = (together if joint else apart)(gates[0])
+        _, expected = reference.route((x.double() @ gates[0].double().t()).to(kind), bias, moe)
+        return difference(weights.sort(-1).values, expected.sort(-1).values)
+
+    calls: list[Call] = [partial(together if joint else apart, gate) for gate in gates]
+    return Setup(calls, error, gates[0].numel() * gates[0].element_size())
 
 
 def latent_setup(tokens: int, device: torch.device) -> Setup:
@@ -489,6 +569,17 @@ def cases() -> Iterator[Case]:
     for (n, k), peers in LINEARS.items():
         for m, peer in peers.items():
             yield Case(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer, partial(tune_linear, n, k, m))
+    for n, k in SMALL:
+        for m in (1, 4):
+            yield Case(f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False), None, partial(tune_small, n, k, m))
+            yield Case(f"linear bf16 library {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, True))
+    for m in (1, 4):
+        yield Case(f"mlp bf16 V2-Lite shared T{m}", "bf16", partial(shared_setup, m, True))
+        yield Case(f"mlp bf16 library V2-Lite shared T{m}", "bf16", partial(shared_setup, m, False))
+    for model in ROUTERS:
+        for t in (1, 8):
+            yield Case(f"router {model} T{t}", "bf16", partial(router_setup, model, t, True))
+            yield Case(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, False))
     for t in (1, 128, 8192):
         yield Case(f"quantise 7168 T{t}", "bf16", partial(quantise_setup, t))
         yield Case(f"add_norm 7168 T{t}", "bf16", partial(norm_setup, t, False))

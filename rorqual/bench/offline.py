@@ -3,11 +3,12 @@ on request, beside transformers' generate in the same process on the same checkp
 
 from __future__ import annotations
 
+import gc
 import json
 import platform as host
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from rorqual import __version__
+from rorqual.bench.peer import Peer
 from rorqual.perf.costs import Format, decode_floor_seconds
 from rorqual.platforms.base import Platform
 from rorqual.request import Request, SamplingParams
@@ -55,18 +57,30 @@ class Report:
 
 
 def run(
-    llm: LLM, concurrency: Sequence[int], prompt: int, output: int, repeats: int = 3, compare: bool = False, data: Path | None = None
+    llm: LLM,
+    concurrency: Sequence[int],
+    prompt: int,
+    output: int,
+    repeats: int = 3,
+    compare: str | None = None,
+    data: Path | None = None,
 ) -> Report:
-    """Measure every concurrency; with `compare`, transformers too. Prompts are random ids, or pieces of the text file `data`."""
+    """Measure every concurrency; `compare` is `transformers`, or `transformers-compiled`, to measure it too. Prompts are random ids,
+    or pieces of the text file `data`."""
     report = Report(provenance=provenance(llm))
     bandwidth = read_bandwidth(llm.engine.platform)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: a collection in the middle of a run would look through all of it, in either engine
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
     for count in concurrency:
         prompts = make_prompts(llm, count, prompt, data)
         floor = 1e3 * floor_seconds(llm, count, prompt + output // 2, bandwidth)
         report.rows.append(ours(llm, prompts, output, repeats, floor))
         if compare:
-            report.rows.extend(theirs(llm, prompts, output, repeats, floor))
+            peer = Peer(llm, prompts)
+            once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(output)
+            report.rows.append(_row(compare, prompts, output, repeats, once, floor))
+            report.rows[-1].settings = settings
     return report
 
 
@@ -75,7 +89,7 @@ def provenance(llm: LLM) -> dict[str, Any]:
     return {
         "rorqual": __version__,
         "torch": torch.__version__,
-        "model": engine.config.model,
+        "model": Path(engine.config.model).name,
         "weights": engine.config.weights,
         "dtype": engine.dtype,
         "device": torch.cuda.get_device_name() if engine.platform.name == "cuda" else host.processor() or host.machine(),
@@ -168,39 +182,6 @@ def _row(engine: str, prompts: list[list[int]], output: int, repeats: int, once:
     count, length = len(prompts), len(prompts[0])
     step = (whole - first) / max(1, output - 1)
     return Row(engine, count, length, output, whole, count * output / whole, 1e3 * step, count * length / first, floor_ms)
-
-
-def theirs(llm: LLM, prompts: list[list[int]], output: int, repeats: int, floor_ms: float) -> Iterator[Row]:
-    """transformers at the best of its settings: attention and experts implementations are tried and the fastest is reported."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    folder, dtype = llm.engine.config.model, getattr(torch, llm.engine.dtype)
-    if llm.engine.config.weights == "random":
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model = model.eval()
-    ids = torch.tensor(prompts)
-    rows = []
-
-    def once(tokens: int) -> float:
-        settings = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
-        with torch.inference_mode():
-            return _timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings))
-
-    for experts in ("eager", "batched_mm", "grouped_mm"):
-        for attention in ("sdpa", "eager"):
-            model.set_attn_implementation(attention)
-            model.set_experts_implementation(experts)
-            once(2)
-            probe = once(min(output, 16))
-            rows.append((probe, experts, attention))
-    _, experts, attention = min(rows)
-    model.set_attn_implementation(attention)
-    model.set_experts_implementation(experts)
-    row = _row("transformers", prompts, output, repeats, once, floor_ms)
-    row.settings = f"experts {experts}, attention {attention}, threads {torch.get_num_threads()}"
-    yield row
 
 
 def print_report(report: Report) -> None:

@@ -18,7 +18,7 @@ class EngineConfig:
 
     kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one request in a step.
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
-    (decode steps recorded and replayed), or `auto`: graph where the device has it. steps_in_flight: steps launched before the first is read.
+    (decode steps recorded and replayed), or `auto`: graph where the device has it. steps_in_flight: launched before the first is read.
     """
 
     model: str

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
+from rorqual.engine.graphs import DecodeGraphs
 from rorqual.engine.plan import Chunk, Plan, StepResult
 from rorqual.engine.rows import Rows
-from rorqual.engine.graphs import DecodeGraphs
 from rorqual.engine.sampler import Variant, choose, row_logprobs, sample, variant_of
 from rorqual.layers.step import Step
 from rorqual.models.transformer import Transformer

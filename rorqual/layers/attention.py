@@ -35,7 +35,7 @@ class GQA:
         qkv = self.qkv.forward(x).view(x.shape[0], -1, self.config.head_dim)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = self.ops.gqa_prologue(qkv, *norms, step.cos, step.sin, (planes["k"], planes["v"]), step.slot_mapping)
-        outs = [self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale) for segment, part in step.segments()]
+        outs = [self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale) for segment, part in step.segments]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.out.forward(out.flatten(1))
 

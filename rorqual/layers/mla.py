@@ -117,8 +117,10 @@ class MLA:
             k, v = self.decompress(entries)
             self.ops.write_cache(planes["k"], step.slot_mapping, k)
             self.ops.write_cache(planes["v"], step.slot_mapping, v)
+        if step.prefill is None and step.decode is not None:  # the usual step: nothing to slice, nothing to join
+            return self.attend(self.decode_form, query_in, q, step, step.decode, slice(None))
         outs = []
-        for segment, part in step.segments():
+        for segment, part in step.segments:
             form = self.decode_form if segment is step.decode else self.prefill_form
             outs.append(self.attend(form, query_in[part], q[part], step, segment, part))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -62,9 +62,7 @@ class MoE:
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(expert ids [T, K], weights [T, K] fp32) of hidden states [T, hidden]."""
-        ids, weights = self.ops.router(x, self.gate, self.bias, self.moe)
-        # Qwen3 rounds the weights to the activations' dtype before use.
-        return ids, weights if self.moe.router_fp32 else weights.to(x.dtype).float()
+        return self.ops.router(x, self.gate, self.bias, self.moe)
 
     def stages(self, x: Tensor) -> Stages:
         """submit | run_experts beside the shared expert | wait. Yields at each hand-over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class Step:
     def decode_tokens(self) -> int:
         return self.decode.tokens if self.decode else 0
 
+    @cached_property
     def segments(self) -> list[tuple[Segment, slice]]:
         """Each segment with the slice of the packed tokens it owns."""
         split = self.decode_tokens

@@ -135,10 +135,16 @@ class CpuOps(Ops):
         return _fused(q, entries, entries, scale, mask=index.mask).squeeze(1)[..., : q_latent.shape[-1]]
 
     def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+        if _alike(segment):
+            return _fused_attention(*(t.unflatten(0, (len(segment), -1)) for t in (q, k, v)), scale).flatten(0, 1)
         parts = zip(q.split(segment.query_lens), k.split(segment.kv_bounds), v.split(segment.kv_bounds), strict=True)
-        return torch.cat([_fused_attention(*part, scale) for part in parts])
+        return torch.cat([_fused_attention(*(t[None] for t in part), scale)[0] for part in parts])
 
     def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+        if _alike(segment):
+            length = segment.kv_bounds[0]
+            pages = segment.tables[:, : -(-length // plane.shape[1])]
+            return plane[pages].flatten(1, 2)[:, :length].flatten(0, 1)
         rows = zip(segment.tables, segment.kv_bounds, strict=True)
         return torch.cat([reference.read_cache(plane, table, length) for table, length in rows])
 
@@ -146,7 +152,10 @@ class CpuOps(Ops):
 
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         native = self._native(x) if gate.dtype in STORAGE and gate.numel() <= NATIVE_ELEMENTS else None
-        return native.router(x, gate, bias, moe) if native else super().router(x, gate, bias, moe)
+        if native is None:
+            return super().router(x, gate, bias, moe)
+        ids, weights = native.router(x, gate, bias, moe)
+        return ids, weights if moe.router_fp32 else weights.to(x.dtype).float()
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
@@ -215,16 +224,21 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)[..., :width]
 
 
+def _alike(segment: Segment) -> bool:
+    """All requests bring as many queries to as many cached entries: one batched call serves them."""
+    return len(set(segment.query_lens)) == 1 == len(set(segment.kv_bounds))
+
+
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """causal_attention of one request."""
-    queries, length, groups = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    """causal_attention of requests of equal lengths: q [R, Q, H, D], k [R, L, G, D], v [R, L, G, Dv] to [R, Q, H, Dv]."""
+    queries, length, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     mask = None
     if 1 < queries < length:
         mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return _fused(q, k, v, scale, mask, causal=queries == length and queries > 1)[0].transpose(0, 1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return _fused(q, k, v, scale, mask, causal=queries == length and queries > 1).transpose(1, 2)
 
 
 def _gathered_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -250,10 +264,7 @@ def _looped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, do
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
     tokens = order // ids.shape[1]
-    outs = []
-    for slot, rows in enumerate(x.index_select(0, tokens).split(counts)):
-        if rows.shape[0]:
-            outs.append(F.linear(reference.swiglu(F.linear(rows, gate_up[slot])), down[slot]))
-    y = torch.cat(outs).float() * weights.flatten()[order, None]
+    runs = zip(x.index_select(0, tokens).split(counts), gate_up, down, strict=True)
+    y = torch.cat([F.linear(reference.swiglu(F.linear(run, up)), out) for run, up, out in runs if run.shape[0]])
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return total.index_add_(0, tokens, y).to(x.dtype)
+    return total.index_add_(0, tokens, y.float() * weights.flatten()[order, None]).to(x.dtype)

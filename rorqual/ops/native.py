@@ -106,6 +106,10 @@ def _pointer(x: Tensor | None) -> int:
     return x.data_ptr()
 
 
+def _pointers(*tensors: Tensor) -> list[int]:
+    return [x.data_ptr() for x in tensors if x.is_contiguous()]  # a missing argument is a TypeError, never a wrong address
+
+
 class Native:
     """Calls into the library. Callers have checked that dtypes are one of STORAGE and that everything is contiguous.
 
@@ -156,8 +160,8 @@ class Native:
         if w.scratch is None:
             w.scratch = self.mla_layer(w, x.shape[1])
         q = x.new_empty(x.shape[0], w.config.num_heads, w.config.qk_dim)
-        pointers = (_pointer(t) for t in (x, cos, sin, plane, slots, q))
-        self.lib.rq_mla_prologue(_wide(x), ctypes.addressof(w.scratch), *pointers, x.shape[0])
+        at = ctypes.addressof(w.scratch)
+        self.lib.rq_mla_prologue(_wide(x), at, *_pointers(x, cos, sin, plane, slots, q), x.shape[0])
         return q
 
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, tables: Tensor, lens: Tensor, scale: float) -> Tensor:
@@ -183,14 +187,13 @@ class Native:
         groups, dim = planes[0].shape[2:]
         heads = qkv.shape[1] - 2 * groups
         q = qkv.new_empty(qkv.shape[0], heads, dim)
-        first = (_pointer(t) for t in (qkv, q_norm, k_norm))
-        rest = (_pointer(t) for t in (cos, sin, *planes, slots, q))
+        first, rest = _pointers(qkv, q_norm, k_norm), _pointers(cos, sin, *planes, slots, q)
         self.lib.rq_gqa_prologue(_wide(qkv), *first, eps, *rest, qkv.shape[0], heads, groups, dim)
         return q
 
     def gqa_decode(self, q: Tensor, planes: tuple[Tensor, Tensor], tables: Tensor, lens: Tensor, scale: float) -> Tensor:
         out, (rows, heads, dim), groups = torch.empty_like(q), q.shape, planes[0].shape[2]
-        pointers = (_pointer(t) for t in (q, *planes, tables))
+        pointers = _pointers(q, *planes, tables)
         self.lib.rq_gqa_decode(
             _wide(q), *pointers, tables.shape[1], _pointer(lens), planes[0].shape[1], scale, out.data_ptr(), rows, heads, groups, dim
         )
@@ -210,7 +213,6 @@ class Native:
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         y = torch.empty_like(x)
         slots, hidden, size = down.data.shape
-        first = (_pointer(t) for t in (x, ids, weights))
         packed = (self.weight(gate_up.data), self.weight(down.data))
-        self.lib.rq_experts(_wide(x), *first, *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
+        self.lib.rq_experts(_wide(x), *_pointers(x, ids, weights), *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
         return y

@@ -199,8 +199,12 @@ class Ops:
     # ---- experts
 
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K] int64, weights [T, K] fp32)."""
-        return self.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
+        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K] int64, weights [T, K] fp32).
+
+        Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype.
+        """
+        ids, weights = self.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
+        return ids, weights if moe.router_fp32 else weights.to(x.dtype).float()
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)

@@ -22,9 +22,11 @@ from rorqual.parallel.overlap import straight
 Forms = tuple[str, str]  # MLA form of prefill, of decode
 
 
-def random_model(config: dict[str, Any], ops: Ops, dtype: str, device: torch.device, forms: Forms = ("CC", "A_CC_ME")) -> Transformer:
+def random_model(config: dict[str, Any], ops: Ops, dtype: str, device: torch.device, forms: Forms = ("CC", "A_CC_ME"),
+                 gain: float = 1.0) -> Transformer:  # fmt: skip
+    """gain: of the random weights that write to the residual stream; the engine takes RESIDUAL_GAIN / sqrt(2 layers)."""
     parsed = ModelConfig.from_dict(config)
-    model = make_model(parsed, Build(ops, getattr(torch, dtype), device, parsed.quant), 4096, *forms)
+    model = make_model(parsed, Build(ops, getattr(torch, dtype), device, parsed.quant, gain), 4096, *forms)
     random_weights(model, 0)
     return model
 

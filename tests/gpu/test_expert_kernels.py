@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from rorqual.bench import kernels_experts as bench
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton import experts, linear_fp8
+from rorqual.ops.triton import experts, linear_fp8, linear_small, route
 
 DEVICE = torch.device("cuda")
 NAMES = [case.name for case in bench.cases() if not case.name.endswith("T16384")]
@@ -62,3 +62,30 @@ def test_split_products_repeat_bit_for_bit() -> None:
     x = torch.randn(7, 7168, device=DEVICE, dtype=torch.bfloat16)
     first = linear_fp8.linear(x, weight)
     assert all(torch.equal(linear_fp8.linear(x, weight), first) for _ in range(50))
+
+
+@pytest.mark.parametrize("model", bench.ROUTERS)
+def test_routers_repeat_bit_for_bit(model: str) -> None:
+    """Each launch starts while the one before it ends, and both count in the same place."""
+    moe, tokens = bench.ROUTERS[model], 5
+    gate = torch.randn(moe.num_experts, 2048, device=DEVICE) * 2048**-0.5
+    bias = torch.randn(moe.num_experts, device=DEVICE) * 0.05 if moe.has_bias else None
+    x = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
+    ids, weights = route.router(x, gate, bias, moe)
+    expected_ids, expected = reference.route((x.double() @ gate.double().t()).float(), bias, moe)
+    zero = torch.zeros(tokens, moe.num_experts, device=DEVICE)
+    torch.testing.assert_close(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-4, atol=1e-5)
+    for _ in range(100):
+        again = route.router(x, gate, bias, moe)
+        assert torch.equal(again[0], ids)
+        assert torch.equal(again[1], weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])
+def test_small_products(tokens: int) -> None:
+    x = torch.randn(tokens, 2 * 1408, device=DEVICE, dtype=torch.bfloat16)[:, :1408]
+    pair, bias = bench.random_weight("bf16", DEVICE, 2 * 1001, 1408), torch.randn(2002, device=DEVICE, dtype=torch.bfloat16)
+    with bench.poisoned():
+        y, h = linear_small.linear(x, pair.data, bias), linear_small.gate_up(x, pair.data)
+    assert bench.difference(y, x.double() @ pair.data.double().t() + bias.double()) < 1e-5
+    assert bench.difference(h, reference.swiglu(x.double() @ pair.data.double().t())) < 1e-4

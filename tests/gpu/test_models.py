@@ -1,9 +1,13 @@
 """Whole models on a card through TritonOps: tiny checkpoints in fp32 against the CPU, and real widths against the reference on the card.
 
-At real width both sides round to bf16 (and fp8) at the same places but sum in other orders, so logits differ by about the rounding.
-Random weights make flat logits, whose best two are often nearer than that: a position agrees if the reference's logit of our choice
-lies within TIE standard deviations of its best. Bounds: 99 % of positions agree; the logits' cosine is above 0.999 at the median and
-0.98 at the worst of a hundred (a rounding that tips the router changes a token's experts altogether).
+At real width both sides round to bf16 (and fp8) at the same places but sum in other orders, so logits differ by about the rounding,
+and by more where it tips the router. How much that alone does depends on how loud each layer is in the residual stream. With random
+layers as loud as the stream itself, 1e-4 of noise in the sums of the reference's fp8 products changes the choice of half the tokens
+(256 experts of which 8, three fp8 layers below; median cosine 0.99, no kernel involved), and a comparison says nothing; with the gain
+that the engine gives random models it changes about a tenth (median 0.9999, worst of a hundred 0.998). So the models here have that gain.
+Random weights make flat logits, whose best two are often nearer than the rounding: a position agrees if the reference's logit of our
+choice lies within TIE standard deviations of its best. Bounds: 99 % of positions agree; the logits' cosine is above 0.999 at the median
+and 0.99 at the worst of a hundred. A kernel's own error is bounded far closer in the other tests of this folder.
 
 Run as a script it prints the figures: python tests/gpu/test_models.py
 """
@@ -23,6 +27,7 @@ if __name__ != "__main__" and not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual.config import ModelConfig
+from rorqual.engine.engine import RESIDUAL_GAIN
 from rorqual.layers.parameter import Build
 from rorqual.layers.step import Step
 from rorqual.models.loader import load_weights
@@ -138,7 +143,8 @@ def replayed_equals_eager(model: Transformer, ids: Tensor, bound: float) -> None
 def real(name: str) -> dict[str, float]:
     """Figures of one real-width model: what agreed, how near, and how long a decode step took."""
     began = time.monotonic()
-    model = random_model(REAL[name], TritonOps(), "bfloat16", CARD)
+    gain = RESIDUAL_GAIN * (2 * REAL[name]["num_hidden_layers"]) ** -0.5
+    model = random_model(REAL[name], TritonOps(), "bfloat16", CARD, gain=gain)
     torch.cuda.synchronize()
     figures = {"load_s": time.monotonic() - began}
     ids = draw(3, 108, model.config.vocab_size)
@@ -167,7 +173,7 @@ def test_real_widths(name: str) -> None:
     print(name, figures)
     assert figures["agree"] >= 0.99, figures
     assert figures["median"] > 0.999, figures
-    assert figures["worst_of_100"] > 0.98, figures
+    assert figures["worst_of_100"] > 0.99, figures
 
 
 if __name__ == "__main__":

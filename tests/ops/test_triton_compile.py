@@ -26,7 +26,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config import MoEConfig
     from rorqual.ops.reference import FP8, Weight
-    from rorqual.ops.triton import experts, linear_fp8, norm, rope_cache, route
+    from rorqual.ops.triton import experts, linear_fp8, linear_small, norm, rope_cache, route
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -44,10 +44,17 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         if v3:
             yield f"fp8 T{tokens}", lambda t=tokens: experts.experts(x(t, 7168), *picks(t, 1), fp8(32, 4096, 7168), fp8(32, 7168, 2048))
             yield f"linear T{tokens}", lambda t=tokens: linear_fp8.linear(x(t, 7168), fp8(2112, 7168))
+    if v3:
+        yield "fp8 one token", lambda: experts.experts(x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048))
     yield "fp32", lambda: experts.experts(
         x(9, 64, dtype=wide), *picks(9, 2), Weight(x(8, 64, 64, dtype=wide)), Weight(x(8, 64, 32, dtype=wide)))  # fmt: skip
     moe = MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True)
     yield "route", lambda: route.route(x(4, 256, dtype=wide), x(256, dtype=wide), moe)
+    yield "router fp32", lambda: route.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
+    yield "router bf16", lambda: route.router(x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True))
+    for tokens in (1, 4, 8):
+        yield f"small T{tokens}", lambda t=tokens: linear_small.linear(x(t, 4096), x(2048, 4096))
+        yield f"small gated T{tokens}", lambda t=tokens: linear_small.gate_up(x(t, 2048), x(5632, 2048))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     if v3:

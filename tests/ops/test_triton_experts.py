@@ -16,7 +16,7 @@ if SKIP_REASON is not None:
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton import experts, fp8, linear_fp8, norm, picks, rope_cache
+from rorqual.ops.triton import experts, fp8, linear_fp8, linear_small, norm, picks, rope_cache
 from rorqual.ops.triton import route as routing
 
 KINDS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
@@ -180,6 +180,39 @@ def test_route_breaks_ties_by_lowest_expert() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("moe", ROUTERS, ids=lambda moe: moe.method)
+def test_router(moe: MoEConfig, dtype: torch.dtype) -> None:
+    """Gate product and choice in one kernel equal the product followed by the choice; the counters are zero again."""
+    x = random(3, 88, dtype=torch.bfloat16)[:, :72]
+    gate = (random(moe.num_experts, 72) * 0.3).to(dtype)
+    bias = random(moe.num_experts) * 0.1 if moe.has_bias else None
+    logits = (x.double() @ gate.double().t()).to(dtype)
+    expected_ids, expected = routing.route(logits, bias, moe, rounded=torch.bfloat16)
+    for _ in range(2):
+        ids, weights = routing.router(x, gate, bias, moe, rounded=torch.bfloat16)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-6)
+    assert torch.equal(weights, weights.bfloat16().float())
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(("rows", "columns", "biased"), [(19, 72, True), (32, 256, False)])
+def test_small_linear(tokens: int, rows: int, columns: int, biased: bool) -> None:
+    """Also from rows that do not lie side by side."""
+    x = random(tokens, columns + 8, dtype=torch.bfloat16)[:, :columns]
+    matrix, bias = weight("bf16", rows, columns).data, random(rows, dtype=torch.bfloat16) if biased else None
+    expected = torch.nn.functional.linear(x.double(), matrix.double(), None if bias is None else bias.double())
+    plan = linear_small.SmallPlan(4, 64, 4, 2)
+    assert linear_small.supported(x, matrix)
+    for chosen in (None, plan):
+        assert difference(linear_small.linear(x, matrix, bias, chosen), expected) < 1e-5
+    pair = weight("bf16", 2 * rows, columns)
+    wanted = reference.swiglu(reference.linear(x, pair))
+    for chosen in (None, plan):
+        torch.testing.assert_close(linear_small.gate_up(x, pair.data, chosen), wanted, rtol=3e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norms(dtype: torch.dtype) -> None:
     x, residual, factor = random(5, 200, dtype=dtype), random(5, 200, dtype=dtype), random(200, dtype=dtype)
     close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}  # one step of bf16 where rsqrt differs in its last bit
@@ -242,6 +275,12 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
     assert isinstance(packed, fp8.Quantised)
     assert torch.equal(packed.data.float(), reference.quantise_activation(got)[0].float())
     assert rope_cache.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved) is None
+    heads, width, before = 5, query // 5, first.clone()
+    rope_cache.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, heads=heads)
+    turned, was = first.unflatten(1, (heads, width)), before.unflatten(1, (heads, width))
+    torch.testing.assert_close(turned[..., -rotary:], reference.rope(was[..., -rotary:], *cos_sin, interleaved))
+    assert torch.equal(turned[..., :-rotary], was[..., :-rotary])
+    torch.testing.assert_close(plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -27,7 +27,7 @@ from rorqual.ops.reference import Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
 from rorqual.ops.triton import experts as experts_kernels
 from rorqual.ops.triton import gqa_decode as gqa
-from rorqual.ops.triton import linear_fp8, prefill, rope_cache
+from rorqual.ops.triton import linear_fp8, linear_small, prefill, rope_cache
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import norm as norm_kernels
 from rorqual.ops.triton import route as routing
@@ -36,6 +36,9 @@ from rorqual.ops.triton.launch import next_power, takes_fp8
 from rorqual.ops.triton.segments import Derived, derived
 
 WIDEST_HEAD = 256
+# Rotate queries without a latent inside the epilogue kernel: one launch fewer a layer. Off until it has been timed on a card, like
+# route.ROUTER_TOKENS and linear_small.TOKENS; the bench has rows for each.
+JOINT_ROPE = False
 
 
 class TritonOps(Ops):
@@ -54,11 +57,14 @@ class TritonOps(Ops):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if not weight.quantised:
-            return F.linear(x, weight.data, bias)
+            small = linear_small.chosen(x, weight.data)
+            return linear_small.linear(x, weight.data, bias) if small else F.linear(x, weight.data, bias)
         return linear_fp8.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
 
     def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        """In fp8 the activation between the products is quantised as it is made."""
+        """In fp8 the activation between the products is quantised as it is made; for a few tokens in bf16 it is part of the first."""
+        if not gate_up.quantised and linear_small.chosen(x, gate_up.data):
+            return self.linear(linear_small.gate_up(x, gate_up.data), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
         return linear_fp8.linear(norm_kernels.swiglu_fp8(linear_fp8.linear(x, gate_up)), down, dtype=x.dtype)
@@ -86,20 +92,22 @@ class TritonOps(Ops):
     def mla_prologue(
         self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Two products with one kernel between them; the query input is x itself unless `keep_query_input` asks for the latent."""
+        """One or two products and what lies between and behind them. The query input is x unless `keep_query_input` asks for the latent."""
         sizes = w.config.kv_lora_rank, w.config.rope_dim
         if plane is None or plane.dtype == torch.uint8 or not all(map(_power, sizes)):
             return super().mla_prologue(x, w, cos, sin, plane, slots)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
-        latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant)
+        heads = w.config.num_heads if w.q_b is None and JOINT_ROPE else 0
+        latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads)
         query_in, q = self._queries(x, joint, latent, w)
-        rotated = q[..., w.config.nope_dim :]
-        rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
+        if not heads:
+            rotated = q[..., w.config.nope_dim :]
+            rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
         return query_in, q, None
 
     def _queries(self, x: Tensor, joint: Tensor, latent: Tensor | Quantised | None, w: MLAWeights) -> tuple[Tensor, Tensor]:
-        """(query input, queries [T, H, qk] not yet rotated)."""
+        """(query input, queries [T, H, qk]), not rotated here."""
         if w.q_b is None or latent is None:
             return x, joint[:, : w.query_rows].unflatten(1, (w.config.num_heads, -1))
         per_head = (-1, w.config.num_heads, w.config.qk_dim)
@@ -160,6 +168,13 @@ class TritonOps(Ops):
         return mla.dequantised(rows) if plane.dtype == torch.uint8 else rows
 
     # ---- experts
+
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
+        rounded = torch.float32 if moe.router_fp32 else x.dtype
+        if routing.joint(x, gate):
+            return routing.router(x, gate, bias, moe, rounded=rounded)
+        return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return routing.route(logits, bias, moe)

@@ -72,22 +72,24 @@ PLANS: dict[str, list[tuple[float, Plan]]] = {
         (6, Plan(16, Tile(128, 128, 4, 3, tma=True), Tile(128, 128, 4, 3, tma=True))),
         (20, Plan(32, Tile(64, 128, 4, 5, tma=True), Tile(64, 64, 4, 3, tma=True))),
         (96, Plan(64, Tile(128, 64, 4, 5, swap=False, tma=True), Tile(128, 64, 4, 3, swap=False, tma=True))),
-        (0, Plan(128, Tile(128, 64, 8, 4, swap=False, tma=True), Tile(256, 64, 8, 4, swap=False, tma=True))),
+        (0, Plan(128, Tile(128, 64, 8, 4, tma=True), Tile(128, 64, 4, 3, tma=True))),
     ],
     "fp8": [
-        (6, Plan(16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))),
-        (20, Plan(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))),
-        (96, Plan(64, Tile(128, 128, 8, 3), Tile(128, 128, 4, 4))),
-        (0, Plan(128, Tile(128, 128, 8, 3, swap=False, tma=True), Tile(128, 128, 8, 4, swap=False, tma=True))),
+        (0.5, Plan(16, Tile(128, 128, 8, 4, tma=True), Tile(64, 128, 4, 3, tma=True))),
+        (1.5, Plan(16, Tile(128, 128, 8, 2, tma=True), Tile(128, 128, 4, 3, tma=True))),
+        (6, Plan(16, Tile(128, 128, 8, 3, tma=True), Tile(64, 128, 4, 3, tma=True))),
+        (20, Plan(32, Tile(128, 128, 4, 3, tma=True), Tile(128, 128, 4, 3, tma=True))),
+        (0, Plan(64, Tile(128, 128, 8, 4, swap=False, tma=True), Tile(128, 128, 4, 4, swap=False, tma=True))),
     ],
     "fp32": [(0, Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))],
 }
-DIRECT: dict[str, DirectPlan] = {
-    "bf16": DirectPlan(8, 256, 8, 256, warps=4, stages=4),
-    "fp8": DirectPlan(16, 512, 16, 512),
-    "fp32": DirectPlan(8, 256, 16, 128),
+# kind -> (picks up to which the plan holds, plan), in order. Few picks want small tiles, to have programs enough for the card.
+DIRECT: dict[str, list[tuple[int, DirectPlan]]] = {
+    "bf16": [(0, DirectPlan(8, 256, 8, 256, warps=4, stages=4))],
+    "fp8": [(2, DirectPlan(16, 512, 16, 512)), (0, DirectPlan(32, 256, 32, 256, warps=4, stages=4))],
+    "fp32": [(0, DirectPlan(8, 256, 16, 128))],
 }
-DIRECT_PICKS = {"bf16": 8, "fp8": 2, "fp32": 2}  # the direct form reads an expert anew for each pick: up to so many picks
+DIRECT_PICKS = {"bf16": 8, "fp8": 8, "fp32": 2}  # the direct form reads an expert anew for each pick: up to so many picks
 
 
 @triton.jit
@@ -330,6 +332,10 @@ def plan_for(kind: str, picks: int, slots: int) -> Plan:
     return next((plan for limit, plan in PLANS[kind] if picks <= limit * slots), PLANS[kind][-1][1])
 
 
+def direct_plan_for(kind: str, picks: int) -> DirectPlan:
+    return next((plan for limit, plan in DIRECT[kind] if picks <= limit), DIRECT[kind][-1][1])
+
+
 def supported(gate_up: Weight, down: Weight) -> bool:
     """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights have no limits."""
     sizes = down.data.shape[1:]
@@ -353,7 +359,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
 def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None) -> Tensor:
     """Two kernels; every pick reads its expert's weights by itself."""
     (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantised
-    plan = plan or DIRECT[kind_of(gate_up)]
+    plan = plan or direct_plan_for(kind_of(gate_up), tokens * top_k)
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     late = dependent(x.device)

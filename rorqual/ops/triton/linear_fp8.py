@@ -42,8 +42,8 @@ PLANS: list[tuple[int, LinearPlan]] = [
     (16, LinearPlan(16, 64, 4, 6, split=8)),
     (32, LinearPlan(32, 64, 4, 6, split=8)),
     (64, LinearPlan(64, 64, 4, 5, split=8)),
-    (256, LinearPlan(128, 64, 4, 4, split=8)),
-    (0, LinearPlan(128, 128, 8, 4, swap=False, tma=True)),
+    (256, LinearPlan(128, 64, 8, 4, swap=False, tma=True, split=4)),
+    (0, LinearPlan(128, 128, 8, 3, swap=False, tma=True, halves=True)),
 ]
 MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
 

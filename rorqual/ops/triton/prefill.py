@@ -92,7 +92,7 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
             values = v_tma.load([here, group * v_head])
         else:
             n = j * BLOCK_N + offsets
-            slots = k_begin.to(tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
+            slots = tl.cast(k_begin, tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
             k_rows, v_rows = k + slots * k_row + group * k_head, v + slots * v_row + group * v_head
             keys = _whole(k_rows[:, None] + columns[None, :], inside, SIZE >= WIDTH)
             tail = tl.load(k_rows[:, None] + tail_columns[None, :]) if TAIL > 0 else keys
@@ -104,7 +104,7 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
     for j in tl.range(plain, high, num_stages=1):
         n = j * BLOCK_N + offsets
         ok = (n < length)[:, None]
-        slots = k_begin.to(tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
+        slots = tl.cast(k_begin, tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
         k_rows, v_rows = k + slots * k_row + group * k_head, v + slots * v_row + group * v_head
         keys = tl.load(k_rows[:, None] + columns[None, :], mask=ok & inside, other=0.0)
         tail = tl.load(k_rows[:, None] + tail_columns[None, :], mask=ok, other=0.0) if TAIL > 0 else keys

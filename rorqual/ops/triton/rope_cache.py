@@ -32,20 +32,28 @@ def _rotated(x, partner, cos, sin, sign):
 
 
 @triton.jit
+def _rotate_heads(source, target, cos, sin, present, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Heads of one token, from pointers to their first columns to others, which may be the same."""
+    offsets = tl.arange(0, SIZE)
+    partner, pair, sign = _pair(offsets, SIZE, INTERLEAVED)
+    here = present[:, None]
+    value = tl.load(source[:, None] + offsets[None, :], mask=here, other=0.0).to(tl.float32)
+    other = tl.load(source[:, None] + partner[None, :], mask=here, other=0.0).to(tl.float32)
+    c, s = tl.load(cos + pair), tl.load(sin + pair)
+    y = _rotated(value, other, c[None, :], s[None, :], sign[None, :])
+    tl.debug_barrier()
+    tl.store(target[:, None] + offsets[None, :], y.to(target.dtype.element_ty), mask=here)
+
+
+@triton.jit
 def _rope_kernel(x, out, cos, sin, heads, x_token, x_head, o_token, o_head, HEADS: tl.constexpr, SIZE: tl.constexpr,
                  INTERLEAVED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """HEADS heads of a token a program. Each element is read with its partner before anything is stored, so x may be out."""
     wait_for_inputs(DEPENDENT)
-    token, head, offsets = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, SIZE)
-    partner, pair, sign = _pair(offsets, SIZE, INTERLEAVED)
-    here = (head < heads)[:, None]
-    base = x + token * x_token + head[:, None] * x_head
-    value = tl.load(base + offsets[None, :], mask=here, other=0.0).to(tl.float32)
-    other = tl.load(base + partner[None, :], mask=here, other=0.0).to(tl.float32)
-    c, s = tl.load(cos + token * (SIZE // 2) + pair), tl.load(sin + token * (SIZE // 2) + pair)
-    y = _rotated(value, other, c[None, :], s[None, :], sign[None, :])
-    tl.debug_barrier()
-    tl.store(out + token * o_token + head[:, None] * o_head + offsets[None, :], y.to(out.dtype.element_ty), mask=here)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    angle = token * (SIZE // 2)
+    source, target = x + token * x_token + head * x_head, out + token * o_token + head * o_head
+    _rotate_heads(source, target, cos + angle, sin + angle, head < heads, SIZE, INTERLEAVED)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None) -> Tensor:
@@ -80,8 +88,10 @@ def _store_entry(base, weight, cos, sin, target, write, eps, RANK: tl.constexpr,
 @triton.jit(do_not_specialize=["scale_block"])
 def _latent_kernel(x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_scale, x_row, slot_row, eps, scale_row, scale_block,
                    QUERY: tl.constexpr, QUERY_PAD: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   NORM: tl.constexpr, QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's latent."""
+                   NORM: tl.constexpr, QUANT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's latent, or without a latent
+    (token, 1 ..): BLOCK of the HEADS queries each, whose last ROPE columns turn in place."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     base = x + token * x_row
@@ -97,14 +107,19 @@ def _latent_kernel(x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_
             store_fp8(y.to(tl.float32), q_data, q_scale, token, 0, QUERY, QUERY, scale_row, scale_block, QUERY_PAD)
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
+    elif HEADS > 0:
+        head, width, angle = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK), QUERY // HEADS, token * (ROPE // 2)
+        place = base + head * width + (width - ROPE)
+        _rotate_heads(place, place, cos + angle, sin + angle, head < HEADS, ROPE, INTERLEAVED)
 
 
 def latent_epilogue(x: Tensor, q_weight: Tensor | None, kv_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, plane: Tensor,
-                    eps: float, interleaved: bool, quant: bool = False) -> Tensor | Quantised | None:  # fmt: skip
+                    eps: float, interleaved: bool, quant: bool = False, heads: int = 0) -> Tensor | Quantised | None:  # fmt: skip
     """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its latent), the kv latent and the rope key.
 
     Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope] at slots [T]. With q_weight [query] returns norm(query
-    latent) [T, query], quantised if `quant`; without it None (the query needs no norm). rank and rope must be powers of two.
+    latent) [T, query], quantised if `quant`; without it None: the query needs no norm, and the last rope columns of each of its `heads`
+    are rotated where they are. rank and rope must be powers of two.
     """
     tokens, rank, rotary, device = x.shape[0], kv_weight.shape[0], 2 * cos.shape[1], x.device
     query = x.shape[1] - rank - rotary
@@ -115,10 +130,11 @@ def latent_epilogue(x: Tensor, q_weight: Tensor | None, kv_weight: Tensor, cos: 
     packed = Quantised.empty(tokens, query, device) if q_weight is not None and quant else None
     data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
     if tokens:
-        _latent_kernel[tokens, 2 if q_weight is not None else 1](
+        block = min(8, next_power(heads))
+        _latent_kernel[tokens, 2 if q_weight is not None else 1 + triton.cdiv(heads, block)](
             x, q_weight, kv_weight, cos, sin, slots, plane, normal, data, scale, x.stride(0), plane.stride(1), eps, *strides, query,
             max(128, next_power(query)), rank, rotary, interleaved, q_weight is not None, quant,
-            num_warps=4, **dependent(device))  # fmt: skip
+            0 if q_weight is not None else heads, block, num_warps=4, **dependent(device))  # fmt: skip
     return packed if packed is not None else normal
 
 

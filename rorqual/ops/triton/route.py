@@ -1,6 +1,12 @@
-"""The router's choice in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2; group limits: 2405.04434)."""
+"""The router's choice in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2; group limits: 2405.04434).
+
+For a few tokens the gate product is part of it: each program multiplies a gate row or two, and the last one of a token to finish
+chooses. Experts' logits are sums in a fixed order whatever the other tokens are.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -8,7 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.config import MoEConfig
-from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs, zeroed_counters
+
+# The gate product and the choice are one kernel for up to so many tokens and products: every token reads the gate anew.
+ROUTER_TOKENS, ROUTER_PRODUCTS = 0, 1 << 21
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -40,13 +50,12 @@ def _kept_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GRO
 
 
 @triton.jit
-def _route_kernel(logits, bias, ids, weights, stride, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-                  PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
-                  KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    wait_for_inputs(DEPENDENT)
-    token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr,
+            SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
+            BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
+    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are rounded to the type ROUNDED."""
+    expert = tl.arange(0, WIDTH)
     present = expert < EXPERTS
-    x = tl.load(logits + token * stride + expert, mask=present, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -69,18 +78,103 @@ def _route_kernel(logits, bias, ids, weights, stride, scaling, EXPERTS: tl.const
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     out = token * TOP_K + slot
     tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < TOP_K)
-    tl.store(weights + out, weight * scaling, mask=slot < TOP_K)
+    tl.store(weights + out, (weight * scaling).to(ROUNDED).to(tl.float32), mask=slot < TOP_K)
 
 
-def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
-    """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert."""
+@triton.jit
+def _route_kernel(logits, bias, ids, weights, stride, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+                  PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
+                  KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
+                  DEPENDENT: tl.constexpr):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    x = tl.load(logits + token * stride + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    _choose(x, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO, NORM,
+            ROUNDED)  # fmt: skip
+
+
+@triton.jit
+def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers + column)
+    else:
+        return tl.load(pointers + column, mask=column + tl.arange(0, WIDTH) < columns, other=0.0)
+
+
+@triton.jit
+def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling, HIDDEN: tl.constexpr, K: tl.constexpr,
+                   STAGES: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr,
+                   SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
+                   BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (expert, token). Logits are rounded to the gate's type, as its product would be, and passed on in fp32."""
+    EVEN: tl.constexpr = HIDDEN % K == 0
+    kind: tl.constexpr = gate.dtype.element_ty
+    row, token, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, K)
+    w_row = gate + row * HIDDEN + columns
+    first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)  # weights: no kernel of a step writes them
+    wait_for_inputs(DEPENDENT)
+    x_place = x + token.to(tl.int64) * x_row + columns
+    acc = first * _part(x_place, 0, HIDDEN, EVEN, K).to(kind).to(tl.float32)
+    for k in tl.range(K, HIDDEN, K, num_stages=STAGES):
+        acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(x_place, k, HIDDEN, EVEN, K).to(kind).to(tl.float32)
+    held = logits + token * EXPERTS
+    tl.store(held + row, tl.sum(acc, 0).to(kind).to(tl.float32), cache_modifier=".cg")
+    tl.debug_barrier()  # the logit is stored before this program is counted in
+    if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
+        expert = tl.arange(0, WIDTH)
+        values = tl.load(held + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg")
+        _choose(values, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP,
+                BEST_TWO, NORM, ROUNDED)  # fmt: skip
+        tl.store(counters + token, 0)
+
+
+def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
+          rounded: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert.
+
+    rounded: weights are fp32 numbers that this type holds.
+    """
     tokens, experts = logits.shape
-    ids = torch.empty(tokens, moe.top_k, dtype=dtype, device=logits.device)
-    weights = torch.empty(tokens, moe.top_k, dtype=torch.float32, device=logits.device)
-    groups = moe.n_group if moe.method != "greedy" else 1
+    ids, weights = _outputs(tokens, moe, dtype, logits.device)
     if tokens:
         _route_kernel[tokens,](
-            logits, bias, ids, weights, logits.stride(0), float(moe.scaling), experts, next_power(experts), moe.top_k,
-            next_power(moe.top_k), moe.scoring == "sigmoid", bias is not None, groups, next_power(groups), moe.topk_group,
-            moe.method == "noaux_tc", moe.norm_topk_prob, num_warps=1 if experts <= 256 else 4, **dependent(logits.device))  # fmt: skip
+            logits, bias, ids, weights, logits.stride(0), float(moe.scaling), **_options(moe, experts, bias, rounded),
+            num_warps=1 if experts <= 256 else 4, **dependent(logits.device))  # fmt: skip
     return ids, weights
+
+
+def joint(x: Tensor, gate: Tensor) -> bool:
+    """Whether `router` is the way to choose."""
+    few = x.shape[0] <= ROUTER_TOKENS and x.shape[0] * gate.numel() <= ROUTER_PRODUCTS
+    return few and x.stride(1) == 1 and gate.is_contiguous()
+
+
+def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
+           rounded: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden] contiguous. A few tokens."""
+    (tokens, hidden), experts = x.shape, gate.shape[0]
+    assert x.stride(1) == 1
+    assert gate.is_contiguous()
+    ids, weights = _outputs(tokens, moe, dtype, x.device)
+    if tokens:
+        logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+        width = min(next_power(hidden), 2048)
+        _router_kernel[experts, tokens](
+            x, gate, logits, zeroed_counters(x.device, tokens), bias, ids, weights, x.stride(0), float(moe.scaling), HIDDEN=hidden, K=width,
+            STAGES=3, **_options(moe, experts, bias, rounded), num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
+            **dependent(x.device))  # fmt: skip
+    return ids, weights
+
+
+def _outputs(tokens: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(tokens, moe.top_k, dtype=dtype, device=device)
+    return ids, torch.empty(tokens, moe.top_k, dtype=torch.float32, device=device)
+
+
+def _options(moe: MoEConfig, experts: int, bias: Tensor | None, rounded: torch.dtype) -> dict[str, Any]:
+    groups = moe.n_group if moe.method != "greedy" else 1
+    return {
+        "EXPERTS": experts, "WIDTH": next_power(experts), "TOP_K": moe.top_k, "PICKS": next_power(moe.top_k),
+        "SIGMOID": moe.scoring == "sigmoid", "BIAS": bias is not None, "GROUPS": groups, "GROUP_PAD": next_power(groups),
+        "KEEP": moe.topk_group, "BEST_TWO": moe.method == "noaux_tc", "NORM": moe.norm_topk_prob, "ROUNDED": KINDS[rounded],
+    }  # fmt: skip
