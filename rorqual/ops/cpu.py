@@ -136,9 +136,10 @@ class CpuOps(Ops):
 
     def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
         if _alike(segment):
-            return _fused_attention(*(t.unflatten(0, (len(segment), -1)) for t in (q, k, v)), scale).flatten(0, 1)
+            q, k, v = (t.unflatten(0, (len(segment), -1)) for t in (q, k, v))
+            return _fused_attention(q, k, v, scale).flatten(0, 1)
         parts = zip(q.split(segment.query_lens), k.split(segment.kv_bounds), v.split(segment.kv_bounds), strict=True)
-        return torch.cat([_fused_attention(*(t[None] for t in part), scale)[0] for part in parts])
+        return torch.cat([_fused_attention(q[None], k[None], v[None], scale)[0] for q, k, v in parts])
 
     def gather(self, plane: Tensor, segment: Segment) -> Tensor:
         if _alike(segment):

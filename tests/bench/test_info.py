@@ -27,9 +27,9 @@ def screen(name: str, memory_gib: float | None = None) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(SHAPES.glob("*/config.json")), ids=lambda path: path.parent.name)
 def test_one_screen(path: Path) -> None:
-    lines = screen(path.stem)
+    lines = screen(path.parent.name)
     assert len(lines) <= 40
-    assert f"[{path.stem}]" in lines[0]
+    assert f"[{path.parent.name}]" in lines[0]
 
 
 def test_deepseek_v3() -> None:
