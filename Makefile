@@ -5,15 +5,12 @@ BIN := $(VENV)/bin
 # The CPU build of torch where pip finds one of this exact version first; elsewhere any torch the project accepts.
 TORCH ?= torch==2.13.0
 
-.PHONY: run test test-all lint clean
+.PHONY: run test lint clean
 
 run: $(VENV)/.installed
 	@$(BIN)/rorqual generate
 
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -n 2 -m "not slow"
-
-test-all: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.installed-test
@@ -30,6 +27,7 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@$(BIN)/pip install -q -e '.[test]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install -q -e '.[interpreter]' || echo "no Triton: kernel tests are skipped"
 	@touch $@
 
 clean:
