@@ -25,8 +25,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 # vLLM spells these differently.
 ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
-# Accepted so that scripts run: the first never runs remote code here, the others choose nothing that exists yet.
-WITHOUT_EFFECT = frozenset(("trust_remote_code", "enforce_eager", "disable_log_stats", "swap_space"))
+# Accepted so that scripts run: no remote code is ever run here, and the others choose nothing that exists.
+WITHOUT_EFFECT = frozenset(("trust_remote_code", "disable_log_stats", "swap_space"))
 ONLY_ONE = frozenset(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"))
 
 
@@ -177,6 +177,8 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
             if value not in ("auto", "safetensors", "dummy"):
                 raise ConfigError(f"load_format={value!r} is not supported; accepted: auto, safetensors, dummy")
             found["weights"] = "random" if value == "dummy" else "checkpoint"
+        elif name == "enforce_eager":
+            found["exe_mode"] = "eager" if value else "auto"
         elif name not in WITHOUT_EFFECT and name not in ONLY_ONE:
             found[ALIASES.get(name, name)] = value
     unknown = sorted(set(found) - set(EngineConfig.__dataclass_fields__))

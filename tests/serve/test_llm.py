@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from rorqual import LLM, SamplingParams
 from rorqual.errors import CapacityError, ConfigError, RequestError
+from rorqual.models.hub import BUNDLED
 
 PROMPTS = ["The old gentleman looked at her and said", "To create a new table,", "In the beginning"]
 
@@ -140,6 +144,18 @@ def test_context_end_finishes_with_length(llm: LLM):
 def test_defaults_come_from_generation_config(llm: LLM):
     params = llm.get_default_sampling_params()
     assert (params.temperature, params.top_p) == (0.8, 0.95)
+
+
+def test_every_end_of_sequence_id_of_generation_config_ends_a_request(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 77], "do_sample": False}))
+    llm = LLM(folder, dtype="float32", max_num_seqs=4, max_model_len=64)
+    assert llm.get_default_sampling_params().greedy
+    for eos in (1, 77):
+        out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, logit_bias={eos: 100}))[0].outputs[0]
+        assert (out.token_ids, out.finish_reason) == ([eos], "stop")
 
 
 def test_a_base_model_says_so(llm: LLM):
