@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 bench = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 app.add_typer(bench, name="bench")
 
-DEMO_PROMPT = "It was a bright morning in the village, and"
+DEMO_PROMPT = "My dear Elizabeth,"
 
 Model = Annotated[str | None, typer.Argument(help="A folder or a Hugging Face id; the bundled checkpoint if left out.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
