@@ -22,6 +22,8 @@ DENSE_TOKENS = 64
 # The native kernels take steps of few rows whose weights are small (they are kept twice, once packed); wider products go to
 # torch's threaded ones.
 NATIVE_ROWS = 128
+# Rows up to which norms, routers and small experts stay native too: there torch's many passes cost more than its products save.
+MANY_ROWS = 4096
 NATIVE_ELEMENTS = 4 * 2**20
 NATIVE_SCORES = 32 * 2**20
 
@@ -36,9 +38,9 @@ class CpuOps(Ops):
         self.native = Native(kernels) if kernels else None
         self.fits: dict[tuple[int, torch.dtype], bool] = {}
 
-    def _native(self, x: Tensor, *weights: Tensor) -> Native | None:
+    def _native(self, x: Tensor, *weights: Tensor, rows: int = NATIVE_ROWS) -> Native | None:
         """The compiled kernels, where this call suits them: few rows of a known format, small weights of the same format."""
-        if self.native is None or x.shape[0] > NATIVE_ROWS or x.dtype not in STORAGE or not x.is_contiguous():
+        if self.native is None or x.shape[0] > rows or x.dtype not in STORAGE or not x.is_contiguous():
             return None
         for weight in weights:
             key = (weight.data_ptr(), x.dtype)
@@ -53,7 +55,7 @@ class CpuOps(Ops):
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        native = self._native(x, weight)
+        native = self._native(x, weight, rows=MANY_ROWS)
         if native and (residual is None or residual.is_contiguous()):
             return native.add_norm(x, residual, weight, eps)
         total = x if residual is None else x + residual
@@ -152,7 +154,7 @@ class CpuOps(Ops):
     # ---- experts
 
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-        native = self._native(x) if gate.dtype in STORAGE and gate.numel() <= NATIVE_ELEMENTS else None
+        native = self._native(x, rows=MANY_ROWS) if gate.dtype in STORAGE and gate.numel() <= NATIVE_ELEMENTS else None
         if native is None:
             return super().router(x, gate, bias, moe)
         ids, weights = native.router(x, gate, bias, moe)
@@ -166,7 +168,7 @@ class CpuOps(Ops):
         slots, picks = gate_up.data.shape[0], ids.numel()
         if gate_up.quantised:
             return reference.experts(x, ids, weights, gate_up, down)
-        native = self._native(x, gate_up.data, down.data)
+        native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
         if native:
             return native.experts(x, ids, weights, gate_up, down)
         if 2 * picks >= slots and x.shape[0] <= DENSE_TOKENS and _bytes(gate_up.data) <= 4 * GATHER_BYTES:

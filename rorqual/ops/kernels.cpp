@@ -359,21 +359,23 @@ namespace {
 
 template <class T>
 void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum, int64_t n, int64_t d, float eps) {
-    float *row = scratch(0, d);
-    for (int64_t t = 0; t < n; t++) {
-        for (int64_t i = 0; i < d; i++) {
-            float value = widen(x[t * d + i]);
-            if (residual) {  // the stream is stored rounded, so the norm sees the rounded sum
-                T stored;
-                narrow(value + widen(residual[t * d + i]), &stored);
-                sum[t * d + i] = stored;
-                value = widen(stored);
+    split(n, 1, 8 * n * d, [=](int64_t begin, int64_t end) {
+        float *row = scratch(0, d);
+        for (int64_t t = begin; t < end; t++) {
+            for (int64_t i = 0; i < d; i++) {
+                float value = widen(x[t * d + i]);
+                if (residual) {  // the stream is stored rounded, so the norm sees the rounded sum
+                    T stored;
+                    narrow(value + widen(residual[t * d + i]), &stored);
+                    sum[t * d + i] = stored;
+                    value = widen(stored);
+                }
+                row[i] = value;
             }
-            row[i] = value;
+            norm_row(row, d, weight, eps);
+            narrow_all(row, d, normed + t * d);
         }
-        norm_row(row, d, weight, eps);
-        narrow_all(row, d, normed + t * d);
-    }
+    });
 }
 
 template <class T>
@@ -506,32 +508,38 @@ void limit_groups(const Router &r, float *choice) {
         if (value[g] != NEVER) std::fill(choice + g * size, choice + (g + 1) * size, NEVER);
 }
 
+// Logits to scores, in place.
+void score_all(const Router &r, float *score) {
+    if (r.sigmoid) {
+        for (int64_t e = 0; e < r.experts; e++) score[e] = 1 / (1 + std::exp(-score[e]));
+        return;
+    }
+    float peak = *std::max_element(score, score + r.experts), mass = 0;
+    for (int64_t e = 0; e < r.experts; e++) mass += score[e] = std::exp(score[e] - peak);
+    for (int64_t e = 0; e < r.experts; e++) score[e] /= mass;
+}
+
 template <class T, class G>
 void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n, int64_t hidden) {
-    float *in = scratch(0, n * hidden), *logits = scratch(1, n * r.experts), *choice = scratch(2, r.experts);
-    widen_all(x, n * hidden, in);
-    gemm(in, n, (const G *)r.gate, r.experts, hidden, logits);
-    for (int64_t t = 0; t < n; t++) {
-        float *score = logits + t * r.experts;
-        if (r.sigmoid) {
-            for (int64_t e = 0; e < r.experts; e++) score[e] = 1 / (1 + std::exp(-score[e]));
-        } else {
-            float peak = *std::max_element(score, score + r.experts), mass = 0;
-            for (int64_t e = 0; e < r.experts; e++) mass += score[e] = std::exp(score[e] - peak);
-            for (int64_t e = 0; e < r.experts; e++) score[e] /= mass;
+    split(n, 1, n * hidden * r.experts, [=, &r](int64_t begin, int64_t end) {
+        float *in = scratch(0, hidden), *score = scratch(1, r.experts), *choice = scratch(2, r.experts);
+        for (int64_t t = begin; t < end; t++) {
+            widen_all(x + t * hidden, hidden, in);
+            gemm_alone(in, 1, (const G *)r.gate, r.experts, hidden, score);
+            score_all(r, score);
+            for (int64_t e = 0; e < r.experts; e++) choice[e] = score[e] + (r.bias ? r.bias[e] : 0);
+            if (r.grouped) limit_groups(r, choice);
+            float sum = 0;
+            for (int64_t i = 0; i < r.top_k; i++) {
+                int64_t e = best(choice, r.experts);
+                choice[e] = -std::numeric_limits<float>::infinity();
+                ids[t * r.top_k + i] = e;
+                sum += weights[t * r.top_k + i] = score[e];
+            }
+            float factor = float(r.scaling) / (r.normalise ? sum + 1e-20f : 1);
+            for (int64_t i = 0; i < r.top_k; i++) weights[t * r.top_k + i] *= factor;
         }
-        for (int64_t e = 0; e < r.experts; e++) choice[e] = score[e] + (r.bias ? r.bias[e] : 0);
-        if (r.grouped) limit_groups(r, choice);
-        float sum = 0;
-        for (int64_t i = 0; i < r.top_k; i++) {
-            int64_t e = best(choice, r.experts);
-            choice[e] = -std::numeric_limits<float>::infinity();
-            ids[t * r.top_k + i] = e;
-            sum += weights[t * r.top_k + i] = score[e];
-        }
-        float factor = float(r.scaling) / (r.normalise ? sum + 1e-20f : 1);
-        for (int64_t i = 0; i < r.top_k; i++) weights[t * r.top_k + i] *= factor;
-    }
+    });
 }
 
 // Tokens are grouped by expert, so that each expert's weights are read once. Every pick has a row of its own in `out`: threads share
