@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -261,7 +260,7 @@ def bench_layers(
     )
     layers.print_table(rows)
     if json_file:
-        json_file.write_text(json.dumps([row.as_dict() for row in rows], indent=2) + "\n")
+        json_file.write_text(layers.as_json(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,11 +55,15 @@ class Peer:
         experts = "batched_mm" if len(self.ids) == 1 else "grouped_mm"
         self._set(experts, "sdpa")
         self.model.forward = torch.compile(self.model.forward)
-        for _ in range(2):
-            self.generate(8, "static")
-        return lambda tokens: self.generate(
-            tokens, "static"
-        ), f"compiled, static cache, experts {experts}, threads {torch.get_num_threads()}"
+        return self._warm, f"compiled, static cache, experts {experts}, threads {torch.get_num_threads()}"
+
+    def _warm(self, tokens: int) -> float:
+        """The cache's size follows the number of tokens: a size seen for the first time is compiled for, uncounted."""
+        if tokens not in self.compiled_for:
+            self.compiled_for.add(tokens)
+            self.generate(tokens, "static")
+            self.generate(tokens, "static")
+        return self.generate(tokens, "static")
 
     def _set(self, experts: str, attention: str) -> None:
         self.model.set_attn_implementation(attention)

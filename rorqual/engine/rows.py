@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rorqual.engine.plan import NewRow, Plan
 from rorqual.platforms.base import Platform
+from rorqual.request import SamplingParams
 
 
 class Rows:
@@ -30,6 +33,10 @@ class Rows:
         self.params: list[NewRow | None] = [None] * slots
         self.counts: Tensor | None = None
         self.in_prompt: Tensor | None = None
+
+    def asked(self, slots: Sequence[int]) -> list[SamplingParams]:
+        """The sampling parameters of these slots, in order."""
+        return [row.params for slot in slots if (row := self.params[slot]) is not None]
 
     def apply(self, plan: Plan) -> None:
         """Set up new rows and write new pages into block tables, before the step that needs them."""

@@ -61,7 +61,7 @@ class ModelRunner:
         """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
         if self.graphs is None or plan.chunks:
             return None
-        variant = variant_of(row.params for slot in plan.decode_slots if (row := self.rows.params[slot]) is not None)
+        variant = variant_of(self.rows.asked(plan.decode_slots))
         return None if variant is Variant.FULL else variant
 
     def _decode_body(self, slots: Tensor, variant: Variant) -> Tensor:
@@ -93,8 +93,7 @@ class ModelRunner:
             return Pending([], [])
         sampled = sample(self.model.logits(hidden), slots, host_slots, rows.length.index_select(0, slots), rows)
         rows.last_token.index_copy_(0, slots, sampled.token_ids)
-        params = [row.params for slot in host_slots if (row := rows.params[slot]) is not None]
-        return Pending([self.platform.fetch(tensor) for tensor in sampled.tensors()], params)
+        return Pending([self.platform.fetch(tensor) for tensor in sampled.tensors()], rows.asked(host_slots))
 
     def _build(self, plan: Plan) -> tuple[Step, Tensor]:
         """The step, and the slots of the rows it samples. Row lengths move on to what is cached after the step."""

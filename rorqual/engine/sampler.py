@@ -46,25 +46,25 @@ class Variant(Enum):
 
 
 def variant_of(params: Iterable[SamplingParams]) -> Variant:
-    found = Variant.GREEDY
-    for p in params:
-        if p.edits_logits or p.logprobs is not None:
-            return Variant.FULL
-        if p.filters:
-            found = Variant.FILTERED
-        elif not p.greedy and found is Variant.GREEDY:
-            found = Variant.PLAIN
-    return found
+    params = list(params)
+    if any(p.edits_logits or p.logprobs is not None for p in params):
+        return Variant.FULL
+    return drawing_of(params)
+
+
+def drawing_of(params: list[SamplingParams]) -> Variant:
+    """How the tokens are drawn, whatever else the rows want."""
+    if all(p.greedy for p in params):
+        return Variant.GREEDY
+    return Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
 
 
 def sample(logits: Tensor, slots: Tensor, host_slots: list[int], positions: Tensor, rows: Rows) -> Sampled:
     """logits [N, vocabulary] fp32 of the rows `slots`; `positions` [N] of the tokens to be drawn."""
-    params = [row.params for slot in host_slots if (row := rows.params[slot]) is not None]
-    raw = logits
+    params, raw = rows.asked(host_slots), logits
     if any(p.edits_logits for p in params):
         logits = edit(logits, slots, host_slots, positions, rows)
-    variant = Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
-    token_ids = choose(logits, Variant.GREEDY if all(p.greedy for p in params) else variant, slots, positions, rows)
+    token_ids = choose(logits, drawing_of(params), slots, positions, rows)
     most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
     if rows.counts is not None:
         rows.counts.index_put_((slots, token_ids), torch.ones_like(token_ids, dtype=torch.int32), accumulate=True)
