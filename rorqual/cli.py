@@ -1,36 +1,23 @@
-"""The command line: generate | chat | info | bench layers | bench offline. Without MODEL the bundled checkpoint is used."""
+"""The command line. Without MODEL the bundled checkpoint is used."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rorqual import __version__
+from rorqual.commands import bench
+from rorqual.commands.options import Decode, Device, Dtype, Ignored, Length, Model, Prefill, Threads, Weights, load, sampling
 from rorqual.errors import RorqualError
-from rorqual.request import SamplingParams
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-bench = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
-app.add_typer(bench, name="bench")
+app.add_typer(bench.app, name="bench")
 
 DEMO_PROMPT = "My dear Elizabeth,"
-
-Model = Annotated[str | None, typer.Argument(help="A folder or a Hugging Face id; the bundled checkpoint if left out.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Weights = Annotated[str, typer.Option(help="checkpoint, or random: a config.json is enough.")]
-Length = Annotated[int | None, typer.Option(help="Longest sequence, prompt and output together.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-Prefill = Annotated[str, typer.Option("--mla-prefill", help="MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")]
-Decode = Annotated[str, typer.Option("--mla-decode", help="MLA form for decode steps.")]
-Ignored = Annotated[list[str] | None, typer.Option("--ignore-config-field", help="A config.json field to disregard; may be repeated.")]
-Mode = Annotated[str, typer.Option("--exe-mode", help="auto, eager or graph (also acl_graph, reduce-overhead).")]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
 def main() -> None:
@@ -51,18 +38,6 @@ def main() -> None:
 def version() -> None:
     """Print the version."""
     print(__version__)
-
-
-def _llm(model: str | None, **options: Any) -> Any:
-    from rorqual.serve.llm import LLM
-
-    given = {name: value for name, value in options.items() if value is not None}
-    given["ignore_config_fields"] = tuple(given.get("ignore_config_fields", ()))
-    return LLM(model, **given)
-
-
-def _params(llm: Any, **given: Any) -> SamplingParams:
-    return llm.defaults.params(**given)
 
 
 @app.command()
@@ -90,9 +65,9 @@ def generate(
     start = time.perf_counter()
     common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
-    llm = _llm(model, max_num_seqs=8, **common, **forms)
+    llm = load(model, max_num_seqs=8, **common, **forms)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
-    params = _params(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
+    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     loaded = time.perf_counter()
     deltas = llm.stream(text, params)
     print(text, end="", flush=True)
@@ -127,8 +102,8 @@ def chat(
     max_model_len: Length = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the conversation as plain text."""
-    llm = _llm(model, dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=8)
-    params = _params(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    llm = load(model, dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=8)
+    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
     base = llm.get_tokenizer().template is None
     if base:
         print("This is a base model: it has no chat template and continues text rather than answering.", file=sys.stderr)
@@ -163,104 +138,6 @@ def info(
     from rorqual.bench.info import info as show
 
     show(model, memory_gib=memory, ignore_fields=tuple(ignore_config_field or ()))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no comma-separated list of integers") from None
-    if not found or min(found) < 1:
-        raise typer.BadParameter("every number must be at least 1")
-    return found
-
-
-@bench.command("offline")
-def bench_offline(
-    model: Model = None,
-    concurrency: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,16",
-    prompt_len: Annotated[int, typer.Option()] = 128,
-    output_len: Annotated[int, typer.Option()] = 128,
-    repeats: Annotated[int, typer.Option(help="Medians are taken over this many runs.")] = 3,
-    compare: Annotated[
-        str | None, typer.Option(help="transformers, or transformers-compiled (minutes to compile): measured in the same run.")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; random tokens if left out.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    weights: Weights = "checkpoint",
-    threads: Threads = None,
-    max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
-    layers: Annotated[int | None, typer.Option(help="Cut a random model to this many layers.")] = None,
-    exe_mode: Mode = "auto",
-    json_file: Json = None,
-) -> None:
-    """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
-    from rorqual.bench import offline
-
-    if compare not in (None, "transformers", "transformers-compiled"):
-        raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
-    batches = _numbers(concurrency)
-    llm = _llm(
-        model,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        threads=threads,
-        num_layers=layers,
-        exe_mode=exe_mode,
-        max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=max(max_num_batched_tokens, max(batches)),
-        skip_tokenizer_init=data is None,
-    )
-    report = offline.run(llm, batches, prompt_len, output_len, repeats, compare, data)
-    offline.print_report(report)
-    if json_file:
-        report.write(json_file)
-
-
-@bench.command("kernels")
-def bench_kernels(
-    only: Annotated[str | None, typer.Option(help="Comma-separated beginnings of row names.")] = None,
-    check: Annotated[bool, typer.Option(help="Compare every result with the reference.")] = True,
-    tune: Annotated[bool, typer.Option(help="Search each row's configurations and print the best.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further row is started.")] = 540.0,
-    json_file: Json = None,
-) -> None:
-    """Time the card's kernels on the shapes of the real models, beside their floors and their peers' figures."""
-    from rorqual.platforms import make_platform
-
-    make_platform("cuda")  # says clearly when there is no card; the kernels' own imports would not
-    from rorqual.bench import kernels
-
-    kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit)
-
-
-@bench.command("layers")
-def bench_layers(
-    model: Model = None,
-    modules: Annotated[str | None, typer.Option(help="Comma-separated: embed_tokens, mlp, mla, gqa, dense_layer, moe, backbone.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Comma-separated token counts.")] = None,
-    repeats: Annotated[int, typer.Option()] = 5,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    json_file: Json = None,
-) -> None:
-    """Time each module by itself: embedding, MLPs, attention in all forms, experts under three kinds of routing."""
-    from rorqual.bench import layers
-
-    rows = layers.bench(
-        model,
-        modules=modules.split(",") if modules else None,
-        tokens=_numbers(tokens) if tokens else None,
-        device=device,
-        dtype=dtype,
-        repeats=repeats,
-    )
-    layers.print_table(rows)
-    if json_file:
-        json_file.write_text(layers.as_json(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,21 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
+STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the text must look like. `value`: nothing for json_object, the schema as JSON text, the regular expression, the choices
+    as a JSON list of strings, or a grammar in EBNF."""
+
+    kind: str
+    value: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self.kind in STRUCTURES, "kind", self.kind, ", ".join(STRUCTURES))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and natural-log probabilities.
@@ -65,6 +80,8 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured: StructuredOutput | None = None
+    speculate: bool = True  # False: this request opts out of speculative decoding
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rorqual"
 
 FLOORS = [
-    ("config", "hf_config", "request", "hardware", "errors"),
+    ("config", "hf_config", "parallel_config", "request", "hardware", "errors"),
     ("platforms",),
     ("ops",),
     ("cache", "parallel"),
@@ -23,13 +23,13 @@ FLOORS = [
     ("engine",),
     ("disagg",),
     ("serve", "perf"),
-    ("cli", "__main__", "bench"),
+    ("cli", "__main__", "commands", "bench"),
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1
 
 # Modules of these names, and everything they import, must do without torch.
-NO_TORCH = ("config", "hf_config", "request", "errors", "hardware", "cache.spec", "cache.pages", "cache.prefix")
+NO_TORCH = ("config", "hf_config", "parallel_config", "request", "errors", "hardware", "cache.spec", "cache.pages", "cache.prefix")
 NO_TORCH += ("engine.scheduler", "engine.plan", "engine.config", "parallel.eplb", "perf")
 HEAVY = {"torch", "triton", "transformers"}
 

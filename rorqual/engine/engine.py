@@ -36,11 +36,16 @@ RESIDUAL_GAIN = 0.5
 
 @dataclass
 class Stats:
-    """Counts since the engine started, and seconds of start-up by phase."""
+    """Counts since the engine started, and seconds of start-up by phase.
+
+    drafted and accepted count speculative tokens by their position in the draft (element 0 is the first token guessed).
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     startup: dict[str, float] = field(default_factory=dict)
 
 

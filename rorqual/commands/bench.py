@@ -1,0 +1,100 @@
+"""rorqual bench: measure the engine and its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rorqual.commands.options import Device, Dtype, Json, Mode, Model, Threads, Weights, load, numbers
+
+app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
+
+
+@app.command("offline")
+def bench_offline(
+    model: Model = None,
+    concurrency: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,16",
+    prompt_len: Annotated[int, typer.Option()] = 128,
+    output_len: Annotated[int, typer.Option()] = 128,
+    repeats: Annotated[int, typer.Option(help="Medians are taken over this many runs.")] = 3,
+    compare: Annotated[
+        str | None, typer.Option(help="transformers, or transformers-compiled (minutes to compile): measured in the same run.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; random tokens if left out.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    weights: Weights = "checkpoint",
+    threads: Threads = None,
+    max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
+    layers: Annotated[int | None, typer.Option(help="Cut a random model to this many layers.")] = None,
+    exe_mode: Mode = "auto",
+    json_file: Json = None,
+) -> None:
+    """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
+    from rorqual.bench import offline
+
+    if compare not in (None, "transformers", "transformers-compiled"):
+        raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
+    batches = numbers(concurrency)
+    llm = load(
+        model,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        threads=threads,
+        num_layers=layers,
+        exe_mode=exe_mode,
+        max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(max_num_batched_tokens, max(batches)),
+        skip_tokenizer_init=data is None,
+    )
+    report = offline.run(llm, batches, prompt_len, output_len, repeats, compare, data)
+    offline.print_report(report)
+    if json_file:
+        report.write(json_file)
+
+
+@app.command("kernels")
+def bench_kernels(
+    only: Annotated[str | None, typer.Option(help="Comma-separated beginnings of row names.")] = None,
+    check: Annotated[bool, typer.Option(help="Compare every result with the reference.")] = True,
+    tune: Annotated[bool, typer.Option(help="Search each row's configurations and print the best.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further row is started.")] = 540.0,
+    json_file: Json = None,
+) -> None:
+    """Time the card's kernels on the shapes of the real models, beside their floors and their peers' figures."""
+    from rorqual.platforms import make_platform
+
+    make_platform("cuda")  # says clearly when there is no card; the kernels' own imports would not
+    from rorqual.bench import kernels
+
+    kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit)
+
+
+@app.command("layers")
+def bench_layers(
+    model: Model = None,
+    modules: Annotated[str | None, typer.Option(help="Comma-separated: embed_tokens, mlp, mla, gqa, dense_layer, moe, backbone.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Comma-separated token counts.")] = None,
+    repeats: Annotated[int, typer.Option()] = 5,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json_file: Json = None,
+) -> None:
+    """Time each module by itself: embedding, MLPs, attention in all forms, experts under three kinds of routing."""
+    from rorqual.bench import layers
+
+    rows = layers.bench(
+        model,
+        modules=modules.split(",") if modules else None,
+        tokens=numbers(tokens) if tokens else None,
+        device=device,
+        dtype=dtype,
+        repeats=repeats,
+    )
+    layers.print_table(rows)
+    if json_file:
+        json_file.write_text(layers.as_json(rows) + "\n")
