@@ -23,10 +23,13 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps."""
+    """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps.
 
-    def __init__(self, allocator: PageAllocator, page_size: int, enabled: bool = True):
-        self.allocator, self.page_size, self.enabled = allocator, page_size, enabled
+    `lookahead`: a page's entries depend on so many tokens after it as well (those of a prediction module on one), so its key covers them.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, enabled: bool = True, lookahead: int = 0):
+        self.allocator, self.page_size, self.enabled, self.lookahead = allocator, page_size, enabled, lookahead
         self.pages: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}
         # Pages held by the cache alone, oldest first. A chain's later pages are released first and so stand before its earlier
@@ -45,9 +48,8 @@ class PrefixCache:
         key, pages = root_key(salt), []
         if not self.enabled:
             return [], key
-        full = (len(tokens) - 1) // self.page_size
-        for i in range(full):
-            candidate = next_key(key, tokens[i * self.page_size : (i + 1) * self.page_size])
+        for i in range((len(tokens) - max(1, self.lookahead)) // self.page_size):
+            candidate = next_key(key, self.covered(tokens, i))
             page = self.pages.get(candidate)
             if page is None:
                 break
@@ -55,6 +57,10 @@ class PrefixCache:
             pages.append(page)
             key = candidate
         return pages, key
+
+    def covered(self, tokens: Sequence[int], page: int) -> Sequence[int]:
+        """What the key of a sequence's page number `page` covers beside its predecessor's."""
+        return tokens[page * self.page_size : (page + 1) * self.page_size + self.lookahead]
 
     def hold(self, page: int) -> None:
         self.idle.pop(page, None)
@@ -75,7 +81,8 @@ class PrefixCache:
         self.allocator.release(page)
 
     def insert(self, previous: bytes, tokens: Sequence[int], page: int) -> bytes:
-        """Keep a full page; returns its key. A page with the same content may already be there: then nothing is kept twice."""
+        """Keep a full page, whose key covers `tokens`; returns the key. Where a page with the same content is kept already, this one
+        is not."""
         if not self.enabled:
             return previous
         key = next_key(previous, tokens)

@@ -63,8 +63,8 @@ def check_forms(prefill: str, decode: str) -> None:
         raise ConfigError(f"mla_prefill={prefill} and mla_decode={decode} keep different caches; CD goes with CD alone")
 
 
-def kv_spec(model: ModelConfig, page_size: int, dtype: str, mla_form: str = "A_CC_ME") -> KVSpec:
-    """The cache of every layer of `model`; `mla_form` matters to MLA models only."""
+def kv_spec(model: ModelConfig, page_size: int, dtype: str, mla_form: str = "A_CC_ME", mtp_layers: int = 0) -> KVSpec:
+    """The cache of every layer of `model`, then of `mtp_layers` prediction modules; `mla_form` matters to MLA models only."""
     attention = model.attention
     planes = mla_planes(attention, mla_form, dtype) if isinstance(attention, MLAConfig) else gqa_planes(attention, dtype)
-    return KVSpec((planes,) * model.num_layers, page_size)
+    return KVSpec((planes,) * (model.num_layers + mtp_layers), page_size)

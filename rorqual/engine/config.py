@@ -9,6 +9,9 @@ from rorqual.errors import ConfigError
 
 # The documents' names for the two recorded modes are understood too.
 EXE_MODES = {"auto": "auto", "eager": "eager", "graph": "graph", "acl_graph": "graph", "reduce-overhead": "graph"}
+DRAFTERS = ("auto", "mtp", "ngram")
+NEXT_N_POLICIES = ("fixed", "adaptive")
+MOST_NEXT_N = 8
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -19,6 +22,11 @@ class EngineConfig:
     kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one request in a step.
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
     (decode steps recorded and replayed), or `auto`: graph where the device has it. steps_in_flight: launched before the first is read.
+
+    Speculation: next_n drafts a request and step, 0 for none, made by `drafter`: `mtp` (the checkpoint's prediction modules; `auto` is
+    the same), or `ngram` (look-up in the request's own text, for every model). next_n_policy `adaptive` lets a controller lower
+    next_n by batch size. draft_window: the prediction module sees every row of a step, not the last alone.
+    simulated_acceptance: probabilities by place that a draft is taken, whatever it says; for benchmarks with random weights.
     """
 
     model: str
@@ -41,6 +49,11 @@ class EngineConfig:
     steps_in_flight: int | None = None
     exe_mode: str = "auto"
     num_layers: int | None = None
+    next_n: int = 0
+    drafter: str = "auto"
+    next_n_policy: str = "fixed"
+    draft_window: bool = True
+    simulated_acceptance: tuple[float, ...] = ()
     record_expert_load: bool = False
     threads: int | None = None
     ignore_config_fields: tuple[str, ...] = ()
@@ -69,8 +82,19 @@ class EngineConfig:
             self._positive(name, getattr(self, name), optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             self._positive(name, getattr(self, name), optional=False)
+        self._check_speculation()
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
+
+    def _check_speculation(self) -> None:
+        for name, accepted in (("drafter", DRAFTERS), ("next_n_policy", NEXT_N_POLICIES)):
+            if getattr(self, name) not in accepted:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; accepted: {', '.join(accepted)}")
+        if isinstance(self.next_n, bool) or not isinstance(self.next_n, int) or not 0 <= self.next_n <= MOST_NEXT_N:
+            raise ConfigError(f"next_n={self.next_n!r} is out of range; accepted: 0 to {MOST_NEXT_N}")
+        rates = self.simulated_acceptance
+        if rates and (len(rates) != self.next_n or not all(0 <= rate <= 1 for rate in rates)):
+            raise ConfigError(f"simulated_acceptance={rates!r} must hold one probability for each of the next_n={self.next_n} drafts")
 
     def _positive(self, name: str, value: int | None, optional: bool) -> None:
         if value is None and optional:

@@ -14,8 +14,10 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KVSpec, kv_spec
 from rorqual.config import ModelConfig
 from rorqual.engine.config import EXE_MODES, EngineConfig
+from rorqual.engine.grammar import Grammars
 from rorqual.engine.graphs import RECORDED
-from rorqual.engine.runner import ModelRunner
+from rorqual.engine.next_n import Controller
+from rorqual.engine.runner import ModelRunner, Speculation
 from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, TokenOut
 from rorqual.errors import CapacityError, ConfigError, RequestError
 from rorqual.layers.parameter import Build
@@ -62,16 +64,43 @@ class Engine:
         self.model_config = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = self._max_model_len()
+        self.depth = config.steps_in_flight or self.platform.steps_in_flight
+        self.speculation = self._speculation()
+        # A row may run past its request's end by what the steps in flight accept and draft.
+        self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
         self.model = self._phase("weights", self._load)
         spec = self._spec()
         num_pages = self._num_pages(spec)
         pool = self._phase("cache", lambda: KVPool(spec, num_pages, self.platform.device))
-        runner = ModelRunner(self.model, pool, self.platform, config.max_num_seqs, self.max_model_len, self._graphs())
-        self._phase("graphs", lambda: runner.record(RECORDED))
+        runner = ModelRunner(self.model, pool, self.platform, config.max_num_seqs, self.max_row_len, self._graphs(), self.speculation)
+        self.controller = Controller(config.next_n, adaptive=config.next_n_policy == "adaptive")
+        self._phase("graphs", lambda: runner.record(RECORDED, self.controller.choices))
         self.runner = runner
         self.scheduler = Scheduler(self._scheduler_config(spec, num_pages))
-        self.depth = config.steps_in_flight or self.platform.steps_in_flight
+        self.stats.drafted, self.stats.accepted = self.scheduler.drafted, self.scheduler.accepted
         self.in_flight: deque[tuple[InFlight, Any]] = deque()
+        self._collected = 0.0
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Makes matchers for requests with structured output; whoever owns a tokenizer sets it."""
+        return self.runner.rows.grammars
+
+    @grammars.setter
+    def grammars(self, grammars: Grammars | None) -> None:
+        self.runner.rows.grammars = grammars
+
+    def _speculation(self) -> Speculation | None:
+        config = self.config
+        if not config.next_n:
+            return None
+        drafter = "mtp" if config.drafter == "auto" else config.drafter
+        return Speculation(drafter, config.next_n, config.draft_window, config.simulated_acceptance)
+
+    @property
+    def mtp_layers(self) -> int:
+        """Prediction modules in use."""
+        return self.model_config.num_mtp_layers if self.speculation and self.speculation.drafter == "mtp" else 0
 
     def _phase(self, name: str, work: Any) -> Any:
         start = time.perf_counter()
@@ -96,8 +125,9 @@ class Engine:
         return Build(ops_for(platform.name), getattr(torch, self.dtype), device, self.model_config.quant, gain)
 
     def _make(self, device: torch.device) -> Transformer:
-        config = self.config
-        return make_model(self.model_config, self._build(self.platform, device), self.max_model_len, config.mla_prefill, config.mla_decode)
+        config, build = self.config, self._build(self.platform, device)
+        with_mtp = self.speculation is not None and self.speculation.drafter == "mtp"
+        return make_model(self.model_config, build, self.max_row_len, config.mla_prefill, config.mla_decode, with_mtp)
 
     def _load(self) -> Transformer:
         self._check_memory()
@@ -122,7 +152,7 @@ class Engine:
     def _spec(self) -> KVSpec:
         dtype = self.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype
         page = self.config.page_size or self.platform.default_page_size
-        return kv_spec(self.model_config, page, dtype, self.config.mla_decode)
+        return kv_spec(self.model_config, page, dtype, self.config.mla_decode, self.mtp_layers)
 
     def _num_pages(self, spec: KVSpec) -> int:
         """Pages for max_num_seqs requests of full length, or as many as the memory set aside holds; page 0 is extra."""
@@ -154,6 +184,9 @@ class Engine:
             page_size=spec.page_size,
             prefix_caching=config.enable_prefix_caching,
             prefill_chunk=config.prefill_chunk,
+            next_n=config.next_n,
+            lookahead=self.mtp_layers,
+            send_tokens=self.speculation is not None and self.speculation.drafter == "ngram",
         )
 
     # ---- serving
@@ -169,6 +202,10 @@ class Engine:
             wrong = next((token for token in ids if token >= vocab), None)
             if wrong is not None:
                 raise RequestError(f"{name} names token id {wrong}; accepted: 0 to {vocab - 1}")
+        if params.structured is not None:
+            if self.grammars is None:
+                raise RequestError("structured output needs a tokenizer and the package xgrammar")
+            self.grammars.matcher(params.structured)  # refuses here what cannot be compiled
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -187,6 +224,8 @@ class Engine:
     def step(self) -> list[TokenOut]:
         """Launch until `depth` steps are in flight, then take in the oldest."""
         while len(self.in_flight) < self.depth:
+            if self.config.next_n:
+                self.scheduler.next_n = self.controller.choose(len(self.scheduler.decoding))
             planned = self.scheduler.plan()
             if planned is None:
                 break
@@ -198,7 +237,16 @@ class Engine:
         planned, pending = self.in_flight.popleft()
         outs = self.scheduler.update(planned, self.runner.collect(pending))
         self.stats.output_tokens += len(outs)
+        if self.config.next_n:
+            self._observe(planned, len(outs))
         return outs
+
+    def _observe(self, planned: InFlight, tokens: int) -> None:
+        """Tell the controller what a step of decoding alone brought, and how long it took since the one before was read."""
+        now, before = time.perf_counter(), self._collected
+        self._collected = now
+        if before and planned.plan.decode_slots and not planned.plan.chunks:
+            self.controller.observe(len(planned.plan.decode_slots), planned.plan.next_n, tokens, now - before)
 
 
 def weight_bytes(model: Transformer) -> int:

@@ -1,13 +1,13 @@
 """Decode steps recorded once and replayed: the whole step, from reading the device rows to writing the sampled tokens back.
 
-One recording a batch bucket and sampling variant, made before serving. A smaller batch is padded with a row whose block table is all
-null pages: it writes nowhere that is read.
+One recording a batch bucket, sampling variant and number of drafts, made before serving. A smaller batch is padded with a row
+whose block table is all null pages: it writes nowhere that is read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from rorqual.engine.sampler import Variant
 from rorqual.platforms.base import Platform
 
-Body = Callable[[Tensor, Variant], Tensor]
+Body = Callable[[Tensor, Variant, int], Tensor]
 RECORDED = (Variant.GREEDY, Variant.PLAIN, Variant.FILTERED)
 
 
@@ -26,32 +26,33 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`body(slots, variant)` computes one decode step of the rows `slots` [bucket] and returns their token ids [bucket]."""
+    """`body(slots, variant, next_n)` computes one decode step of the rows `slots` [bucket] and returns what it drew, [bucket, ...]."""
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
         self.body, self.platform, self.padding = body, platform, padding_slot
         self.buckets = bucket_sizes(most)
         self.slots = torch.full((most,), padding_slot, dtype=torch.int64, device=platform.device)
-        self.graphs: dict[tuple[int, Variant], Callable[[], Tensor]] = {}
+        self.graphs: dict[tuple[int, Variant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
 
-    def record(self, variants: tuple[Variant, ...] = RECORDED) -> None:
+    def record(self, variants: tuple[Variant, ...] = RECORDED, next_ns: Iterable[int] = (0,)) -> None:
         """Record every bucket, the largest first so that the others fit into its memory."""
-        for variant in variants:
-            for size in reversed(self.buckets):
-                self._record(size, variant)
+        for next_n in next_ns:
+            for variant in variants:
+                for size in reversed(self.buckets):
+                    self._record(size, variant, next_n)
 
-    def _record(self, size: int, variant: Variant) -> Callable[[], Tensor]:
+    def _record(self, size: int, variant: Variant, next_n: int) -> Callable[[], Tensor]:
         slots = self.slots[:size]
-        graph = self.graphs[size, variant] = self.platform.record(lambda: self.body(slots, variant))
+        graph = self.graphs[size, variant, next_n] = self.platform.record(lambda: self.body(slots, variant, next_n))
         return graph
 
-    def run(self, slots: list[int], variant: Variant) -> Tensor:
-        """Token ids [len(slots)]; valid until the next run, in stream order."""
+    def run(self, slots: list[int], variant: Variant, next_n: int = 0) -> Tensor:
+        """What the step drew, [len(slots), ...]; valid until the next run, in stream order."""
         size = self.buckets[bisect_left(self.buckets, len(slots))]
         padded = slots + [self.padding] * (size - len(slots))
         if padded != self.shown[:size]:
             self.slots[:size].copy_(self.platform.to_device(torch.tensor(padded)), non_blocking=True)
             self.shown = padded
-        graph = self.graphs.get((size, variant)) or self._record(size, variant)
+        graph = self.graphs.get((size, variant, next_n)) or self._record(size, variant, next_n)
         return graph()[: len(slots)]

@@ -11,7 +11,8 @@ from rorqual.request import SamplingParams
 
 @dataclass(frozen=True)
 class NewRow:
-    """A device row to set up: sampling settings and the pages known so far. `tokens` are needed by penalties alone."""
+    """A device row to set up: sampling settings and the pages known so far. `tokens` come with those requests alone that need them on
+    the device: penalties, grammars, drafting by look-up."""
 
     slot: int
     params: SamplingParams
@@ -24,12 +25,14 @@ class NewRow:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token is wanted."""
+    """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token is wanted, else `following` is
+    the prompt's token after the chunk."""
 
     slot: int
     start: int
     tokens: ReadOnly[int]
     sample: bool
+    following: int = 0
 
     @property
     def stop(self) -> int:
@@ -38,7 +41,8 @@ class Chunk:
 
 @dataclass
 class Plan:
-    """One step. Decode rows come first, one token each; their token ids and positions are on the device.
+    """One step. Decode rows come first, next_n + 1 tokens each: the newest one and next_n drafts to verify. Their token ids and
+    positions are on the device. As many drafts are made for the step after.
 
     `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have after the step;
     `new_rows` and `pages` (slot, index in block table, page) are applied to the device rows before the step.
@@ -49,10 +53,11 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
+    next_n: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + sum(len(chunk.tokens) for chunk in self.chunks)
+        return len(self.decode_slots) * (self.next_n + 1) + sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
     def sampled_slots(self) -> list[int]:
@@ -71,10 +76,12 @@ class TokenLogprobs:
 
 @dataclass
 class StepResult:
-    """Token ids in the order of `Plan.sampled_slots`, with log probabilities where they were asked for."""
+    """New tokens of each of `Plan.sampled_slots`: accepted drafts, then one that the model itself drew. `drafted` counts the drafts
+    that were up for verification; `logprobs` holds one entry a token for the rows that asked."""
 
-    token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    tokens: list[list[int]]
+    drafted: list[int] = field(default_factory=list)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class Runner(Protocol):

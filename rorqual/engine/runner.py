@@ -3,48 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
+from rorqual.engine.batch import Batch, BatchBuilder, Part, join
+from rorqual.engine.grammar import Matcher, mask_words
 from rorqual.engine.graphs import DecodeGraphs
-from rorqual.engine.plan import Chunk, Plan, StepResult
+from rorqual.engine.plan import Plan, StepResult
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import Variant, choose, row_logprobs, sample, variant_of
-from rorqual.layers.step import Step
+from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
+from rorqual.engine.speculative import Drafter, Drafting, LookupDrafter, MTPDrafter, Verifier
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import Segment
 from rorqual.parallel.overlap import straight
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """drafter: `mtp` or `ngram`; next_n: the most drafts a step. window: see MTPDrafter. rates: simulated acceptance by place."""
+
+    drafter: str
+    next_n: int
+    window: bool = True
+    rates: tuple[float, ...] = ()
+
+
 @dataclass
 class Pending:
-    """A launched step: `tensors` fetch what was sampled, `params` are those of the sampled rows in order."""
+    """A launched step: `drawn` fetches its tokens, `extra` log probabilities; `params` and `matchers` are those of the sampled rows."""
 
-    tensors: list[Callable[[], Tensor]]
-    params: list[SamplingParams]
+    drawn: Callable[[], Tensor] | None = None
+    extra: list[Callable[[], Tensor]] = field(default_factory=list)
+    params: list[SamplingParams] = field(default_factory=list)
+    matchers: dict[int, Matcher] = field(default_factory=dict)
+    logit_rows: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Drawn:
+    """What decoding requests got. result: what goes home, [R] tokens, or [R, next_n + 2] tokens and the number of drafts;
+    tokens [R, next_n + 1]; counts [R] of them, None without speculation: one each."""
+
+    result: Tensor
+    tokens: Tensor
+    counts: Tensor | None = None
 
 
 class ModelRunner:
     """The Runner protocol over a model on one device."""
 
-    def __init__(self, model: Transformer, pool: KVPool, platform: Platform, max_num_seqs: int, max_model_len: int, graphs: bool = False):
-        self.model, self.pool, self.platform = model, pool, platform
-        self.max_model_len = max_model_len
-        self.page_size = pool.spec.page_size
-        self.rows = Rows(max_num_seqs, -(-max_model_len // self.page_size), model.config.vocab_size, platform)
+    def __init__(
+        self,
+        model: Transformer,
+        pool: KVPool,
+        platform: Platform,
+        max_num_seqs: int,
+        max_len: int,
+        graphs: bool = False,
+        speculation: Speculation | None = None,
+    ):
+        """`max_len`: positions a row may reach, the drafts of all steps in flight included."""
+        self.model, self.pool, self.platform, self.max_len = model, pool, platform, max_len
+        most = speculation.next_n if speculation else 0
+        self.rows = Rows(max_num_seqs, -(-max_len // pool.spec.page_size), model.config.vocab_size, platform, most)
+        self.build = BatchBuilder(self.rows, pool, model.rotary, exact=speculation is None)
+        self.verifier = Verifier(self.rows, most, speculation.rates if speculation else ())
+        self.drafter = self._drafter(speculation)
         self.graphs = DecodeGraphs(self._decode_body, platform, max_num_seqs, self.rows.padding) if graphs else None
 
+    def _drafter(self, speculation: Speculation | None) -> Drafter | None:
+        if speculation is None:
+            return None
+        if speculation.drafter == "mtp":
+            return MTPDrafter(self.model, self.pool, self.rows, speculation.window)
+        self.rows.keep_history(self.max_len + 1)
+        return LookupDrafter(self.rows)
+
     @torch.inference_mode()
-    def record(self, variants: tuple[Variant, ...]) -> None:
+    def record(self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,)) -> None:
         """Record decode graphs for every batch bucket; without graphs there is nothing to do."""
         if self.graphs:
+            if self.drafter and self.drafter.reads_hidden and set(variants) != {Variant.GREEDY}:
+                self.rows.keep_probs()  # recordings must not see it move
             with self.platform.stream():
-                self.graphs.record(variants)
+                self.graphs.record(variants, next_ns)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Pending:
@@ -52,10 +98,15 @@ class ModelRunner:
             self.rows.apply(plan)
             variant = self._recorded_variant(plan)
             if self.graphs and variant is not None:
-                return Pending([self.platform.fetch(self.graphs.run(plan.decode_slots, variant))], [])
-            step, sampled_slots = self._build(plan)
-            hidden = straight(self.model.forward(step))
-            return self._sample(plan, hidden, sampled_slots)
+                return Pending(self.platform.fetch(self.graphs.run(plan.decode_slots, variant, plan.next_n)))
+            decode = prefill = None
+            if plan.decode_slots:
+                slots = self.platform.to_device(torch.tensor(plan.decode_slots))
+                decode = self.build.decode(slots, tuple(plan.decode_bounds), plan.next_n)
+            if plan.chunks:
+                prefill = self.build.prefill(plan)
+            batch = self.build.batch(decode, prefill)
+            return self._sample(plan, batch, self._hidden(batch))
 
     def _recorded_variant(self, plan: Plan) -> Variant | None:
         """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
@@ -64,119 +115,180 @@ class ModelRunner:
         variant = variant_of(self.rows.asked(plan.decode_slots))
         return None if variant is Variant.FULL else variant
 
-    def _decode_body(self, slots: Tensor, variant: Variant) -> Tensor:
+    def _decode_body(self, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
         """One decode step of padded rows, on the device alone: nothing here may depend on a value the host would have to read."""
         rows = self.rows
-        part = self._decode_part(slots, (self.max_model_len,) * slots.shape[0])
-        cos, sin = self.model.rotary.rows(part.positions)
-        step = Step(part.ids, part.positions, part.slot_mapping, cos, sin, part.logit_rows, self.pool, part.segment)
-        logits = self.model.logits(straight(self.model.forward(step)))
-        token_ids = choose(logits, variant, slots, rows.length.index_select(0, slots), rows)
-        rows.last_token.index_copy_(0, slots, token_ids)
+        decode = self.build.decode(slots, (self.max_len,) * slots.shape[0], next_n)
+        batch = self.build.batch(decode, None)
+        hidden = self._hidden(batch)
+        drawn = self._draw_decode(self._logits(batch, hidden), variant, decode, next_n)
+        if self.drafter:
+            self._draft(self.drafter, batch, hidden, drawn, None, variant, next_n)
         rows.length[rows.padding :].zero_()
-        return token_ids
+        return drawn.result
 
     def collect(self, pending: Pending) -> StepResult:
-        tensors = [fetch() for fetch in pending.tensors]
-        if not tensors:
+        if pending.drawn is None:
             return StepResult([])
-        result = StepResult(tensors[0].tolist())
-        if len(tensors) > 1:
-            wanted = (row for row, params in enumerate(pending.params) if params.logprobs is not None)
-            result.logprobs = {row: row_logprobs(tensors, row, pending.params[row]) for row in wanted}
+        drawn = pending.drawn().tolist()
+        if self.drafter is None:
+            result = StepResult([[token] for token in drawn])
+        else:
+            result = StepResult([[token for token in row[:-1] if token >= 0] for row in drawn], [row[-1] for row in drawn])
+        for row, matcher in pending.matchers.items():
+            for token in result.tokens[row]:
+                matcher.accept(token)
+        if pending.extra:
+            self._read_logprobs(pending, result)
         return result
 
-    def _sample(self, plan: Plan, hidden: Tensor, slots: Tensor) -> Pending:
-        """Draw, and leave each token in its row: the next step reads it there."""
-        rows, host_slots = self.rows, plan.sampled_slots
+    def _read_logprobs(self, pending: Pending, result: StepResult) -> None:
+        found = Logprobs(*(fetch() for fetch in pending.extra))
+        for row, params in enumerate(pending.params):
+            if params.logprobs is not None:
+                first = pending.logit_rows[row]
+                result.logprobs[row] = [found.row(first + i, params.logprobs) for i in range(len(result.tokens[row]))]
+
+    # ---- after the forward pass
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """[T, hidden] where a drafter reads all of them, else those of the step's logit rows."""
+        return straight(self.model.forward(batch.step, every_row=self.drafter is not None and self.drafter.reads_hidden))
+
+    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        if self.drafter is not None and self.drafter.reads_hidden and batch.prefill:
+            hidden = hidden.index_select(0, batch.step.logit_rows)  # of a decode step every row is wanted
+        return self.model.logits(hidden)
+
+    def _draw_decode(self, logits: Tensor, variant: Variant, decode: Part, next_n: int) -> Drawn:
+        """Draw and verify; each request's row moves on to its newest token."""
+        rows, slots = self.rows, decode.slots
+        if self.drafter is None:
+            tokens = choose(logits, variant, slots, decode.segment.kv_lens, rows)
+            rows.last_token.index_copy_(0, slots, tokens)
+            rows.length.index_copy_(0, slots, decode.segment.kv_lens)
+            return Drawn(tokens, tokens[:, None])
+        verdict = self.verifier.verify(logits, variant, slots, decode.positions + 1, next_n)
+        rows.last_token.index_copy_(0, slots, verdict.newest)
+        first = decode.segment.kv_lens - (next_n + 1)
+        rows.length.index_copy_(0, slots, first + verdict.counts)
+        if rows.history is not None:
+            places = decode.positions.view(-1, next_n + 1) + 1
+            rows.history[slots[:, None], places] = verdict.tokens.clamp(min=0)
+        return Drawn(torch.cat((verdict.tokens, verdict.drafted[:, None]), 1), verdict.tokens, verdict.counts)
+
+    def _draw_prefill(self, logits: Tensor, variant: Variant, prefill: Part) -> Tensor:
+        """First tokens [S] of the prompts that are complete."""
+        rows, slots = self.rows, prefill.slots
+        length = rows.length.index_select(0, slots)
+        tokens = choose(logits, variant, slots, length, rows)
+        rows.last_token.index_copy_(0, slots, tokens)
+        if rows.history is not None:
+            rows.history[slots, length] = tokens
+        return tokens
+
+    def _sample(self, plan: Plan, batch: Batch, hidden: Tensor) -> Pending:
+        """The eager way, which may ask for the host's word in between."""
+        host_slots, decode, prefill = plan.sampled_slots, batch.decode, batch.prefill
+        params, width = self.rows.asked(host_slots), plan.next_n + 1
+        variant = drawing_of(params)
+        pending = Pending(params=params)
+        logits = raw = self._logits(batch, hidden) if host_slots else hidden
+        full = variant_of(params) is Variant.FULL
+        places: list[Place] = []
+        if full:
+            places = self._places(plan, decode)
+            logits = self._edited(raw, places, batch, pending, plan)
+        split = len(plan.decode_slots) * width
+        drawn = self._draw_decode(logits[:split], variant, decode, plan.next_n) if decode else None
+        first = self._draw_prefill(logits[split:], variant, prefill) if prefill and prefill.slots.shape[0] else None
+        if self.drafter:
+            self._draft(self.drafter, batch, hidden, drawn, first, variant, plan.next_n)
         if not host_slots:
-            return Pending([], [])
-        sampled = sample(self.model.logits(hidden), slots, host_slots, rows.length.index_select(0, slots), rows)
-        rows.last_token.index_copy_(0, slots, sampled.token_ids)
-        return Pending([self.platform.fetch(tensor) for tensor in sampled.tensors()], rows.asked(host_slots))
+            return pending
+        if full:
+            self._after_full(pending, raw, drawn, first, places, width)
+        pending.drawn = self.platform.fetch(self._joined(drawn, first, width))
+        return pending
 
-    def _build(self, plan: Plan) -> tuple[Step, Tensor]:
-        """The step, and the slots of the rows it samples. Row lengths move on to what is cached after the step."""
-        decode = None
-        if plan.decode_slots:
-            decode = self._decode_part(self.platform.to_device(torch.tensor(plan.decode_slots)), tuple(plan.decode_bounds))
-        prefill = self._prefill_part(plan) if plan.chunks else None
-        parts = [part for part in (decode, prefill) if part]
-        ids, positions, slot_mapping, logit_rows, slots = (_join([part.columns()[i] for part in parts]) for i in range(5))
-        if decode and prefill:
-            logit_rows = torch.cat((decode.logit_rows, prefill.logit_rows + len(plan.decode_slots)))
-        cos, sin = self.model.rotary.rows(positions)
-        segments = (decode.segment if decode else None, prefill.segment if prefill else None)
-        return Step(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments), slots
+    def _joined(self, drawn: Drawn | None, first: Tensor | None, width: int) -> Tensor:
+        """Results of decoding and of finished prompts in one tensor, so that one copy brings them home."""
+        if self.drafter is not None and first is not None:
+            row = torch.full((first.shape[0], width + 1), -1, dtype=first.dtype, device=first.device)
+            row[:, 0], row[:, -1] = first, 0
+            first = row
+        return join([part for part in (drawn.result if drawn else None, first) if part is not None])
 
-    def _decode_part(self, slots: Tensor, bounds: tuple[int, ...]) -> Part:
-        rows = self.rows
-        positions = rows.length.index_select(0, slots)
-        tables = rows.tables[slots, : self._pages(max(bounds))]
-        lens = positions + 1
-        rows.length.index_copy_(0, slots, lens)
-        segment = Segment(tables, lens, (1,) * len(bounds), bounds)
-        mapping = self._slot_mapping(tables, positions, None)
-        count = torch.arange(len(bounds), device=self.platform.device)
-        return Part(rows.last_token.index_select(0, slots), positions, mapping, count, slots, segment)
+    def _places(self, plan: Plan, decode: Part | None) -> list[Place]:
+        places = []
+        if decode is not None:
+            ahead = self.rows.drafts.index_select(0, decode.slots)
+            for row, slot in enumerate(plan.decode_slots):
+                places += [Place(slot, ahead[row, :j] if plan.next_n else None) for j in range(plan.next_n + 1)]
+        return places + [Place(chunk.slot) for chunk in plan.chunks if chunk.sample]
 
-    def _prefill_part(self, plan: Plan) -> Part:
-        """Everything about prompts is known to the host: one copy brings it over."""
-        rows, chunks = self.rows, plan.chunks
-        host = _ChunkColumns()
-        for index, chunk in enumerate(chunks):
-            host.add(index, chunk)
-        tokens = self.platform.to_device(torch.tensor([host.ids, host.positions, host.owner]))
-        heads = self.platform.to_device(torch.tensor([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]]))
-        picked = self.platform.to_device(torch.tensor([host.logit_rows, host.slots], dtype=torch.int64))
-        slots, lens = heads[0], heads[1]
-        rows.length.index_copy_(0, slots, lens)
-        bounds = tuple(chunk.stop for chunk in chunks)
-        tables = rows.tables[slots, : self._pages(max(bounds))]
-        segment = Segment(tables, lens, tuple(len(chunk.tokens) for chunk in chunks), bounds)
-        mapping = self._slot_mapping(tables, tokens[1], tokens[2])
-        return Part(tokens[0], tokens[1], mapping, picked[0], picked[1], segment)
+    def _edited(self, raw: Tensor, places: list[Place], batch: Batch, pending: Pending, plan: Plan) -> Tensor:
+        positions, matchers = batch.step.positions.index_select(0, batch.step.logit_rows) + 1, self.rows.matchers
+        logits = edit(raw, places, positions, self.rows)
+        pending.matchers = {row: matchers[slot] for row, slot in enumerate(plan.sampled_slots) if slot in matchers}
+        if pending.matchers:
+            logits = forbid(logits, self.platform.to_device(self._mask(pending.matchers, plan, len(places))))
+        return logits
 
-    def _slot_mapping(self, tables: Tensor, positions: Tensor, owner: Tensor | None) -> Tensor:
-        page = positions // self.page_size
-        held = tables.gather(1, page[:, None]).squeeze(1) if owner is None else tables[owner, page]
-        return held * self.page_size + positions % self.page_size
+    def _mask(self, matchers: dict[int, Matcher], plan: Plan, rows: int) -> Tensor:
+        """[logit rows, words]: what each grammar allows next, along the drafts as far as it allows them. Waits for the drafts."""
+        width, decoding = plan.next_n + 1, len(plan.decode_slots)
+        mask = torch.full((rows, mask_words(self.rows.vocab)), -1, dtype=torch.int32)
+        drafts = self.rows.drafts[self.platform.to_device(torch.tensor(plan.decode_slots, dtype=torch.int64))].tolist()
+        for row, matcher in matchers.items():
+            ahead = drafts[row][: plan.next_n] if row < decoding else []
+            at, moved = row * width if row < decoding else decoding * width + row - decoding, 0
+            matcher.fill(mask, at)
+            for draft in ahead:
+                if not matcher.accept(draft):
+                    break
+                moved += 1
+                if matcher.done:
+                    break
+                matcher.fill(mask, at + moved)
+            matcher.rollback(moved)
+        return mask
 
-    def _pages(self, length: int) -> int:
-        return -(-length // self.page_size)
+    def _after_full(
+        self, pending: Pending, raw: Tensor, drawn: Drawn | None, first: Tensor | None, places: list[Place], width: int
+    ) -> None:
+        """Count what was put out, for penalties, and look up log probabilities."""
+        tokens = join([part for part in (drawn.tokens.flatten() if drawn else None, first) if part is not None])
+        self.rows.count(self.platform.to_device(torch.tensor([place.slot for place in places])), tokens)
+        most = max((p.logprobs for p in pending.params if p.logprobs is not None), default=None)
+        if most is not None:
+            decoding = drawn.tokens.shape[0] if drawn else 0
+            pending.logit_rows = [
+                row * width if row < decoding else decoding * width + row - decoding for row in range(len(pending.params))
+            ]
+            pending.extra = [self.platform.fetch(tensor) for tensor in Logprobs.of(raw, tokens.clamp(min=0), most).tensors()]
 
-
-@dataclass
-class Part:
-    """The decode or the prefill half of a step, packed tokens first, then the rows that are sampled."""
-
-    ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    logit_rows: Tensor
-    slots: Tensor
-    segment: Segment
-
-    def columns(self) -> tuple[Tensor, ...]:
-        return self.ids, self.positions, self.slot_mapping, self.logit_rows, self.slots
-
-
-class _ChunkColumns:
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.positions: list[int] = []
-        self.owner: list[int] = []
-        self.logit_rows: list[int] = []
-        self.slots: list[int] = []
-
-    def add(self, index: int, chunk: Chunk) -> None:
-        self.ids.extend(chunk.tokens)
-        self.positions.extend(range(chunk.start, chunk.stop))
-        self.owner.extend([index] * len(chunk.tokens))
-        if chunk.sample:
-            self.logit_rows.append(len(self.ids) - 1)
-            self.slots.append(chunk.slot)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _draft(
+        self, drafter: Drafter, batch: Batch, hidden: Tensor, drawn: Drawn | None, first: Tensor | None, variant: Variant, next_n: int
+    ) -> None:
+        """Hand the drafter every row of the step with the token after it."""
+        following, last, slots = [], [], []
+        bounds: tuple[int, ...] = ()
+        count = 0
+        if batch.decode and drawn and drawn.counts is not None:
+            decode, count = batch.decode, batch.decode.ids.shape[0]
+            following.append(drawn.tokens.clamp(min=0).flatten())
+            last.append(torch.arange(0, count, next_n + 1, device=self.platform.device) + drawn.counts - 1)
+            slots.append(decode.slots)
+            bounds = tuple(min(bound + next_n, self.max_len) for bound in decode.bounds)
+        if batch.prefill and batch.prefill.following is not None:
+            prefill, ahead = batch.prefill, batch.prefill.following
+            if first is not None:
+                ahead = ahead.index_copy(0, prefill.logit_rows, first)
+                last.append(prefill.logit_rows + count)
+                slots.append(prefill.slots)
+                bounds += tuple(bound + next_n for bound in prefill.bounds)
+            following.append(ahead)
+        none = batch.step.positions[:0]
+        work = Drafting(join(slots or [none]), join(last or [none]), bounds, batch.step, hidden, join(following))
+        drafter.draft(work, next_n, variant)

@@ -14,26 +14,14 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from rorqual.engine.plan import TokenLogprobs
+from rorqual.engine.plan import NewRow, TokenLogprobs
 from rorqual.engine.rows import Rows
 from rorqual.ops.counter import uniform
 from rorqual.request import GREEDY_TEMPERATURE, SamplingParams
 
 NEVER = float("-inf")
-
-
-@dataclass
-class Sampled:
-    """token_ids [N]; the rest where log probabilities were asked for: of the token, its rank, and of the top ones."""
-
-    token_ids: Tensor
-    logprob: Tensor | None = None
-    rank: Tensor | None = None
-    top_ids: Tensor | None = None
-    top: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.token_ids, self.logprob, self.rank, self.top_ids, self.top) if t is not None]
+# Streams of random numbers: the token itself, whether its draft is accepted, the draft, and simulated acceptance.
+TOKEN, ACCEPT, DRAFT, SIMULATE = range(4)
 
 
 class Variant(Enum):
@@ -42,12 +30,12 @@ class Variant(Enum):
     GREEDY = "greedy"
     PLAIN = "plain"  # temperature and seed
     FILTERED = "filtered"  # top-k, top-p or min-p as well
-    FULL = "full"  # edited logits or log probabilities: needs the host's word
+    FULL = "full"  # edited logits, grammars or log probabilities: needs the host's word
 
 
 def variant_of(params: Iterable[SamplingParams]) -> Variant:
     params = list(params)
-    if any(p.edits_logits or p.logprobs is not None for p in params):
+    if any(p.edits_logits or p.logprobs is not None or p.structured for p in params):
         return Variant.FULL
     return drawing_of(params)
 
@@ -59,31 +47,31 @@ def drawing_of(params: list[SamplingParams]) -> Variant:
     return Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
 
 
-def sample(logits: Tensor, slots: Tensor, host_slots: list[int], positions: Tensor, rows: Rows) -> Sampled:
-    """logits [N, vocabulary] fp32 of the rows `slots`; `positions` [N] of the tokens to be drawn."""
-    params, raw = rows.asked(host_slots), logits
-    if any(p.edits_logits for p in params):
-        logits = edit(logits, slots, host_slots, positions, rows)
-    token_ids = choose(logits, drawing_of(params), slots, positions, rows)
-    most = max((p.logprobs for p in params if p.logprobs is not None), default=None)
-    if rows.counts is not None:
-        rows.counts.index_put_((slots, token_ids), torch.ones_like(token_ids, dtype=torch.int32), accumulate=True)
-    return Sampled(token_ids) if most is None else with_logprobs(raw, token_ids, most)
-
-
 def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-    """Token ids [N]. Rows with temperature 0 take the best logit in every variant."""
-    best = logits.argmax(-1)
+    """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of the tokens to be drawn."""
     if variant is Variant.GREEDY:
-        return best
+        return logits.argmax(-1)
+    return draw(logits, distribution(logits, variant, slots, rows), slots, positions, rows)
+
+
+def distribution(logits: Tensor, variant: Variant, slots: Tensor, rows: Rows) -> Tensor:
+    """[M, vocabulary] fp64: probabilities after temperature and cuts, not normalised again after the cuts."""
     temperature, top_p, min_p, top_k = rows.settings.index_select(0, slots).unbind(1)
     probs = (logits.double() / temperature.clamp(GREEDY_TEMPERATURE)[:, None]).softmax(-1)
-    if variant is Variant.FILTERED:
-        probs = cut(probs, top_k, top_p, min_p)
+    return cut(probs, top_k, top_p, min_p) if variant is Variant.FILTERED else probs
+
+
+def draw(logits: Tensor, probs: Tensor, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    """One token a row. Rows with temperature 0 take the best logit."""
+    drawn = invert(probs, uniform(rows.seed.index_select(0, slots), positions, TOKEN))
+    return torch.where(rows.settings[slots, 0] < GREEDY_TEMPERATURE, logits.argmax(-1), drawn)
+
+
+def invert(probs: Tensor, numbers: Tensor) -> Tensor:
+    """The token at which the cumulative sum of probs [M, vocabulary] passes numbers [M] of its total."""
     cumulative = probs.cumsum(-1)
-    goal = uniform(rows.seed.index_select(0, slots), positions)[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    return torch.where(temperature < GREEDY_TEMPERATURE, best, drawn)
+    goal = numbers[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
 
 
 def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -101,22 +89,40 @@ def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return probs.masked_fill(probs < threshold, 0)
 
 
-def edit(logits: Tensor, slots: Tensor, host_slots: list[int], positions: Tensor, rows: Rows) -> Tensor:
-    """Penalties, bias and the minimum length, for the rows that ask for them. The full variant: it needs the host's word."""
+# ---- what needs the host's word
+
+
+@dataclass
+class Place:
+    """One row of logits as the host knows it: whose it is, and the drafts [j] that stand between its request's newest token and it."""
+
+    slot: int
+    ahead: Tensor | None = None
+
+
+def edit(logits: Tensor, places: list[Place], positions: Tensor, rows: Rows) -> Tensor:
+    """Penalties, bias and the minimum length, for the rows that ask for them."""
     logits = logits.clone()
-    for i, slot in enumerate(host_slots):
-        row = rows.params[slot]
+    for i, place in enumerate(places):
+        row = rows.params[place.slot]
         if row is not None and row.params.edits_logits:
-            assert rows.counts is not None
-            assert rows.in_prompt is not None
-            penalise(logits[i], rows.counts[slot], rows.in_prompt[slot], row.params)
-            for token, bias in (row.params.logit_bias or {}).items():
-                logits[i, token] += bias
-            if row.stop_ids and row.params.min_tokens:
-                banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
-                early = positions[i] - row.prompt_len < row.params.min_tokens
-                logits[i, banned] = torch.where(early, NEVER, logits[i, banned])
+            _edit_row(logits[i], row, place, positions[i], rows)
     return logits
+
+
+def _edit_row(logits: Tensor, row: NewRow, place: Place, position: Tensor, rows: Rows) -> None:
+    assert rows.counts is not None
+    assert rows.in_prompt is not None
+    counts = rows.counts[place.slot]
+    if place.ahead is not None and place.ahead.numel():
+        counts = counts.index_add(0, place.ahead, torch.ones_like(place.ahead, dtype=counts.dtype))
+    penalise(logits, counts, rows.in_prompt[place.slot], row.params)
+    for token, bias in (row.params.logit_bias or {}).items():
+        logits[token] += bias
+    if row.stop_ids and row.params.min_tokens:
+        banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
+        early = position - row.prompt_len < row.params.min_tokens
+        logits[banned] = torch.where(early, NEVER, logits[banned])
 
 
 def penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: SamplingParams) -> None:
@@ -128,18 +134,33 @@ def penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: Sampling
     logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def with_logprobs(raw: Tensor, token_ids: Tensor, most: int) -> Sampled:
-    """Log probabilities under the unmodified distribution."""
-    logprobs = raw.log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids[:, None])
-    rank = (logprobs > chosen).sum(-1) + 1
-    top, top_ids = logprobs.topk(min(most, raw.shape[1]), -1)
-    return Sampled(token_ids, chosen.squeeze(1), rank, top_ids, top)
+def forbid(logits: Tensor, mask: Tensor) -> Tensor:
+    """Keep the tokens whose bit is set in mask [M, words] int32: bit i % 32 of word i // 32."""
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, NEVER)
 
 
-def row_logprobs(sampled: list[Tensor], row: int, params: SamplingParams) -> TokenLogprobs:
-    """One row of the tensors of `Sampled`, on the host, cut to what its request asked for."""
-    _, logprob, rank, top_ids, top = sampled
-    count = params.logprobs or 0
-    ids, values = top_ids[row, :count].tolist(), top[row, :count].tolist()
-    return TokenLogprobs(float(logprob[row]), int(rank[row]), tuple(ids), tuple(values))
+@dataclass
+class Logprobs:
+    """Of M drawn tokens under the unmodified distribution: logprob and rank [M], the best ids and their values [M, most]."""
+
+    logprob: Tensor
+    rank: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.logprob, self.rank, self.top_ids, self.top]
+
+    @staticmethod
+    def of(raw: Tensor, token_ids: Tensor, most: int) -> Logprobs:
+        logprobs = raw.log_softmax(-1)
+        chosen = logprobs.gather(1, token_ids[:, None])
+        rank = (logprobs > chosen).sum(-1) + 1
+        top, top_ids = logprobs.topk(min(most, raw.shape[1]), -1)
+        return Logprobs(chosen.squeeze(1), rank, top_ids, top)
+
+    def row(self, row: int, count: int) -> TokenLogprobs:
+        """One row, on the host, with `count` of the best."""
+        ids, values = self.top_ids[row, :count].tolist(), self.top[row, :count].tolist()
+        return TokenLogprobs(float(self.logprob[row]), int(self.rank[row]), tuple(ids), tuple(values))

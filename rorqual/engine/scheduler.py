@@ -27,12 +27,16 @@ class Sequence:
 
     tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries written once every launched
     step is done; target: the length at which the request ends; hashed: full pages already offered to the prefix cache.
+    With speculation in flight cached and pending count one token a step, the least it brings; slack: what it may bring beyond.
+    drafted, accepted: drafts verified and found right, by their place behind the newest token.
     """
 
     __slots__ = (
+        "accepted",
         "cached",
         "capacity",
         "collected",
+        "drafted",
         "finish",
         "hashed",
         "key",
@@ -46,6 +50,7 @@ class Sequence:
         "prompt_len",
         "request",
         "seed",
+        "slack",
         "slot",
         "stop_ids",
         "stop_token",
@@ -62,7 +67,9 @@ class Sequence:
         self.min_len = self.prompt_len + request.params.min_tokens
         self.slot = -1
         self.pages: list[int] = []
-        self.capacity = self.cached = self.collected = self.pending = self.hashed = self.preemptions = 0
+        self.capacity = self.cached = self.collected = self.pending = self.hashed = self.preemptions = self.slack = 0
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
         self.next_hash = 0
         self.finish: FinishReason | None = None
         self.stop_token: int | None = None
@@ -80,7 +87,8 @@ class Sequence:
 @dataclass(frozen=True)
 class SchedulerConfig:
     """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most prefill_chunk;
-    pages hold page_size tokens."""
+    pages hold page_size tokens. At most next_n drafts are verified for each request in a step. lookahead: see PrefixCache.
+    send_tokens: new rows carry all their tokens (drafting by look-up reads them)."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -90,14 +98,19 @@ class SchedulerConfig:
     prefix_caching: bool = True
     prefill_chunk: int | None = None
     max_waiting: int = 100_000
+    next_n: int = 0
+    lookahead: int = 0
+    send_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk={self.prefill_chunk} must be at least 1")
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+        least = self.max_num_seqs * (self.next_n + 1)
+        if not 1 <= least <= self.max_num_batched_tokens:
+            drafts = f" times next_n + 1 = {self.next_n + 1}" if self.next_n else ""
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}: "
-                "every running request gets a token in every step"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}{drafts}: "
+                "every running request gets its tokens in every step"
             )
 
 
@@ -124,7 +137,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
-        self.prefix = PrefixCache(self.allocator, config.page_size, config.prefix_caching)
+        self.prefix = PrefixCache(self.allocator, config.page_size, config.prefix_caching, config.lookahead)
+        self.next_n = config.next_n  # of the next plan: a controller may lower it
+        self.drafted = [0] * config.next_n
+        self.accepted = [0] * config.next_n
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
@@ -205,10 +221,10 @@ class Scheduler:
 
     def plan(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is collected."""
-        plan = Plan()
+        plan = Plan(next_n=self.next_n)
         sampled = self._plan_decode(plan)
         computed: list[tuple[Sequence, int]] = []
-        budget = self.config.max_num_batched_tokens - len(plan.decode_slots)
+        budget = self.config.max_num_batched_tokens - plan.num_tokens
         for sequence in list(self.prefilling.values()):
             if budget > 0:
                 budget -= self._plan_chunk(plan, sequence, budget, sampled, computed)
@@ -220,34 +236,44 @@ class Scheduler:
         return InFlight(plan, sampled, computed) if plan.decode_slots or plan.chunks else None
 
     def _plan_decode(self, plan: Plan) -> list[Sequence]:
-        """One token for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
+        """A token, and drafts, for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
+        next_n = plan.next_n
         for sequence in self.decoding.values():
             length = sequence.cached + 1
             if length >= sequence.target:
                 continue  # its last token is in flight
-            if length > sequence.capacity:
+            if sequence.pending and sequence.request.params.structured:
+                continue  # its grammar must hear of the last token first
+            if self._reach(sequence, next_n) > sequence.capacity:
                 needy.append(sequence)
             sampled.append(sequence)
         if needy:
-            self._extend(plan, needy)
+            self._extend(plan, needy, next_n)
             sampled = [sequence for sequence in sampled if sequence.slot >= 0]
         slots, bounds = plan.decode_slots, plan.decode_bounds
         for sequence in sampled:
             sequence.cached = length = sequence.cached + 1
             sequence.pending += 1
             slots.append(sequence.slot)
-            bounds.append(length)
+            bounds.append(length + sequence.slack + next_n)
+            sequence.slack += next_n
         return sampled
 
-    def _extend(self, plan: Plan, needy: Iterable[Sequence]) -> None:
+    def _reach(self, sequence: Sequence, next_n: int) -> int:
+        """Entries that the next step may write and somebody may read: its tokens, its drafts, and those it drafts in turn. What lies
+        at the target or past it is never read, and goes to the null page."""
+        return min(sequence.cached + 1 + sequence.slack + 2 * next_n, sequence.target - 1)
+
+    def _extend(self, plan: Plan, needy: Iterable[Sequence], next_n: int) -> None:
         before = self.num_preemptions
         for sequence in needy:
-            while sequence.slot >= 0 and not self.prefix.available:
-                self._preempt()
-            if sequence.slot >= 0:
-                plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+            while sequence.slot >= 0 and self._reach(sequence, next_n) > sequence.capacity:
+                if self.prefix.available:
+                    plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+                else:
+                    self._preempt()
         if self.num_preemptions > before:
             vacant = frozenset(self.free_slots)
             plan.pages[:] = [entry for entry in plan.pages if entry[0] not in vacant]
@@ -307,7 +333,7 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         self.prefilling[sequence.request.id] = sequence
         params = sequence.request.params
-        tokens = tuple(sequence.tokens) if params.edits_logits else ()
+        tokens = tuple(sequence.tokens) if params.edits_logits or params.structured or self.config.send_tokens else ()
         plan.new_rows.append(
             NewRow(sequence.slot, params, sequence.seed, tuple(sequence.pages), sequence.prompt_len, tokens, sequence.stop_ids)
         )
@@ -318,7 +344,8 @@ class Scheduler:
         start = sequence.cached
         stop = min(len(sequence.tokens), start + min(budget, self.config.prefill_chunk or budget))
         last = stop == len(sequence.tokens)
-        plan.chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:stop], last))
+        following = 0 if last else sequence.tokens[stop]
+        plan.chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:stop], last, following))
         sequence.cached = stop
         computed.append((sequence, stop))
         if last:
@@ -341,11 +368,31 @@ class Scheduler:
                 if sequence.collected >= sequence.next_hash:
                     self._offer(sequence)
         outs = []
-        for row, (sequence, token) in enumerate(zip(step.sampled, result.token_ids, strict=True)):
+        for row, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             sequence.pending -= 1
-            if sequence.finish is None:
-                outs.append(self._append(sequence, token, result.logprobs.get(row)))
+            if result.drafted:
+                self._count_drafts(step, sequence, row, result.drafted[row], len(tokens) - 1)
+            logprobs = result.logprobs.get(row)
+            for index, token in enumerate(tokens):
+                if sequence.finish is None:
+                    outs.append(self._append(sequence, token, logprobs[index] if logprobs else None))
         return outs
+
+    def _count_drafts(self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int) -> None:
+        """The host learns how far a request came."""
+        if row < len(step.plan.decode_slots):
+            sequence.slack -= step.plan.next_n
+        if sequence.slot >= 0:
+            sequence.cached += accepted
+        if drafted > len(sequence.drafted):
+            more = [0] * (drafted - len(sequence.drafted))
+            sequence.drafted, sequence.accepted = sequence.drafted + more, sequence.accepted + more
+        for place in range(drafted):
+            right = place < accepted
+            sequence.drafted[place] += 1
+            sequence.accepted[place] += right
+            self.drafted[place] += 1
+            self.accepted[place] += right
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOut:
         sequence.tokens.append(token)
@@ -367,9 +414,8 @@ class Scheduler:
     def _offer(self, sequence: Sequence) -> None:
         """Hand full pages whose entries are written and whose tokens are known to the prefix cache."""
         size = self.config.page_size
-        full = min(sequence.collected, len(sequence.tokens)) // size
+        full = min(sequence.collected, len(sequence.tokens) - self.config.lookahead) // size
         for i in range(sequence.hashed, full):
-            tokens = sequence.tokens[i * size : (i + 1) * size]
-            sequence.key = self.prefix.insert(sequence.key, tokens, sequence.pages[i])
+            sequence.key = self.prefix.insert(sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i])
         sequence.hashed = full
         sequence.next_hash = (full + 1) * size

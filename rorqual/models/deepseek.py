@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from rorqual.config import ModelConfig
 from rorqual.layers.mla import MLA
-from rorqual.layers.parameter import Build
+from rorqual.layers.moe import MoE
+from rorqual.layers.parameter import Build, Target
+from rorqual.models.mtp import MTPModule
 from rorqual.models.transformer import Layer, Transformer
 
 
 class Deepseek(Transformer):
-    def __init__(self, config: ModelConfig, build: Build, max_len: int, mla_prefill: str = "CC", mla_decode: str = "A_CC_ME"):
+    """`with_mtp` makes the multi-token prediction modules too: `mtp`, one for each depth the checkpoint was trained for."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: Build,
+        max_len: int,
+        mla_prefill: str = "CC",
+        mla_decode: str = "A_CC_ME",
+        with_mtp: bool = False,
+    ):
         self.forms = (mla_prefill, mla_decode)
         super().__init__(config, build, max_len)
+        depths = range(config.num_layers, config.num_layers + config.num_mtp_layers * with_mtp)
+        self.modules = [MTPModule(build, config, f"model.layers.{i}", self.make_layer(build, i, f"model.layers.{i}")) for i in depths]
+        self.mtp = self.modules
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
         attention = MLA(build, self.config, index, f"{prefix}.self_attn", *self.forms)
         return Layer(build, prefix, self.config, attention, self.make_mlp(build, index, prefix))
 
     def skips(self, name: str) -> bool:
-        """The multi-token prediction modules stand after the last layer; without speculation they are not loaded."""
+        """The multi-token prediction modules stand after the last layer; without speculation they are not loaded, with it their
+        copies of embedding and head are not."""
         first = self.config.num_layers
-        modules = range(first, first + self.config.num_mtp_layers)
-        return super().skips(name) or any(name.startswith(f"model.layers.{i}.") for i in modules)
+        modules = [f"model.layers.{i}." for i in range(first, first + self.config.num_mtp_layers)]
+        copies = ("embed_tokens.weight", "shared_head.head.weight")
+        left_out = [module + copy for module in modules for copy in copies] if self.mtp else modules
+        return super().skips(name) or name.startswith(tuple(left_out))
+
+    def targets(self) -> Iterator[Target]:
+        yield from super().targets()
+        for module in self.modules:
+            yield from module.targets()
+
+    def moe_layers(self) -> list[MoE]:
+        return super().moe_layers() + [module.layer.mlp for module in self.modules if isinstance(module.layer.mlp, MoE)]
 
     def attentions(self) -> list[MLA]:
-        return [layer.attention for layer in self.layers if isinstance(layer.attention, MLA)]
+        layers = self.layers + [module.layer for module in self.modules]
+        return [layer.attention for layer in layers if isinstance(layer.attention, MLA)]
 
     def finalize(self) -> None:
         for attention in self.attentions():

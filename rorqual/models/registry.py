@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from rorqual.config import ModelConfig
+from rorqual.errors import ConfigError
 from rorqual.layers.parameter import Build
 from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
 from rorqual.models.transformer import Transformer
 
 
-def make_model(config: ModelConfig, build: Build, max_len: int, mla_prefill: str = "CC", mla_decode: str = "A_CC_ME") -> Transformer:
-    """Parameters are allocated on `build.device` and not yet filled."""
+def make_model(
+    config: ModelConfig, build: Build, max_len: int, mla_prefill: str = "CC", mla_decode: str = "A_CC_ME", with_mtp: bool = False
+) -> Transformer:
+    """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where `with_mtp` asks for modules there are none of."""
+    if with_mtp and not config.num_mtp_layers:
+        raise ConfigError(f"{config.architecture} has no multi-token prediction module; speculate with drafter='ngram', or set next_n=0")
     if config.is_mla:
-        return Deepseek(config, build, max_len, mla_prefill, mla_decode)
+        return Deepseek(config, build, max_len, mla_prefill, mla_decode, with_mtp)
     return Qwen3Moe(config, build, max_len)

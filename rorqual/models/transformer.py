@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -24,6 +24,12 @@ class Attention(Protocol):
     def forward(self, x: Tensor, step: Step) -> Tensor: ...
 
     def targets(self) -> Iterator[Target]: ...
+
+
+class Predictor(Protocol):
+    """A module that looks one token further than the model, or module, before it (models/mtp.py)."""
+
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Pass: ...
 
 
 class Layer:
@@ -58,23 +64,27 @@ class Transformer:
         head = replace(build, quant=None)
         self.head = None if config.tie_embeddings else Linear(head, [Part("lm_head", config.vocab_size)], config.hidden_size)
         self.rotary = Rotary(config.rope, max_len, build.device)
+        self.mtp: Sequence[Predictor] = ()
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
         raise AssertionError("subclasses make their layers")
 
     def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
         config = self.config
-        if config.moe_layers[index]:
+        if index >= config.num_layers or config.moe_layers[index]:  # prediction modules stand behind the layers and are sparse
             return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
-    def forward(self, step: Step) -> Pass:
-        """Normed hidden states of the step's `logit_rows`, [N, hidden]. Yields at every hand-over of an MoE layer."""
+    def forward(self, step: Step, every_row: bool = False) -> Pass:
+        """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens, [T, hidden]. Yields at every hand-over
+        of an MoE layer."""
         x: Tensor = self.ops.embed(step.token_ids, self.embedding)
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, step)
         assert residual is not None
+        if every_row:
+            return self.norm.add(x, residual)[0]
         rows = step.logit_rows
         return self.norm.add(x.index_select(0, rows), residual.index_select(0, rows))[0]
 

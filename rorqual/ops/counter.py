@@ -13,7 +13,7 @@ def hash_bits(counter: Tensor, key: int) -> Tensor:
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, position), fp64."""
-    bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5)
+def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+    """One number in [0, 1) for each (seed, position), fp64. Streams are independent of one another."""
+    bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5 + stream * 0x9E3779B9)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -90,6 +90,7 @@ class CpuOps(Ops):
         return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
 
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        segment = _one_query_each(segment)
         native = self._native(q, w.kv_b.data) if plane.dtype == q.dtype and w.scratch is not None else None
         if native is None or not _small_decode(segment, q):
             return super().mla_absorbed(q, w, plane, segment, scale)
@@ -112,7 +113,7 @@ class CpuOps(Ops):
         return native.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
 
     def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
-        planes = (k_plane, v_plane)
+        planes, segment = (k_plane, v_plane), _one_query_each(segment)
         same = all(p.dtype == q.dtype and p.is_contiguous() and p.shape[-1] == q.shape[-1] for p in planes)
         native = self._native(q) if same and _small_decode(segment, q) else None
         if native:
@@ -128,6 +129,7 @@ class CpuOps(Ops):
 
     def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         """One fused call with the cache rows as keys and as values; the rope columns of the result are cut off."""
+        segment = _one_query_each(segment)
         index = _decode_index(segment, plane)
         if index is None:
             q, keys = torch.cat((q_latent, q_rope), -1), self.gather(plane, segment)[:, None]
@@ -137,6 +139,8 @@ class CpuOps(Ops):
         return _fused(q, entries, entries, scale, mask=index.mask).squeeze(1)[..., : q_latent.shape[-1]]
 
     def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+        if not segment.exact:
+            return super().dense_attention(q, k, v, segment, scale)
         if _alike(segment):
             q, k, v = (t.unflatten(0, (len(segment), -1)) for t in (q, k, v))
             return _fused_attention(q, k, v, scale).flatten(0, 1)
@@ -144,6 +148,8 @@ class CpuOps(Ops):
         return torch.cat([_fused_attention(q[None], k[None], v[None], scale)[0] for q, k, v in parts])
 
     def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+        if not segment.exact:
+            return super().gather(plane, segment)
         if _alike(segment):
             length = segment.kv_bounds[0]
             pages = segment.tables[:, : -(-length // plane.shape[1])]
@@ -178,6 +184,15 @@ class CpuOps(Ops):
         return _looped_experts(x, ids, weights, gate_up.data, down.data)
 
 
+def _one_query_each(segment: Segment) -> Segment:
+    """Drafts under verification become requests of one query each: the CPU's decode kernels know no others."""
+    if segment.exact or segment.tokens == len(segment):
+        return segment
+    if segment.scratch is None:
+        segment.scratch = segment.by_token()
+    return segment.scratch
+
+
 def _small_decode(segment: Segment, q: Tensor) -> bool:
     """One query token a request, and few enough scores for one thread."""
     return segment.tokens == len(segment) and sum(segment.kv_bounds) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
@@ -197,7 +212,7 @@ class DecodeIndex:
         self.rows, self.length = len(segment), max(segment.kv_bounds)
         self.pages = segment.tables[:, : -(-self.length // page_size)].reshape(-1)
         self.mask: Tensor | None = None
-        if min(segment.kv_bounds) < self.length:
+        if min(segment.kv_bounds) < self.length or not segment.exact:
             within = torch.arange(self.length, device=segment.kv_lens.device) < segment.kv_lens[:, None]
             self.mask = within[:, None, None]
             self.beyond = ~within

@@ -22,19 +22,29 @@ class Segment:
     """Where some requests of a step find their queries and their cache. Built once a step, used by every layer.
 
     tables [R, pages] int64 block tables; kv_lens [R] int64 cached entries after this step's tokens are written;
-    query_lens, kv_bounds host tuples: exact query lengths, and KV lengths (for decode an upper bound).
+    query_lens, kv_bounds host tuples: exact query lengths, and KV lengths: equal to kv_lens where `exact`, else upper bounds (while
+    speculative steps are in flight nobody but the device knows how many tokens were accepted).
     """
 
-    def __init__(self, tables: Tensor, kv_lens: Tensor, query_lens: tuple[int, ...], kv_bounds: tuple[int, ...]):
+    def __init__(self, tables: Tensor, kv_lens: Tensor, query_lens: tuple[int, ...], kv_bounds: tuple[int, ...], exact: bool = True):
         self.tables = tables
         self.kv_lens = kv_lens
         self.query_lens = query_lens
         self.kv_bounds = kv_bounds
+        self.exact = exact
         self.tokens = sum(query_lens)
         self.scratch: Any = None  # whatever a backend derives once a step: masks, tile schedules
 
     def __len__(self) -> int:
         return len(self.query_lens)
+
+    def by_token(self) -> Segment:
+        """The same queries, each token a request of its own that sees the cache up to itself. All requests have equally many."""
+        each = self.query_lens[0]
+        assert self.tokens == each * len(self), "requests bring different numbers of queries"
+        lens = self.kv_lens[:, None] + torch.arange(1 - each, 1, device=self.kv_lens.device)
+        bounds = tuple(bound for bound in self.kv_bounds for _ in range(each))
+        return Segment(self.tables.repeat_interleave(each, 0), lens.flatten(), (1,) * self.tokens, bounds, exact=False)
 
 
 @dataclass

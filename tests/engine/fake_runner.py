@@ -3,7 +3,8 @@
 The model's "hidden state" after a token is a hash of all tokens up to it, and that hash is also what an entry of the cache holds.
 A step continues from the entry before its first token, and the next token is a function of the state alone: so a wrong page, a
 stale entry or a lost token changes the output, while chunking, preemption and prefix caching must not. `expected` computes the
-same outputs from a request alone.
+same outputs from a request alone. Drafts are right or wrong by the toss of a hash; wrong ones, and those drafted for the next step,
+spoil the pages they are written to.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class Page:
 
 @dataclass
 class Row:
-    """A device row. `life` differs for every request set up in a slot."""
+    """A device row. `life` differs for every request set up in a slot; entries from position `target` - 1 on are never read."""
 
     life: int
     table: list[int]
+    target: int
     length: int = 0
     last_token: int = -1
 
@@ -65,8 +67,10 @@ class Row:
 class FakeRunner:
     """launch executes at once (a device runs its steps in order); results come out in collect, oldest first."""
 
-    def __init__(self, max_num_seqs: int, page_size: int, num_pages: int, max_num_batched_tokens: int, vocab: int = 97):
-        self.page_size, self.num_pages, self.vocab = page_size, num_pages, vocab
+    def __init__(
+        self, max_num_seqs: int, page_size: int, num_pages: int, max_num_batched_tokens: int, vocab: int = 97, max_len: int = 2**30
+    ):
+        self.page_size, self.num_pages, self.vocab, self.max_len = page_size, num_pages, vocab, max_len
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.pages: dict[int, Page] = {}
@@ -76,7 +80,7 @@ class FakeRunner:
     @classmethod
     def of(cls, scheduler: Scheduler, vocab: int = 97) -> FakeRunner:
         config = scheduler.config
-        return cls(config.max_num_seqs, config.page_size, config.num_pages, config.max_num_batched_tokens, vocab)
+        return cls(config.max_num_seqs, config.page_size, config.num_pages, config.max_num_batched_tokens, vocab, config.max_model_len)
 
     # ---- the Runner protocol
 
@@ -89,12 +93,14 @@ class FakeRunner:
             assert index == len(table), f"slot {slot}: page {page} put at {index} of a table of {len(table)}"
             table.append(page)
         self._check_tables(plan)
-        tokens = [self._decode(slot, bound) for slot, bound in zip(plan.decode_slots, plan.decode_bounds, strict=True)]
+        bounds = zip(plan.decode_slots, plan.decode_bounds, strict=True)
+        tokens = [self._decode(slot, bound, plan.next_n) for slot, bound in bounds]
         for chunk in plan.chunks:
             token = self._prefill(chunk)
             if chunk.sample:
-                tokens.append(token)
-        result = StepResult(tokens)
+                tokens.append([token])
+        decoded = len(plan.decode_slots)
+        result = StepResult(tokens, [plan.next_n * (row < decoded) for row in range(len(tokens))] if plan.next_n else [])
         self.queue.append(result)
         self.steps += 1
         self.computed_tokens += plan.num_tokens
@@ -112,16 +118,39 @@ class FakeRunner:
         assert all(0 < page < self.num_pages for page in row.pages), f"slot {row.slot}: page out of range"
         assert len(set(row.pages)) == len(row.pages), f"slot {row.slot}: a page stands twice in its table"
         self.lives += 1
-        self.rows[row.slot] = Row(self.lives, list(row.pages))
+        target = min(self.max_len, row.prompt_len + (row.params.max_tokens or self.max_len))
+        self.rows[row.slot] = Row(self.lives, list(row.pages), target)
 
-    def _decode(self, slot: int, bound: int) -> int:
-        row = self._row(slot)
+    def _decode(self, slot: int, bound: int, next_n: int) -> list[int]:
+        row, found = self._row(slot), []
         assert row.last_token >= 0, f"slot {slot} decodes before its prompt is done"
-        row.length += 1
-        assert row.length <= bound, f"slot {slot}: {row.length} entries, the plan says at most {bound}"
-        state = self._write(row, row.length - 1, [row.last_token])
-        row.last_token = next_token(state, self.vocab)
-        return row.last_token
+        last = row.length + 2 * next_n
+        assert row.length + next_n + 1 <= bound, f"slot {slot}: {row.length + next_n + 1} entries, the plan says at most {bound}"
+        for _ in range(self._right(row, next_n) + 1):
+            if row.length // self.page_size >= len(row.table):
+                assert row.length >= row.target - 1, f"slot {slot}: position {row.length} has no page and will be read"
+                break
+            state = self._write(row, row.length, [row.last_token])
+            row.length += 1
+            row.last_token = next_token(state, self.vocab)
+            found.append(row.last_token)
+        for position in range(row.length, last + 1 if next_n else 0):
+            self._spoil(row, position)
+        return found or [0]
+
+    def _right(self, row: Row, next_n: int) -> int:
+        """How many drafts are right."""
+        return hash((row.life, row.length, row.last_token)) % (next_n + 1)
+
+    def _spoil(self, row: Row, position: int) -> None:
+        """A draft's entry: whatever its page held of others is gone."""
+        index = position // self.page_size
+        if index >= len(row.table):
+            assert position >= row.target - 1, f"position {position} has no page and may be read"
+            return
+        number = row.table[index]
+        if number not in self.pages or self.pages[number].writer != row.life:
+            self.pages[number] = Page(row.life, index * self.page_size, -1)
 
     def _prefill(self, chunk: Chunk) -> int:
         row = self._row(chunk.slot)

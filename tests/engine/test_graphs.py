@@ -77,7 +77,7 @@ def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pyt
     plane = runner.pool.layers[0]["latent"]
     before = plane.clone()
     with torch.inference_mode():
-        runner.graphs.graphs[8, next(iter(runner.graphs.graphs))[1]]()
+        runner.graphs.graphs[8, next(iter(runner.graphs.graphs))[1], 0]()
     assert torch.equal(plane[1:], before[1:])
     assert runner.rows.length[runner.rows.padding] == 0
 

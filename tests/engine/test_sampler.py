@@ -15,10 +15,10 @@ from torch import Tensor
 from rorqual.engine import sampler
 from rorqual.engine.plan import NewRow, Plan
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import Sampled, cut, row_logprobs, sample
+from rorqual.engine.sampler import Logprobs, Place, Variant, choose, cut, drawing_of, edit, forbid, variant_of
 from rorqual.ops.counter import uniform
 from rorqual.platforms.cpu import CpuPlatform
-from rorqual.request import SamplingParams
+from rorqual.request import SamplingParams, StructuredOutput
 
 VOCAB = 50
 # The chi-squared statistic that a true hypothesis exceeds once in 10,000 times, by degrees of freedom.
@@ -42,12 +42,18 @@ def new_row(
     return NewRow(slot, params, seed, (), len(prompt), tokens, frozenset(stop_ids))
 
 
-def draw(logits: Tensor, rows: Rows, slots: list[int], positions: list[int]) -> Sampled:
-    return sample(logits, torch.tensor(slots), slots, torch.tensor(positions), rows)
+def draw(logits: Tensor, rows: Rows, slots: list[int], positions: list[int]) -> Tensor:
+    """As the runner samples a step that asks for edits."""
+    params, where = rows.asked(slots), torch.tensor(positions)
+    if any(p.edits_logits for p in params):
+        logits = edit(logits, [Place(slot) for slot in slots], where, rows)
+    tokens = choose(logits, drawing_of(params), torch.tensor(slots), where, rows)
+    rows.count(torch.tensor(slots), tokens)
+    return tokens
 
 
-def ids(sampled: Sampled) -> list[int]:
-    return sampled.token_ids.tolist()
+def ids(drawn: Tensor) -> list[int]:
+    return drawn.tolist()
 
 
 def noise(rows: int, seed: int = 0, vocab: int = VOCAB, scale: float = 3.0) -> Tensor:
@@ -118,7 +124,7 @@ def test_a_set_that_reaches_top_p_exactly_is_enough() -> None:
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_no_random_number_draws_a_token_that_is_cut(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
     """Neither the least nor the largest one, with tokens of probability zero at both ends of the vocabulary."""
-    monkeypatch.setattr(sampler, "uniform", lambda seed, position: torch.full(seed.shape, number, dtype=torch.float64))
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position, stream: torch.full(seed.shape, number, dtype=torch.float64))
     logits = noise(300, seed=5)
     logits[:, :10] = logits[:, -10:] = -50.0
     found = ids(draw(logits, rows_of(SamplingParams(top_k=20)), [0] * 300, [0] * 300))
@@ -346,29 +352,39 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
         SamplingParams(),
     ]
     logits = noise(4, seed=13)
-    sampled = draw(logits, rows_of(*params, prompt=(1,)), [0, 1, 2, 3], [1] * 4)
+    tokens = draw(logits, rows_of(*params, prompt=(1,)), [0, 1, 2, 3], [1] * 4)
     wanted = logits.double().log_softmax(-1)
-    tensors = sampled.tensors()
-    assert len(tensors) == 5
+    logprobs = Logprobs.of(logits, tokens, 5)
     for i, count in ((0, 0), (1, 5), (2, 2)):
-        found, token = row_logprobs(tensors, i, params[i]), ids(sampled)[i]
+        found, token = logprobs.row(i, count), ids(tokens)[i]
         assert found.sampled == pytest.approx(float(wanted[i, token]), abs=1e-5)
         assert found.rank == 1 + sum(value > float(logits[i, token]) for value in logits[i].tolist())
         best = sorted(range(VOCAB), key=lambda t: -float(logits[i, t]))[:count]
         assert list(found.top_ids) == best
         assert found.top == pytest.approx([float(wanted[i, t]) for t in best], abs=1e-5)
-    assert ids(sampled)[2] == 30
-    assert row_logprobs(tensors, 0, params[0]).rank == 1
+    assert ids(tokens)[2] == 30
+    assert logprobs.row(0, 0).rank == 1
 
 
-def test_no_logprobs_where_nobody_asks() -> None:
-    sampled = draw(noise(2), rows_of(SamplingParams(), SamplingParams(temperature=0.0)), [0, 1], [0, 0])
-    assert len(sampled.tensors()) == 1
+def test_what_needs_the_hosts_word() -> None:
+    assert variant_of([SamplingParams(), SamplingParams(temperature=0.0)]) is Variant.PLAIN
+    for asks in ({"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 1}, {"structured": StructuredOutput("json_object")}):
+        assert variant_of([SamplingParams(), SamplingParams(**asks)]) is Variant.FULL
+
+
+def test_a_mask_forbids_what_its_bits_leave_out() -> None:
+    logits = noise(2)
+    allowed = [{0, 31, 32, 49}, {5}]
+    words = [[sum(1 << (t % 32) for t in row if t // 32 == w) for w in range(2)] for row in allowed]
+    mask = torch.tensor([[w - 2**32 if w >= 2**31 else w for w in row] for row in words], dtype=torch.int32)
+    found = forbid(logits, mask)
+    for row, kept in enumerate(allowed):
+        assert {i for i, value in enumerate(found[row].tolist()) if value > float("-inf")} == kept
+        assert torch.equal(found[row, sorted(kept)], logits[row, sorted(kept)])
 
 
 def test_more_logprobs_than_tokens() -> None:
-    params = SamplingParams(logprobs=64)
-    sampled = draw(noise(1, vocab=12), rows_of(params, vocab=12), [0], [0])
-    found = row_logprobs(sampled.tensors(), 0, params)
+    logits = noise(1, vocab=12)
+    found = Logprobs.of(logits, draw(logits, rows_of(SamplingParams(logprobs=64), vocab=12), [0], [0]), 64).row(0, 64)
     assert sorted(found.top_ids) == list(range(12))
     assert math.fsum(math.exp(value) for value in found.top) == pytest.approx(1, abs=1e-5)

@@ -1,0 +1,104 @@
+"""How many drafts to verify: the number with the most accepted tokens per measured second, by batch size. No torch.
+
+A sparse model's step grows with every row, because more rows read more experts; so the best next_n depends on the batch, on what the
+text is like, and on the machine. The controller measures instead of modelling: for each batch bucket it keeps a running estimate of
+tokens a second for every next_n, tries the others now and then, and moves only when another is clearly better.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MEMORY = 0.05  # weight of a new step in the running estimate
+MARGIN = 1.03  # another next_n must promise 3 % more
+FIRST_STEPS = 8  # steps each next_n is tried for before any is preferred
+PROBE_EVERY = 256  # steps between two trials of a next_n that is not in use
+PROBE_STEPS = 8
+LONGEST = 5.0  # a step longer than so many times the usual one was disturbed, and says nothing
+
+
+@dataclass
+class Estimate:
+    """Running means over the steps of one (batch bucket, next_n)."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if self.steps and seconds > LONGEST * self.seconds:
+            return
+        weight = max(MEMORY, 1 / (self.steps + 1))
+        self.tokens += weight * (tokens - self.tokens)
+        self.seconds += weight * (seconds - self.seconds)
+        self.steps += 1
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Bucket:
+    """One range of batch sizes: what is in use, and the trial under way."""
+
+    current: int
+    estimates: dict[int, Estimate]
+    since_probe: int = 0
+    probe: int | None = None
+    probe_left: int = 0
+    order: list[int] = field(default_factory=list)
+
+
+class Controller:
+    """`choose` before each plan, `observe` after each step of decoding alone. With `adaptive` False the answer is always `most`."""
+
+    def __init__(self, most: int, adaptive: bool = False):
+        self.most = most
+        self.choices = tuple(range(most + 1)) if adaptive else (most,)
+        self.buckets: dict[int, Bucket] = {}
+
+    def choose(self, batch: int) -> int:
+        if len(self.choices) == 1 or not batch:
+            return self.most
+        bucket = self._bucket(batch)
+        return bucket.current if bucket.probe is None else bucket.probe
+
+    def _bucket(self, batch: int) -> Bucket:
+        """Sizes share a bucket between powers of two."""
+        key = batch.bit_length()
+        if key not in self.buckets:
+            self.buckets[key] = Bucket(self.most, {n: Estimate() for n in self.choices})
+        return self.buckets[key]
+
+    def observe(self, batch: int, next_n: int, tokens: int, seconds: float) -> None:
+        """A step that verified next_n drafts for each of `batch` requests brought `tokens` new ones in `seconds`."""
+        if len(self.choices) == 1:
+            return
+        bucket = self._bucket(batch)
+        bucket.estimates[next_n].add(tokens, seconds)
+        if bucket.probe is None:
+            bucket.since_probe += 1
+            self._start_probe(bucket)
+        elif next_n == bucket.probe:
+            bucket.probe_left -= 1
+            if bucket.probe_left <= 0:
+                bucket.probe = None
+                self._settle(bucket)
+                self._start_probe(bucket)
+
+    def _start_probe(self, bucket: Bucket) -> None:
+        fresh = [n for n in self.choices if n != bucket.current and bucket.estimates[n].steps < FIRST_STEPS]
+        if bucket.estimates[bucket.current].steps < FIRST_STEPS:
+            return
+        if fresh:
+            bucket.probe, bucket.probe_left = fresh[0], FIRST_STEPS
+        elif bucket.since_probe >= PROBE_EVERY:
+            bucket.order = bucket.order or [n for n in self.choices if n != bucket.current]
+            bucket.probe, bucket.probe_left, bucket.since_probe = bucket.order.pop(0), PROBE_STEPS, 0
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Move to another next_n when it promises clearly more than the one in use."""
+        best = max(self.choices, key=lambda n: bucket.estimates[n].rate)
+        if bucket.estimates[best].rate > MARGIN * bucket.estimates[bucket.current].rate:
+            bucket.current, bucket.order = best, []

@@ -1,0 +1,259 @@
+"""Speculative decoding: verify the drafts of the step before, and make new ones.
+
+Every decoding request brings next_n + 1 rows: its newest token and next_n drafts. The model's own choice behind each row either
+confirms the draft that follows or replaces it, and what comes after a replaced draft is dropped. A draft may be missing (a
+request that opts out, or one that drafted less before): it counts as refused. Everything here is a fixed sequence of
+device operations, so that a graph can hold it.
+
+Greedy and seeded requests are *coupled*: draft and token are chosen with the same random number, and a draft is accepted when it
+is the token the model would have drawn anyway. Their output therefore equals that without speculation, token by token. Others use
+rejection sampling (arXiv 2211.17192, theorem 1): a draft d of probability q(d) is accepted with min(1, p(d) / q(d)), else the
+token is drawn from max(p - q, 0), which leaves the distribution p unchanged and accepts more often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rorqual.cache.pool import KVPool
+from rorqual.engine.rows import Rows
+from rorqual.engine.sampler import ACCEPT, DRAFT, SIMULATE, TOKEN, Variant, distribution, draw, invert
+from rorqual.layers.step import Step
+from rorqual.models.transformer import Transformer
+from rorqual.ops.counter import uniform
+from rorqual.ops.table import Segment
+from rorqual.parallel.overlap import straight
+from rorqual.request import GREEDY_TEMPERATURE
+
+
+@dataclass
+class Verdict:
+    """tokens [R, next_n + 1]: accepted drafts, the model's own token, then -1. counts [R]: how many; drafted [R]: drafts there were."""
+
+    tokens: Tensor
+    counts: Tensor
+    drafted: Tensor
+
+    @property
+    def newest(self) -> Tensor:
+        """[R] the last token of each request."""
+        return self.tokens.gather(1, self.counts[:, None] - 1).squeeze(1)
+
+
+class Verifier:
+    """`rates`: probability that the draft at each place is accepted, drawn by lot instead of compared (simulated acceptance)."""
+
+    def __init__(self, rows: Rows, most: int, rates: tuple[float, ...] = ()):
+        device = rows.platform.device
+        self.rows = rows
+        self.places = torch.arange(most + 1, device=device)
+        self.rates = torch.tensor(rates, dtype=torch.float64, device=device) if rates else None
+
+    def verify(self, logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, next_n: int) -> Verdict:
+        """logits [R * (next_n + 1), vocabulary], request after request; slots [R]; positions [R * (next_n + 1)] of the tokens to draw."""
+        rows, width = self.rows, next_n + 1
+        drafts = rows.drafts.index_select(0, slots)[:, :next_n]
+        drafted = rows.num_drafts.index_select(0, slots).clamp(max=next_n)
+        if variant is Variant.GREEDY:
+            probs, tokens = None, logits.argmax(-1).view(-1, width)
+            accepted = tokens[:, :next_n] == drafts
+        else:
+            each = slots.repeat_interleave(width)
+            probs = distribution(logits, variant, each, rows)
+            tokens = draw(logits, probs, each, positions, rows).view(-1, width)
+            accepted = self._accepted(probs, tokens, drafts, slots, positions)
+        if self.rates is not None:
+            accepted = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
+        accepted = accepted & (self.places[:next_n] < drafted[:, None])
+        right = accepted.long().cumprod(1).sum(1)
+        if self.rates is not None:
+            tokens = self._forced(tokens, drafts, right)
+        elif probs is not None:
+            tokens = self._replaced(probs, tokens, drafts, slots, positions, right, drafted)
+        tokens = torch.where(self.places[:width] <= right[:, None], tokens, -1)
+        return Verdict(tokens, right + 1, drafted)
+
+    def _accepted(self, probs: Tensor, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """[R, next_n]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
+        rows, (count, n) = self.rows, drafts.shape
+        p = probs.view(count, n + 1, -1)
+        p = (p[:, :n] / p[:, :n].sum(-1, keepdim=True)).gather(2, drafts[..., None]).squeeze(2)
+        q = self._draft_probs(slots, n)
+        q = p.new_ones(()) if q is None else q.gather(2, drafts[..., None]).squeeze(2)
+        seeds = rows.seed.index_select(0, slots)[:, None]
+        lot = uniform(seeds, positions.view(count, n + 1)[:, :n], ACCEPT) * q < p
+        return torch.where(rows.coupled.index_select(0, slots)[:, None], tokens[:, :n] == drafts, lot)
+
+    def _draft_probs(self, slots: Tensor, n: int) -> Tensor | None:
+        """[R, next_n, vocabulary] fp64, or None where drafts are certain (a look-up proposes with probability 1)."""
+        kept = self.rows.draft_probs
+        return None if kept is None else kept.index_select(0, slots)[:, :n].double()
+
+    def _replaced(
+        self, probs: Tensor, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor, right: Tensor, drafted: Tensor
+    ) -> Tensor:
+        """Accepted drafts stand; the token after them is drawn from what the refused draft's own distribution left over."""
+        rows, (count, n) = self.rows, drafts.shape
+        p = probs.view(count, n + 1, -1).gather(1, right[:, None, None].expand(-1, 1, probs.shape[1])).squeeze(1)
+        p = p / p.sum(-1, keepdim=True)
+        at = right.clamp(max=n - 1)[:, None]
+        kept = self._draft_probs(slots, n)
+        if kept is None:
+            q = torch.zeros_like(p).scatter_(1, drafts.gather(1, at), 1.0)
+        else:
+            q = kept.gather(1, at[..., None].expand(-1, 1, p.shape[1])).squeeze(1)
+        rest = (p - q).clamp_(min=0)
+        # Nothing is left over where p and q are equal but for rounding: then a refusal cannot have happened by more than that.
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+        where = positions.view(count, n + 1).gather(1, right[:, None]).squeeze(1)
+        other = invert(rest, uniform(rows.seed.index_select(0, slots), where, TOKEN))
+        coupled = rows.coupled.index_select(0, slots)
+        own = coupled | (right >= drafted)  # nothing was refused: the model's own draw stands
+        last = torch.where(own, tokens.gather(1, right[:, None]).squeeze(1), other)
+        return torch.cat((drafts, last[:, None]), 1).scatter(1, right[:, None], last[:, None])
+
+    def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:
+        assert self.rates is not None
+        seeds = self.rows.seed.index_select(0, slots)[:, None]
+        return uniform(seeds, positions, SIMULATE) < self.rates[: positions.shape[1]]
+
+    def _forced(self, tokens: Tensor, drafts: Tensor, right: Tensor) -> Tensor:
+        taken = self.places[: drafts.shape[1]] < right[:, None]
+        return torch.cat((torch.where(taken, drafts, tokens[:, :-1]), tokens[:, -1:]), 1)
+
+
+# ---- making drafts
+
+
+@dataclass
+class Drafting:
+    """What a drafter may look at once a step has been sampled. N requests are to be continued.
+
+    slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden state predicts the newest one;
+    kv_bounds: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
+    token after each row, are those of the step.
+    """
+
+    slots: Tensor
+    last_rows: Tensor
+    kv_bounds: tuple[int, ...]
+    step: Step
+    hidden: Tensor
+    following: Tensor
+
+
+class Drafter(Protocol):
+    """`reads_hidden`: the step must keep the hidden states of all its rows."""
+
+    reads_hidden: bool
+
+    def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
+        """Leave drafts, how many, and what they were drawn from in the device rows."""
+
+
+class MTPDrafter:
+    """Drafts with the checkpoint's prediction modules; the last module is applied again where next_n exceeds their number.
+
+    `window` runs a module over all rows of a step, so that its cache is computed from the main model's hidden states; without it
+    a decode step runs the last row alone and keeps the entries that drafting left behind.
+    """
+
+    reads_hidden = True
+
+    def __init__(self, model: Transformer, pool: KVPool, rows: Rows, window: bool = True):
+        self.model, self.pool, self.rows, self.window = model, pool, rows, window
+        self.page_size = pool.spec.page_size
+
+    def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
+        """With next_n 0 the modules' caches are kept up all the same: next_n may rise again."""
+        hidden, step, following, last = work.hidden, work.step, work.following, work.last_rows
+        positions = newest = step.positions.index_select(0, last)
+        if not self.window and step.prefill is None:
+            step = self._row_step(work, positions)
+            hidden, following = hidden.index_select(0, last), following.index_select(0, last)
+            last = self._all(last)
+        target = positions + 2  # where the first draft will stand: behind the newest token
+        for place in range(max(1, next_n)):
+            module = self.model.mtp[min(place, len(self.model.mtp) - 1)]
+            if place >= len(self.model.mtp):
+                hidden, last, positions = hidden.index_select(0, last), self._all(last), positions + 1
+                step, following = self._row_step(work, positions), newest
+            embedded = self.model.ops.embed(following, self.model.embedding)
+            hidden = straight(module.forward(embedded, hidden, step))
+            if not next_n or not last.shape[0]:
+                return
+            newest = self._propose(hidden.index_select(0, last), place, variant, work.slots, target + place)
+            following = torch.cat((following[1:], following[:1])).index_copy(0, last, newest)
+        self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=next_n))
+
+    def _all(self, rows: Tensor) -> Tensor:
+        return torch.arange(rows.shape[0], device=rows.device)
+
+    def _row_step(self, work: Drafting, positions: Tensor) -> Step:
+        """One row for each request, at the given positions."""
+        longest = -(-max(work.kv_bounds) // self.page_size)
+        tables = self.rows.tables[work.slots, :longest]
+        pages = tables.gather(1, (positions // self.page_size)[:, None]).squeeze(1)
+        segment = Segment(tables, positions + 1, (1,) * len(work.kv_bounds), work.kv_bounds, exact=False)
+        cos, sin = self.model.rotary.rows(positions)
+        mapping = pages * self.page_size + positions % self.page_size
+        return Step(positions, positions, mapping, cos, sin, positions, self.pool, segment)
+
+    def _propose(self, hidden: Tensor, place: int, variant: Variant, slots: Tensor, positions: Tensor) -> Tensor:
+        """Draft number `place` of each request, [N], for the token at `positions`."""
+        rows, logits = self.rows, self.model.logits(hidden)
+        tokens = logits.argmax(-1)
+        if variant is not Variant.GREEDY:
+            probs = distribution(logits, variant, slots, rows)
+            probs = (probs / probs.sum(-1, keepdim=True)).float()
+            rows.keep_probs()[slots, place] = probs
+            coupled, seeds = rows.coupled.index_select(0, slots), rows.seed.index_select(0, slots)
+            numbers = torch.where(coupled, uniform(seeds, positions, TOKEN), uniform(seeds, positions, DRAFT))
+            drawn = invert(probs.double(), numbers)
+            tokens = torch.where(rows.settings[slots, 0] < GREEDY_TEMPERATURE, tokens, drawn)
+        rows.drafts[slots, place] = tokens
+        return tokens
+
+
+class LookupDrafter:
+    """Prompt look-up: continue as the text went on after the latest of the longest earlier occurrences of its last tokens.
+
+    At least `shortest`, at most `longest` tokens must agree. Works for every model; good where outputs repeat their inputs.
+    """
+
+    reads_hidden = False
+
+    def __init__(self, rows: Rows, shortest: int = 2, longest: int = 4):
+        self.rows, self.shortest, self.longest = rows, shortest, longest
+
+    def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
+        rows, slots = self.rows, work.slots
+        if not next_n or not slots.shape[0]:
+            return
+        assert rows.history is not None
+        known = rows.length.index_select(0, slots) + 1
+        history = rows.history.index_select(0, slots)[:, : max(work.kv_bounds) + 1]
+        end, agree = self._best_match(history, known)
+        places = torch.arange(next_n, device=slots.device)
+        ahead = end[:, None] + 1 + places
+        rows.drafts[slots, :next_n] = history.gather(1, ahead.clamp(max=history.shape[1] - 1))
+        found = torch.where(agree >= self.shortest, (known - 1 - end).clamp(max=next_n), 0)
+        rows.num_drafts.index_copy_(0, slots, torch.minimum(found, rows.limit.index_select(0, slots)))
+
+    def _best_match(self, history: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """(position at which the best earlier match ends, its length), [N] each."""
+        width = history.shape[1]
+        places = torch.arange(width, device=history.device)
+        run = (places < known[:, None] - 1).long()
+        length = torch.zeros_like(run)
+        for back in range(self.longest):
+            last = history.gather(1, (known - 1 - back).clamp(min=0)[:, None])
+            shifted = torch.nn.functional.pad(history, (back, 0), value=-1)[:, :width]
+            run = run * (shifted == last) * (known > back)[:, None]
+            length = length + run
+        best = (length * width + places).max(1).values
+        return best % width, best // width

@@ -1,0 +1,41 @@
+"""DeepSeek-V3's multi-token prediction module (arXiv 2412.19437, section 2.2): from a hidden state and the token after it to the
+hidden state that predicts the token after that. Embedding, head and rope tables are the main model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rorqual.config import ModelConfig
+from rorqual.layers.linear import Linear, Part
+from rorqual.layers.norm import Norm
+from rorqual.layers.parameter import Build, Target
+from rorqual.layers.step import Step
+from rorqual.models.transformer import Layer, Pass
+
+
+class MTPModule:
+    """`layer` is the module's own decoder layer, with a cache plane behind those of the main model."""
+
+    def __init__(self, build: Build, config: ModelConfig, prefix: str, layer: Layer):
+        self.layer = layer
+        self.token_norm = Norm(build, f"{prefix}.enorm", config.hidden_size, config.norm_eps)
+        self.hidden_norm = Norm(build, f"{prefix}.hnorm", config.hidden_size, config.norm_eps)
+        wide = replace(build, quant=None)  # fp8 checkpoints keep eh_proj in their wide format
+        self.merge = Linear(wide, [Part(f"{prefix}.eh_proj", config.hidden_size)], 2 * config.hidden_size)
+        self.norm = Norm(build, f"{prefix}.shared_head.norm", config.hidden_size, config.norm_eps)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Pass:
+        """embedded [T, hidden] of the tokens after the step's positions, hidden [T, hidden] of the model (or module) before, normed.
+
+        Returns normed hidden states [T, hidden] for the shared head; writes the module's cache at the step's slots."""
+        x = torch.cat((self.token_norm.forward(embedded), self.hidden_norm.forward(hidden)), -1)
+        x, residual = yield from self.layer.forward(self.merge.forward(x), None, step)
+        return self.norm.add(x, residual)[0]
+
+    def targets(self) -> Iterator[Target]:
+        for part in (self.token_norm, self.hidden_norm, self.merge, self.layer, self.norm):
+            yield from part.targets()
