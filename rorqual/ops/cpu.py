@@ -52,7 +52,8 @@ class CpuOps(Ops):
         return self.native
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        native = self._native(x, weight, rows=MANY_ROWS) if x.dim() == 2 else None
+        return native.add_norm(x, None, weight, eps)[0] if native else F.rms_norm(x, weight.shape, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         native = self._native(x, weight, rows=MANY_ROWS)
