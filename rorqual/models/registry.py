@@ -13,7 +13,8 @@ from rorqual.models.transformer import Transformer
 def make_model(
     config: ModelConfig, build: Build, max_len: int, mla_prefill: str = "CC", mla_decode: str = "A_CC_ME", with_mtp: bool = False
 ) -> Transformer:
-    """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where `with_mtp` asks for modules there are none of."""
+    """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where `with_mtp` asks for modules that the
+    model does not have."""
     if with_mtp and not config.num_mtp_layers:
         raise ConfigError(f"{config.architecture} has no multi-token prediction module; speculate with drafter='ngram', or set next_n=0")
     if config.is_mla:
