@@ -17,7 +17,9 @@ import torch
 
 from rorqual import __version__
 from rorqual.bench.peer import Peer
-from rorqual.perf.costs import Format, decode_floor_seconds
+from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.perf.costs import Batch, Format, decode_floor_seconds, layer_ops, step_ops, total
+from rorqual.perf.weights import head_weight
 from rorqual.platforms.base import Platform
 from rorqual.request import Request, SamplingParams
 from rorqual.serve.llm import LLM
@@ -27,7 +29,11 @@ READ_BYTES = 256 * 2**20
 
 @dataclass
 class Row:
-    """One concurrency. `step_ms`: (time for all tokens - time for the first) / (output - 1); ratios are against `ours`."""
+    """One concurrency. `step_ms`: (time for all tokens - time for the first) / (output - 1); ratios are against the first row.
+
+    With speculation a step verifies drafts, makes new ones and brings `accepted_length` tokens a request: `step_ms` is then measured
+    while all requests are decoding. `acceptance`: share of drafts taken, by place (a draft is taken only after all before it).
+    """
 
     engine: str
     concurrency: int
@@ -40,10 +46,29 @@ class Row:
     floor_ms: float
     experts_hit: float | None = None
     settings: str = ""
+    next_n: int = 0
+    accepted_length: float = 1.0
+    acceptance: list[float] = field(default_factory=list)
 
     @property
     def percent_of_floor(self) -> float:
         return 100 * self.floor_ms / self.step_ms
+
+
+@dataclass
+class Work:
+    """What every concurrency runs: `groups` batches of different prompts one after the other, all sampled at `temperature`.
+    Prompts are random ids, or pieces of the text file `data`."""
+
+    prompt: int
+    output: int
+    repeats: int = 3
+    data: Path | None = None
+    groups: int = 1
+    temperature: float = 0.0
+
+    def sampling(self, tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
 @dataclass
@@ -56,32 +81,24 @@ class Report:
         path.write_text(json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
 
 
-def run(
-    llm: LLM,
-    concurrency: Sequence[int],
-    prompt: int,
-    output: int,
-    repeats: int = 3,
-    compare: str | None = None,
-    data: Path | None = None,
-) -> Report:
-    """Measure every concurrency; `compare` is `transformers`, or `transformers-compiled`, to measure it too. Prompts are random ids,
-    or pieces of the text file `data`."""
-    report = Report(provenance=provenance(llm))
-    bandwidth = read_bandwidth(llm.engine.platform)
+def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compare: str | None = None) -> None:
+    """Measure every concurrency and add to the report; `compare` is `transformers`, or `transformers-compiled`, to measure it too."""
+    report.provenance = report.provenance or provenance(llm)
+    bandwidth = report.provenance.get("read_bandwidth_gb_s", 0) * 1e9 or read_bandwidth(llm.engine.platform)
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection in the middle of a run would look through all of it, in either engine
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
     for count in concurrency:
-        prompts = make_prompts(llm, count, prompt, data)
-        floor = 1e3 * floor_seconds(llm, count, prompt + output // 2, bandwidth)
-        report.rows.append(ours(llm, prompts, output, repeats, floor))
+        made = make_prompts(llm, count * work.groups, work.prompt, work.data)
+        groups = [made[start : start + count] for start in range(0, len(made), count)]
+        floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
+        report.rows.append(ours(llm, groups, work, floor))
         if compare:
-            peer = Peer(llm, prompts)
-            once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(output)
-            report.rows.append(_row(compare, prompts, output, repeats, once, floor))
+            peer = Peer(llm, groups[0])
+            once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
+            report.rows.append(_row(compare, groups[:1], work, once, floor))
             report.rows[-1].settings = settings
-    return report
+    gc.unfreeze()
 
 
 def provenance(llm: LLM) -> dict[str, Any]:
@@ -112,8 +129,21 @@ def read_bandwidth(platform: Platform) -> float:
 
 
 def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
-    engine = llm.engine
-    return decode_floor_seconds(engine.model_config, batch, context, bandwidth, fmt=Format(engine.dtype, form=engine.config.mla_decode))
+    """Of one step, its drafts and their verification included, under uniform routing."""
+    engine, next_n = llm.engine, llm.engine.config.next_n
+    config, fmt = engine.model_config, Format(engine.dtype, form=engine.config.mla_decode)
+    if not next_n:
+        return decode_floor_seconds(config, batch, context, bandwidth, fmt=fmt)
+    verify = Batch(batch, next_n + 1, context - next_n - 1)
+    needed = total(step_ops(config, verify, fmt)).bytes
+    if engine.mtp_layers:
+        head = head_weight(config).bytes(engine.dtype)
+        merge = 2 * config.hidden_size**2 * DTYPE_BYTES[engine.dtype]
+        passes = [verify if engine.config.draft_window else Batch.decode(batch, context)]
+        passes += [Batch.decode(batch, context)] * (next_n - 1)
+        layer = config.num_layers - 1  # the module's own layer is built like the last one
+        needed += sum(total(layer_ops(config, layer, work, fmt)).bytes + merge + head for work in passes)
+    return needed / bandwidth
 
 
 def make_prompts(llm: LLM, count: int, length: int, data: Path | None) -> list[list[int]]:
@@ -137,17 +167,65 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def ours(llm: LLM, prompts: list[list[int]], output: int, repeats: int, floor_ms: float) -> Row:
-    llm.generate(prompts, greedy(min(4, output)))  # warm up
+def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float) -> Row:
+    llm.generate(groups[0], greedy(min(4, work.output)))  # warm up
 
     def once(tokens: int) -> float:
         llm.engine.scheduler.prefix.clear()
-        return _timed(lambda: llm.generate(prompts, greedy(tokens)))
+        return _timed(lambda: [llm.generate(prompts, work.sampling(tokens)) for prompts in groups])
 
-    row = _row("rorqual", prompts, output, repeats, once, floor_ms)
-    row.settings = f"threads {torch.get_num_threads()}" if llm.engine.platform.name == "cpu" else llm.engine.config.exe_mode
-    row.experts_hit = experts_hit(llm, prompts)
+    engine, config = llm.engine, llm.engine.config
+    drafts = DraftCounts(llm)
+    row = _row("rorqual", groups, work, once, floor_ms)
+    drafts.describe(row)
+    if config.next_n:
+        row.step_ms = 1e3 * statistics.median(steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats))
+    row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
+    if engine.speculation:
+        row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
+        row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
+    row.experts_hit = experts_hit(llm, groups[0])
     return row
+
+
+class DraftCounts:
+    """Drafts verified and taken since it was made."""
+
+    def __init__(self, llm: LLM):
+        self.stats, self.next_n = llm.engine.stats, llm.engine.config.next_n
+        self.before = (list(self.stats.drafted), list(self.stats.accepted))
+
+    def describe(self, row: Row) -> None:
+        drafted, accepted = (
+            [now - then for now, then in zip(nows, thens, strict=True)]
+            for nows, thens in ((self.stats.drafted, self.before[0]), (self.stats.accepted, self.before[1]))
+        )
+        row.next_n = self.next_n
+        row.acceptance = [round(a / d, 4) if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
+        if drafted and drafted[0]:
+            row.accepted_length = round(1 + sum(accepted) / drafted[0], 3)
+
+
+def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> float:
+    """Seconds of a decode step while every request is decoding."""
+    engine = llm.engine
+    engine.scheduler.prefix.clear()
+    work = [Request(f"steady-{i}", tuple(prompt), asked.sampling(asked.output)) for i, prompt in enumerate(prompts)]
+    for request in work:
+        engine.add(request)
+    while len(engine.scheduler.decoding) < len(work) or engine.scheduler.prefilling:
+        engine.step()
+    engine.step()
+    start, steps = time.perf_counter(), 0
+    while len(engine.scheduler.decoding) == len(work):
+        engine.step()
+        steps += 1
+    seconds = time.perf_counter() - start
+    for request in work:
+        engine.abort(request.id)
+    while engine.has_work:
+        engine.step()
+    return seconds / max(1, steps)
 
 
 def experts_hit(llm: LLM, prompts: list[list[int]]) -> float:
@@ -176,10 +254,10 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float:
     return sum(hit) / max(1, len(hit))
 
 
-def _row(engine: str, prompts: list[list[int]], output: int, repeats: int, once: Callable[[int], float], floor_ms: float) -> Row:
-    first = statistics.median(once(1) for _ in range(repeats))
-    whole = statistics.median(once(output) for _ in range(repeats))
-    count, length = len(prompts), len(prompts[0])
+def _row(engine: str, groups: list[list[list[int]]], work: Work, once: Callable[[int], float], floor_ms: float) -> Row:
+    output, count, length = work.output, len(groups[0]), len(groups[0][0])
+    first = statistics.median(once(1) for _ in range(work.repeats)) / len(groups)
+    whole = statistics.median(once(output) for _ in range(work.repeats)) / len(groups)
     step = (whole - first) / max(1, output - 1)
     return Row(engine, count, length, output, whole, count * output / whole, 1e3 * step, count * length / first, floor_ms)
 
@@ -199,17 +277,22 @@ def print_report(report: Report) -> None:
         "% of floor",
         "prefill tok/s",
         "experts",
+        "tokens a step",
+        "taken by place",
         "ratio",
         "settings",
     ):
         table.add_column(name, justify="left" if name in ("engine", "settings") else "right")
-    mine = {row.concurrency: row.tokens_per_s for row in report.rows if row.engine == "rorqual"}
+    first: dict[int, float] = {}
     for row in report.rows:
-        ratio = mine[row.concurrency] / row.tokens_per_s
+        base = first.setdefault(row.concurrency, row.tokens_per_s)
+        ratio = row.tokens_per_s / base if row.engine == "rorqual" else base / row.tokens_per_s
         cells = (f"{row.tokens_per_s:,.0f}", f"{row.step_ms:.3f}", f"{row.floor_ms:.3f}", f"{row.percent_of_floor:.0f}")
         sizes = (str(row.concurrency), f"{row.prompt}/{row.output}")
         hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
-        table.add_row(row.engine, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", hit, f"{ratio:.1f}x", row.settings)
+        drafts = (f"{row.accepted_length:.2f}", " ".join(f"{share:.2f}" for share in row.acceptance)) if row.next_n else ("", "")
+        name = f"{row.engine} next_n={row.next_n}" if row.next_n else row.engine
+        table.add_row(name, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", hit, *drafts, f"{ratio:.2f}x", row.settings)
     console = Console()
     console = console if console.is_terminal else Console(width=150)  # a log file has no width to fit into
     console.print(table)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rorqual.commands.options import Device, Dtype, Json, Mode, Model, Threads, Weights, load, numbers
+from rorqual.commands.options import Device, Drafter, Dtype, Json, Mode, Model, Policy, Threads, Weights, load, numbers, shares
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 
@@ -30,6 +30,15 @@ def bench_offline(
     max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
     layers: Annotated[int | None, typer.Option(help="Cut a random model to this many layers.")] = None,
     exe_mode: Mode = "auto",
+    groups: Annotated[int, typer.Option(help="Batches of different prompts, one after the other.")] = 1,
+    temperature: Annotated[float, typer.Option()] = 0.0,
+    next_n: Annotated[str, typer.Option("--next-n", help="Speculative drafts a step; several, comma-separated, are compared.")] = "0",
+    drafter: Drafter = "auto",
+    next_n_policy: Policy = "fixed",
+    draft_window: Annotated[bool, typer.Option(help="The prediction module sees every row of a step, not the last alone.")] = True,
+    simulated_acceptance: Annotated[
+        str | None, typer.Option(help="Probabilities by place that a draft is taken whatever it says, for random weights.")
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
@@ -37,21 +46,29 @@ def bench_offline(
 
     if compare not in (None, "transformers", "transformers-compiled"):
         raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
-    batches = numbers(concurrency)
-    llm = load(
-        model,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        threads=threads,
-        num_layers=layers,
-        exe_mode=exe_mode,
-        max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=max(max_num_batched_tokens, max(batches)),
-        skip_tokenizer_init=data is None,
-    )
-    report = offline.run(llm, batches, prompt_len, output_len, repeats, compare, data)
+    batches, rates = numbers(concurrency), shares(simulated_acceptance)
+    report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature)
+    for count in numbers(next_n, least=0):
+        llm = load(
+            model,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+            threads=threads,
+            num_layers=layers,
+            exe_mode=exe_mode,
+            max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
+            max_num_seqs=max(batches),
+            max_num_batched_tokens=max(max_num_batched_tokens, max(batches) * (count + 1)),
+            skip_tokenizer_init=data is None,
+            next_n=count,
+            drafter=drafter,
+            next_n_policy=next_n_policy,
+            draft_window=draft_window,
+            simulated_acceptance=rates[:count],
+        )
+        offline.run(report, llm, batches, work, compare if not report.rows else None)
+        del llm
     offline.print_report(report)
     if json_file:
         report.write(json_file)

@@ -19,6 +19,8 @@ Prefill = Annotated[str, typer.Option("--mla-prefill", help="MLA form for prompt
 Decode = Annotated[str, typer.Option("--mla-decode", help="MLA form for decode steps.")]
 Ignored = Annotated[list[str] | None, typer.Option("--ignore-config-field", help="A config.json field to disregard; may be repeated.")]
 Mode = Annotated[str, typer.Option("--exe-mode", help="auto, eager or graph (also acl_graph, reduce-overhead).")]
+Drafter = Annotated[str, typer.Option(help="Who guesses: mtp (the checkpoint's prediction module; auto is the same) or ngram (look-up).")]
+Policy = Annotated[str, typer.Option("--next-n-policy", help="fixed, or adaptive: fewer drafts where that is faster, by batch size.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
@@ -34,11 +36,19 @@ def sampling(llm: Any, **given: Any) -> SamplingParams:
     return llm.defaults.params(**given)
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text: str, least: int = 1) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no comma-separated list of integers") from None
-    if not found or min(found) < 1:
-        raise typer.BadParameter("every number must be at least 1")
+    if not found or min(found) < least:
+        raise typer.BadParameter(f"every number must be at least {least}")
     return found
+
+
+def shares(text: str | None) -> tuple[float, ...]:
+    """Comma-separated probabilities."""
+    try:
+        return tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no comma-separated list of numbers") from None

@@ -55,10 +55,13 @@ def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, r
 
 
 def distribution(logits: Tensor, variant: Variant, slots: Tensor, rows: Rows) -> Tensor:
-    """[M, vocabulary] fp64: probabilities after temperature and cuts, not normalised again after the cuts."""
+    """[M, vocabulary] fp64: probabilities after temperature and cuts."""
     temperature, top_p, min_p, top_k = rows.settings.index_select(0, slots).unbind(1)
     probs = (logits.double() / temperature.clamp(GREEDY_TEMPERATURE)[:, None]).softmax(-1)
-    return cut(probs, top_k, top_p, min_p) if variant is Variant.FILTERED else probs
+    if variant is Variant.FILTERED:
+        probs = cut(probs, top_k, top_p, min_p)
+        probs /= probs.sum(-1, keepdim=True)
+    return probs
 
 
 def draw(logits: Tensor, probs: Tensor, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:

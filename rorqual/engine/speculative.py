@@ -80,8 +80,7 @@ class Verifier:
     def _accepted(self, probs: Tensor, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """[R, next_n]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
         rows, (count, n) = self.rows, drafts.shape
-        p = probs.view(count, n + 1, -1)
-        p = (p[:, :n] / p[:, :n].sum(-1, keepdim=True)).gather(2, drafts[..., None]).squeeze(2)
+        p = probs.view(count, n + 1, -1)[:, :n].gather(2, drafts[..., None]).squeeze(2)
         q = self._draft_probs(slots, n)
         q = p.new_ones(()) if q is None else q.gather(2, drafts[..., None]).squeeze(2)
         seeds = rows.seed.index_select(0, slots)[:, None]
@@ -99,7 +98,6 @@ class Verifier:
         """Accepted drafts stand; the token after them is drawn from what the refused draft's own distribution left over."""
         rows, (count, n) = self.rows, drafts.shape
         p = probs.view(count, n + 1, -1).gather(1, right[:, None, None].expand(-1, 1, probs.shape[1])).squeeze(1)
-        p = p / p.sum(-1, keepdim=True)
         at = right.clamp(max=n - 1)[:, None]
         kept = self._draft_probs(slots, n)
         if kept is None:
@@ -208,8 +206,7 @@ class MTPDrafter:
         rows, logits = self.rows, self.model.logits(hidden)
         tokens = logits.argmax(-1)
         if variant is not Variant.GREEDY:
-            probs = distribution(logits, variant, slots, rows)
-            probs = (probs / probs.sum(-1, keepdim=True)).float()
+            probs = distribution(logits, variant, slots, rows).float()
             rows.keep_probs()[slots, place] = probs
             coupled, seeds = rows.coupled.index_select(0, slots), rows.seed.index_select(0, slots)
             numbers = torch.where(coupled, uniform(seeds, positions, TOKEN), uniform(seeds, positions, DRAFT))
