@@ -21,3 +21,7 @@ class RequestError(RorqualError):
 
 class CapacityError(RorqualError):
     """Not enough memory for the weights, or for the cache of even one request."""
+
+
+class TargetError(RorqualError):
+    """A server to be measured that does not answer, or not as an OpenAI-compatible server does."""

@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
+from rorqual.commands.bench_comm import bench_comm
+from rorqual.commands.bench_serve import bench_serve
 from rorqual.commands.options import Device, Drafter, Dtype, Json, Mode, Model, Policy, Threads, Weights, load, numbers, shares
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
+app.command("serve")(bench_serve)
+app.command("comm")(bench_comm)
 
 
 @app.command("offline")
@@ -115,3 +119,17 @@ def bench_layers(
     layers.print_table(rows)
     if json_file:
         json_file.write_text(layers.as_json(rows) + "\n")
+
+
+@app.command("calibrate")
+def bench_calibrate(
+    name: Annotated[str, typer.Option(help="What the card is called in the file.")] = "local",
+    based_on: Annotated[str | None, typer.Option(help="A card that ships: its datasheet gives peaks and links, this run what is reached of them.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write; NAME.yaml if left out.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further product is measured.")] = 240.0,
+    device: Device = "auto",
+) -> None:
+    """Measure this card (launch gap, bandwidth, products by shape; collectives under torchrun) and write what `rorqual plan --gpu FILE` reads."""
+    from rorqual.bench import calibrate
+
+    print(calibrate.run(device, name, based_on, out, limit))
