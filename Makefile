@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 # The CPU build of torch where pip finds one of this exact version first; elsewhere any torch the project accepts.
 TORCH ?= torch==2.13.0
 
-.PHONY: run test lint clean
+.PHONY: run test test-parallel lint clean
 
 run: $(VENV)/.installed
 	@$(BIN)/rorqual generate
 
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -n 2
+
+# Every valid combination of parallel sizes on two and four local processes: minutes. `make test` runs a choice with every pair of settings.
+test-parallel: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/parallel -m "full_matrix or not full_matrix"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check rorqual tests demo

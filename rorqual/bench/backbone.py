@@ -14,6 +14,7 @@ from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
 from rorqual.models.transformer import Transformer
 from rorqual.ops.reference import Weight
+from rorqual.parallel.layout import Layout
 
 
 class NowhereExchange:
@@ -26,7 +27,7 @@ class NowhereExchange:
         self.gate_up = self.down = Weight(torch.empty(0, device=device))
         self.load = torch.empty(0, device=device)
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return x
 
     def run_experts(self, ticket: Tensor) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from rorqual.config import GQAConfig, MLAConfig, ModelConfig
@@ -25,6 +25,14 @@ class Plane:
     def bytes_per_token(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    def shard(self, ranks: int) -> Plane:
+        """What each of `ranks` ranks holds: its share of the shard axis, at least one entry (which several ranks then hold alike)."""
+        if self.shard_axis is None:
+            return self
+        shape = list(self.shape)
+        shape[self.shard_axis] = max(1, shape[self.shard_axis] // ranks)
+        return replace(self, shape=tuple(shape))
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -40,6 +48,11 @@ class KVSpec:
     @property
     def bytes_per_page(self) -> int:
         return self.bytes_per_token * self.page_size
+
+    def shard(self, tp: int, layers: range | None = None) -> KVSpec:
+        """The cache of one rank: `tp` ranks share the heads, and a pipeline stage holds the planes of its `layers` alone."""
+        held = self.layers if layers is None else self.layers[layers.start : layers.stop]
+        return replace(self, layers=tuple(tuple(plane.shard(tp) for plane in layer) for layer in held))
 
 
 def mla_planes(mla: MLAConfig, form: str, dtype: str) -> tuple[Plane, ...]:

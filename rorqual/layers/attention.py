@@ -12,25 +12,35 @@ from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.step import Step
+from rorqual.parallel.cut import Cut
+
+
+def kv_cut(tp: Cut, groups: int) -> Cut:
+    """Which key-value heads belong to the query heads of a rank: its share, or one that several ranks hold where tp exceeds them."""
+    return tp if groups >= tp.count else Cut(tp.index * groups // tp.count, groups)
 
 
 class GQA:
-    """forward: [T, hidden] to [T, hidden]; writes the step's keys and values to the cache before attending."""
+    """forward: [T, hidden] to [T, hidden], a partial sum over tp; writes the step's keys and values to the cache before attending."""
 
     def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str):
         assert isinstance(config.attention, GQAConfig)
         self.config, self.index, self.ops = config.attention, index, build.ops
         heads, groups, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        names = (("q_proj", heads), ("k_proj", groups), ("v_proj", groups))
-        parts = [Part(f"{prefix}.{name}", count * dim, self.config.bias) for name, count in names]
+        cut = build.mesh.tp.cut
+        shared = kv_cut(cut, groups)
+        names = (("q_proj", heads, cut), ("k_proj", groups, shared), ("v_proj", groups, shared))
+        parts = [Part(f"{prefix}.{name}", count * dim, self.config.bias, held) for name, count, held in names]
         self.qkv = Linear(build, parts, config.hidden_size, merged=f"{prefix}.qkv_proj")
         out = Part(f"{prefix}.o_proj", config.hidden_size, self.config.bias)
-        self.out = Linear(build, [out], heads * dim, gain=build.residual_gain)
+        self.out = Linear(build, [out], heads * dim, gain=build.residual_gain, cut=cut)
         self.q_norm = Norm(build, f"{prefix}.q_norm", dim, config.norm_eps)
         self.k_norm = Norm(build, f"{prefix}.k_norm", dim, config.norm_eps)
         self.scale = dim**-0.5
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        if not step.segments:  # an idle rank
+            return x
         planes = step.pool.layers[self.index]
         qkv = self.qkv.forward(x).view(x.shape[0], -1, self.config.head_dim)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,22 +30,26 @@ LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, what
 
 
 class MLA:
-    """forward: [T, hidden] to [T, hidden]; writes the step's cache entries before attending."""
+    """forward: [T, hidden] to [T, hidden], a partial sum over tp; writes the step's cache entries before attending.
+
+    Over tp the heads are split; the projections to latents, and the latent cache, are on every rank. `config` counts this rank's heads.
+    """
 
     def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str, prefill: str = "CC", decode: str = "A_CC_ME"):
         assert isinstance(config.attention, MLAConfig)
         check_forms(prefill, decode)
-        mla = config.attention
+        self.cut, heads = build.mesh.tp.cut, config.attention.num_heads
+        mla = replace(config.attention, num_heads=heads // self.cut.count)
         self.config, self.index, self.ops = mla, index, build.ops
         self.prefill_form, self.decode_form = prefill, decode
         self.interleaved = config.rope.interleaved
         self.scale = mla.qk_dim**-0.5 * config.rope.softmax_scale
         self._make_query(build, config, prefix)
         self.kv_norm = Norm(build, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
-        up = Part(f"{prefix}.kv_b_proj", mla.num_heads * (mla.nope_dim + mla.v_dim))
+        up = Part(f"{prefix}.kv_b_proj", heads * (mla.nope_dim + mla.v_dim), cut=self.cut)
         self.kv_b = Linear(build, [up], mla.kv_lora_rank)
         out = Part(f"{prefix}.o_proj", config.hidden_size, mla.bias)
-        self.out = Linear(build, [out], mla.num_heads * mla.v_dim, gain=build.residual_gain)
+        self.out = Linear(build, [out], heads * mla.v_dim, gain=build.residual_gain, cut=self.cut)
         self.dtype = build.dtype
 
     def _make_query(self, build: Build, config: ModelConfig, prefix: str) -> None:
@@ -54,11 +59,12 @@ class MLA:
         rows = mla.num_heads * mla.qk_dim
         latent = Part(f"{prefix}.kv_a_proj_with_mqa", mla.latent_dim, mla.bias)
         rank = mla.q_lora_rank
-        first = Part(f"{prefix}.q_proj", rows) if rank is None else Part(f"{prefix}.q_a_proj", rank, mla.bias)
-        self.query_rows = first.rows
+        queries = Part(f"{prefix}.{'q_proj' if rank is None else 'q_b_proj'}", rows, cut=self.cut)
+        first = queries if rank is None else Part(f"{prefix}.q_a_proj", rank, mla.bias)
+        self.query_rows = first.local
         self.down = Linear(build, [first, latent], config.hidden_size, merged=f"{prefix}.fused_qkv_a_proj_with_mqa")
         self.q_norm = None if rank is None else Norm(build, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
-        self.q_b = None if rank is None else Linear(build, [Part(f"{prefix}.q_b_proj", rows)], rank)
+        self.q_b = None if rank is None else Linear(build, [queries], rank)
 
     def targets(self) -> Iterator[Target]:
         for layer in (self.down, self.q_norm, self.q_b, self.kv_norm, self.kv_b, self.out):
@@ -111,6 +117,8 @@ class MLA:
         return [*first, query, self.kv_b.weight.data, self.out.weight.data]
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
+        if not step.segments:  # an idle rank
+            return x
         planes = step.pool.layers[self.index]
         query_in, q, entries = self.ops.mla_prologue(x, self.weights, step.cos, step.sin, planes.get("latent"), step.slot_mapping)
         if entries is not None:

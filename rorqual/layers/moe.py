@@ -8,28 +8,31 @@ import torch
 from torch import Tensor
 
 from rorqual.config import MoEConfig
-from rorqual.layers.linear import Linear, Part, empty_weight
-from rorqual.layers.parameter import Build, Target, matrix_targets
+from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
+from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
 from rorqual.ops.reference import Weight
-from rorqual.parallel.exchange import Exchange, LocalExchange, SlotMap
+from rorqual.parallel.exchange import Exchange, ExpertStore, SlotMap
+from rorqual.parallel.exchange_select import make_exchange
+from rorqual.parallel.layout import Layout
+from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 Stages = Generator[None, None, Tensor]
 
 
 class DenseMLP:
-    """SwiGLU of `intermediate` columns: [T, hidden] to [T, hidden]."""
+    """SwiGLU of `intermediate` columns, split over the dense group: [T, hidden] to [T, hidden], both as the layout says."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, intermediate: int):
-        self.ops = build.ops
-        parts = [Part(f"{prefix}.gate_proj", intermediate), Part(f"{prefix}.up_proj", intermediate)]
+        self.ops, cut = build.ops, build.mesh.axes["dense"].cut
+        parts = [Part(f"{prefix}.{name}", intermediate, cut=cut) for name in ("gate_proj", "up_proj")]
         self.gate_up = Linear(build, parts, hidden, merged=f"{prefix}.gate_up_proj")
-        self.down = Linear(build, [Part(f"{prefix}.down_proj", hidden)], intermediate, gain=build.residual_gain)
+        self.down = Linear(build, [Part(f"{prefix}.down_proj", hidden)], intermediate, gain=build.residual_gain, cut=cut)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.mlp(x, self.gate_up.weight, self.down.weight)
+    def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
+        return layout.from_dense(self.ops.mlp(layout.to_dense(x), self.gate_up.weight, self.down.weight))
 
-    def stages(self, x: Tensor) -> Stages:
-        return self.forward(x)
+    def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
+        return self.forward(x, layout)
         yield  # a generator with no hand-over: dense layers have nobody to wait for
 
     def targets(self) -> Iterator[Target]:
@@ -41,22 +44,25 @@ class MoE:
     """Routed experts behind an Exchange, plus shared experts computed while the exchange is under way."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, moe: MoEConfig, slots: SlotMap | None = None):
-        self.ops, self.moe, self.prefix = build.ops, moe, prefix
+        self.ops, self.moe, self.prefix, self.hidden = build.ops, moe, prefix, hidden
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
         self.gate = build.empty(moe.num_experts, hidden, dtype=gate_dtype)
         self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None
         shared = moe.num_shared * moe.intermediate_size
         self.shared = DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
-        self.block = build.quant.block[0] if build.quant else 1
+        self.block = build.quant.block if build.quant else (128, 128)
         self.slots = slots or SlotMap.identity(moe.num_experts)
+        self.held = self.slots.local(build.mesh.axes["ep"].cut)
+        self.columns = range(*build.mesh.axes["expert_tp"].cut.span(moe.intermediate_size))
         gate_up, down = self._expert_weights(build, hidden)
-        self.exchange: Exchange = LocalExchange(self.slots, gate_up, down, self.ops.experts, build.device)
+        store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, build.mesh.axes["ep"].cut)
+        self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
 
     def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
-        stack, size = (self.slots.num_slots,), self.moe.intermediate_size
+        stack, size = (len(self.held),), len(self.columns)
         quantised = build.is_quantised(f"{self.prefix}.experts")
-        aligned = size % self.block == 0
+        aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
         gate_up = empty_weight(build, 2 * size, hidden, quantised, aligned, stack)
         return gate_up, empty_weight(build, hidden, size, quantised, stack=stack)
 
@@ -64,13 +70,13 @@ class MoE:
         """(expert ids [T, K], weights [T, K] fp32) of hidden states [T, hidden]."""
         return self.ops.router(x, self.gate, self.bias, self.moe)
 
-    def stages(self, x: Tensor) -> Stages:
+    def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         """submit | run_experts beside the shared expert | wait. Yields at each hand-over."""
         ids, weights = self.route(x)
-        ticket = self.exchange.submit(x, ids, weights)
+        ticket = self.exchange.submit(x, ids, weights, layout)
         yield
         self.exchange.run_experts(ticket)
-        shared = self.shared.forward(x) if self.shared else None
+        shared = self.shared.forward(x, layout) if self.shared else None
         yield
         y = self.exchange.wait(ticket)
         return y if shared is None else y + shared
@@ -84,27 +90,45 @@ class MoE:
         yield from self._expert_targets()
 
     def _expert_targets(self) -> Iterator[Target]:
-        gate_up, down, size = self.exchange.gate_up, self.exchange.down, self.moe.intermediate_size
+        gate_up, down = self.exchange.gate_up, self.exchange.down
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
-        repeat = self.block // gate_up.block[0] if gate_up.quantised else 1
-        for slot, expert in enumerate(self.slots.logical):
-            up, out, name = gate_up[slot], down[slot], names[expert]
-            for part, rows in (("gate_proj", slice(0, size)), ("up_proj", slice(size, None))):
-                yield from matrix_targets(f"{name}.{part}.weight", up.data[rows], self._rows(up, rows), self.std[0], repeat=repeat)
-            yield from matrix_targets(f"{name}.down_proj.weight", out.data, out.scale, self.std[1])
+        for place, slot in enumerate(self.held):
+            yield from self._slot_targets(names[self.slots.logical[slot]], gate_up[place], down[place])
+        held = {self.slots.logical[slot] for slot in self.held}
+        for expert, name in enumerate(names):
+            if expert not in held:
+                yield from self._absent(name)
         if self.slots.is_identity and not gate_up.quantised:
             yield from self._stacked_targets(names)
 
-    def _rows(self, weight: Weight, rows: slice) -> Tensor | None:
-        if weight.scale is None:
-            return None
-        block, size = weight.block[0], self.moe.intermediate_size
-        half = -(-size // block)
-        return weight.scale[:half] if rows.start == 0 else weight.scale[half:]
+    def _slot_targets(self, name: str, gate_up: Weight, down: Weight) -> Iterator[Target]:
+        size, start, (wide, narrow) = len(self.columns), self.columns.start, self.std
+        for index, part in enumerate(("gate_proj", "up_proj")):
+            window = Window((self.moe.intermediate_size, self.hidden), row=start)
+            rows = self._half(gate_up, index, size)
+            yield from matrix_targets(f"{name}.{part}.weight", rows, wide, window, self.block)
+        window = Window((self.hidden, self.moe.intermediate_size), column=start)
+        yield from matrix_targets(f"{name}.down_proj.weight", down, narrow, window, self.block)
+
+    def _half(self, gate_up: Weight, index: int, size: int) -> Weight:
+        """The gate's or the up projection's rows of one expert."""
+        return rows_of(gate_up, index * size, (index + 1) * size)
+
+    def _absent(self, name: str) -> Iterator[Target]:
+        weight = self.exchange.gate_up
+        empty, block, size = weight.data.new_empty(0), self.block if weight.quantised else None, self.moe.intermediate_size
+        for part in ("gate_proj", "up_proj"):
+            yield from absent_targets(f"{name}.{part}.weight", empty, (size, self.hidden), block)
+        yield from absent_targets(f"{name}.down_proj.weight", empty, (self.hidden, size), block)
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
+        experts, size, total, first = self.moe.num_experts, len(self.columns), self.moe.intermediate_size, self.held.start
+        gate_up, down = self.exchange.gate_up.data, self.exchange.down.data
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))
-        yield Target(f"{self.prefix}.experts.gate_up_proj", self.exchange.gate_up.data, std=self.std[0], covers=up)
-        down = tuple(f"{name}.down_proj.weight" for name in names)
-        yield Target(f"{self.prefix}.experts.down_proj", self.exchange.down.data, std=self.std[1], covers=down)
+        halves = [(0, 0, 2 * size)] if size == total else [(half * total + self.columns.start, half * size, size) for half in range(2)]
+        for row, at, rows in halves:
+            view, whole = gate_up[:, at : at + rows], (experts, 2 * total, self.hidden)
+            yield Target(f"{self.prefix}.experts.gate_up_proj", view, self.std[0], covers=up, whole=whole, start=(first, row, 0))
+        outs, whole = tuple(f"{name}.down_proj.weight" for name in names), (experts, self.hidden, total)
+        yield Target(f"{self.prefix}.experts.down_proj", down, self.std[1], covers=outs, whole=whole, start=(first, 0, self.columns.start))

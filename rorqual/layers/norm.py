@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target
+from rorqual.parallel.collectives import Axis
 
 
 class Norm:
@@ -19,9 +20,11 @@ class Norm:
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        return self.ops.add_norm(x, residual, self.weight, self.eps)
+    def add(self, x: Tensor, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place where all-reduce, addition and norm fuse."""
+        if axis is None:
+            return self.ops.add_norm(x, residual, self.weight, self.eps)
+        return axis.add_norm(x, residual, self.weight, self.eps, self.ops.add_norm)
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name + ".weight", self.weight, fill=1.0)

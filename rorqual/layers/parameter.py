@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rorqual.config import QuantConfig
-from rorqual.ops.reference import FP8
+from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.table import Ops
+from rorqual.parallel.mesh import Mesh
 
 # A random fp8 weight is drawn with this standard deviation in fp8 units: 448 then lies at five sigma.
 FP8_STD = 89.6
@@ -20,7 +21,11 @@ FP8_STD = 89.6
 class Target:
     """One checkpoint tensor's place: `view` is (part of) a parameter. `covers` names the tensors it stands for when it holds
     several merged ones. Random weights are normal with `std`, or the constant `fill` where std is None. Each row of the file
-    fills `repeat` rows of the view (scales of blocks kept row by row)."""
+    fills `repeat` rows of the view (scales of blocks kept row by row).
+
+    A shard's view holds a window of the file's tensor: `whole` is that tensor's shape (None: the view's own), `start` where the
+    window begins, rows counted as the view counts them. A view without elements takes nothing but says that the name is known.
+    """
 
     name: str
     view: Tensor
@@ -28,12 +33,20 @@ class Target:
     fill: float = 0.0
     covers: tuple[str, ...] = ()
     repeat: int = 1
+    whole: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor in the file."""
+        if self.whole is not None:
+            return self.whole
         first = self.view.shape[:1]
         return tuple(-(-rows // self.repeat) for rows in first) + tuple(self.view.shape[1:])
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        return self.start or (0,) * self.view.dim()
 
     @property
     def stands_for(self) -> tuple[str, ...]:
@@ -49,6 +62,7 @@ class Build:
     device: torch.device
     quant: QuantConfig | None = None
     residual_gain: float = 1.0  # shrinks the random weights that write to the residual stream
+    mesh: Mesh = field(default_factory=Mesh.single)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
@@ -57,14 +71,34 @@ class Build:
         return self.quant is not None and self.quant.covers(module)
 
 
+@dataclass(frozen=True)
+class Window:
+    """Where a shard lies in the file's matrix: the matrix's shape, and the shard's first row and column."""
+
+    shape: tuple[int, int]
+    row: int = 0
+    column: int = 0
+
+
 def matrix_targets(
-    name: str, data: Tensor, scale: Tensor | None, std: float, covers: tuple[str, ...] = (), repeat: int = 1
+    name: str, weight: Weight, std: float, window: Window, block: tuple[int, int] = (128, 128), covers: tuple[str, ...] = ()
 ) -> Iterator[Target]:
-    """Targets of one weight matrix: its data and, for fp8, its `_scale_inv`, each row of which fills `repeat` rows of `scale`."""
-    if scale is None:
-        yield Target(name, data, std=std, covers=covers)
+    """Targets of one weight matrix, or of the shard of it that `window` places: its data and, for fp8, its `_scale_inv` with one scale
+    for each `block` of the file. A weight that keeps one scale a row repeats them."""
+    start = (window.row, window.column)
+    if weight.scale is None:
+        yield Target(name, weight.data, std=std, covers=covers, whole=window.shape, start=start)
         return
-    assert data.dtype == FP8
-    yield Target(name, data, std=FP8_STD, covers=covers)
+    assert weight.data.dtype == FP8
+    yield Target(name, weight.data, std=FP8_STD, covers=covers, whole=window.shape, start=start)
+    whole = (-(-window.shape[0] // block[0]), -(-window.shape[1] // block[1]))
+    repeat, start = block[0] // weight.block[0], (window.row // weight.block[0], window.column // block[1])
     scales = tuple(part + "_scale_inv" for part in covers)
-    yield Target(name + "_scale_inv", scale, fill=std / FP8_STD, covers=scales, repeat=repeat)
+    yield Target(name + "_scale_inv", weight.scale, None, std / FP8_STD, scales, repeat, whole, start)
+
+
+def absent_targets(name: str, empty: Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[Target]:
+    """A matrix that another rank holds: its names are known and its shapes are checked; nothing is read. `block` where it is fp8."""
+    yield Target(name, empty, whole=shape)
+    if block is not None:
+        yield Target(name + "_scale_inv", empty, whole=(-(-shape[0] // block[0]), -(-shape[1] // block[1])))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.ops.table import Segment
+from rorqual.parallel.layout import Layout
+from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 
 @dataclass
@@ -16,7 +18,8 @@ class Step:
     """Packed tokens of several requests, decoding requests first, then those with a chunk of prompt.
 
     token_ids, positions, slot_mapping [T] int64; cos, sin [T, rope/2] fp32. `slot_mapping` is page * page_size + offset.
-    `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None where a kind is absent.
+    `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None where a kind is absent;
+    both, on a rank that has no token. `layout` says where tokens are on several ranks: Transformer.layout makes it.
     """
 
     token_ids: Tensor
@@ -28,6 +31,7 @@ class Step:
     pool: KVPool
     decode: Segment | None = None
     prefill: Segment | None = None
+    layout: Layout = SINGLE_LAYOUT
 
     @property
     def num_tokens(self) -> int:

@@ -26,14 +26,18 @@ class Deepseek(Transformer):
         mla_decode: str = "A_CC_ME",
         with_mtp: bool = False,
     ):
-        self.forms = (mla_prefill, mla_decode)
+        self.forms, self.with_mtp = (mla_prefill, mla_decode), with_mtp
         super().__init__(config, build, max_len)
-        depths = range(config.num_layers, config.num_layers + config.num_mtp_layers * with_mtp)
+        depths = range(config.num_layers, config.num_layers + config.num_mtp_layers * self.embeds_drafts(build))
         self.modules = [MTPModule(build, config, f"model.layers.{i}", self.make_layer(build, i, f"model.layers.{i}")) for i in depths]
         self.mtp = self.modules
 
+    def embeds_drafts(self, build: Build) -> bool:
+        """Prediction modules live on the last stage, beside the head they share."""
+        return self.with_mtp and build.mesh.last_stage
+
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
-        attention = MLA(build, self.config, index, f"{prefix}.self_attn", *self.forms)
+        attention = MLA(build, self.config, index - self.held.start, f"{prefix}.self_attn", *self.forms)
         return Layer(build, prefix, self.config, attention, self.make_mlp(build, index, prefix))
 
     def skips(self, name: str) -> bool:

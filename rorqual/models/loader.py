@@ -43,12 +43,12 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 def random_weights(model: Transformer, seed: int) -> None:
     """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the layout, then finalize it."""
     for target in model.targets():
-        if target.covers:
+        if target.covers or not target.view.numel():
             continue
         if target.std is None:
             target.view.fill_(target.fill)
         else:
-            fill_normal(target.view, target.name, seed, target.std)
+            fill_normal(target.view, target.name, seed, target.std, whole=target.shape, start=target.origin)
     model.finalize()
 
 
@@ -73,18 +73,33 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 class Rows:
-    """Reads rows of one tensor, opening its file anew for every WINDOW bytes so that mapped pages are given back."""
+    """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped pages are given back."""
 
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
 
-    def chunks(self, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, Tensor]]:
-        rows = shape[0] if shape else 1
-        step = max(1, WINDOW // max(1, math.prod(shape[1:]) * itemsize))
-        for start in range(0, rows, step):
-            part = slice(start, min(rows, start + step))
-            with safe_open(self.path, framework="pt") as file:
-                yield part, (file.get_slice(self.name)[part] if shape else file.get_tensor(self.name))
+    def chunks(self, target: Target) -> Iterator[tuple[slice, Tensor]]:
+        """(rows of the target's view, what belongs there): the file's pages outside the target's window are not touched."""
+        if not target.shape:
+            yield slice(0, 1), self._read(())
+            return
+        count, (first, *rest) = target.view.shape[0], target.origin
+        inner = tuple(slice(start, start + length) for start, length in zip(rest, target.view.shape[1:], strict=True))
+        row = math.prod(target.view.shape[1:]) * max(4, target.view.element_size())
+        step = max(1, WINDOW // max(1, row) // target.repeat) * target.repeat
+        start = 0
+        while start < count:
+            stop = min(count, (first + start) // target.repeat * target.repeat + step - first)  # ends where a row of the file ends
+            rows = slice((first + start) // target.repeat, -(-(first + stop) // target.repeat))
+            data = self._read((rows, *inner))
+            if target.repeat > 1:
+                data = data.repeat_interleave(target.repeat, 0)[first + start - rows.start * target.repeat :][: stop - start]
+            yield slice(start, stop), data
+            start = stop
+
+    def _read(self, window: tuple[slice, ...]) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_slice(self.name)[window] if window else file.get_tensor(self.name)
 
 
 def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
@@ -122,14 +137,9 @@ class Places:
 
     def _copy(self, name: str, shape: tuple[int, ...], rows: Rows, path: Path) -> None:
         try:
-            for part, data in rows.chunks(shape, 4):
-                for target in self.by_name[name]:
-                    view = target.view
-                    if target.repeat > 1:
-                        assert part.stop == shape[0], "scales are small: one window holds them"
-                        data = data.repeat_interleave(target.repeat, 0)[: view.shape[0]]
-                    elif shape:
-                        view = view[part]
+            for target in self.by_name[name]:
+                for part, data in rows.chunks(target) if target.view.numel() else ():
+                    view = target.view[part] if shape else target.view
                     if data.dtype != view.dtype and not (data.dtype in FLOATS and view.dtype in FLOATS):
                         raise LoadError(f"{name} in {path.name} is {data.dtype}, the configuration asks for {view.dtype}")
                     view.copy_(data)
@@ -150,23 +160,44 @@ def _listing(names: list[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + more
 
 
-def fill_normal(view: Tensor, name: str, seed: int, std: float, chunk: int | None = None) -> None:
+def fill_normal(
+    view: Tensor,
+    name: str,
+    seed: int,
+    std: float,
+    chunk: int | None = None,
+    whole: tuple[int, ...] | None = None,
+    start: tuple[int, ...] | None = None,
+) -> None:
     """A nearly normal draw from integer arithmetic alone (the sum of four 16-bit fields of a hash), so that every device and
-    every shard computes the same bits. `view` must be a whole checkpoint tensor; `chunk` elements are drawn at a time: on a CPU as many
-    as its cache holds (17 times faster than 2^22), on a card enough to fill it."""
+    every shard computes the same bits. `view` is a whole checkpoint tensor, or the window of a matrix of shape `whole` that begins at
+    `start`; `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster than 2^22), on a card enough to
+    fill it."""
     chunk = chunk or (2**17 if view.device.type == "cpu" else 2**22)
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
     columns = view.shape[-1]
     rows = view.view(-1, columns) if view.is_contiguous() else view.flatten(0, -2)
+    width = columns if whole is None else whole[-1]
+    first_row, first_column = (0, 0) if start is None or view.dim() == 1 else start
+    assert view.dim() <= 2 or width == columns, "windows are drawn of matrices alone"
     step = max(1, chunk // columns)
-    for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step]
-        first, count = start * columns, part.numel()
-        part.copy_(_normal(key, first, count, std, view.device, view.dtype == FP8).view(part.shape))
+    for begin in range(0, rows.shape[0], step):
+        part = rows[begin : begin + step]
+        first = (first_row + begin) * width + first_column
+        elements = _elements(first, part.shape[0], columns, width, view.device)
+        part.copy_(_normal(key, elements, std, view.dtype == FP8).view(part.shape))
 
 
-def _normal(key: int, first: int, count: int, std: float, device: torch.device, clip: bool) -> Tensor:
-    bits = hash_bits(torch.arange(first, first + count, dtype=torch.int64, device=device), key)
+def _elements(first: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
+    """Numbers of a window's elements in a matrix `width` wide, [rows * columns]."""
+    if columns == width or rows == 1:
+        return torch.arange(first, first + rows * columns, dtype=torch.int64, device=device)
+    starts = torch.arange(first, first + rows * width, width, dtype=torch.int64, device=device)
+    return (starts[:, None] + torch.arange(columns, dtype=torch.int64, device=device)).flatten()
+
+
+def _normal(key: int, elements: Tensor, std: float, clip: bool) -> Tensor:
+    bits = hash_bits(elements, key)
     total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
     deviation = math.sqrt(4 * (2**32 - 1) / 12)
     values = (total - 2 * 0xFFFF).float() * (std / deviation)

@@ -9,5 +9,5 @@ from rorqual.models.transformer import Layer, Transformer
 
 class Qwen3Moe(Transformer):
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
-        attention = GQA(build, self.config, index, f"{prefix}.self_attn")
+        attention = GQA(build, self.config, index - self.held.start, f"{prefix}.self_attn")
         return Layer(build, prefix, self.config, attention, self.make_mlp(build, index, prefix))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rorqual.config import ModelConfig
-from rorqual.layers.linear import Linear, Part
+from rorqual.layers.embedding import Embedding, Head
 from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
 from rorqual.layers.step import Step
+from rorqual.parallel.layout import Layout, Spread
 
 Pass = Generator[None, None, Tensor]
 
@@ -41,10 +41,11 @@ class Layer:
         self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        h, residual = self.input_norm.add(x, residual)
+        layout = step.layout
+        h, residual = layout.to_attention(self.input_norm, x, residual)
         h = self.attention.forward(h, step)
-        h, residual = self.post_norm.add(h, residual)
-        h = yield from self.mlp.stages(h)
+        h, residual = layout.to_ffn(self.post_norm, h, residual)
+        h = yield from self.mlp.stages(h, layout)
         return h, residual
 
     def targets(self) -> Iterator[Target]:
@@ -53,18 +54,30 @@ class Layer:
 
 
 class Transformer:
-    """Subclasses say which attention and which feed-forward a layer has."""
+    """Subclasses say which attention and which feed-forward a layer has. On several ranks this is one rank's part: its shards, and of a
+    pipeline its stage's layers, the first stage with the embedding and the last with norm and head."""
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int):
-        self.config, self.ops, self.dtype = config, build.ops, build.dtype
-        self.embedding = build.empty(config.vocab_size, config.hidden_size)
-        self.layers = [self.make_layer(build, i, f"model.layers.{i}") for i in range(config.num_layers)]
+        self.config, self.ops, self.dtype, self.mesh = config, build.ops, build.dtype, build.mesh
+        mesh, sizes = build.mesh, (config.vocab_size, config.hidden_size)
+        self.held = mesh.sizes.stage_layers(config.num_layers, mesh.pp_rank)
+        tied = mesh.last_stage and config.tie_embeddings
+        embeds = mesh.first_stage or tied or self.embeds_drafts(build)
+        self.embed = Embedding(build, "model.embed_tokens.weight", *sizes) if embeds else None
+        self.layers = [self.make_layer(build, i, f"model.layers.{i}") for i in self.held]
         self.norm = Norm(build, "model.norm", config.hidden_size, config.norm_eps)
-        # fp8 checkpoints keep embedding and head in their wide format.
-        head = replace(build, quant=None)
-        self.head = None if config.tie_embeddings else Linear(head, [Part("lm_head", config.vocab_size)], config.hidden_size)
+        self.head = Head(build, *sizes, self.embed if tied else None) if mesh.last_stage else None
         self.rotary = Rotary(config.rope, max_len, build.device)
         self.mtp: Sequence[Predictor] = ()
+
+    def embeds_drafts(self, build: Build) -> bool:
+        """Whether prediction modules of this pipeline stage need the embedding."""
+        return False
+
+    @property
+    def cache_layers(self) -> range:
+        """Those of the whole model's cache (cache/spec.py) that this rank holds; the prediction modules stand behind the last layer."""
+        return range(self.held.start, self.held.stop + len(self.mtp))
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
         raise AssertionError("subclasses make their layers")
@@ -78,33 +91,68 @@ class Transformer:
     def forward(self, step: Step, every_row: bool = False) -> Pass:
         """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens, [T, hidden]. Yields at every hand-over
         of an MoE layer."""
-        x: Tensor = self.ops.embed(step.token_ids, self.embedding)
-        residual: Tensor | None = None
+        layout = step.layout
+        assert layout.mesh is self.mesh, "a step of a model on several ranks needs Transformer.layout"
+        x, residual = yield from self._enter(step)
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, step)
         assert residual is not None
-        if every_row:
-            return self.norm.add(x, residual)[0]
-        rows = step.logit_rows
-        return self.norm.add(x.index_select(0, rows), residual.index_select(0, rows))[0]
+        if not self.mesh.last_stage:
+            return self._pass_on(x, residual)
+        return layout.leave(self.norm, x, residual, None if every_row else step.logit_rows)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] to fp32 [N, vocabulary]."""
-        if self.head is not None:
-            return self.head.forward(hidden).float()
-        return torch.nn.functional.linear(hidden, self.embedding).float()
+    def _enter(self, step: Step) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+        """Embedded tokens, or what the stage before sends: (hidden, residual) as its last layer left them."""
+        if self.mesh.first_stage:
+            assert self.embed is not None
+            return step.layout.enter(self.embed.forward(step.token_ids, step.layout)), None
+        assert isinstance(step.layout, Spread)
+        shape, device = (2, step.layout.rows, self.config.hidden_size), step.token_ids.device
+        pending = self.mesh.pp.receive(shape, self.dtype, device, self.mesh.pp_rank - 1)
+        yield  # with or without rows: ranks of a stage interleave their micro-batches alike
+        x, residual = pending.wait().unbind(0)
+        return x, residual
+
+    def _pass_on(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Send to the next stage. Nothing is left to return: no rows."""
+        self.mesh.pp.send(torch.stack((x, residual)), self.mesh.pp_rank + 1)
+        return x[:0]
+
+    def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:
+        """The layout of a step: `tokens` of each data-parallel rank, padded rows included, the same on every rank of the world; `decode`
+        where no rank brings a chunk of prompt."""
+        return self.mesh.layout(tokens, decode, self.config.moe)
+
+    def logits(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """[N, hidden] to fp32 [N, vocabulary], on the last stage. `counts`: rows of each data-parallel rank, where head_tp exceeds tp."""
+        assert self.head is not None, "logits are made on the last stage"
+        return self.head.forward(hidden, counts)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The table of the embedding, or this rank's rows of it."""
+        assert self.embed is not None, "the embedding lives on the first stage"
+        return self.embed.table
 
     def targets(self) -> Iterator[Target]:
-        yield Target("model.embed_tokens.weight", self.embedding, std=1.0)
+        if self.embed is not None:
+            yield from self.embed.targets()
         for layer in self.layers:
             yield from layer.targets()
-        yield from self.norm.targets()
         if self.head is not None:
+            yield from self.norm.targets()
             yield from self.head.targets()
 
     def skips(self, name: str) -> bool:
-        """True for a checkpoint tensor that is left out by design."""
-        return name.endswith("rotary_emb.inv_freq") or (self.head is None and name == "lm_head.weight")
+        """True for a checkpoint tensor that is left out by design: another stage's, or nobody's."""
+        tied = self.config.tie_embeddings and name == "lm_head.weight"
+        return name.endswith("rotary_emb.inv_freq") or tied or self._elsewhere(name)
+
+    def _elsewhere(self, name: str) -> bool:
+        first, *rest = name.removeprefix("model.").split(".")
+        if first == "layers" and rest and rest[0].isdigit():
+            return int(rest[0]) not in self.held and int(rest[0]) < self.config.num_layers
+        return (first == "embed_tokens" and self.embed is None) or (first in ("norm", "lm_head") and self.head is None)
 
     def finalize(self) -> None:
         """Called once after loading."""

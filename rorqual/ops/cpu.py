@@ -178,6 +178,8 @@ class CpuOps(Ops):
         native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
         if native:
             return native.experts(x, ids, weights, gate_up, down)
+        if picks and int(ids.min()) < 0:  # picks of experts that are elsewhere: this form alone passes them by
+            return _looped_experts(x, ids, weights, gate_up.data, down.data)
         if 2 * picks >= slots and x.shape[0] <= DENSE_TOKENS and _bytes(gate_up.data) <= 4 * GATHER_BYTES:
             return _dense_experts(x, ids, weights, gate_up.data, down.data)
         if picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
@@ -280,10 +282,12 @@ def _dense_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, dow
 
 def _looped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Sort the picks by expert, then one small MLP a run of equal experts."""
-    order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    absent, *counts = (ids.flatten() + 1).bincount(minlength=gate_up.shape[0] + 1).tolist()
+    order = ids.flatten().argsort(stable=True)[absent:]
     tokens = order // ids.shape[1]
     runs = zip(x.index_select(0, tokens).split(counts), gate_up, down, strict=True)
-    y = torch.cat([F.linear(reference.swiglu(F.linear(run, up)), out) for run, up, out in runs if run.shape[0]])
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    if not sum(counts):
+        return total.to(x.dtype)
+    y = torch.cat([F.linear(reference.swiglu(F.linear(run, up)), out) for run, up, out in runs if run.shape[0]])
     return total.index_add_(0, tokens, y.float() * weights.flatten()[order, None]).to(x.dtype)

@@ -548,6 +548,8 @@ template <class T>
 void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
              int64_t slots, int64_t hidden, int64_t size) {
     float *out = scratch(3, n * top_k * hidden), *sum = scratch(4, hidden);
+    for (int64_t i = 0; i < n * top_k; i++)
+        if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);  // another rank's expert
     split(slots, 1, 3 * n * top_k * hidden * size, [=](int64_t begin, int64_t end) {
         static thread_local std::vector<int64_t> picks;
         float *in = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size), *made = scratch(5, n * hidden);

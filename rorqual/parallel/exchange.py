@@ -9,14 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rorqual.errors import ConfigError
 from rorqual.ops.reference import Weight
+from rorqual.parallel.cut import WHOLE, Cut
+from rorqual.parallel.layout import Layout
 
 ExpertsFn = Callable[[Tensor, Tensor, Tensor, Weight, Weight], Tensor]
 
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Which logical expert each physical slot holds. An expert may have several slots (replicas)."""
+    """Which logical expert each physical slot holds. An expert may have several slots (replicas). Slots of expert-parallel rank r of n
+    are the r-th of n equal runs."""
 
     logical: tuple[int, ...]
     num_experts: int
@@ -33,59 +37,156 @@ class SlotMap:
     def is_identity(self) -> bool:
         return self.logical == tuple(range(self.num_experts))
 
-    def first_slots(self) -> list[int]:
-        """For each logical expert a physical slot that holds it."""
-        return [self.logical.index(expert) for expert in range(self.num_experts)]
+    def local(self, cut: Cut) -> range:
+        """The slots of one expert-parallel rank. Raises ConfigError where they cannot be dealt out equally."""
+        if self.num_slots % cut.count:
+            raise ConfigError(f"ep={cut.count} does not divide {self.num_slots} expert slots")
+        return range(*cut.span(self.num_slots))
+
+    def replicas(self) -> list[list[int]]:
+        """The physical slots of each logical expert."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(self.logical):
+            found[expert].append(slot)
+        return found
+
+    def rows(self) -> list[list[int]]:
+        """[E, R]: the slots of each expert, repeated in turn up to R, the most replicas of any."""
+        replicas = self.replicas()
+        assert all(replicas), "every expert needs a slot"
+        most = max(map(len, replicas))
+        return [[slots[i % len(slots)] for i in range(most)] for slots in replicas]
 
 
 class Exchange(Protocol):
     """Three stages a layer chains; any of them may be a no-op. Expert ids are logical.
 
-    submit(x [T, hidden], ids [T, K], weights [T, K]) sends; run_experts(ticket) computes; wait(ticket) returns the weighted sum
-    over the chosen experts, [T, hidden]. `capturable` says whether the stages may be recorded in a device graph.
-    `gate_up` and `down` are the expert weights by physical slot, `load` [E] int64 counts picks by logical expert while
-    `record_load` is on; all are updated in place.
+    submit(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes; wait(ticket) returns the weighted sum
+    over the chosen experts, [T, hidden], as the step's layout says: a partial sum over tp, or complete where tokens are sharded.
+    `capturable` says whether the stages of a decode step may be recorded in a device graph.
+    `gate_up` and `down` are the expert weights by physical slot, `load` [E] int64 counts by logical expert the picks of the
+    tokens submitted here while `record_load` is on; all are updated in place.
     """
 
-    gate_up: Weight
-    down: Weight
-    load: Tensor
     record_load: bool
-    capturable: bool
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any: ...
+    @property
+    def gate_up(self) -> Weight: ...
+
+    @property
+    def down(self) -> Weight: ...
+
+    @property
+    def load(self) -> Tensor: ...
+
+    @property
+    def capturable(self) -> bool: ...
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
 
     def run_experts(self, ticket: Any) -> None: ...
 
     def wait(self, ticket: Any) -> Tensor: ...
 
 
+class ExpertStore:
+    """The experts of this rank and how to find any expert: what all exchanges of a layer share.
+
+    `cut` is the expert-parallel part: this rank holds the slots slots.local(cut). `table` [E, R] int64 names physical slots; a token
+    in row i of its step takes replica i mod R, so ranks that hold the same tokens agree.
+    """
+
+    def __init__(self, slots: SlotMap, gate_up: Weight, down: Weight, compute: ExpertsFn, device: torch.device, cut: Cut = WHOLE):
+        self.gate_up, self.down, self.compute, self.cut = gate_up, down, compute, cut
+        self.mine = slots.local(cut)
+        self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
+        self.load = torch.zeros(slots.num_experts, dtype=torch.int64, device=device)
+        self.record_load = False
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """Logical ids [T, K] to physical slots; counts them."""
+        if self.record_load:
+            self.load.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+        if self.table is None:
+            return ids
+        if self.table.shape[1] == 1:
+            return self.table[:, 0][ids]
+        row = torch.arange(ids.shape[0], device=ids.device) % self.table.shape[1]
+        return self.table[ids, row[:, None]]
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Logical ids [T, K] to places in gate_up and down, -1 where another rank holds the expert."""
+        if self.table is None and self.cut.count == 1 and not self.record_load:
+            return ids
+        return self.here(self.slots(ids))
+
+    def remap(self, slots: SlotMap) -> None:
+        """Another map of as many slots, in place; the caller has moved the weights."""
+        rows = slots.rows()
+        assert self.table is not None, "the layer was made with one slot for each expert"
+        if (len(rows), len(rows[0])) != tuple(self.table.shape):
+            raise ConfigError(f"the new map has up to {len(rows[0])} replicas of an expert, the table holds {self.table.shape[1]}")
+        self.table.copy_(torch.tensor(rows))
+
+    def here(self, slots: Tensor) -> Tensor:
+        """Physical slots to places in gate_up and down, -1 where another rank holds the slot."""
+        if self.cut.count == 1:
+            return slots
+        place = slots - self.mine.start
+        return place.masked_fill((place < 0) | (place >= len(self.mine)), -1)
+
+    def run(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum over the experts that are here: x [T, hidden], places and weights [T, K] (-1: not here)."""
+        if not x.shape[0]:
+            return x
+        return self.compute(x, places, weights, self.gate_up, self.down)
+
+
+class StoreExchange:
+    """What every exchange over an ExpertStore has in common."""
+
+    capturable = True
+
+    def __init__(self, store: ExpertStore):
+        self.store = store
+
+    @property
+    def gate_up(self) -> Weight:
+        return self.store.gate_up
+
+    @property
+    def down(self) -> Weight:
+        return self.store.down
+
+    @property
+    def load(self) -> Tensor:
+        return self.store.load
+
+    @property
+    def record_load(self) -> bool:
+        return self.store.record_load
+
+    @record_load.setter
+    def record_load(self, value: bool) -> None:
+        self.store.record_load = value
+
+
 @dataclass
 class Ticket:
     x: Tensor
-    slots: Tensor
+    places: Tensor
     weights: Tensor
     y: Tensor | None = None
 
 
-class LocalExchange:
-    """All experts on this device: nothing travels."""
+class LocalExchange(StoreExchange):
+    """Every rank has every token: nothing travels, and each computes with what experts, or columns of experts, it holds."""
 
-    capturable = True
-
-    def __init__(self, slots: SlotMap, gate_up: Weight, down: Weight, compute: ExpertsFn, device: torch.device):
-        self.gate_up, self.down, self.compute = gate_up, down, compute
-        self.table = None if slots.is_identity else torch.tensor(slots.first_slots(), device=device)
-        self.load = torch.zeros(slots.num_experts, dtype=torch.int64, device=device)
-        self.record_load = False
-
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor) -> Ticket:
-        if self.record_load:
-            self.load.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
-        return Ticket(x, ids if self.table is None else self.table[ids], weights)
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
+        return Ticket(x, self.store.places(ids), weights)
 
     def run_experts(self, ticket: Ticket) -> None:
-        ticket.y = self.compute(ticket.x, ticket.slots, ticket.weights, self.gate_up, self.down)
+        ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights)
 
     def wait(self, ticket: Ticket) -> Tensor:
         assert ticket.y is not None, "run_experts comes before wait"

@@ -1,0 +1,88 @@
+"""Embedding and language-model head, each with the rows of the vocabulary that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rorqual.layers.linear import Linear, Part
+from rorqual.layers.parameter import Build, Target
+from rorqual.parallel.layout import Layout, Spread, head_rows, return_logits
+
+
+class Embedding:
+    """forward: token ids [T] to [T, hidden], complete on every rank of the attention group."""
+
+    def __init__(self, build: Build, name: str, vocabulary: int, hidden: int, axis: str = "embed"):
+        self.ops, self.mesh = build.ops, build.mesh
+        self.name, self.whole = name, (vocabulary, hidden)
+        self.cut = build.mesh.axes[axis].cut
+        self.start, self.stop = self.cut.span(vocabulary)
+        self.table = build.empty(self.stop - self.start, hidden)
+
+    def forward(self, ids: Tensor, layout: Layout) -> Tensor:
+        if self.cut.count == 1:
+            return self.ops.embed(ids, self.table)
+        assert isinstance(layout, Spread)
+        group, others = self.mesh.axes["embed"], self.mesh.axes["embed_dp"]
+        if others.size == 1:
+            return group.all_reduce(self._partial(ids))
+        counts = layout.embed_counts()
+        partial = others.reduce_scatter(self._partial(others.all_gather(ids, counts)), counts)
+        return self.mesh.tp.all_reduce(partial)
+
+    def _partial(self, ids: Tensor) -> Tensor:
+        """Rows of the tokens whose entries are here, zero for the others."""
+        place = ids - self.start
+        outside = (place < 0) | (place >= self.stop - self.start)
+        return self.ops.embed(place.masked_fill(outside, 0), self.table).masked_fill_(outside[:, None], 0)
+
+    def targets(self) -> Iterator[Target]:
+        yield Target(self.name, self.table, std=1.0, whole=self.whole, start=(self.start, 0))
+
+
+class Head:
+    """Logits over the whole vocabulary, or its best entry, from hidden states that every rank of the attention group holds.
+
+    `counts` are the rows of each data-parallel rank, needed where head_tp exceeds tp. A tied head takes the embedding's table.
+    """
+
+    def __init__(self, build: Build, vocabulary: int, hidden: int, tied: Embedding | None):
+        self.mesh, self.tied, self.vocabulary = build.mesh, tied, vocabulary
+        self.cut = build.mesh.axes["head"].cut
+        # fp8 checkpoints keep embedding and head in their wide format.
+        part = Part("lm_head", vocabulary, cut=self.cut)
+        self.linear = None if tied else Linear(replace(build, quant=None), [part], hidden)
+
+    def _local(self, hidden: Tensor) -> Tensor:
+        if self.linear is not None:
+            return self.linear.forward(hidden)
+        assert self.tied is not None
+        return torch.nn.functional.linear(hidden, self.tied.table)
+
+    def forward(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """[N, hidden] to fp32 [N, vocabulary]."""
+        if self.cut.count == 1:
+            return self._local(hidden).float()
+        rows, own = head_rows(self.mesh, hidden, counts)
+        return return_logits(self.mesh, self._local(rows).float(), own, self.cut.lengths(self.vocabulary))
+
+    def best(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """The entry with the largest logit, [N] int64, the lowest of equal ones: each rank sends one pair a row, not its logits."""
+        rows, own = head_rows(self.mesh, hidden, counts)
+        logits = self._local(rows).float()
+        if not logits.shape[1]:  # more ranks than entries
+            logits = logits.new_full((logits.shape[0], 1), float("-inf"))
+        value, place = logits.max(-1)
+        pair = torch.stack((value.double(), (place + self.cut.span(self.vocabulary)[0]).double()), 1)
+        pairs = return_logits(self.mesh, pair, own, (2,) * self.cut.count).unflatten(1, (-1, 2))
+        values, entries = pairs.unbind(-1)
+        tied = values == values.amax(1, keepdim=True)
+        return entries.masked_fill(~tied, float("inf")).amin(1).long()
+
+    def targets(self) -> Iterator[Target]:
+        if self.linear is not None:
+            yield from self.linear.targets()

@@ -1,0 +1,26 @@
+"""Which part of an axis a rank holds. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Part `index` of `count` parts of an axis. Where the length is no multiple of `count`, the last parts are shorter or empty."""
+
+    index: int = 0
+    count: int = 1
+
+    def span(self, length: int) -> tuple[int, int]:
+        """(start, stop) of the part."""
+        each = -(-length // self.count)
+        return min(self.index * each, length), min((self.index + 1) * each, length)
+
+    def lengths(self, length: int) -> tuple[int, ...]:
+        """Of all parts."""
+        spans = (Cut(index, self.count).span(length) for index in range(self.count))
+        return tuple(stop - start for start, stop in spans)
+
+
+WHOLE = Cut()

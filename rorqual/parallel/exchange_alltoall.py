@@ -1,0 +1,158 @@
+"""All-to-all: a token goes once to each rank that holds any of its experts, however many, and comes back as one partial sum.
+
+`AllToAllExchange` tells the receivers first how many rows will come: least bytes, but the host reads the counts, so no graph can hold
+it. `LowLatencyExchange` sends padded blocks of a capacity that no step exceeds: no count, no sync, fit for a graph. Both add a token's
+partial sums in the order of ranks, in fp32, so that results do not depend on arrival.
+
+Each token must start from one rank alone: the layout shards tokens where attention groups have several ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rorqual.ops.reference import ACTIVATION_BLOCK, FP8, quantise_activation
+from rorqual.parallel.collectives import Axis, Pending
+from rorqual.parallel.exchange import ExpertStore, StoreExchange
+from rorqual.parallel.exchange_gather import pack, unpack
+from rorqual.parallel.layout import Layout
+
+
+def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
+    """[T, ranks] bool: which ranks must see a token whose experts lie in `slots`. The ranks of an expert_tp block all must."""
+    groups = store.cut.count
+    mask = torch.zeros(slots.shape[0], groups, dtype=torch.bool, device=slots.device)
+    mask.scatter_(1, slots.long() // len(store.mine), True)
+    return mask.repeat_interleave(ranks // groups, 1)
+
+
+def places_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """Slots [N, K] of rows that go to `rank` [N], as places there; -1 where that rank does not hold them."""
+    each = len(store.mine)
+    place = slots - (rank // (ranks // store.cut.count) * each)[:, None]
+    return place.masked_fill((place < 0) | (place >= each), -1)
+
+
+def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
+    """Sum over ranks d of parts[row[t, d]] where mask[t, d]; row and mask [T, ranks]. fp32 sums in the order of ranks."""
+    total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+    if parts.shape[0] == 0:
+        return total.to(like.dtype)
+    for rank in range(mask.shape[1]):
+        found = parts.index_select(0, row[:, rank]).float()
+        total += found.masked_fill_(~mask[:, rank, None], 0)
+    return total.to(like.dtype)
+
+
+@dataclass
+class Sent:
+    """What `wait` needs to put partial sums back: `row` [T, ranks] in the message, where `mask` says that there is one."""
+
+    axis: Axis
+    like: Tensor
+    row: Tensor
+    mask: Tensor
+    ids: torch.dtype
+    messages: list[Pending] = field(default_factory=list)
+    send: list[int] = field(default_factory=list)
+    receive: list[int] = field(default_factory=list)
+    y: Pending | None = None
+
+
+class AllToAllExchange(StoreExchange):
+    capturable = False
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Sent:
+        axis, slots = layout.moe_axis, self.store.slots(ids)
+        mask = wanted(self.store, slots, axis.size)
+        counts = mask.sum(0)
+        received = axis.all_to_all_fixed(counts)
+        send, receive = torch.stack((counts, received)).tolist()
+        rank, token = mask.t().nonzero(as_tuple=True)  # by rank, then by token
+        row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
+        sent = Sent(axis, x, row, mask, ids.dtype, send=send, receive=receive)
+        picks = pack(places_at(self.store, slots.index_select(0, token), rank, axis.size), weights.index_select(0, token))
+        for message in (x.index_select(0, token), picks):
+            sent.messages.append(axis.start_all_to_all(message, send, receive))
+        return sent
+
+    def run_experts(self, ticket: Sent) -> None:
+        x, picks = (message.wait() for message in ticket.messages)
+        places, weights = unpack(picks, ticket.ids)
+        y = self.store.run(x, places, weights)
+        ticket.y = ticket.axis.start_all_to_all(y, ticket.receive, ticket.send)
+
+    def wait(self, ticket: Sent) -> Tensor:
+        assert ticket.y is not None, "run_experts comes before wait"
+        return add_parts(ticket.y.wait(), ticket.row, ticket.mask, ticket.like)
+
+
+class LowLatencyExchange(StoreExchange):
+    """Blocks hold as many rows as the longest rank brings: every token could go to one rank, and none is ever dropped."""
+
+    def __init__(self, store: ExpertStore, fp8: bool = False):
+        super().__init__(store)
+        self.fp8 = fp8
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Sent:
+        axis, slots = layout.moe_axis, self.store.slots(ids)
+        capacity = max(layout.moe_rows or (x.shape[0],))
+        mask = wanted(self.store, slots, axis.size)
+        place = mask.cumsum(0) - 1
+        token = _filled(place.masked_fill(~mask, capacity), capacity)
+        row = place.clamp(0) + torch.arange(axis.size, device=x.device) * capacity
+        sent = Sent(axis, x, row, mask, ids.dtype)
+        if capacity:
+            picks = self._picks(slots, weights, token, mask.sum(0), capacity)
+            sent.messages = [axis.start_all_to_all_fixed(message) for message in (*self._payload(x, token, axis.size), picks)]
+        return sent
+
+    def _payload(self, x: Tensor, token: Tensor, ranks: int) -> list[Tensor]:
+        """Hidden states by destination, [ranks, capacity, ...]; as fp8 with scales if so chosen."""
+        if not x.shape[0]:
+            x = x.new_zeros(1, x.shape[1])  # a rank without tokens still sends its blocks
+        parts: tuple[Tensor, ...] = (x,)
+        if self.fp8:
+            data, scale = quantise_activation(x)
+            parts = (data.view(torch.uint8), scale)
+        return [part.index_select(0, token).view(ranks, -1, part.shape[1]) for part in parts]
+
+    def _picks(self, slots: Tensor, weights: Tensor, token: Tensor, counts: Tensor, capacity: int) -> Tensor:
+        ranks = counts.shape[0]
+        if not slots.shape[0]:
+            slots, weights = slots.new_zeros(1, slots.shape[1]), weights.new_zeros(1, weights.shape[1])
+        rank = torch.arange(ranks, device=slots.device).repeat_interleave(capacity)
+        places = places_at(self.store, slots.index_select(0, token), rank, ranks)
+        empty = torch.arange(capacity, device=slots.device) >= counts[:, None]
+        places = places.masked_fill(empty.view(-1, 1), -1)
+        return pack(places, weights.index_select(0, token)).view(ranks, capacity, -1)
+
+    def run_experts(self, ticket: Sent) -> None:
+        if not ticket.messages:
+            return
+        *parts, picks = (message.wait() for message in ticket.messages)
+        places, weights = unpack(picks.flatten(0, 1), ticket.ids)
+        y = self.store.run(self._unpacked([part.flatten(0, 1) for part in parts], ticket.like.dtype), places, weights)
+        ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
+
+    def _unpacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if not self.fp8:
+            return parts[0]
+        data, scale = parts[0].view(FP8), parts[1]
+        return (data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : data.shape[1]]).to(dtype)
+
+    def wait(self, ticket: Sent) -> Tensor:
+        if ticket.y is None:
+            return ticket.like
+        return add_parts(ticket.y.wait().flatten(0, 1), ticket.row, ticket.mask, ticket.like)
+
+
+def _filled(place: Tensor, capacity: int) -> Tensor:
+    """[ranks * capacity]: the token at each place of each block, 0 where none is. place [T, ranks], `capacity` meaning nowhere."""
+    tokens, ranks = place.shape
+    blocks = torch.zeros(ranks, capacity + 1, dtype=torch.int64, device=place.device)
+    order = torch.arange(tokens, device=place.device).expand(ranks, -1)
+    return blocks.scatter_(1, place.t(), order)[:, :capacity].reshape(-1)

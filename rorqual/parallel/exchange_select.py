@@ -1,0 +1,53 @@
+"""One exchange for a layer whose steps choose among several: all over the same experts, tables and counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rorqual.config import MoEConfig
+from rorqual.parallel.choice import chosen_exchange, possible_exchanges
+from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, StoreExchange
+from rorqual.parallel.exchange_alltoall import AllToAllExchange, LowLatencyExchange
+from rorqual.parallel.exchange_gather import AllGatherExchange
+from rorqual.parallel.layout import Layout
+from rorqual.parallel_config import ParallelConfig
+
+
+def make_exchange(sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore) -> Exchange:
+    """The exchange of one layer: what the steps of this configuration may choose."""
+    names = possible_exchanges(sizes, moe)
+    made = {name: _make(name, sizes, store) for name in names}
+    if len(made) == 1:
+        return made[names[0]]
+    decode = chosen_exchange(sizes, moe, 1, decode=True)
+    return SelectedExchange(store, made, made[decode].capturable)
+
+
+def _make(name: str, sizes: ParallelConfig, store: ExpertStore) -> Exchange:
+    if name == "local":
+        return LocalExchange(store)
+    if name == "alltoall":
+        return AllToAllExchange(store)
+    if name == "low_latency":
+        return LowLatencyExchange(store, sizes.fp8_dispatch)
+    return AllGatherExchange(store)
+
+
+class SelectedExchange(StoreExchange):
+    """Each step takes the exchange that its layout names."""
+
+    def __init__(self, store: ExpertStore, made: dict[str, Exchange], capturable: bool):
+        super().__init__(store)
+        self.made, self.capturable = made, capturable
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> tuple[Exchange, Any]:
+        exchange = self.made[layout.exchange]
+        return exchange, exchange.submit(x, ids, weights, layout)
+
+    def run_experts(self, ticket: tuple[Exchange, Any]) -> None:
+        ticket[0].run_experts(ticket[1])
+
+    def wait(self, ticket: tuple[Exchange, Any]) -> Tensor:
+        return ticket[0].wait(ticket[1])

@@ -1,0 +1,191 @@
+"""Where the rows of an activation are during one step, and what it takes to move from one part of a layer to the next.
+
+Attention takes the tokens of its data-parallel rank, replicated over tp, and returns a partial sum over tp. Between the layers there
+are two ways, and the way back is always part of the next norm:
+
+- `Replicated`: every rank of an attention group keeps all its tokens; the norms all-reduce. Feed-forward layers return partial sums over
+  tp.
+- `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter, before the attention an all-gather.
+  Feed-forward layers then start from tokens that no other rank has, and return complete sums.
+
+A feed-forward layer whose weights are spread over more ranks gathers rows (`to_dense`) and scatters their sums (`from_dense`).
+`Layout` itself is the one device on which nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from rorqual.parallel.collectives import Axis
+from rorqual.parallel.cut import Cut
+
+if TYPE_CHECKING:
+    from rorqual.parallel.mesh import Mesh
+
+
+class AddNorm(Protocol):
+    """A norm, told the axis over which `x` is still a partial sum (layers/norm.py)."""
+
+    def add(self, x: Tensor, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]: ...
+
+
+class Layout:
+    """One step's layout. `exchange` names the chosen way to the experts; `sharded`: the residual stream is split over tp."""
+
+    exchange, sharded = "local", False
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+
+    @property
+    def moe_axis(self) -> Axis:
+        """The ranks whose rows meet at the experts."""
+        return self.mesh.dp
+
+    @property
+    def moe_rows(self) -> tuple[int, ...] | None:
+        """Rows of each rank of `moe_axis`; None on one device."""
+        return None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Rows of all tokens of this data-parallel rank, complete, to what the first layer takes."""
+        return x
+
+    def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual) for attention, the residual stream). x as a feed-forward layer returns it; no residual: as `enter` does."""
+        return norm.add(x, residual)
+
+    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual) for the feed-forward, the residual stream). x as attention returns it."""
+        return norm.add(x, residual)
+
+    def to_dense(self, x: Tensor) -> Tensor:
+        """A feed-forward input to the rows that this rank's dense group works on."""
+        return x
+
+    def from_dense(self, y: Tensor) -> Tensor:
+        """Partial sums over the dense group to what a feed-forward layer returns."""
+        return y
+
+    def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+        """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on every rank of tp."""
+        if rows is None:
+            return norm.add(x, residual)[0]
+        return norm.add(x.index_select(0, rows), residual.index_select(0, rows))[0]
+
+
+class Spread(Layout):
+    """Several ranks: `tokens` of each data-parallel rank."""
+
+    def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
+        super().__init__(mesh)
+        self.tokens, self.exchange = tokens, exchange
+
+    @property
+    def rows(self) -> int:
+        """Rows of the residual stream on this rank."""
+        return self.tokens[self.mesh.dp_rank]
+
+    def embed_counts(self) -> list[int]:
+        return [self.tokens[rank] for rank in self.mesh.dp_ranks("embed")]
+
+
+class Replicated(Spread):
+    def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
+        super().__init__(mesh, tokens, exchange)
+        self.dense = mesh.axes["dense_dp"]
+        self.dense_counts = [tokens[rank] for rank in mesh.dp_ranks("dense")]
+
+    @property
+    def moe_rows(self) -> tuple[int, ...]:
+        return self.tokens
+
+    def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return norm.add(x, residual, None if residual is None else self.mesh.tp)
+
+    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add(x, residual, self.mesh.tp)
+
+    def to_dense(self, x: Tensor) -> Tensor:
+        return self.dense.all_gather(x, self.dense_counts)
+
+    def from_dense(self, y: Tensor) -> Tensor:
+        return self.dense.reduce_scatter(y, self.dense_counts)
+
+    def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+        if rows is not None:
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        return norm.add(x, residual, self.mesh.tp)[0]
+
+
+class Sharded(Spread):
+    sharded = True
+
+    def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
+        super().__init__(mesh, tokens, exchange)
+        size, dense = mesh.sizes.tp, mesh.axes["dense"]
+        self.shards = tuple(rows for count in tokens for rows in Cut(0, size).lengths(count))
+        start = mesh.dp_rank * size
+        self.counts = self.shards[start : start + size]
+        first = mesh.stage_rank - dense.rank
+        self.dense, self.dense_counts = dense, self.shards[first : first + dense.size]
+
+    @property
+    def rows(self) -> int:
+        return self.counts[self.mesh.tp_rank]
+
+    @property
+    def moe_axis(self) -> Axis:
+        return self.mesh.stage
+
+    @property
+    def moe_rows(self) -> tuple[int, ...]:
+        return self.shards
+
+    def enter(self, x: Tensor) -> Tensor:
+        start, stop = self.mesh.tp.cut.span(x.shape[0])
+        return x[start:stop]
+
+    def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        h, residual = norm.add(x, residual)
+        return self.mesh.tp.all_gather(h, self.counts), residual
+
+    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add(self.mesh.tp.reduce_scatter(x, self.counts), residual)
+
+    def to_dense(self, x: Tensor) -> Tensor:
+        return self.dense.all_gather(x, self.dense_counts)
+
+    def from_dense(self, y: Tensor) -> Tensor:
+        return self.dense.reduce_scatter(y, self.dense_counts)
+
+    def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+        h = self.mesh.tp.all_gather(norm.add(x, residual)[0], self.counts)
+        return h if rows is None else h.index_select(0, rows)
+
+
+def head_rows(mesh: Mesh, hidden: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, list[int]]:
+    """(hidden states of every data-parallel rank that shares this rank's vocabulary group, how many of each); `counts` as given for all."""
+    if mesh.axes["head_dp"].size == 1:
+        return hidden, [hidden.shape[0]]
+    assert counts is not None, "head_tp exceeds tp: logits need the rows of every data-parallel rank"
+    own = [counts[rank] for rank in mesh.dp_ranks("head")]
+    return mesh.axes["head_dp"].all_gather(hidden, own), own
+
+
+def return_logits(mesh: Mesh, logits: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor:
+    """Partial vocabularies [sum of counts, own width] to this rank's rows over the whole vocabulary, [own rows, sum of widths]."""
+    head, tp = mesh.axes["head"], mesh.sizes.tp
+    if head.size <= tp:
+        return head.all_gather_columns(logits, widths)
+    most = max(widths)
+    padded = torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
+    send = [counts[rank // tp] for rank in range(head.size)]
+    parts = torch.cat([padded.split(list(counts))[rank // tp] for rank in range(head.size)])
+    own = counts[mesh.axes["head_dp"].rank]
+    received = head.all_to_all(parts, send, [own] * head.size).view(head.size, own, most)
+    return torch.cat([part[:, :width] for part, width in zip(received, widths, strict=True)], 1)

@@ -1,0 +1,146 @@
+"""The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialised torch.distributed.
+
+| axis                           | ranks of one stage that form a group                                               |
+|--------------------------------|------------------------------------------------------------------------------------|
+| tp                             | an attention group: the same tokens, each rank its heads                           |
+| dp                             | those with the same place in their attention groups                                |
+| stage                          | all                                                                                |
+| dense, embed, head             | blocks of dense_tp, embed_tp, head_tp ranks                                        |
+| dense_dp, embed_dp, head_dp    | of such a block, those with the same place in their attention groups               |
+| expert_tp                      | a block that splits the columns of its experts                                     |
+| ep                             | those with the same place in their expert_tp blocks: together all experts          |
+| pp                             | across stages: those with the same place in their stages                           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rorqual.config import MoEConfig
+from rorqual.errors import ConfigError
+from rorqual.parallel.choice import chosen_exchange, shards_tokens
+from rorqual.parallel.collectives import Alone, Axis, GroupAxis
+from rorqual.parallel.layout import Layout, Replicated, Sharded
+from rorqual.parallel.symmetric import SymmetricAddNorm
+from rorqual.parallel_config import ParallelConfig
+
+PARTS = ("dense", "embed", "head")
+AXES = ("tp", "dp", "stage", *PARTS, *(f"{part}_dp" for part in PARTS), "expert_tp", "ep", "pp")
+
+
+def members(sizes: ParallelConfig, rank: int, axis: str) -> tuple[int, ...]:
+    """Ranks (0 .. world - 1) of the group of `rank` along `axis`."""
+    stage, local = divmod(rank, sizes.stage)
+    if axis == "pp":
+        return tuple(range(local, sizes.world, sizes.stage))
+    return tuple(stage * sizes.stage + other for other in _within_stage(sizes, local, axis))
+
+
+def _within_stage(sizes: ParallelConfig, local: int, axis: str) -> range:
+    def block(size: int) -> range:
+        start = local // size * size
+        return range(start, start + size)
+
+    if axis == "tp":
+        return block(sizes.tp)
+    if axis == "expert_tp":
+        return block(sizes.expert_tp)
+    if axis == "ep":
+        return range(local % sizes.expert_tp, sizes.stage, sizes.expert_tp)
+    if axis == "dp":
+        return range(local % sizes.tp, sizes.stage, sizes.tp)
+    if axis == "stage":
+        return range(sizes.stage)
+    part = axis.removesuffix("_dp")
+    size: int = getattr(sizes, f"{part}_tp")
+    if axis == part:
+        return block(size)
+    start = local // size * size
+    return range(start + local % sizes.tp, start + size, sizes.tp) if size > sizes.tp else range(local, local + 1)
+
+
+class Groups:
+    """Process groups by their global ranks, each made once. torch names a group by its ranks and by how many groups its process has, so
+    all processes must make as many, in the same order; ranks of one mesh do."""
+
+    def __init__(self, timeout: timedelta | None = None):
+        self.timeout = timeout
+        self.known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def axis(self, name: str, ranks: Sequence[int]) -> Axis:
+        key = tuple(ranks)
+        if len(key) == 1:
+            return Alone(name)
+        if key not in self.known:
+            self.known[key] = dist.new_group(list(key), timeout=self.timeout, use_local_synchronization=True)
+        return GroupAxis(name, self.known[key], key)
+
+
+class Mesh:
+    """This rank's place: `axes` by name, and the layouts of its steps. `Mesh.single()` stands for one device alone."""
+
+    def __init__(self, sizes: ParallelConfig, rank: int, axes: dict[str, Axis]):
+        self.sizes, self.rank, self.axes = sizes, rank, axes
+        self.pp_rank, self.stage_rank = divmod(rank, sizes.stage)
+        self.dp_rank, self.tp_rank = divmod(self.stage_rank, sizes.tp)
+        self.tp, self.dp, self.stage, self.pp = (axes[name] for name in ("tp", "dp", "stage", "pp"))
+
+    @staticmethod
+    def single() -> Mesh:
+        return SINGLE
+
+    @staticmethod
+    def of(sizes: ParallelConfig, ranks: Sequence[int] | None = None, groups: Groups | None = None) -> Mesh:
+        """The mesh over the global ranks `ranks` (all of them if left out), this process among them. Collective: all of them call it.
+
+        torch.distributed must be initialised unless sizes.world is 1. Raises ConfigError where the numbers of ranks differ."""
+        if ranks is None:
+            ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
+        if len(ranks) != sizes.world:
+            raise ConfigError(f"tp={sizes.tp} x dp={sizes.dp} x pp={sizes.pp} needs {sizes.world} ranks, {len(ranks)} are there")
+        if sizes.world == 1:
+            return SINGLE
+        groups, rank = groups or Groups(), list(ranks).index(dist.get_rank())
+        axes = {name: groups.axis(name, [ranks[member] for member in members(sizes, rank, name)]) for name in AXES}
+        return Mesh(sizes, rank, axes)
+
+    @property
+    def is_single(self) -> bool:
+        return self.sizes.is_single
+
+    @property
+    def first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.sizes.pp - 1
+
+    def fuse_all_reduce(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        """On cards of one host: norms over tp take messages of up to rows x columns through symmetric memory. Collective."""
+        if isinstance(self.tp, GroupAxis):
+            self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device)
+
+    def dp_ranks(self, part: str) -> range:
+        """The data-parallel ranks whose tokens meet in this rank's group of dense, embed or head."""
+        size = max(getattr(self.sizes, f"{part}_tp"), self.sizes.tp)
+        start = self.stage_rank // size * size
+        return range(start // self.sizes.tp, (start + size) // self.sizes.tp)
+
+    def layout(self, tokens: Sequence[int], decode: bool, moe: MoEConfig) -> Layout:
+        """The layout of one step: `tokens` of every data-parallel rank, the same on all ranks of the world; `decode` where no rank brings
+        a chunk of prompt."""
+        assert len(tokens) == self.sizes.dp, f"{len(tokens)} token counts for dp={self.sizes.dp}"
+        if self.is_single:
+            return SINGLE_LAYOUT
+        exchange = chosen_exchange(self.sizes, moe, -(-max(tokens) // self.sizes.tp), decode)
+        kind = Sharded if shards_tokens(self.sizes, exchange) else Replicated
+        return kind(self, tuple(tokens), exchange)
+
+
+SINGLE = Mesh(ParallelConfig(), 0, {name: Alone(name) for name in AXES})
+SINGLE_LAYOUT = Layout(SINGLE)

@@ -1,0 +1,165 @@
+"""Exchanges alone: the weighted sums of all experts on one device, whoever holds the tokens and whoever holds the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual.config import MoEConfig
+from rorqual.errors import ConfigError
+from rorqual.ops.reference import Weight
+from rorqual.parallel.choice import ALLTOALL_ROWS, chosen_exchange, destinations, possible_exchanges
+from rorqual.parallel.exchange import ExpertStore, SlotMap
+from rorqual.parallel.exchange_select import make_exchange
+from rorqual.parallel_config import ParallelConfig
+from tests.parallel.pool import RankPool
+
+WAYS: list[dict[str, Any]] = [
+    {"tp": 2, "ep": 2, "exchange": "local"},
+    {"dp": 2, "exchange": "allgather_tp"},
+    {"dp": 4, "ep": 2, "exchange": "allgather_ep"},
+    {"dp": 2, "ep": 2, "exchange": "alltoall"},
+    {"dp": 4, "ep": 2, "exchange": "alltoall"},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "alltoall"},
+    {"dp": 4, "ep": 4, "exchange": "low_latency"},
+    {"tp": 2, "dp": 2, "ep": 2, "exchange": "low_latency"},
+]
+ROWS = {1: [[5]], 2: [[4, 4], [7, 1], [0, 3], [0, 0]], 4: [[2, 2, 2, 2], [6, 0, 1, 3], [0, 0, 0, 1]]}
+
+
+def name_of(sizes: dict[str, Any]) -> str:
+    return "-".join(str(value) if name == "exchange" else f"{name}{value}" for name, value in sizes.items())
+
+
+def world_of(sizes: dict[str, Any]) -> int:
+    return ParallelConfig(**sizes).world
+
+
+@pytest.mark.parametrize("sizes", WAYS, ids=name_of)
+def test_sums_are_those_of_one_device(pool: RankPool, sizes: dict[str, Any]) -> None:
+    """Uneven rows, ranks without rows, and experts whose rank nobody asks (`first`: three of eight experts take all tokens)."""
+    for tokens in ROWS[sizes.get("dp", 1)]:
+        for picks in ("spread", "first"):
+            results = pool.run("exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks=picks)
+            assert max(result["worst"] for result in results) < 1e-5, (tokens, picks)
+            assert sum(result["rows"] for result in results) == sum(tokens) * sizes.get("tp", 1)
+
+
+# Experts 5 and 2 have a second slot, 5 a third; the slots of one expert lie on different ranks, or on the same one.
+REPLICAS = [0, 1, 2, 3, 4, 5, 6, 7, 5, 2, 5, 0]
+
+
+@pytest.mark.parametrize("sizes", [way for way in WAYS if way.get("ep", 1) > 1], ids=name_of)
+def test_replicas(pool: RankPool, sizes: dict[str, Any]) -> None:
+    tokens = ROWS[sizes.get("dp", 1)][-3 if "dp" in sizes else 0]
+    results = pool.run("exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks="spread", slots=REPLICAS)
+    assert max(result["worst"] for result in results) < 1e-5
+
+
+@pytest.mark.parametrize("exchange", ["allgather_ep", "alltoall", "low_latency"])
+def test_load_counts_logical_picks_of_the_tokens_submitted(pool: RankPool, exchange: str) -> None:
+    sizes = {"dp": 2, "ep": 2, "exchange": exchange}
+    results = pool.run("exchange", 2, sizes=sizes, tokens=[5, 2], picks="first", slots=REPLICAS, steps=2)
+    assert [result["load"] for result in results] == [[10] * 3 + [0] * 5, [4] * 3 + [0] * 5]
+
+
+def test_one_exchange_for_prompts_another_for_decoding(pool: RankPool) -> None:
+    """`auto` with long prompts goes all-to-all, with tokens sharded; with few tokens it gathers. The same experts serve both."""
+    sizes = {"tp": 2, "dp": 2, "ep": 4}
+    few = pool.run("exchange", 4, sizes=sizes, tokens=[3, 5], picks="spread")
+    assert "all_to_all" not in few[0]["traffic"].get("stage", {})
+    assert few[0]["capturable"]
+    many = pool.run("exchange", 4, sizes=sizes, tokens=[2 * ALLTOALL_ROWS, 7], picks="spread", decode=False)
+    assert "all_to_all" in many[0]["traffic"]["stage"]
+    assert max(result["worst"] for result in few + many) < 1e-5
+
+
+def test_tokens_go_once_to_each_rank(pool: RankPool) -> None:
+    """Three experts of a token on one rank: one row of 256 fp32 and 3 picks there, one row back; nothing for the rank's own."""
+    sizes = {"dp": 2, "ep": 2, "exchange": "alltoall"}
+    first, second = pool.run("exchange", 2, sizes=sizes, tokens=[5, 2], picks="first")
+    row, picks, counts = 256 * 4, 3 * 8, 8
+    assert first["traffic"]["dp"]["all_to_all"] == counts + 2 * row  # only sums for the other's two tokens
+    assert second["traffic"]["dp"]["all_to_all"] == counts + 2 * (row + picks)
+
+
+def test_fp8_dispatch_rounds_what_it_sends_and_halves_it(pool: RankPool) -> None:
+    sizes = {"dp": 2, "ep": 2, "exchange": "low_latency"}
+    exact, rounded = (
+        pool.run("exchange", 2, sizes={**sizes, "fp8_dispatch": fp8}, tokens=[8, 5], picks="spread")[0] for fp8 in (False, True)
+    )
+    assert exact["worst"] < 1e-5 < rounded["worst"] < 0.08
+    sent = [result["traffic"]["dp"]["all_to_all"] for result in (exact, rounded)]
+    assert sent[0] - sent[1] == 8 * (256 * 4 - (256 + 2 * 4))
+
+
+# ---- the rule
+
+
+V3 = MoEConfig(256, 8, 2048, n_group=8, topk_group=4, method="noaux_tc")
+QWEN = MoEConfig(128, 8, 768)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "moe", "rows", "decode", "want"),
+    [
+        ({"tp": 8}, V3, 1, True, "local"),
+        ({"tp": 8, "ep": 8}, V3, 4096, False, "local"),
+        ({"dp": 8}, V3, 4096, False, "allgather_tp"),
+        ({"dp": 8, "ep": 8}, V3, 128, True, "allgather_ep"),
+        ({"dp": 8, "ep": 8}, V3, 4096, False, "alltoall"),
+        ({"dp": 8, "ep": 8}, V3, 100, False, "allgather_ep"),
+        ({"dp": 16, "ep": 16}, V3, 64, True, "low_latency"),
+        ({"dp": 2, "ep": 2}, QWEN, 4096, False, "allgather_ep"),
+        ({"tp": 8, "ep": 8, "sequence_parallel": True}, QWEN, 4096, False, "alltoall"),
+        ({"dp": 8, "ep": 8, "exchange": "low_latency"}, V3, 4096, False, "low_latency"),
+    ],
+)
+def test_the_rule(sizes: dict[str, Any], moe: MoEConfig, rows: int, decode: bool, want: str) -> None:
+    chosen = ParallelConfig(**sizes)
+    assert chosen_exchange(chosen, moe, rows, decode) == want
+    assert want in possible_exchanges(chosen, moe)
+
+
+def test_destinations() -> None:
+    assert destinations(8, QWEN) == pytest.approx(8 * (1 - (7 / 8) ** 8))
+    assert destinations(8, V3) == 4  # half of the groups of experts, one a rank
+    assert destinations(32, V3) == pytest.approx(32 * (1 - (31 / 32) ** 8))
+
+
+# ---- tables
+
+
+def store_of(slots: tuple[int, ...]) -> ExpertStore:
+    weight = Weight(torch.zeros(len(slots), 2, 2))
+    return ExpertStore(SlotMap(slots, 3), weight, weight, lambda x, *_: x, torch.device("cpu"))
+
+
+def test_rows_take_replicas_in_turn() -> None:
+    store = store_of((0, 1, 2, 1, 0, 0))
+    ids = torch.tensor([[0, 1], [0, 1], [0, 2], [1, 0]])
+    assert store.slots(ids).tolist() == [[0, 1], [4, 3], [5, 2], [1, 0]]
+
+
+def test_a_table_is_remapped_in_place() -> None:
+    store = store_of((0, 1, 2, 1))
+    table = store.table
+    store.remap(SlotMap((2, 1, 0, 2), 3))
+    assert store.table is table
+    assert store.slots(torch.tensor([[0, 1, 2], [0, 1, 2]])).tolist() == [[2, 1, 0], [2, 1, 3]]
+    with pytest.raises(ConfigError, match="3 replicas"):
+        store.remap(SlotMap((0, 0, 0, 1, 2), 3))
+
+
+def test_slots_that_cannot_be_dealt_out() -> None:
+    from rorqual.parallel.cut import Cut
+
+    with pytest.raises(ConfigError, match="ep=4 does not divide 10"):
+        SlotMap((*range(8), 0, 1), 8).local(Cut(0, 4))
+
+
+def test_one_device_has_a_local_exchange() -> None:
+    made = make_exchange(ParallelConfig(), QWEN, store_of((0, 1, 2)))
+    assert type(made).__name__ == "LocalExchange"

@@ -1,0 +1,137 @@
+"""Whole tiny models on several ranks: the logits of one process within fp32 rounding, and the same greedy tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rorqual.config import ModelConfig
+from rorqual.ops.cpu import CpuOps
+from tests.models.checkpoints import CLASSES, OPTIONS, VOCAB, save
+from tests.models.driver import all_logits, load
+from tests.parallel import jobs, matrix
+from tests.parallel.driver import homes
+from tests.parallel.pool import RankPool
+
+BOUND = 1e-4
+ARCHITECTURES = {"v3": "DeepseekV3ForCausalLM", "v2": "DeepseekV2ForCausalLM", "qwen": "Qwen3MoeForCausalLM"}
+PROMPTS, LENGTHS = [7, 5, 9, 6], [10, 9, 11, 8]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """(folder, file of token ids and one process's logits) of an option, made once."""
+    known: dict[Any, tuple[str, str]] = {}
+
+    def get(option: str, forms: tuple[str, str] = ("CC", "A_CC_ME")) -> dict[str, Any]:
+        if (option, forms) not in known:
+            folder = tmp_path_factory.mktemp(option)
+            save(option, folder)
+            ids = torch.randint(0, VOCAB, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5))
+            logits = all_logits(load(folder, CpuOps(), forms=forms), ids, [max(LENGTHS)])
+            save_file({"ids": ids, "logits": logits}, folder / "answers")
+            known[option, forms] = str(folder), str(folder / "answers")
+        folder_, answers = known[option, forms]
+        return {"folder": folder_, "answers": answers, "prompts": PROMPTS, "lengths": LENGTHS, "forms": forms}
+
+    return get
+
+
+def check(pool: RankPool, sizes: dict[str, Any], given: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    world = sizes.get("tp", 1) * sizes.get("dp", 1) * sizes.get("pp", 1)
+    results = pool.run("compare", world, sizes=sizes, **given, **options)
+    for rank, result in enumerate(results):
+        assert result["worst"] < BOUND, (rank, result)
+        assert result["differ"] == 0, (rank, result)
+    # Every rank of the last stage has the logits of its data-parallel rank.
+    share = [homes(len(PROMPTS), sizes.get("dp", 1)).count(rank) > 0 for rank in range(sizes.get("dp", 1))]
+    seen = sum(result["positions"] for result in results)
+    assert seen == sum(LENGTHS) * sizes.get("tp", 1), (seen, share)
+    return results
+
+
+def way_of(case: dict[str, Any]) -> str:
+    if case["micro_batches"] == 1:
+        return "straight"
+    return "chain" if case["pp"] > 1 else "run"
+
+
+def cases(option: str, choose: bool) -> list[Any]:
+    """Parameters of both numbers of ranks: all valid combinations, or those in which every pair of settings occurs."""
+    family, changes = OPTIONS[option]
+    kind, _, base = CLASSES[family]
+    config = ModelConfig.from_dict({**kind(**{**base, **changes}).to_dict(), "architectures": [ARCHITECTURES[family]]})
+    found = [list(matrix.valid(config, world)) for world in (2, 4)]
+    return [case for valid in found for case in (matrix.pairwise(valid) if choose else valid)]
+
+
+def parameters(options: tuple[str, ...], choose: bool) -> list[Any]:
+    return [pytest.param(option, case, id=f"{option}-{matrix.name_of(case)}") for option in options for case in cases(option, choose)]
+
+
+@pytest.mark.parametrize(("option", "case"), parameters(("v3", "qwen"), choose=True))
+def test_every_pair_of_settings(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
+    check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("option", "case"), parameters(("v3", "qwen"), choose=False))
+def test_every_valid_combination(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
+    check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("option", "case"), parameters(("v2-no-q-lora", "v3-bias", "v3-tied", "qwen-tied", "qwen-bias"), choose=True))
+def test_every_pair_of_settings_of_other_options(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
+    check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
+
+
+OTHERS = [
+    ("v3-no-q-lora", {"tp": 2}),
+    ("v3-bias", {"tp": 4}),
+    ("qwen-bias", {"tp": 2, "dp": 2, "sequence_parallel": True}),
+    ("v3-tied", {"pp": 2, "tp": 2}),
+    ("qwen-tied", {"dp": 2, "embed_tp": 2, "head_tp": 2}),
+    ("v3-all-dense", {"dp": 2, "dense_tp": 2}),
+    ("v3-two-shared", {"tp": 2, "dense_tp": 1}),
+    ("v2-grouped", {"dp": 2, "ep": 2, "exchange": "alltoall"}),
+    ("qwen-mlp-only", {"tp": 4, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("option", "sizes"), OTHERS, ids=[option for option, _ in OTHERS])
+def test_options_of_the_architectures(pool: RankPool, saved, option: str, sizes: dict[str, Any]) -> None:
+    """Biases, tied heads, no query latent, dense layers: what a cut could get wrong."""
+    check(pool, sizes, saved(option))
+
+
+@pytest.mark.parametrize("forms", [("CD", "CD"), ("A_CC", "A_CC"), ("AM_CC_ME", "AM_CC_ME")], ids="-".join)
+def test_mla_forms_over_heads(pool: RankPool, saved, forms: tuple[str, str]) -> None:
+    check(pool, {"tp": 2}, saved("v3", forms))
+
+
+MTP_SIZES = [
+    {"tp": 2},
+    {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True},
+    {"dp": 4, "ep": 2, "embed_tp": 2, "head_tp": 4},
+    {"tp": 2, "pp": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", MTP_SIZES, ids=str)
+def test_prediction_modules(pool: RankPool, saved, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """The module's own layer, fed with embedding and hidden states of several ranks, and the head behind it."""
+    config = {**json.loads((Path(saved("v3")["folder"]) / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {"folder": str(tmp_path), "prompts": PROMPTS, "lengths": LENGTHS}
+    want = jobs.predict(1, {}, **given)
+    results = pool.run("predict", sizes.get("tp", 1) * sizes.get("dp", 1) * sizes.get("pp", 1), sizes=sizes, **given)
+    assert set().union(*results) == set(want)
+    for result in results:
+        for place, logits in result.items():
+            assert (torch.tensor(logits) - torch.tensor(want[place])).abs().max() < BOUND, place

@@ -1,0 +1,71 @@
+"""Bytes: what the axes count is what messages.py says, for every kind of layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rorqual.config import ModelConfig
+from rorqual.parallel.messages import step_messages
+from rorqual.parallel.traffic import bytes_sent
+from rorqual.parallel_config import ParallelConfig
+from tests.models.checkpoints import save
+from tests.parallel.pool import RankPool
+
+PROMPTS, LENGTHS = [7, 5, 9, 6], [9, 9, 10, 8]
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"tp": 4, "dense_tp": 2, "embed_tp": 2, "head_tp": 4},
+    {"tp": 2, "sequence_parallel": True},
+    {"dp": 2},
+    {"dp": 4, "ep": 4, "head_tp": 2},
+    {"dp": 4, "dense_tp": 4, "embed_tp": 2, "head_tp": 4},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 4, "embed_tp": 4, "head_tp": 4},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency"},
+    {"dp": 2, "ep": 2, "exchange": "low_latency", "fp8_dispatch": True},
+    {"pp": 2, "dp": 2, "micro_batches": 2},
+    {"pp": 2, "tp": 2, "micro_batches": 2, "sequence_parallel": True},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("v3")
+    save("v3", where)
+    return where
+
+
+def name_of(sizes: dict[str, Any]) -> str:
+    return "-".join(f"{name}{value}" for name, value in sizes.items())
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=name_of)
+def test_counted_bytes_are_the_expected_ones(pool: RankPool, folder: Path, sizes: dict[str, Any]) -> None:
+    world = ParallelConfig(**sizes).world
+    results = pool.run("count_bytes", world, sizes=sizes, folder=str(folder), prompts=PROMPTS, lengths=LENGTHS)
+    for rank, (counted, expected) in enumerate(results):
+        assert counted == expected, rank
+    assert any(counted for counted, _ in results)
+
+
+def test_data_parallel_dense_layers_and_heads_move_nothing(folder: Path) -> None:
+    config = ModelConfig.from_file(folder)
+    assert set(step_messages(config, ParallelConfig(dp=4, ep=4), 1, [3, 2, 0, 1], decode=True)) == {"dp"}
+
+
+def test_all_reduces_of_published_layouts(folder: Path) -> None:
+    """DeepSeek-R1 on one node: two all-reduces a layer under tp, all-gather and reduce-scatter under data-parallel attention."""
+    config = ModelConfig.from_file(Path(__file__).parents[2] / "rorqual" / "shapes" / "deepseek-v3")
+    row = 7168 * 2
+    tp = step_messages(config, ParallelConfig(tp=8), 0, [1], decode=True)
+    assert tp["tp"]["all_reduce"] == 122 * (2 * row * 7 // 8)  # 2 a layer; the last norm takes the place of the first
+    dp = step_messages(config, ParallelConfig(dp=8, ep=8), 0, [128] * 8, decode=True)
+    assert dp == {"dp": {"all_gather": 58 * 7 * 128 * (row + 64), "reduce_scatter": 58 * 7 * 128 * row}}
+
+
+def test_a_byte_count_by_hand() -> None:
+    assert bytes_sent("all_reduce", 800, 4) == 1200
+    assert bytes_sent("reduce_scatter", 800, 4) == bytes_sent("all_gather", 800, 4) == 600
+    assert bytes_sent("all_to_all", 800, 4) == bytes_sent("send", 800, 2) == 800
