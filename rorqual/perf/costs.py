@@ -108,16 +108,23 @@ def kv_tokens(config: ModelConfig, room: float, fmt: Format = DEFAULT_FORMAT, pa
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work: `requests` equal requests, each with `new` tokens to compute after `cached` ones."""
+    """One step's work: `requests` equal requests, each with `new` tokens to compute after `cached` ones, `logits` rows of which go
+    through the head."""
 
     requests: int
     new: int
     cached: int = 0
+    logits: int = 1
 
     @staticmethod
     def decode(requests: int, context: int) -> Batch:
         """`context` counts the new token: it attends to itself as well."""
         return Batch(requests, 1, context - 1)
+
+    @staticmethod
+    def verify(requests: int, context: int, next_n: int) -> Batch:
+        """Speculation: the last token and its `next_n` drafts are computed together, and all their logits; next_n=0 is `decode`."""
+        return Batch(requests, next_n + 1, context - next_n - 1, next_n + 1)
 
     @property
     def tokens(self) -> int:
@@ -202,7 +209,7 @@ def step_ops(config: ModelConfig, batch: Batch, fmt: Format = DEFAULT_FORMAT) ->
     for layer in range(config.num_layers):
         ops += layer_ops(config, layer, batch, fmt)
     ops.append(Op("norm", "norms", 0.0, float(config.hidden_size * width)))
-    ops.append(_weight_op(config, head_weight(config), Batch(batch.requests, 1), fmt))  # a tied head reads the embedding table
+    ops.append(_weight_op(config, head_weight(config), Batch(batch.requests, batch.logits), fmt))  # a tied head reads the embedding table
     return ops
 
 

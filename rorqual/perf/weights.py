@@ -159,6 +159,11 @@ def head_weight(config: ModelConfig) -> Weight:
     return Weight("lm_head", "lm_head", (config.vocab_size,), config.hidden_size)
 
 
+def mtp_weights(config: ModelConfig) -> list[Weight]:
+    """Of all prediction modules; the embedding and the head are the model's own."""
+    return [weight for extra in range(config.num_mtp_layers) for weight in _mtp_weights(config, config.num_layers + extra)]
+
+
 @lru_cache(maxsize=64)
 def weights(config: ModelConfig, form: str = DEFAULT_FORM) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of the forward pass, the multi-token prediction modules last."""
@@ -168,6 +173,4 @@ def weights(config: ModelConfig, form: str = DEFAULT_FORM) -> tuple[Weight, ...]
     found.append(Weight("norms", "model.norm", (config.hidden_size,)))
     if not config.tie_embeddings:
         found.append(head_weight(config))
-    for extra in range(config.num_mtp_layers):
-        found += _mtp_weights(config, config.num_layers + extra)
-    return tuple(found)
+    return (*found, *mtp_weights(config))

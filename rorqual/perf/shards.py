@@ -1,0 +1,93 @@
+"""What one rank holds of a model: how parallel_config.py's sizes cut each weight of the inventory, and the cache. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.config import GQAConfig, MLAConfig, ModelConfig
+from rorqual.parallel_config import ParallelConfig
+from rorqual.perf.costs import DEFAULT_FORMAT, Format, kv_bytes_per_token
+from rorqual.perf.weights import Weight, layer_weights, materialised, mtp_weights, weights
+
+
+def part(total: int, ranks: int) -> int:
+    """Of `total`, the most one rank has."""
+    return -(-total // ranks)
+
+
+def shard(weight: Weight, config: ModelConfig, sizes: ParallelConfig) -> Weight:
+    """One rank's piece: heads over tp, columns of dense and shared FFNs over dense_tp, whole experts over ep and their columns over
+    expert_tp, vocabulary rows over embed_tp and head_tp. Norms, routers and latent projections are on every rank."""
+    name, attention = weight.name.rsplit(".", 1)[-1], config.attention
+    if weight.part == "embedding":
+        return replace(weight, rows=(part(weight.rows[0], sizes.embed_tp or 1),))
+    if weight.part == "lm_head":
+        return replace(weight, rows=(part(weight.rows[0], sizes.head_tp or 1),))
+    if ".experts." in weight.name:
+        cut, count = sizes.expert_tp, weight.count // sizes.ep
+        return replace(_ffn_cut(weight, name, cut), count=count)
+    if name in ("gate_up_proj", "down_proj"):
+        return _ffn_cut(weight, name, sizes.dense_tp or 1)
+    if name in ("o_proj", "merged_o"):
+        return replace(weight, columns=weight.columns // sizes.tp)
+    if name in ("q_b_proj", "kv_b_proj", "absorbed_q", "rope_q"):
+        return replace(weight, rows=(weight.rows[0] // sizes.tp,))
+    if name == "fused_qkv_a_proj_with_mqa" and isinstance(attention, MLAConfig) and attention.q_lora_rank is None and len(weight.rows) == 2:
+        return replace(weight, rows=(weight.rows[0] // sizes.tp, weight.rows[1]))
+    if name == "qkv_proj" and isinstance(attention, GQAConfig):
+        kept = max(attention.num_kv_heads // sizes.tp, 1) * attention.head_dim
+        return replace(weight, rows=(weight.rows[0] // sizes.tp, kept, kept))
+    return weight
+
+
+def _ffn_cut(weight: Weight, name: str, ranks: int) -> Weight:
+    if name == "down_proj":
+        return replace(weight, columns=weight.columns // ranks)
+    return replace(weight, rows=tuple(rows // ranks for rows in weight.rows))
+
+
+def stage_span(config: ModelConfig, sizes: ParallelConfig) -> tuple[int, int]:
+    """Layers [low, high) of the fullest pipeline stage: the one with most MoE layers, and among those most layers."""
+    cuts = [(config.num_layers * stage // sizes.pp, config.num_layers * (stage + 1) // sizes.pp) for stage in range(sizes.pp)]
+    return max(cuts, key=lambda cut: (sum(config.moe_layers[cut[0] : cut[1]]), cut[1] - cut[0]))
+
+
+def stage_layers(config: ModelConfig, sizes: ParallelConfig) -> tuple[int, int]:
+    """(dense, MoE) layers of the fullest pipeline stage."""
+    low, high = stage_span(config, sizes)
+    moe = sum(config.moe_layers[low:high])
+    return high - low - moe, moe
+
+
+@lru_cache(maxsize=1024)
+def rank_weight_bytes(config: ModelConfig, sizes: ParallelConfig, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:
+    """Bytes of weights on the fullest rank: its stage's layers, the embedding or the head with the first or last stage."""
+    dtype = fmt.dtype or config.dtype
+    low, high = stage_span(config, sizes)
+    held: list[Weight] = []
+    for layer in range(low, high):
+        held += layer_weights(config, layer, config.moe_layers[layer])
+        if fmt.form == "AM_CC_ME" and isinstance(config.attention, MLAConfig):
+            held += materialised(config, config.attention, f"model.layers.{layer}.self_attn")
+    if mtp:
+        held += mtp_weights(config)
+    ends = [shard(weight, config, sizes).bytes(dtype) for weight in weights(config) if weight.part in ("embedding", "lm_head")]
+    outer = sum(ends) if sizes.pp == 1 else max(ends)
+    return outer + config.hidden_size * DTYPE_BYTES[dtype] + sum(shard(weight, config, sizes).bytes(dtype) for weight in held)
+
+
+def rank_kv_bytes_per_token(config: ModelConfig, sizes: ParallelConfig, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:
+    """Cache bytes of one token on one rank of its group, over the layers of the fullest stage. A latent has no heads to split."""
+    layers = sum(stage_layers(config, sizes)) + (config.num_mtp_layers if mtp else 0)
+    return layer_kv_bytes(config, sizes, fmt) * layers
+
+
+def layer_kv_bytes(config: ModelConfig, sizes: ParallelConfig, fmt: Format) -> float:
+    """Of one token in one layer on one rank."""
+    whole = kv_bytes_per_token(config, fmt) / config.num_layers
+    attention = config.attention
+    if isinstance(attention, GQAConfig):
+        return whole * max(attention.num_kv_heads // sizes.tp, 1) / attention.num_kv_heads
+    return whole / sizes.tp if fmt.form == "CD" else whole
