@@ -124,12 +124,12 @@ def bench_layers(
 @app.command("calibrate")
 def bench_calibrate(
     name: Annotated[str, typer.Option(help="What the card is called in the file.")] = "local",
-    based_on: Annotated[str | None, typer.Option(help="A card that ships: its datasheet gives peaks and links, this run what is reached of them.")] = None,
+    based_on: Annotated[str | None, typer.Option(help="A card that ships, for peaks and links; this run says what is reached.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write; NAME.yaml if left out.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds after which no further product is measured.")] = 240.0,
     device: Device = "auto",
 ) -> None:
-    """Measure this card (launch gap, bandwidth, products by shape; collectives under torchrun) and write what `rorqual plan --gpu FILE` reads."""
+    """Measure this card: launch gap, bandwidth, products, collectives under torchrun. Writes what `rorqual plan --gpu FILE` reads."""
     from rorqual.bench import calibrate
 
     print(calibrate.run(device, name, based_on, out, limit))
