@@ -11,7 +11,21 @@ import typer
 
 from rorqual import __version__
 from rorqual.commands import bench
-from rorqual.commands.options import Decode, Device, Dtype, Ignored, Length, Model, Prefill, Threads, Weights, load, sampling
+from rorqual.commands.options import (
+    Decode,
+    Device,
+    Drafter,
+    Dtype,
+    Ignored,
+    Length,
+    Model,
+    NextN,
+    Prefill,
+    Threads,
+    Weights,
+    load,
+    sampling,
+)
 from rorqual.errors import RorqualError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -59,13 +73,15 @@ def generate(
     threads: Threads = None,
     mla_prefill: Prefill = "CC",
     mla_decode: Decode = "A_CC_ME",
+    next_n: NextN = 0,
+    drafter: Drafter = "auto",
     ignore_config_field: Ignored = None,
 ) -> None:
     """Continue a prompt, streaming."""
     start = time.perf_counter()
     common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
-    llm = load(model, max_num_seqs=8, **common, **forms)
+    llm = load(model, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     loaded = time.perf_counter()
@@ -76,7 +92,8 @@ def generate(
     if not quiet and count > 1:
         rate = (count - 1) / (done - first)
         times = f"loaded in {loaded - start:.2f} s, first token after {first - loaded:.3f} s"
-        print(f"[{times}, {count} tokens, {rate:.0f} tokens/s]", file=sys.stderr)
+        steps = f", {count / llm.engine.stats.steps:.2f} a step" if next_n else ""
+        print(f"[{times}, {count} tokens, {rate:.0f} tokens/s{steps}]", file=sys.stderr)
 
 
 def _print_stream(deltas: Any) -> tuple[int, float]:

@@ -172,6 +172,8 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
+    """drafted and accepted count speculative tokens by their place in the draft; empty without speculation."""
+
     index: int
     text: str
     token_ids: list[int]
@@ -179,6 +181,13 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Tokens a step brought on average, where there were drafts to verify."""
+        return 1 + sum(self.accepted) / self.drafted[0] if self.drafted else None
 
     @property
     def finished(self) -> bool:

@@ -19,6 +19,7 @@ Prefill = Annotated[str, typer.Option("--mla-prefill", help="MLA form for prompt
 Decode = Annotated[str, typer.Option("--mla-decode", help="MLA form for decode steps.")]
 Ignored = Annotated[list[str] | None, typer.Option("--ignore-config-field", help="A config.json field to disregard; may be repeated.")]
 Mode = Annotated[str, typer.Option("--exe-mode", help="auto, eager or graph (also acl_graph, reduce-overhead).")]
+NextN = Annotated[int, typer.Option("--next-n", help="Speculative drafts a step; 0 is off.")]
 Drafter = Annotated[str, typer.Option(help="Who guesses: mtp (the checkpoint's prediction module; auto is the same) or ngram (look-up).")]
 Policy = Annotated[str, typer.Option("--next-n-policy", help="fixed, or adaptive: fewer drafts where that is faster, by batch size.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]

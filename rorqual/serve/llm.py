@@ -154,6 +154,7 @@ class LLM:
         if result is not None:
             result.num_cached_tokens = token.sequence.num_cached_prompt or 0
         if delta.finish_reason is not None:
+            completion.out.drafted, completion.out.accepted = token.sequence.drafted, token.sequence.accepted
             del self._live[name]
             if result is not None:
                 result.finished = all(out.finished for out in result.outputs)
