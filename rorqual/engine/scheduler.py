@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
@@ -123,6 +123,23 @@ class InFlight:
     computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
 
 
+@dataclass(frozen=True)
+class Usage:
+    """A moment's load: requests, cache pages, and counts since the start (prefix_queries and prefix_hits in tokens)."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+    pages_cached: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+
 @dataclass
 class TokenOut:
     """A new token of a request; `finish` on its last."""
@@ -216,6 +233,17 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
+
+    @property
+    def live_tokens(self) -> int:
+        """Tokens known of all requests, running or waiting: what this scheduler's device will have to attend to."""
+        return sum(sequence.known for sequence in self.sequences.values())
+
+    def usage(self) -> Usage:
+        pages, prefix = self.allocator.capacity, self.prefix
+        used = pages - prefix.available
+        counts = (prefix.queries, prefix.hits, self.num_preemptions)
+        return Usage(self.num_running, len(self.waiting), pages, used, len(prefix.idle), *counts)
 
     # ---- planning
 

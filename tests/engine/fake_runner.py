@@ -219,7 +219,7 @@ class FakeRunner:
         stops = [length + 1 for _, length in starts[: len(plan.decode_slots)]] + [chunk.stop for chunk in plan.chunks]
         for (slot, start), stop in zip(starts, stops, strict=True):
             table = self._row(slot).table
-            for index in range(start // self.page_size, -(-stop // self.page_size)):
+            for index in range(start // self.page_size, min(len(table), -(-stop // self.page_size))):
                 assert written.setdefault(table[index], slot) == slot, f"page {table[index]} is written by two rows of a step"
 
 

@@ -1,0 +1,68 @@
+"""Plans as bytes, for ranks in other processes: JSON of plain lists, never pickle. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from rorqual.engine.group import GroupPlan
+from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
+from rorqual.request import SamplingParams, StructuredOutput
+
+DEFAULTS = SamplingParams()
+
+
+def encode_plan(plan: GroupPlan) -> bytes:
+    return json.dumps([_from_part(part) for part in plan.parts], separators=(",", ":")).encode()
+
+
+def decode_plan(data: bytes) -> GroupPlan:
+    return GroupPlan([_to_part(part) for part in json.loads(data)])
+
+
+def encode_result(result: StepResult) -> bytes:
+    logprobs = {row: [[e.sampled, e.rank, e.top_ids, e.top] for e in entries] for row, entries in result.logprobs.items()}
+    return json.dumps([result.tokens, result.drafted, logprobs], separators=(",", ":")).encode()
+
+
+def decode_result(data: bytes) -> StepResult:
+    tokens, drafted, logprobs = json.loads(data)
+    entries = {int(row): [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in found] for row, found in logprobs.items()}
+    return StepResult(tokens, drafted, entries)
+
+
+def _from_part(part: Plan) -> list[Any]:
+    chunks = [[chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following] for chunk in part.chunks]
+    rows = [
+        [row.slot, _from_params(row.params), row.seed, row.pages, row.prompt_len, row.tokens, sorted(row.stop_ids)] for row in part.new_rows
+    ]
+    return [part.decode_slots, part.decode_bounds, chunks, rows, part.pages, part.next_n]
+
+
+def _to_part(data: list[Any]) -> Plan:
+    slots, bounds, chunks, rows, pages, next_n = data
+    new_rows = [
+        NewRow(slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops))
+        for slot, params, seed, held, prompt_len, tokens, stops in rows
+    ]
+    return Plan(slots, bounds, [Chunk(*chunk) for chunk in chunks], new_rows, [tuple(page) for page in pages], next_n)
+
+
+def _from_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from the defaults."""
+    found = {item.name: getattr(params, item.name) for item in fields(params)}
+    changed = {name: value for name, value in found.items() if value != getattr(DEFAULTS, name)}
+    if params.structured is not None:
+        changed["structured"] = [params.structured.kind, params.structured.value]
+    if "logit_bias" in changed:
+        changed["logit_bias"] = list(changed["logit_bias"].items())
+    return changed
+
+
+def _to_params(data: dict[str, Any]) -> SamplingParams:
+    if "structured" in data:
+        data["structured"] = StructuredOutput(*data["structured"])
+    if "logit_bias" in data:
+        data["logit_bias"] = dict(data["logit_bias"])
+    return SamplingParams(**data)
