@@ -21,6 +21,8 @@ from rorqual.commands.options import (
     Model,
     NextN,
     Prefill,
+    Recipe,
+    Settings,
     Threads,
     Weights,
     load,
@@ -76,12 +78,14 @@ def generate(
     next_n: NextN = 0,
     drafter: Drafter = "auto",
     ignore_config_field: Ignored = None,
+    config: Recipe = None,
+    settings: Settings = None,
 ) -> None:
     """Continue a prompt, streaming."""
     start = time.perf_counter()
     common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
-    llm = load(model, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms)
+    llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     loaded = time.perf_counter()

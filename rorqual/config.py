@@ -5,10 +5,12 @@ Also the few things the environment decides: where caches live and which compile
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
 import shutil
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,6 +169,25 @@ def cache_folder() -> Path:
     given = os.environ.get("RORQUAL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(base) / "rorqual"
+
+
+def child_environment() -> dict[str, str]:
+    """What a process started by this one inherits: the same environment, and the folder this package was imported from."""
+    folder = str(Path(__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else folder}
+
+
+def collectives_on_loopback() -> None:
+    """Ranks of one host talk over its loopback interface, unless the environment names another."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends (Linux)."""
+    signal_on_parent_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
+    ctypes.CDLL(None).prctl(signal_on_parent_death, signal.SIGKILL)
 
 
 def compiler() -> str | None:

@@ -19,6 +19,10 @@ class RequestError(RorqualError):
     """A request that can never be served: impossible sampling parameters, an over-long prompt, an unknown token id."""
 
 
+class EngineError(RorqualError):
+    """The engine can compute nothing more: one of its ranks died, hangs, or failed in a step."""
+
+
 class CapacityError(RorqualError):
     """Not enough memory for the weights, or for the cache of even one request."""
 

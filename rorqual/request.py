@@ -138,6 +138,11 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def needs_host(self) -> bool:
+        """True where a step cannot be sampled by a fixed sequence of device operations."""
+        return self.edits_logits or self.logprobs is not None or self.structured is not None
+
+    @property
     def edits_logits(self) -> bool:
         """True where logits are changed before sampling."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0

@@ -228,21 +228,25 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> float:
     return seconds / max(1, steps)
 
 
-def experts_hit(llm: LLM, prompts: list[list[int]]) -> float:
-    """Distinct experts a layer in one decode step of these prompts, averaged over layers; counted in a step of its own, unrecorded."""
+def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
+    """Distinct experts a layer in one decode step of these prompts, averaged over layers; counted in a step of its own, unrecorded.
+    None on several ranks, each of which sees its own tokens alone."""
     engine, layers = llm.engine, llm.engine.model.moe_layers()
+    if engine.group is not None:
+        return None
     work = [Request(f"hit-{i}", tuple(prompt), greedy(8)) for i, prompt in enumerate(prompts)]
     for request in work:
         engine.add(request)
     while len(engine.scheduler.decoding) < len(work) or engine.scheduler.prefilling:
         engine.step()
-    planned = engine.scheduler.plan()
-    assert planned is not None
+    while engine.in_flight:
+        engine.collect()
     graphs, engine.runner.graphs = engine.runner.graphs, None
     for layer in layers:
         layer.exchange.load.zero_()
         layer.exchange.record_load = True
-    engine.scheduler.update(planned, engine.runner.collect(engine.runner.launch(planned.plan)))
+    engine.launch()
+    engine.collect()
     for layer in layers:
         layer.exchange.record_load = engine.config.record_expert_load
     engine.runner.graphs = graphs

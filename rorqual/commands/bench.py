@@ -9,7 +9,22 @@ import typer
 
 from rorqual.commands.bench_comm import bench_comm
 from rorqual.commands.bench_serve import bench_serve
-from rorqual.commands.options import Device, Drafter, Dtype, Json, Mode, Model, Policy, Threads, Weights, load, numbers, shares
+from rorqual.commands.options import (
+    Device,
+    Drafter,
+    Dtype,
+    Json,
+    Mode,
+    Model,
+    Policy,
+    Recipe,
+    Settings,
+    Threads,
+    Weights,
+    load,
+    numbers,
+    shares,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 app.command("serve")(bench_serve)
@@ -43,6 +58,8 @@ def bench_offline(
     simulated_acceptance: Annotated[
         str | None, typer.Option(help="Probabilities by place that a draft is taken whatever it says, for random weights.")
     ] = None,
+    config: Recipe = None,
+    settings: Settings = None,
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
@@ -55,6 +72,8 @@ def bench_offline(
     for count in numbers(next_n, least=0):
         llm = load(
             model,
+            config,
+            settings,
             dtype=dtype,
             device=device,
             weights=weights,
@@ -72,6 +91,7 @@ def bench_offline(
             simulated_acceptance=rates[:count],
         )
         offline.run(report, llm, batches, work, compare if not report.rows else None)
+        llm.engine.close()
         del llm
     offline.print_report(report)
     if json_file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,15 +23,38 @@ Mode = Annotated[str, typer.Option("--exe-mode", help="auto, eager or graph (als
 NextN = Annotated[int, typer.Option("--next-n", help="Speculative drafts a step; 0 is off.")]
 Drafter = Annotated[str, typer.Option(help="Who guesses: mtp (the checkpoint's prediction module; auto is the same) or ngram (look-up).")]
 Policy = Annotated[str, typer.Option("--next-n-policy", help="fixed, or adaptive: fewer drafts where that is faster, by batch size.")]
+Recipe = Annotated[Path | None, typer.Option("--config", help="A YAML recipe: the model and engine options. Flags go before it.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="Any engine option as name=value, say tp=2; may be repeated.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
 
-def load(model: str | None, **options: Any) -> Any:
+def load(model: str | None, recipe: Path | None = None, settings: list[str] | None = None, **options: Any) -> Any:
+    """An LLM. `settings` go before `options`, and these, where they differ from the defaults, before the recipe."""
     from rorqual.serve.llm import LLM
 
-    given = {name: value for name, value in options.items() if value is not None}
-    given["ignore_config_fields"] = tuple(given.get("ignore_config_fields", ()))
-    return LLM(model, **given)
+    named, found = engine_options(recipe, settings, options)
+    return LLM(model or named, **found)
+
+
+def engine_options(recipe: Path | None, settings: list[str] | None, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """(the recipe's model, options by name)."""
+    from rorqual.engine.config import EngineConfig, read_recipe
+
+    defaults = {item.name: item.default for item in fields(EngineConfig)}
+    model, found = read_recipe(recipe) if recipe else (None, {})
+    for name, value in options.items():
+        if value is not None and (name not in found or value != defaults.get(name)):
+            found[name] = tuple(value) if isinstance(value, list) else value
+    return model, {**found, **_settings(settings or [])}
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    import yaml
+
+    for pair in pairs:
+        if "=" not in pair:
+            raise typer.BadParameter(f"{pair!r} is no name=value")
+    return {name.strip(): yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
 
 
 def sampling(llm: Any, **given: Any) -> SamplingParams:

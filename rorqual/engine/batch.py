@@ -13,6 +13,8 @@ from rorqual.engine.rows import Rows
 from rorqual.layers.rotary import Rotary
 from rorqual.layers.step import Step
 from rorqual.ops.table import Segment
+from rorqual.parallel.layout import Layout
+from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 
 @dataclass
@@ -49,15 +51,17 @@ class BatchBuilder:
         self.rows, self.pool, self.rotary, self.exact = rows, pool, rotary, exact
         self.platform, self.page_size = rows.platform, pool.spec.page_size
         self.offsets = torch.arange(rows.most_drafts + 1, device=self.platform.device)
+        self.nothing = self.offsets[:0]
 
-    def batch(self, decode: Part | None, prefill: Part | None) -> Batch:
-        parts = [part for part in (decode, prefill) if part]
-        ids, positions, slot_mapping, logit_rows = (join([part.columns()[i] for part in parts]) for i in range(4))
+    def batch(self, decode: Part | None, prefill: Part | None, layout: Layout = SINGLE_LAYOUT) -> Batch:
+        """Without either half a rank computes nothing of its own and takes part in what the others compute."""
+        columns = [part.columns() for part in (decode, prefill) if part] or [(self.nothing,) * 4]
+        ids, positions, slot_mapping, logit_rows = (join([column[i] for column in columns]) for i in range(4))
         if decode and prefill:
             logit_rows = torch.cat((decode.logit_rows, prefill.logit_rows + decode.ids.shape[0]))
         cos, sin = self.rotary.rows(positions)
         segments = (decode.segment if decode else None, prefill.segment if prefill else None)
-        return Batch(Step(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments), decode, prefill)
+        return Batch(Step(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments, layout), decode, prefill)
 
     def decode(self, slots: Tensor, bounds: tuple[int, ...], next_n: int) -> Part:
         """The newest token of each request and next_n drafts behind it."""

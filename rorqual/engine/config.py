@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from rorqual.cache.spec import check_forms
 from rorqual.errors import ConfigError
+from rorqual.parallel_config import ParallelConfig
 
 # The documents' names for the two recorded modes are understood too.
 EXE_MODES = {"auto": "auto", "eager": "eager", "graph": "graph", "acl_graph": "graph", "reduce-overhead": "graph"}
@@ -13,6 +16,23 @@ DRAFTERS = ("auto", "mtp", "ngram")
 NEXT_N_POLICIES = ("fixed", "adaptive")
 MOST_NEXT_N = 8
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """(model, engine options) of a YAML file. Raises ConfigError where it is none, or names an option that does not exist."""
+    import yaml  # read at the edge alone: an engine needs no YAML
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no mapping of options")
+    model = data.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"model={model!r} in {path} must be a folder or a Hugging Face id")
+    EngineConfig.from_dict({"model": "", **data})  # names the first mistake
+    return model, {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,9 @@ class EngineConfig:
     the same), or `ngram` (look-up in the request's own text, for every model). next_n_policy `adaptive` lets a controller lower
     next_n by batch size. draft_window: the prediction module sees every row of a step, not the last alone.
     simulated_acceptance: probabilities by place that a draft is taken, whatever it says; for benchmarks with random weights.
+
+    Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank.
+    watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine.
     """
 
     model: str
@@ -54,6 +77,17 @@ class EngineConfig:
     next_n_policy: str = "fixed"
     draft_window: bool = True
     simulated_acceptance: tuple[float, ...] = ()
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dense_tp: int | None = None
+    embed_tp: int | None = None
+    head_tp: int | None = None
+    exchange: str = "auto"
+    sequence_parallel: bool = False
+    fp8_dispatch: bool = False
+    watchdog_seconds: float = 60.0
     record_expert_load: bool = False
     threads: int | None = None
     ignore_config_fields: tuple[str, ...] = ()
@@ -83,8 +117,26 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             self._positive(name, getattr(self, name), optional=False)
         self._check_speculation()
+        if not 1 <= self.watchdog_seconds <= 3600:
+            raise ConfigError(f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600")
+        assert self.parallel  # raises ConfigError for sizes that do not fit one another
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        names = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp", "exchange", "sequence_parallel", "fp8_dispatch")
+        return ParallelConfig(**{name: getattr(self, name) for name in names})
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> EngineConfig:
+        """From plain data: lists become tuples. Raises ConfigError for a name it does not know."""
+        known = {item.name for item in fields(EngineConfig)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ConfigError(f"{unknown[0]!r} is not an engine option; accepted: {', '.join(sorted(known))}")
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return EngineConfig(**values)
 
     def _check_speculation(self) -> None:
         for name, accepted in (("drafter", DRAFTERS), ("next_n_policy", NEXT_N_POLICIES)):

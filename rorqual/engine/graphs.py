@@ -47,9 +47,9 @@ class DecodeGraphs:
         graph = self.graphs[size, variant, next_n] = self.platform.record(lambda: self.body(slots, variant, next_n))
         return graph
 
-    def run(self, slots: list[int], variant: Variant, next_n: int = 0) -> Tensor:
-        """What the step drew, [len(slots), ...]; valid until the next run, in stream order."""
-        size = self.buckets[bisect_left(self.buckets, len(slots))]
+    def run(self, slots: list[int], variant: Variant, next_n: int = 0, least: int = 0) -> Tensor:
+        """What the step drew, [len(slots), ...]; valid until the next run, in stream order. `least`: other ranks have so many rows."""
+        size = self.buckets[bisect_left(self.buckets, max(least, len(slots)))]
         padded = slots + [self.padding] * (size - len(slots))
         if padded != self.shown[:size]:
             self.slots[:size].copy_(self.platform.to_device(torch.tensor(padded)), non_blocking=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
-from rorqual.engine.plan import Chunk, Plan, StepResult
+from rorqual.engine.plan import Chunk, Common, Plan, StepResult
 from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, Sequence, TokenOut, Usage
 from rorqual.errors import RequestError
 from rorqual.request import FinishReason, Request
@@ -20,24 +20,20 @@ from rorqual.request import FinishReason, Request
 
 @dataclass
 class GroupPlan:
-    """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do."""
+    """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do. host: see Common."""
 
     parts: list[Plan]
+    host: bool = False
 
-    @property
-    def tokens(self) -> list[int]:
-        """Of each rank."""
-        return [part.num_tokens for part in self.parts]
-
-    @property
-    def sampled(self) -> list[int]:
-        """Requests of each rank that draw tokens."""
-        return [len(part.sampled_slots) for part in self.parts]
-
-    @property
-    def decodes(self) -> bool:
-        """No rank brings a chunk of prompt."""
-        return not any(part.chunks for part in self.parts)
+    def common(self) -> Common:
+        firsts = [sum(chunk.sample for chunk in part.chunks) for part in self.parts]
+        return Common(
+            tokens=tuple(part.num_tokens for part in self.parts),
+            logit_rows=tuple(len(part.decode_slots) * (part.next_n + 1) + first for part, first in zip(self.parts, firsts, strict=True)),
+            sampled=tuple(len(part.decode_slots) + first for part, first in zip(self.parts, firsts, strict=True)),
+            decodes=not any(part.chunks for part in self.parts),
+            host=self.host,
+        )
 
     @property
     def next_n(self) -> int:
@@ -151,7 +147,8 @@ class GroupScheduler:
             parts.append(rank.plan())
         if not any(parts):
             return None
-        return GroupInFlight(GroupPlan([part.plan if part else Plan(next_n=self.next_n) for part in parts]), parts)
+        host = any(sequence.request.params.needs_host for rank in self.ranks for sequence in rank.decoding.values())
+        return GroupInFlight(GroupPlan([part.plan if part else Plan(next_n=self.next_n) for part in parts], host), parts)
 
     def update(self, step: GroupInFlight, results: list[StepResult]) -> list[TokenOut]:
         """Take in what every rank sampled."""

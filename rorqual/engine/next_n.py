@@ -50,12 +50,17 @@ class Bucket:
     order: list[int] = field(default_factory=list)
 
 
+def next_n_choices(most: int, adaptive: bool) -> tuple[int, ...]:
+    """The values a plan may carry."""
+    return tuple(range(most + 1)) if adaptive else (most,)
+
+
 class Controller:
     """`choose` before each plan, `observe` after each step of decoding alone. With `adaptive` False the answer is always `most`."""
 
     def __init__(self, most: int, adaptive: bool = False):
         self.most = most
-        self.choices = tuple(range(most + 1)) if adaptive else (most,)
+        self.choices = next_n_choices(most, adaptive)
         self.buckets: dict[int, Bucket] = {}
 
     def choose(self, batch: int) -> int:

@@ -65,6 +65,20 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Common:
+    """What the ranks of one step must agree on: tokens, rows of logits and requests that draw, of each data-parallel rank.
+
+    decodes: no rank brings a chunk of prompt; host: some request needs the host's word, so no rank may replay a recorded step.
+    """
+
+    tokens: tuple[int, ...]
+    logit_rows: tuple[int, ...]
+    sampled: tuple[int, ...]
+    decodes: bool
+    host: bool = False
+
+
+@dataclass(frozen=True)
 class TokenLogprobs:
     """Log probabilities of one sampled token and of the most likely ones, and the sampled token's rank (from 1)."""
 

@@ -51,6 +51,15 @@ class Rows:
         """The sampling parameters of these slots, in order."""
         return [row.params for slot in slots if (row := self.params[slot]) is not None]
 
+    def state(self, slots: Tensor) -> Tensor:
+        """What a step changed of these rows, [N, 3 + most_drafts]: the stages of a pipeline that do not sample take it over."""
+        columns = torch.stack((self.last_token[slots], self.length[slots], self.num_drafts[slots]), 1)
+        return torch.cat((columns, self.drafts[slots]), 1)
+
+    def take(self, slots: Tensor, state: Tensor) -> None:
+        self.last_token[slots], self.length[slots], self.num_drafts[slots] = state[:, :3].unbind(1)
+        self.drafts[slots] = state[:, 3:]
+
     def keep_probs(self) -> Tensor:
         """[slots, most_drafts, vocabulary] fp32: what each draft was drawn from."""
         if self.draft_probs is None:

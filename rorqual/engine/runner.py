@@ -12,7 +12,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.engine.batch import Batch, BatchBuilder, Part, join
 from rorqual.engine.grammar import Matcher, mask_words
 from rorqual.engine.graphs import DecodeGraphs
-from rorqual.engine.plan import Plan, StepResult
+from rorqual.engine.plan import Common, Plan, StepResult
 from rorqual.engine.rows import Rows
 from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
 from rorqual.engine.speculative import Drafter, Drafting, LookupDrafter, MTPDrafter, Verifier
@@ -93,39 +93,62 @@ class ModelRunner:
                 self.graphs.record(variants, next_ns)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Pending:
+    def launch(self, plan: Plan, common: Common | None = None) -> Pending:
+        """`common`: what this step's ranks agree on, where there are several; the plan is then that of this data-parallel rank."""
+        common = common or self._alone(plan)
         with self.platform.stream():
             self.rows.apply(plan)
-            variant = self._recorded_variant(plan)
+            variant = self._recorded_variant(plan, common)
             if self.graphs and variant is not None:
-                return Pending(self.platform.fetch(self.graphs.run(plan.decode_slots, variant, plan.next_n)))
+                most = max(common.sampled)  # ranks replay the same bucket
+                return Pending(self.platform.fetch(self.graphs.run(plan.decode_slots, variant, plan.next_n, most)))
             decode = prefill = None
             if plan.decode_slots:
                 slots = self.platform.to_device(torch.tensor(plan.decode_slots))
                 decode = self.build.decode(slots, tuple(plan.decode_bounds), plan.next_n)
             if plan.chunks:
                 prefill = self.build.prefill(plan)
-            batch = self.build.batch(decode, prefill)
-            return self._sample(plan, batch, self._hidden(batch))
+            batch = self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
+            return self._sample(plan, batch, self._hidden(batch), common)
 
-    def _recorded_variant(self, plan: Plan) -> Variant | None:
+    def _alone(self, plan: Plan) -> Common:
+        sampled = len(plan.sampled_slots)
+        return Common((plan.num_tokens,), (sampled + len(plan.decode_slots) * plan.next_n,), (sampled,), not plan.chunks)
+
+    def _recorded_variant(self, plan: Plan, common: Common) -> Variant | None:
         """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
-        if self.graphs is None or plan.chunks:
+        if self.graphs is None or not common.decodes or common.host:
             return None
         variant = variant_of(self.rows.asked(plan.decode_slots))
         return None if variant is Variant.FULL else variant
 
     def _decode_body(self, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
         """One decode step of padded rows, on the device alone: nothing here may depend on a value the host would have to read."""
-        rows = self.rows
-        decode = self.build.decode(slots, (self.max_len,) * slots.shape[0], next_n)
-        batch = self.build.batch(decode, None)
+        rows, count, ranks = self.rows, slots.shape[0], self.model.mesh.sizes.dp
+        width = next_n + 1
+        common = Common((count * width,) * ranks, (count * width,) * ranks, (count,) * ranks, True)
+        decode = self.build.decode(slots, (self.max_len,) * count, next_n)
+        batch = self.build.batch(decode, None, self.model.layout(common.tokens, decode=True))
         hidden = self._hidden(batch)
-        drawn = self._draw_decode(self._logits(batch, hidden), variant, decode, next_n)
-        if self.drafter:
-            self._draft(self.drafter, batch, hidden, drawn, None, variant, next_n)
+        result = slots
+        if self.model.mesh.last_stage:
+            drawn = self._draw_decode(self._logits(batch, hidden, common), variant, decode, next_n)
+            result = drawn.result
+            if self.drafter:
+                self._draft(self.drafter, batch, hidden, drawn, None, variant, next_n, common)
+        self._share(slots)
         rows.length[rows.padding :].zero_()
-        return drawn.result
+        return result
+
+    def _share(self, slots: Tensor) -> None:
+        """Tokens are drawn on the last stage of a pipeline; the others need them for the next step."""
+        mesh, rows = self.model.mesh, self.rows
+        if mesh.pp.size > 1 and slots.shape[0]:
+            shape = (slots.shape[0], 3 + rows.most_drafts)
+            mine = rows.state(slots) if mesh.last_stage else torch.empty(shape, dtype=torch.int64, device=self.platform.device)
+            state = mesh.pp.broadcast(mine, mesh.pp.size - 1)
+            if not mesh.last_stage:
+                rows.take(slots, state)
 
     def collect(self, pending: Pending) -> StepResult:
         if pending.drawn is None:
@@ -155,10 +178,10 @@ class ModelRunner:
         """[T, hidden] where a drafter reads all of them, else those of the step's logit rows."""
         return straight(self.model.forward(batch.step, every_row=self.drafter is not None and self.drafter.reads_hidden))
 
-    def _logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+    def _logits(self, batch: Batch, hidden: Tensor, common: Common) -> Tensor:
         if self.drafter is not None and self.drafter.reads_hidden and batch.prefill:
             hidden = hidden.index_select(0, batch.step.logit_rows)  # of a decode step every row is wanted
-        return self.model.logits(hidden)
+        return self.model.logits(hidden, common.logit_rows)
 
     def _draw_decode(self, logits: Tensor, variant: Variant, decode: Part, next_n: int) -> Drawn:
         """Draw and verify; each request's row moves on to its newest token."""
@@ -187,13 +210,19 @@ class ModelRunner:
             rows.history[slots, length] = tokens
         return tokens
 
-    def _sample(self, plan: Plan, batch: Batch, hidden: Tensor) -> Pending:
+    def _sample(self, plan: Plan, batch: Batch, hidden: Tensor, common: Common) -> Pending:
+        pending = self._sample_here(plan, batch, hidden, common) if self.model.mesh.last_stage else Pending()
+        self._share(join([part.slots for part in (batch.decode, batch.prefill) if part] or [self.build.nothing]))
+        self.model.mesh.pp.flush()
+        return pending
+
+    def _sample_here(self, plan: Plan, batch: Batch, hidden: Tensor, common: Common) -> Pending:
         """The eager way, which may ask for the host's word in between."""
         host_slots, decode, prefill = plan.sampled_slots, batch.decode, batch.prefill
         params, width = self.rows.asked(host_slots), plan.next_n + 1
         variant = drawing_of(params)
         pending = Pending(params=params)
-        logits = raw = self._logits(batch, hidden) if host_slots else hidden
+        logits = raw = self._logits(batch, hidden, common) if any(common.logit_rows) else hidden
         full = variant_of(params) is Variant.FULL
         places: list[Place] = []
         if full:
@@ -203,7 +232,7 @@ class ModelRunner:
         drawn = self._draw_decode(logits[:split], variant, decode, plan.next_n) if decode else None
         first = self._draw_prefill(logits[split:], variant, prefill) if prefill and prefill.slots.shape[0] else None
         if self.drafter:
-            self._draft(self.drafter, batch, hidden, drawn, first, variant, plan.next_n)
+            self._draft(self.drafter, batch, hidden, drawn, first, variant, plan.next_n, common)
         if not host_slots:
             return pending
         if full:
@@ -269,7 +298,15 @@ class ModelRunner:
             pending.extra = [self.platform.fetch(tensor) for tensor in Logprobs.of(raw, tokens.clamp(min=0), most).tensors()]
 
     def _draft(
-        self, drafter: Drafter, batch: Batch, hidden: Tensor, drawn: Drawn | None, first: Tensor | None, variant: Variant, next_n: int
+        self,
+        drafter: Drafter,
+        batch: Batch,
+        hidden: Tensor,
+        drawn: Drawn | None,
+        first: Tensor | None,
+        variant: Variant,
+        next_n: int,
+        common: Common,
     ) -> None:
         """Hand the drafter every row of the step with the token after it."""
         following, last, slots = [], [], []
@@ -289,6 +326,7 @@ class ModelRunner:
                 slots.append(prefill.slots)
                 bounds += tuple(bound + next_n for bound in prefill.bounds)
             following.append(ahead)
-        none = batch.step.positions[:0]
-        work = Drafting(join(slots or [none]), join(last or [none]), bounds, batch.step, hidden, join(following))
+        none = self.build.nothing
+        rows = (join(slots or [none]), join(last or [none]))
+        work = Drafting(*rows, bounds, batch.step, hidden, join(following or [none]), common.sampled)
         drafter.draft(work, next_n, variant)

@@ -35,7 +35,7 @@ class Variant(Enum):
 
 def variant_of(params: Iterable[SamplingParams]) -> Variant:
     params = list(params)
-    if any(p.edits_logits or p.logprobs is not None or p.structured for p in params):
+    if any(p.needs_host for p in params):
         return Variant.FULL
     return drawing_of(params)
 

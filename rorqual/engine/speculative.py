@@ -133,7 +133,7 @@ class Drafting:
 
     slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden state predicts the newest one;
     kv_bounds: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
-    token after each row, are those of the step.
+    token after each row, are those of the step. sampled: N of each data-parallel rank, whose ranks draft together.
     """
 
     slots: Tensor
@@ -142,6 +142,7 @@ class Drafting:
     step: Step
     hidden: Tensor
     following: Tensor
+    sampled: tuple[int, ...]
 
 
 class Drafter(Protocol):
@@ -180,11 +181,13 @@ class MTPDrafter:
             if place >= len(self.model.mtp):
                 hidden, last, positions = hidden.index_select(0, last), self._all(last), positions + 1
                 step, following = self._row_step(work, positions), newest
-            embedded = self.model.ops.embed(following, self.model.embedding)
+            assert self.model.embed is not None, "prediction modules have the embedding beside them"
+            embedded = self.model.embed.forward(following, step.layout)
             hidden = straight(module.forward(embedded, hidden, step))
-            if not next_n or not last.shape[0]:
+            if not next_n or not any(work.sampled):
                 return
-            newest = self._propose(hidden.index_select(0, last), place, variant, work.slots, target + place)
+            logits = self.model.logits(hidden.index_select(0, last), work.sampled)
+            newest = self._propose(logits, place, variant, work.slots, target + place)
             following = torch.cat((following[1:], following[:1])).index_copy(0, last, newest)
         self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=next_n))
 
@@ -193,17 +196,19 @@ class MTPDrafter:
 
     def _row_step(self, work: Drafting, positions: Tensor) -> Step:
         """One row for each request, at the given positions."""
-        longest = -(-max(work.kv_bounds) // self.page_size)
+        longest = -(-max(work.kv_bounds, default=1) // self.page_size)
         tables = self.rows.tables[work.slots, :longest]
         pages = tables.gather(1, (positions // self.page_size)[:, None]).squeeze(1)
-        segment = Segment(tables, positions + 1, (1,) * len(work.kv_bounds), work.kv_bounds, exact=False)
+        bounds = work.kv_bounds
+        segment = Segment(tables, positions + 1, (1,) * len(bounds), bounds, exact=False) if bounds else None
         cos, sin = self.model.rotary.rows(positions)
         mapping = pages * self.page_size + positions % self.page_size
-        return Step(positions, positions, mapping, cos, sin, positions, self.pool, segment)
+        layout = self.model.layout(work.sampled, decode=True)
+        return Step(positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout)
 
-    def _propose(self, hidden: Tensor, place: int, variant: Variant, slots: Tensor, positions: Tensor) -> Tensor:
+    def _propose(self, logits: Tensor, place: int, variant: Variant, slots: Tensor, positions: Tensor) -> Tensor:
         """Draft number `place` of each request, [N], for the token at `positions`."""
-        rows, logits = self.rows, self.model.logits(hidden)
+        rows = self.rows
         tokens = logits.argmax(-1)
         if variant is not Variant.GREEDY:
             probs = distribution(logits, variant, slots, rows).float()

@@ -14,11 +14,12 @@ DEFAULTS = SamplingParams()
 
 
 def encode_plan(plan: GroupPlan) -> bytes:
-    return json.dumps([_from_part(part) for part in plan.parts], separators=(",", ":")).encode()
+    return json.dumps([[_from_part(part) for part in plan.parts], plan.host], separators=(",", ":")).encode()
 
 
 def decode_plan(data: bytes) -> GroupPlan:
-    return GroupPlan([_to_part(part) for part in json.loads(data)])
+    parts, host = json.loads(data)
+    return GroupPlan([_to_part(part) for part in parts], host)
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -24,10 +24,15 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 # vLLM spells these differently.
-ALIASES = {"gpu_memory_utilization": "memory_utilization", "block_size": "page_size"}
+ALIASES = {
+    "gpu_memory_utilization": "memory_utilization",
+    "block_size": "page_size",
+    "tensor_parallel_size": "tp",
+    "pipeline_parallel_size": "pp",
+    "data_parallel_size": "dp",
+}
 # Accepted so that scripts run: no remote code is ever run here, and the others choose nothing that exists.
 WITHOUT_EFFECT = frozenset(("trust_remote_code", "disable_log_stats", "swap_space"))
-ONLY_ONE = frozenset(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"))
 
 
 class LLM:
@@ -172,15 +177,13 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
     """vLLM's names to ours; a name nobody knows is refused."""
     found: dict[str, Any] = {}
     for name, value in options.items():
-        if name in ONLY_ONE and value != 1:
-            raise ConfigError(f"{name}={value!r} is not supported; accepted: 1")
         if name == "load_format":
             if value not in ("auto", "safetensors", "dummy"):
                 raise ConfigError(f"load_format={value!r} is not supported; accepted: auto, safetensors, dummy")
             found["weights"] = "random" if value == "dummy" else "checkpoint"
         elif name == "enforce_eager":
             found["exe_mode"] = "eager" if value else "auto"
-        elif name not in WITHOUT_EFFECT and name not in ONLY_ONE:
+        elif name not in WITHOUT_EFFECT:
             found[ALIASES.get(name, name)] = value
     unknown = sorted(set(found) - set(EngineConfig.__dataclass_fields__))
     if unknown:

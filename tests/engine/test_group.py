@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from rorqual.engine.group import GroupScheduler
+from rorqual.engine.group import GroupPlan, GroupScheduler
 from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
 from rorqual.engine.scheduler import SchedulerConfig
 from rorqual.engine.wire import decode_plan, decode_result, encode_plan, encode_result
@@ -130,9 +130,9 @@ def test_one_idle_rank_has_an_empty_part() -> None:
     scheduler = GroupScheduler(config(), 2)
     scheduler.add(request("x", 5, 5, 0))
     planned = scheduler.plan()
-    assert planned.plan.tokens == [5, 0]
-    assert planned.plan.sampled == [1, 0]
-    assert not planned.plan.decodes
+    common = planned.plan.common()
+    assert (common.tokens, common.logit_rows, common.sampled) == ((5, 0), (1, 0), (1, 0))
+    assert not common.decodes
     assert planned.parts[1] is None
 
 
@@ -144,7 +144,9 @@ def test_plans_and_results_survive_as_bytes() -> None:
     ]
     rows = [NewRow(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1})) for i, p in enumerate(params)]
     plan = Plan([0, 2], [5, 9], [Chunk(1, 0, [4, 5, 6], True), Chunk(3, 8, (1,), False, 77)], rows, [(0, 1, 17)], 2)
-    back = decode_plan(encode_plan(type("G", (), {"parts": [plan, Plan()]})())).parts
+    back = decode_plan(encode_plan(GroupPlan([plan, Plan()], host=True)))
+    assert back.host
+    back = back.parts
     assert back[1] == Plan()
     assert [list(chunk.tokens) for chunk in back[0].chunks] == [[4, 5, 6], [1]]
     assert (back[0].new_rows, back[0].pages, back[0].next_n, back[0].chunks[1].following) == (rows, [(0, 1, 17)], 2, 77)

@@ -27,7 +27,7 @@ if __name__ != "__main__" and not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual.config import ModelConfig
-from rorqual.engine.engine import RESIDUAL_GAIN
+from rorqual.engine.rank import RESIDUAL_GAIN
 from rorqual.layers.parameter import Build
 from rorqual.layers.step import Step
 from rorqual.models.loader import load_weights

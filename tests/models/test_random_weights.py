@@ -12,7 +12,7 @@ import torch
 
 from rorqual import LLM, SamplingParams
 from rorqual.config import ModelConfig
-from rorqual.engine.engine import RESIDUAL_GAIN
+from rorqual.engine.rank import RESIDUAL_GAIN
 from rorqual.layers.moe import MoE
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import fill_normal, random_weights
@@ -133,12 +133,12 @@ LOAD = """
 import sys, torch
 from pathlib import Path
 from rorqual.config import ModelConfig
-from rorqual.engine.engine import RESIDUAL_GAIN
+from rorqual.engine.rank import RESIDUAL_GAIN
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.ops.cpu import CpuOps
-from rorqual.engine.engine import weight_bytes
+from rorqual.engine.rank import weight_bytes
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

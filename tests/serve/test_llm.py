@@ -175,7 +175,7 @@ def test_without_a_tokenizer():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 3}, ConfigError, "tp=3"),
         ({"nonsense": 1}, ConfigError, "nonsense"),
         ({"dtype": "int4"}, ConfigError, "int4"),
         ({"max_model_len": 10**6}, ConfigError, "4096 positions"),

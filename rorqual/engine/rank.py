@@ -1,0 +1,172 @@
+"""What one process holds: its device, its part of the model, its cache, and the runner over them. One process is one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rorqual.cache.pool import KVPool
+from rorqual.cache.spec import KVSpec, kv_spec
+from rorqual.config import ModelConfig
+from rorqual.engine.config import EXE_MODES, EngineConfig
+from rorqual.engine.graphs import RECORDED
+from rorqual.engine.next_n import next_n_choices
+from rorqual.engine.runner import ModelRunner, Speculation
+from rorqual.errors import CapacityError, ConfigError
+from rorqual.layers.parameter import Build
+from rorqual.models.loader import load_weights, random_weights
+from rorqual.models.registry import make_model
+from rorqual.models.transformer import Transformer
+from rorqual.ops.table import ops_for
+from rorqual.parallel.mesh import Mesh
+from rorqual.parallel_config import check_parallel
+from rorqual.platforms.base import Platform
+
+CPU_CACHE_BYTES = 2 * 2**30
+CPU_CACHE_SHARE = 0.25
+# Random weights: all layers together add a quarter of the embedding's variance, so that hidden states stay the token's own and
+# the routers spread tokens as uniform routing would (at 1.0 they hit 4 % fewer experts).
+RESIDUAL_GAIN = 0.5
+
+
+def read_model(config: EngineConfig) -> ModelConfig:
+    """The model's configuration. Raises ConfigError where it cannot be run, or not in this layout."""
+    overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
+    model = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
+    check_parallel(model, config.parallel)
+    return model
+
+
+class Rank:
+    """Ranks of one engine are made with the same configuration, each with its own place in the mesh. `startup`: seconds by phase."""
+
+    def __init__(self, config: EngineConfig, platform: Platform, mesh: Mesh):
+        self.config, self.platform, self.mesh = config, platform, mesh
+        self.startup: dict[str, float] = {}
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.model_config = read_model(config)
+        self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
+        self.max_model_len = self._max_model_len()
+        self.depth = config.steps_in_flight or platform.steps_in_flight
+        self.speculation = self._speculation()
+        # A row may run past its request's end by what the steps in flight accept and draft.
+        self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
+        self.model = self._phase("weights", self._load)
+        self.spec = self._spec()
+        self.num_pages = self._agree(self._num_pages())
+        pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
+        self.runner = ModelRunner(self.model, pool, platform, config.max_num_seqs, self.max_row_len, self._graphs(), self.speculation)
+        choices = next_n_choices(config.next_n, config.next_n_policy == "adaptive")
+        self._phase("graphs", lambda: self.runner.record(RECORDED, choices))
+
+    def _phase(self, name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        self.startup[name] = time.perf_counter() - start
+        return result
+
+    def _max_model_len(self) -> int:
+        longest, wanted = self.model_config.max_position, self.config.max_model_len
+        if wanted is not None and wanted > longest:
+            raise ConfigError(f"max_model_len={wanted} exceeds the model's {longest} positions")
+        return wanted or longest
+
+    def _speculation(self) -> Speculation | None:
+        config = self.config
+        if not config.next_n:
+            return None
+        drafter = "mtp" if config.drafter == "auto" else config.drafter
+        return Speculation(drafter, config.next_n, config.draft_window, config.simulated_acceptance)
+
+    @property
+    def mtp_layers(self) -> int:
+        """Prediction modules in use, on whatever rank."""
+        return self.model_config.num_mtp_layers if self.speculation and self.speculation.drafter == "mtp" else 0
+
+    def _graphs(self) -> bool:
+        mode = EXE_MODES[self.config.exe_mode]
+        if mode == "graph" and not self.platform.has_graphs:
+            raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager")
+        return mode != "eager" and self.platform.has_graphs and all(layer.exchange.capturable for layer in self.model.moe_layers())
+
+    # ---- the model
+
+    def _build(self, device: torch.device) -> Build:
+        gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
+        dtype = getattr(torch, self.dtype)
+        return Build(ops_for(self.platform.name), dtype, device, self.model_config.quant, gain, mesh=self.mesh)
+
+    def _make(self, device: torch.device) -> Transformer:
+        forms = (self.config.mla_prefill, self.config.mla_decode)
+        with_mtp = self.speculation is not None and self.speculation.drafter == "mtp"
+        return make_model(self.model_config, self._build(device), self.max_row_len, *forms, with_mtp)
+
+    def _load(self) -> Transformer:
+        self._check_memory()
+        model = self._make(self.platform.device)
+        if self.config.weights == "random":
+            random_weights(model, self.config.seed)
+        else:
+            load_weights(model, Path(self.config.model))
+        for layer in model.moe_layers():
+            layer.exchange.record_load = self.config.record_expert_load
+        return model
+
+    def _check_memory(self) -> None:
+        """Refuse before allocating: a model without memory is made first, to be measured as it will be once loaded."""
+        model = self._make(torch.device("meta"))
+        model.finalize()
+        need = weight_bytes(model)
+        free = self.platform.available_memory()
+        if need > free:
+            raise CapacityError(f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {self.platform.name}")
+
+    # ---- the cache
+
+    def _spec(self) -> KVSpec:
+        """Of this rank's heads and layers; prediction modules live on the last stage."""
+        dtype = self.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype
+        page = self.config.page_size or self.platform.default_page_size
+        whole = kv_spec(self.model_config, page, dtype, self.config.mla_decode, self.mtp_layers)
+        held = self.model.held
+        return whole.shard(self.mesh.sizes.tp, range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage))
+
+    def _num_pages(self) -> int:
+        """Pages for max_num_seqs requests of full length, or as many as the memory set aside holds; page 0 is extra."""
+        config, spec = self.config, self.spec
+        if config.num_pages:
+            return config.num_pages
+        most = config.max_num_seqs * -(-self.max_model_len // spec.page_size)
+        pages = min(most, self._cache_bytes() // spec.bytes_per_page)
+        if pages < 1:
+            raise CapacityError(f"no room for one cache page of {spec.bytes_per_page} bytes")
+        return pages + 1
+
+    def _cache_bytes(self) -> int:
+        if self.config.kv_cache_bytes:
+            return self.config.kv_cache_bytes
+        free = self.platform.available_memory()
+        if self.platform.name == "cpu":
+            return min(CPU_CACHE_BYTES, int(free * CPU_CACHE_SHARE))
+        total = self.platform.total_memory()
+        return int(free - (1 - self.config.memory_utilization) * total)
+
+    def _agree(self, pages: int) -> int:
+        """One block table serves all ranks, so the rank with the least room decides."""
+        if self.mesh.is_single:
+            return pages
+        least = torch.tensor(pages, device=self.platform.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of all parameters, merged ones counted once, and of what was derived from them."""
+    views = [target.view for target in model.targets() if not target.covers] + model.derived()
+    return sum(view.numel() * view.element_size() for view in views)
