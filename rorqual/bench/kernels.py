@@ -2,9 +2,9 @@
 
 usage: PYTHONPATH=. python3 -m rorqual.bench.kernels [--check] [--tune] [--only WORD,WORD] [--json FILE] [--limit SECONDS]
 
-How times, floors and errors are taken stands in kernels_attention.py and kernels_experts.py, which hold the cases. --only takes
-comma-separated parts of case names, in which $ stands for a name's end. --tune tries the configurations of the chosen cases and
-prints the best instead.
+How times, floors and errors are taken stands in kernels_attention.py, kernels_experts.py and kernels_sampling.py, which hold the
+cases. --only takes comma-separated parts of case names, in which $ stands for a name's end. --tune tries the configurations of the
+chosen cases and prints the best instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from rorqual.bench import kernels_attention as attention
 from rorqual.bench import kernels_experts as experts
+from rorqual.bench import kernels_sampling as sampling
 
 HEADER = f"{'kernel':42}{'us':>9}{'floor':>8}{'of it':>6}{'GB/s':>7}{'TFLOP':>7}{'peer':>8}{'x':>6}{'error':>9}  config"
 
@@ -48,7 +49,7 @@ def rows(device: torch.device, only: str, check: bool, tune: bool) -> Iterator[d
     if tune:
         experts.tune_all(device, only)
         return
-    chosen = experts.selected(only)
+    chosen = experts.selected(only, [*experts.cases(), *sampling.cases()])
     experts.precompile(chosen, device)
     for case in chosen:
         yield experts.row(case, device, check)

@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -628,9 +628,9 @@ def reason(failure: BaseException) -> str:
     return f"{type(failure).__name__} {str(failure)[-250:]} {place[0].name if place else ''}"
 
 
-def selected(only: str) -> list[Case]:
+def selected(only: str, among: Iterable[Case] | None = None) -> list[Case]:
     words = [word for word in only.split(",") if word]
-    return [case for case in cases() if not words or any(word in case.name + "$" for word in words)]
+    return [case for case in among or cases() if not words or any(word in case.name + "$" for word in words)]
 
 
 def tune_all(device: torch.device, only: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rorqual.engine.grammar import Grammars, Matcher
 from rorqual.engine.plan import NewRow, Plan
 from rorqual.errors import RequestError
+from rorqual.ops.table import Ops, ops_for
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 
@@ -22,11 +23,13 @@ class Rows:
     drafts and tokens with the same random numbers. Penalty counts [slots, vocabulary], draft probabilities [slots, most_drafts,
     vocabulary] and the token history [slots, tokens] are made on first use. One row more than `slots` stands in where a step is padded:
     its table is all null pages and its length stays 0. A table's unused end is null too: what is written past a request's pages goes there.
+    `ops` draws for these rows.
     """
 
-    def __init__(self, slots: int, max_pages: int, vocab: int, platform: Platform, most_drafts: int = 0):
+    def __init__(self, slots: int, max_pages: int, vocab: int, platform: Platform, most_drafts: int = 0, ops: Ops | None = None):
         device = platform.device
         self.platform, self.vocab, self.most_drafts = platform, vocab, most_drafts
+        self.ops = ops or ops_for(platform.name)
         self.padding = slots
         slots += 1
         self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rorqual.engine.plan import NewRow, TokenLogprobs
 from rorqual.engine.rows import Rows
-from rorqual.ops.counter import uniform
-from rorqual.request import GREEDY_TEMPERATURE, SamplingParams
+from rorqual.ops.reference import Distribution
+from rorqual.request import SamplingParams
 
 NEVER = float("-inf")
 # Streams of random numbers: the token itself, whether its draft is accepted, the draft, and simulated acceptance.
@@ -51,45 +51,17 @@ def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, r
     """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of the tokens to be drawn."""
     if variant is Variant.GREEDY:
         return logits.argmax(-1)
-    return draw(logits, distribution(logits, variant, slots, rows), slots, positions, rows)
+    return draw(distribution(logits, variant, slots, rows), slots, positions, rows)
 
 
-def distribution(logits: Tensor, variant: Variant, slots: Tensor, rows: Rows) -> Tensor:
-    """[M, vocabulary] fp64: probabilities after temperature and cuts."""
-    temperature, top_p, min_p, top_k = rows.settings.index_select(0, slots).unbind(1)
-    probs = (logits.double() / temperature.clamp(GREEDY_TEMPERATURE)[:, None]).softmax(-1)
-    if variant is Variant.FILTERED:
-        probs = cut(probs, top_k, top_p, min_p)
-        probs /= probs.sum(-1, keepdim=True)
-    return probs
+def distribution(logits: Tensor, variant: Variant, slots: Tensor, rows: Rows) -> Distribution:
+    """After temperature and cuts."""
+    return rows.ops.distribution(logits, rows.settings.index_select(0, slots), variant is Variant.FILTERED)
 
 
-def draw(logits: Tensor, probs: Tensor, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+def draw(given: Distribution, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
     """One token a row. Rows with temperature 0 take the best logit."""
-    drawn = invert(probs, uniform(rows.seed.index_select(0, slots), positions, TOKEN))
-    return torch.where(rows.settings[slots, 0] < GREEDY_TEMPERATURE, logits.argmax(-1), drawn)
-
-
-def invert(probs: Tensor, numbers: Tensor) -> Tensor:
-    """The token at which the cumulative sum of probs [M, vocabulary] passes numbers [M] of its total."""
-    cumulative = probs.cumsum(-1)
-    goal = numbers[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=probs.shape[1] - 1)
-
-
-def cut(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Zero what top-k, then top-p over what top-k left, then min-p exclude. probs [N, vocabulary]; the others [N]."""
-    ordered = probs.sort(-1, descending=True).values
-    last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).long() - 1
-    by_k = ordered.gather(1, last[:, None])
-    kept = ordered.masked_fill(ordered < by_k, 0)
-    before = kept.cumsum(-1) - kept
-    # The smallest set whose mass reaches top_p: a token stays while the mass before it is below the goal.
-    inside = (before < top_p[:, None] * kept.sum(-1, keepdim=True)) & (kept > 0)
-    by_p = ordered.masked_fill(~inside, float("inf")).amin(-1, keepdim=True)
-    by_p = torch.where(top_p[:, None] < 1, by_p, by_k)
-    threshold = torch.maximum(torch.maximum(by_k, by_p), min_p[:, None] * ordered[:, :1])
-    return probs.masked_fill(probs < threshold, 0)
+    return rows.ops.draw(given, rows.ops.uniform(rows.seed.index_select(0, slots), positions, TOKEN))
 
 
 # ---- what needs the host's word

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import ACCEPT, DRAFT, SIMULATE, TOKEN, Variant, distribution, draw, invert
+from rorqual.engine.sampler import ACCEPT, DRAFT, SIMULATE, TOKEN, Variant, choose, distribution, draw
 from rorqual.layers.step import Step
 from rorqual.models.transformer import Transformer
-from rorqual.ops.counter import uniform
+from rorqual.ops.reference import Distribution
 from rorqual.ops.table import Segment
 from rorqual.parallel.overlap import straight
-from rorqual.request import GREEDY_TEMPERATURE
 
 
 @dataclass
@@ -56,68 +55,63 @@ class Verifier:
     def verify(self, logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, next_n: int) -> Verdict:
         """logits [R * (next_n + 1), vocabulary], request after request; slots [R]; positions [R * (next_n + 1)] of the tokens to draw."""
         rows, width = self.rows, next_n + 1
+        if not next_n:
+            tokens = choose(logits, variant, slots, positions, rows)
+            return Verdict(tokens[:, None], torch.ones_like(slots), torch.zeros_like(slots))
         drafts = rows.drafts.index_select(0, slots)[:, :next_n]
         drafted = rows.num_drafts.index_select(0, slots).clamp(max=next_n)
         if variant is Variant.GREEDY:
-            probs, tokens = None, logits.argmax(-1).view(-1, width)
+            given, tokens = None, logits.argmax(-1).view(-1, width)
             accepted = tokens[:, :next_n] == drafts
         else:
             each = slots.repeat_interleave(width)
-            probs = distribution(logits, variant, each, rows)
-            tokens = draw(logits, probs, each, positions, rows).view(-1, width)
-            accepted = self._accepted(probs, tokens, drafts, slots, positions)
+            given = distribution(logits, variant, each, rows)
+            tokens = draw(given, each, positions, rows).view(-1, width)
+            accepted = self._accepted(given, tokens, drafts, slots, positions)
         if self.rates is not None:
             accepted = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
         accepted = accepted & (self.places[:next_n] < drafted[:, None])
         right = accepted.long().cumprod(1).sum(1)
         if self.rates is not None:
             tokens = self._forced(tokens, drafts, right)
-        elif probs is not None:
-            tokens = self._replaced(probs, tokens, drafts, slots, positions, right, drafted)
+        elif given is not None:
+            tokens = self._replaced(given, tokens, drafts, slots, positions, right, drafted)
         tokens = torch.where(self.places[:width] <= right[:, None], tokens, -1)
         return Verdict(tokens, right + 1, drafted)
 
-    def _accepted(self, probs: Tensor, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def _accepted(self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """[R, next_n]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
         rows, (count, n) = self.rows, drafts.shape
-        p = probs.view(count, n + 1, -1)[:, :n].gather(2, drafts[..., None]).squeeze(2)
-        q = self._draft_probs(slots, n)
-        q = p.new_ones(()) if q is None else q.gather(2, drafts[..., None]).squeeze(2)
-        seeds = rows.seed.index_select(0, slots)[:, None]
-        lot = uniform(seeds, positions.view(count, n + 1)[:, :n], ACCEPT) * q < p
+        p, kept = given.probability(drafts), rows.draft_probs
+        q = p.new_ones(()) if kept is None else kept[slots[:, None], self.places[:n], drafts]
+        lot = self._numbers(slots, positions.view(count, n + 1)[:, :n], ACCEPT) * q < p
         return torch.where(rows.coupled.index_select(0, slots)[:, None], tokens[:, :n] == drafts, lot)
 
-    def _draft_probs(self, slots: Tensor, n: int) -> Tensor | None:
-        """[R, next_n, vocabulary] fp64, or None where drafts are certain (a look-up proposes with probability 1)."""
-        kept = self.rows.draft_probs
-        return None if kept is None else kept.index_select(0, slots)[:, :n].double()
+    def _numbers(self, slots: Tensor, positions: Tensor, stream: int) -> Tensor:
+        """[R, ...] for positions [R, ...]."""
+        seeds = self.rows.seed.index_select(0, slots)
+        return self.rows.ops.uniform(seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions), positions, stream)
 
     def _replaced(
-        self, probs: Tensor, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor, right: Tensor, drafted: Tensor
+        self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor, right: Tensor, drafted: Tensor
     ) -> Tensor:
         """Accepted drafts stand; the token after them is drawn from what the refused draft's own distribution left over."""
-        rows, (count, n) = self.rows, drafts.shape
-        p = probs.view(count, n + 1, -1).gather(1, right[:, None, None].expand(-1, 1, probs.shape[1])).squeeze(1)
-        at = right.clamp(max=n - 1)[:, None]
-        kept = self._draft_probs(slots, n)
-        if kept is None:
-            q = torch.zeros_like(p).scatter_(1, drafts.gather(1, at), 1.0)
-        else:
-            q = kept.gather(1, at[..., None].expand(-1, 1, p.shape[1])).squeeze(1)
-        rest = (p - q).clamp_(min=0)
-        # Nothing is left over where p and q are equal but for rounding: then a refusal cannot have happened by more than that.
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-        where = positions.view(count, n + 1).gather(1, right[:, None]).squeeze(1)
-        other = invert(rest, uniform(rows.seed.index_select(0, slots), where, TOKEN))
-        coupled = rows.coupled.index_select(0, slots)
-        own = coupled | (right >= drafted)  # nothing was refused: the model's own draw stands
+        rows, n = self.rows, drafts.shape[1]
+        place = right.clamp(max=n - 1)
+        refused = drafts.gather(1, place[:, None]).squeeze(1)
+        after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + right  # the row behind the accepted drafts
+        numbers = self._numbers(slots, positions.index_select(0, after), TOKEN)
+        q = None if rows.draft_probs is None else rows.draft_probs.flatten(0, 1)
+        other = rows.ops.draw_rest(given, after, numbers, refused, q, slots * rows.most_drafts + place)
+        # The model's own draw stands where nothing was refused. So it does where nothing is left over, p and q being equal but for
+        # rounding: then a refusal cannot have happened by more than that.
+        own = rows.coupled.index_select(0, slots) | (right >= drafted) | (other < 0)
         last = torch.where(own, tokens.gather(1, right[:, None]).squeeze(1), other)
         return torch.cat((drafts, last[:, None]), 1).scatter(1, right[:, None], last[:, None])
 
     def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:
         assert self.rates is not None
-        seeds = self.rows.seed.index_select(0, slots)[:, None]
-        return uniform(seeds, positions, SIMULATE) < self.rates[: positions.shape[1]]
+        return self._numbers(slots, positions, SIMULATE) < self.rates[: positions.shape[1]]
 
     def _forced(self, tokens: Tensor, drafts: Tensor, right: Tensor) -> Tensor:
         taken = self.places[: drafts.shape[1]] < right[:, None]
@@ -208,15 +202,15 @@ class MTPDrafter:
 
     def _propose(self, logits: Tensor, place: int, variant: Variant, slots: Tensor, positions: Tensor) -> Tensor:
         """Draft number `place` of each request, [N], for the token at `positions`."""
-        rows = self.rows
-        tokens = logits.argmax(-1)
-        if variant is not Variant.GREEDY:
-            probs = distribution(logits, variant, slots, rows).float()
-            rows.keep_probs()[slots, place] = probs
+        rows, ops = self.rows, self.rows.ops
+        if variant is Variant.GREEDY:
+            tokens = logits.argmax(-1)
+        else:
+            given = distribution(logits, variant, slots, rows)
+            ops.write_probs(given, rows.keep_probs().flatten(0, 1), slots * rows.most_drafts + place)
             coupled, seeds = rows.coupled.index_select(0, slots), rows.seed.index_select(0, slots)
-            numbers = torch.where(coupled, uniform(seeds, positions, TOKEN), uniform(seeds, positions, DRAFT))
-            drawn = invert(probs.double(), numbers)
-            tokens = torch.where(rows.settings[slots, 0] < GREEDY_TEMPERATURE, tokens, drawn)
+            numbers = torch.where(coupled, ops.uniform(seeds, positions, TOKEN), ops.uniform(seeds, positions, DRAFT))
+            tokens = ops.draw(given, numbers)
         rows.drafts[slots, place] = tokens
         return tokens
 

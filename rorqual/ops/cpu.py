@@ -10,7 +10,7 @@ from torch import Tensor
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.native import STORAGE, Native, library
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is cheaper.
@@ -185,6 +185,36 @@ class CpuOps(Ops):
         if picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
             return _gathered_experts(x, ids, weights, gate_up.data, down.data)
         return _looped_experts(x, ids, weights, gate_up.data, down.data)
+
+    # ---- sampling
+
+    def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+        native = self.native if seeds.is_contiguous() and positions.is_contiguous() else None
+        return native.uniform(seeds, positions, stream) if native else super().uniform(seeds, positions, stream)
+
+    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+        fits = logits.dtype == torch.float32 and logits.stride(1) == 1 and settings.is_contiguous()
+        native = self.native if fits else None
+        return native.distribution(logits, settings, cuts) if native else super().distribution(logits, settings, cuts)
+
+    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+        native = self.native if given.scratch is not None and numbers.is_contiguous() else None
+        return native.draw(given, numbers) if native else super().draw(given, numbers)
+
+    def draw_rest(
+        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+    ) -> Tensor:
+        native = self.native if given.scratch is not None and (q is None or q.is_contiguous()) else None
+        if native is None:
+            return super().draw_rest(given, rows, numbers, refused, q, q_rows)
+        return native.draw_rest(given, rows, numbers, refused, q, q_rows)
+
+    def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
+        native = self.native if given.scratch is not None and plane.dtype == torch.float32 and plane.is_contiguous() else None
+        if native is None:
+            super().write_probs(given, plane, rows)
+        else:
+            native.write_probs(given, plane, rows)
 
 
 def _one_query_each(segment: Segment) -> Segment:

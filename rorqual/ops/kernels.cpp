@@ -8,7 +8,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #ifdef _OPENMP
@@ -573,6 +575,8 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     }
 }
 
+#include "sampling.h"
+
 }  // namespace
 
 // `wide` picks the storage type: 1 for fp32, 0 for bf16.
@@ -642,5 +646,43 @@ void rq_experts(int wide, const void *x, const int64_t *ids, const float *weight
                 int64_t top_k, int64_t slots, int64_t hidden, int64_t size) {
     PICK(experts(F(x), ids, weights, F(gate_up), F(down), FW(y), n, top_k, slots, hidden, size),
          experts(B(x), ids, weights, B(gate_up), B(down), BW(y), n, top_k, slots, hidden, size))
+}
+
+// Sampling: m rows of v logits, `stride` apart.
+
+constexpr int64_t TOKEN_WORK = 16;  // multiply-adds that a token of the vocabulary counts as
+
+void rq_uniform(const int64_t *seeds, const int64_t *positions, int64_t stream, double *out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = uniform(uint64_t(seeds[i]), uint64_t(positions[i]), uint64_t(stream));
+}
+
+void rq_distribution(const float *logits, int64_t stride, int64_t m, int64_t v, const double *settings, int cuts, double *summary, double *parts,
+                     int64_t *best) {
+    split(m, 1, m * v * TOKEN_WORK, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+            best[i] = distribute(logits + i * stride, v, settings + 4 * i, cuts, summary + 4 * i, parts + i * blocks_of(v));
+    });
+}
+
+void rq_draw(const float *logits, int64_t stride, int64_t m, int64_t v, const double *summary, const double *parts, const int64_t *best,
+             const double *numbers, int64_t *out) {
+    for (int64_t i = 0; i < m; i++) out[i] = draw_row(row_of(logits, stride, summary, i), v, parts + i * blocks_of(v), numbers[i], best[i]);
+}
+
+// Token `out[i]` from row rows[i]; q may be null, else its row q_rows[i] is meant.
+void rq_draw_rest(const float *logits, int64_t stride, int64_t v, const double *summary, const double *parts, const int64_t *rows,
+                  const double *numbers, const int64_t *refused, const float *q, const int64_t *q_rows, int64_t *out, int64_t n) {
+    split(n, 1, n * v * TOKEN_WORK, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+            out[i] = rest_row(row_of(logits, stride, summary, rows[i]), v, parts + rows[i] * blocks_of(v), numbers[i], refused[i],
+                              q ? q + q_rows[i] * v : nullptr);
+    });
+}
+
+void rq_write_probs(const float *logits, int64_t stride, int64_t m, int64_t v, const double *summary, const double *parts, float *plane,
+                    const int64_t *rows) {
+    split(m, 1, m * v * TOKEN_WORK, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) probs_row(row_of(logits, stride, summary, i), v, parts + i * blocks_of(v), plane + rows[i] * v);
+    });
 }
 }

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rorqual.config import MoEConfig, cache_folder, compiler
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.table import MLAWeights
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE, PARTS = Path(__file__).with_name("kernels.cpp"), (Path(__file__).with_name("sampling.h"),)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi")
 COMPILE_SECONDS = 120
 STORAGE = (torch.float32, torch.bfloat16)
@@ -49,6 +49,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_gqa_decode": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N, _N, _N, _N),
     "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
     "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+    "rq_uniform": (_P, _P, _N, _P, _N),
+    "rq_distribution": (_P, _N, _N, _N, _P, _I, _P, _P, _P),
+    "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
+    "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
+    "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
 }
 
 
@@ -75,7 +80,8 @@ def _build(command: str) -> Path:
     """Compile into the cache folder, under a name that covers source, flags, compiler and processor."""
     version = subprocess.run([command, "-march=native", "-Q", "--help=target"], capture_output=True, timeout=COMPILE_SECONDS).stdout
     name = subprocess.run([command, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + version + name).hexdigest()[:16]
+    source = b"".join(path.read_bytes() for path in (SOURCE, *PARTS))
+    key = hashlib.sha256(source + " ".join(FLAGS).encode() + version + name).hexdigest()[:16]
     target = cache_folder() / f"kernels-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +93,7 @@ def _build(command: str) -> Path:
 
 
 LANES = 16  # as in kernels.cpp
+BLOCK = 128  # tokens of a part of a distribution, as in sampling.h
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -216,3 +223,38 @@ class Native:
         packed = (self.weight(gate_up.data), self.weight(down.data))
         self.lib.rq_experts(_wide(x), *_pointers(x, ids, weights), *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
         return y
+
+    # ---- sampling. Logits are fp32, each row dense; a distribution's scratch holds the masses of blocks of BLOCK tokens.
+
+    def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+        out = torch.empty(positions.shape, dtype=torch.float64)
+        self.lib.rq_uniform(*_pointers(seeds, positions), stream, out.data_ptr(), out.numel())
+        return out
+
+    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+        m, v = logits.shape
+        summary, best = torch.empty(m, 4, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
+        parts = torch.empty(m, -(-v // BLOCK), dtype=torch.float64)
+        out = _pointers(summary, parts, best)
+        self.lib.rq_distribution(logits.data_ptr(), logits.stride(0), m, v, _pointer(settings), int(cuts), *out)
+        return Distribution(logits, summary, best, parts)
+
+    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+        out = torch.empty_like(given.best)
+        self.lib.rq_draw(*self._rows(given), *_pointers(given.summary, given.scratch, given.best, numbers, out))
+        return out
+
+    def draw_rest(
+        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None, q_rows: Tensor | None
+    ) -> Tensor:
+        out, (logits, stride, _, v) = torch.empty_like(rows), self._rows(given)
+        pointers = _pointers(given.summary, given.scratch, rows, numbers, refused)
+        self.lib.rq_draw_rest(logits, stride, v, *pointers, _pointer(q), _pointer(q_rows), out.data_ptr(), rows.shape[0])
+        return out
+
+    def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
+        self.lib.rq_write_probs(*self._rows(given), *_pointers(given.summary, given.scratch, plane, rows))
+
+    def _rows(self, given: Distribution) -> tuple[int, int, int, int]:
+        m, v = given.logits.shape
+        return given.logits.data_ptr(), given.logits.stride(0), m, v

@@ -1,18 +1,21 @@
 """What each op means, in plain torch: the definition every faster version is tested against. Written to be read.
 
-Shapes: T tokens packed over requests, R requests, H query heads, G key/value heads, E experts, K picks a token.
+Shapes: T tokens packed over requests, R requests, H query heads, G key/value heads, E experts, K picks a token,
+V tokens in the vocabulary, M rows of logits.
 Softmax, norms, router scores and weights are computed in fp32 whatever the activations' dtype.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rorqual.config import MoEConfig
+from rorqual.request import GREEDY_TEMPERATURE
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -163,3 +166,101 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
             y = mlp(x[token], gate_up[slot], down[slot])
             total.index_add_(0, token, y.float() * weights[token, pick, None])
     return total.to(x.dtype)
+
+
+# ---- sampling
+
+
+@dataclass
+class Distribution:
+    """What each of M tokens is drawn from: token t of row m has probability exp((logits[m, t] - peak) / temperature) / mass if its
+    logit is at least floor, else zero.
+
+    logits [M, V]; summary [M, 4] fp64: temperature, peak (the best logit), floor (logits below it are left out), mass (the sum
+    over what is kept); best [M] int64: the first token with the best logit, which rows of temperature below GREEDY_TEMPERATURE take.
+    """
+
+    logits: Tensor
+    summary: Tensor
+    best: Tensor
+    scratch: Any = None  # whatever a backend derives
+
+    def probs(self, rows: Tensor | None = None) -> Tensor:
+        """[M, V] fp64, or those of some rows."""
+        logits, summary = (self.logits, self.summary) if rows is None else (self.logits[rows], self.summary[rows])
+        temperature, peak, floor, mass = summary[:, :, None].unbind(1)
+        weights = tempered(logits.double(), temperature, peak) / mass
+        return weights.masked_fill(logits < floor, 0)
+
+    def probability(self, tokens: Tensor) -> Tensor:
+        """Of tokens [R, n], in the first n of every M / R rows: [R, n] fp64."""
+        count, n = tokens.shape
+        logits = self.logits.view(count, -1, self.logits.shape[1])[:, :n].gather(2, tokens[..., None]).squeeze(2).double()
+        temperature, peak, floor, mass = self.summary.view(count, -1, 4)[:, :n].unbind(2)
+        return (tempered(logits, temperature, peak) / mass).masked_fill(logits < floor, 0)
+
+
+def tempered(logits: Tensor, temperature: Tensor, peak: Tensor) -> Tensor:
+    """Probabilities but for a factor; 1 where the logit is `peak`."""
+    return ((logits - peak) / temperature.clamp(GREEDY_TEMPERATURE)).exp()
+
+
+def distribution(logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+    """logits [M, V] fp32, settings [M, 4] fp64: temperature, top_p, min_p, top_k (0: off). Without `cuts` only the temperature counts.
+
+    Computed in fp64 here. A faster version may move a boundary between two tokens by 1e-6 of the whole mass; and where top-p or min-p
+    lies within 1e-6 of a token's limit (of the mass before it; of its share of the best one), the token may be on the other side.
+    """
+    temperature, top_p, min_p, top_k = settings.unbind(1)
+    wide = logits.double()
+    peak = wide.amax(-1)
+    weights = tempered(wide, temperature[:, None], peak[:, None])
+    floor = torch.full_like(peak, float("-inf"))
+    if cuts:
+        weights = cut(weights, top_k, top_p, min_p)
+        floor = wide.masked_fill(weights == 0, float("inf")).amin(-1)
+    return Distribution(logits, torch.stack((temperature, peak, floor, weights.sum(-1)), 1), logits.argmax(-1))
+
+
+def cut(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Zero what top-k, then top-p over what top-k left, then min-p exclude. Tokens tied with the last one kept are kept.
+    weights [M, V], probabilities but for a factor; the others [M]."""
+    ordered = weights.sort(-1, descending=True).values
+    last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).long() - 1
+    by_k = ordered.gather(1, last[:, None])
+    kept = ordered.masked_fill(ordered < by_k, 0)
+    before = kept.cumsum(-1) - kept
+    # The smallest set whose mass reaches top_p: a token stays while the mass before it is below the goal.
+    inside = (before < top_p[:, None] * kept.sum(-1, keepdim=True)) & (kept > 0)
+    by_p = ordered.masked_fill(~inside, float("inf")).amin(-1, keepdim=True)
+    by_p = torch.where(top_p[:, None] < 1, by_p, by_k)
+    threshold = torch.maximum(torch.maximum(by_k, by_p), min_p[:, None] * ordered[:, :1])
+    return weights.masked_fill(weights < threshold, 0)
+
+
+def invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """The token at which the cumulative sum of weights [M, V] passes numbers [M] of its total."""
+    cumulative = weights.cumsum(-1)
+    goal = numbers[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+
+
+def draw(given: Distribution, numbers: Tensor) -> Tensor:
+    """One token a row, [M] int64: the inverse of the cumulative distribution, in vocabulary order, at numbers [M] in [0, 1) fp64."""
+    greedy = given.summary[:, 0] < GREEDY_TEMPERATURE
+    return torch.where(greedy, given.best, invert(given.probs(), numbers))
+
+
+def draw_rest(
+    given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+) -> Tensor:
+    """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the distribution and q the rows q_rows [R] of
+    q [N, V] fp32, which the drafts were drawn from. Without q the drafts, refused [R], were certain. -1 where nothing is left over."""
+    p = given.probs(rows)
+    rest = p.scatter(1, refused[:, None], 0) if q is None or q_rows is None else (p - q[q_rows]).clamp_(min=0)
+    return torch.where(rest.sum(-1) > 0, invert(rest, numbers), -1)
+
+
+def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:
+    """Probabilities to the rows [M] of plane [N, V] fp32."""
+    plane.index_copy_(0, rows, given.probs().to(plane.dtype))

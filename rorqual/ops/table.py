@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rorqual.config import MLAConfig, MoEConfig
-from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops import counter, reference
+from rorqual.ops.reference import Distribution, Weight
 
 
 class Segment:
@@ -221,6 +221,26 @@ class Ops:
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         return reference.experts(x, ids, weights, gate_up, down)
+
+    # ---- sampling
+
+    def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+        """Random numbers in [0, 1) that depend on (seed, position, stream) alone: int64 of one shape to fp64 of that shape. Exact."""
+        return counter.uniform(seeds, positions, stream)
+
+    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+        return reference.distribution(logits, settings, cuts)
+
+    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+        return reference.draw(given, numbers)
+
+    def draw_rest(
+        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+    ) -> Tensor:
+        return reference.draw_rest(given, rows, numbers, refused, q, q_rows)
+
+    def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
+        reference.write_probs(given, plane, rows)
 
 
 def ops_for(platform: str) -> Ops:

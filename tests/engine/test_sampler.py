@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rorqual.engine import sampler
 from rorqual.engine.plan import NewRow, Plan
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import Logprobs, Place, Variant, choose, cut, drawing_of, edit, forbid, variant_of
+from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
 from rorqual.ops.counter import uniform
+from rorqual.ops.reference import cut
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import SamplingParams, StructuredOutput
 
@@ -124,10 +124,11 @@ def test_a_set_that_reaches_top_p_exactly_is_enough() -> None:
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_no_random_number_draws_a_token_that_is_cut(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
     """Neither the least nor the largest one, with tokens of probability zero at both ends of the vocabulary."""
-    monkeypatch.setattr(sampler, "uniform", lambda seed, position, stream: torch.full(seed.shape, number, dtype=torch.float64))
+    rows = rows_of(SamplingParams(top_k=20))
+    monkeypatch.setattr(rows.ops, "uniform", lambda seed, position, stream: torch.full(seed.shape, number, dtype=torch.float64))
     logits = noise(300, seed=5)
     logits[:, :10] = logits[:, -10:] = -50.0
-    found = ids(draw(logits, rows_of(SamplingParams(top_k=20)), [0] * 300, [0] * 300))
+    found = ids(draw(logits, rows, [0] * 300, [0] * 300))
     best = logits.topk(20).indices.tolist()
     wanted = [min(tokens) if number == 0 else max(tokens) for tokens in best]
     assert found == wanted

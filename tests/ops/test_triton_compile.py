@@ -26,7 +26,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config import MoEConfig
     from rorqual.ops.reference import FP8, Weight
-    from rorqual.ops.triton import experts, linear_fp8, linear_small, norm, rope_cache, route
+    from rorqual.ops.triton import experts, linear_fp8, linear_small, norm, rope_cache, route, sampling
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -67,6 +67,15 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     angle = x(4, 64, dtype=wide)
     yield "heads", lambda: rope_cache.heads_epilogue(
         x(4, 40 * 128), x(128), x(128), angle, angle, slots, x(9, 64, 4, 128), x(9, 64, 4, 128), 1e-6)  # fmt: skip
+    exact, index = x(4, dtype=torch.float64), x(4, dtype=torch.int64)
+    for vocab in (4096, 151936):
+        logits = x(4, vocab, dtype=wide)
+        yield f"distribution {vocab}", lambda t=logits: sampling.distribution(t, x(4, 4, dtype=torch.float64), True)
+    given = sampling.Distribution(logits, x(4, 4, dtype=torch.float64), index, x(4, 38, dtype=torch.float64))
+    yield "draw", lambda: sampling.draw(given, exact)
+    yield "draw rest", lambda: sampling.draw_rest(given, index, exact, index, x(9, 151936, dtype=wide), index)
+    yield "write probs", lambda: sampling.write_probs(given, x(9, 151936, dtype=wide), index)
+    yield "uniform", lambda: sampling.uniform(index, index, 1)
 
 
 def compile_all(capability: int) -> list[dict[str, Any]]:

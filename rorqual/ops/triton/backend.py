@@ -23,11 +23,11 @@ from torch import Tensor
 
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
 from rorqual.ops.triton import experts as experts_kernels
 from rorqual.ops.triton import gqa_decode as gqa
-from rorqual.ops.triton import linear_fp8, linear_small, prefill, rope_cache
+from rorqual.ops.triton import linear_fp8, linear_small, prefill, rope_cache, sampling
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import norm as norm_kernels
 from rorqual.ops.triton import route as routing
@@ -184,6 +184,25 @@ class TritonOps(Ops):
         if not fits:
             return super().experts(x, ids, weights, gate_up, down)
         return experts_kernels.experts(x, ids, weights, gate_up, down)
+
+    # ---- sampling
+
+    def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+        return sampling.uniform(seeds, positions, stream)
+
+    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+        return sampling.distribution(logits, settings, cuts)
+
+    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+        return sampling.draw(given, numbers)
+
+    def draw_rest(
+        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+    ) -> Tensor:
+        return sampling.draw_rest(given, rows, numbers, refused, q, q_rows)
+
+    def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
+        sampling.write_probs(given, plane, rows)
 
 
 def _power(size: int) -> bool:
