@@ -102,11 +102,10 @@ class Verifier:
         after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + right  # the row behind the accepted drafts
         numbers = self._numbers(slots, positions.index_select(0, after), TOKEN)
         q = None if rows.draft_probs is None else rows.draft_probs.flatten(0, 1)
-        other = rows.ops.draw_rest(given, after, numbers, refused, q, slots * rows.most_drafts + place)
-        # The model's own draw stands where nothing was refused. So it does where nothing is left over, p and q being equal but for
-        # rounding: then a refusal cannot have happened by more than that.
-        own = rows.coupled.index_select(0, slots) | (right >= drafted) | (other < 0)
-        last = torch.where(own, tokens.gather(1, right[:, None]).squeeze(1), other)
+        own = rows.coupled.index_select(0, slots) | (right >= drafted)  # nothing was refused: the model's own draw stands
+        other = rows.ops.draw_rest(given, torch.where(own, -1, after), numbers, refused, q, slots * rows.most_drafts + place)
+        # So it does where nothing is left over, p and q being equal but for rounding: a refusal cannot have happened by more than that.
+        last = torch.where(other < 0, tokens.gather(1, right[:, None]).squeeze(1), other)
         return torch.cat((drafts, last[:, None]), 1).scatter(1, right[:, None], last[:, None])
 
     def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:

@@ -669,13 +669,16 @@ void rq_draw(const float *logits, int64_t stride, int64_t m, int64_t v, const do
     for (int64_t i = 0; i < m; i++) out[i] = draw_row(row_of(logits, stride, summary, i), v, parts + i * blocks_of(v), numbers[i], best[i]);
 }
 
-// Token `out[i]` from row rows[i]; q may be null, else its row q_rows[i] is meant.
+// Token `out[i]` from row rows[i], -1 where that is -1; q may be null, else its row q_rows[i] is meant.
 void rq_draw_rest(const float *logits, int64_t stride, int64_t v, const double *summary, const double *parts, const int64_t *rows,
                   const double *numbers, const int64_t *refused, const float *q, const int64_t *q_rows, int64_t *out, int64_t n) {
     split(n, 1, n * v * TOKEN_WORK, [=](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++)
-            out[i] = rest_row(row_of(logits, stride, summary, rows[i]), v, parts + rows[i] * blocks_of(v), numbers[i], refused[i],
-                              q ? q + q_rows[i] * v : nullptr);
+        for (int64_t i = begin; i < end; i++) {
+            out[i] = -1;
+            if (rows[i] < 0) continue;
+            const double *masses = parts + rows[i] * blocks_of(v);
+            out[i] = rest_row(row_of(logits, stride, summary, rows[i]), v, masses, numbers[i], refused[i], q ? q + q_rows[i] * v : nullptr);
+        }
     });
 }
 

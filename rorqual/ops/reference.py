@@ -254,11 +254,12 @@ def draw(given: Distribution, numbers: Tensor) -> Tensor:
 def draw_rest(
     given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
 ) -> Tensor:
-    """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the distribution and q the rows q_rows [R] of
-    q [N, V] fp32, which the drafts were drawn from. Without q the drafts, refused [R], were certain. -1 where nothing is left over."""
-    p = given.probs(rows)
+    """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the distribution (-1: nothing is wanted) and q
+    the rows q_rows [R] of q [N, V] fp32, which the drafts were drawn from. Without q the drafts, refused [R], were certain. -1 where
+    nothing is left over or wanted."""
+    p = given.probs(rows.clamp(min=0))
     rest = p.scatter(1, refused[:, None], 0) if q is None or q_rows is None else (p - q[q_rows]).clamp_(min=0)
-    return torch.where(rest.sum(-1) > 0, invert(rest, numbers), -1)
+    return torch.where((rest.sum(-1) > 0) & (rows >= 0), invert(rest, numbers), -1)
 
 
 def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:

@@ -269,17 +269,17 @@ int64_t draw_row(const Row &r, int64_t v, const double *parts, double number, in
     return b * BLOCK + token_at(weights, n, goal);
 }
 
-// max(p - q, 0) of one block, or p without the refused token; returns the sum.
+// max(p - q, 0) of one block, or weights without the refused token's; returns the sum.
 double rest_of_block(const Row &r, int64_t v, int64_t b, int64_t refused, const float *q, double *rest) {
     int64_t first = b * BLOCK, n = std::min(BLOCK, v - first);
     weigh(r.x + first, n, r.peak, tempered(r.temperature), float(r.floor), rest);
-    double sum = 0;
-    for (int64_t i = 0; i < n; i++) {
-        double p = rest[i] / r.mass;
-        rest[i] = q ? std::max(p - q[first + i], 0.0) : first + i == refused ? 0.0 : p;
-        sum += rest[i];
-    }
-    return sum;
+    double share = 1 / r.mass, sums[WIDE] = {};
+    if (q)
+        for (int64_t i = 0; i < n; i++) rest[i] = std::max(rest[i] * share - q[first + i], 0.0);
+    else if (first <= refused && refused < first + n)
+        rest[refused - first] = 0;
+    for (int64_t i = 0; i < n; i++) sums[i % WIDE] += rest[i];
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
 }
 
 int64_t rest_row(const Row &r, int64_t v, const double *parts, double number, int64_t refused, const float *q) {

@@ -266,11 +266,12 @@ def _rest_kernel(logits, summary, rows, refused, q, q_rows, parts, row_stride, v
     """Program (draw, chunk): the mass that is left in the chunk."""
     wait_for_inputs(DEPENDENT)
     at, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + at)
-    token, weights, mass = _chunk_probs(logits, summary, row, chunk, row_stride, vocab, CHUNK)
-    q_row = 0 if CERTAIN else tl.load(q_rows + at)
-    rest = _rest(token, weights, mass, tl.load(refused + at), q, q_row, vocab, CERTAIN)
-    tl.store(parts + at * chunks + chunk, tl.sum(rest, 0))
+    row, left = tl.load(rows + at), tl.full((), 0.0, tl.float64)
+    if row >= 0:
+        token, weights, mass = _chunk_probs(logits, summary, row, chunk, row_stride, vocab, CHUNK)
+        q_row = 0 if CERTAIN else tl.load(q_rows + at)
+        left = tl.sum(_rest(token, weights, mass, tl.load(refused + at), q, q_row, vocab, CERTAIN), 0)
+    tl.store(parts + at * chunks + chunk, left)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -279,7 +280,7 @@ def _draw_kernel(logits, summary, parts, best, numbers, rows, refused, q, q_rows
     """One draw: the chunk in which the number falls, then the token. REST: from what refused drafts leave, else from the row."""
     wait_for_inputs(DEPENDENT)
     at, index = tl.program_id(0), tl.arange(0, CHUNKS)
-    row = tl.load(rows + at) if REST else at.to(tl.int64)
+    row = tl.maximum(tl.load(rows + at), 0) if REST else at.to(tl.int64)  # one of which nothing is wanted has no mass left
     masses = tl.load(parts + at * chunks + index, mask=index < chunks, other=0.0)
     passed = tl.cumsum(masses, 0)
     total = tl.sum(masses, 0)
