@@ -28,10 +28,16 @@ from rorqual.commands.options import (
     load,
     sampling,
 )
+from rorqual.commands.plan import plan
+from rorqual.commands.serve import serve
+from rorqual.commands.simulate import simulate
 from rorqual.errors import RorqualError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(bench.app, name="bench")
+app.command()(serve)
+app.command()(plan)
+app.command()(simulate)
 
 DEMO_PROMPT = "My dear Elizabeth,"
 
@@ -115,6 +121,8 @@ def _print_stream(deltas: Any) -> tuple[int, float]:
 @app.command()
 def chat(
     model: Model = None,
+    url: Annotated[str | None, typer.Option(help="Talk with a server of the OpenAI API instead of loading a model.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="RORQUAL_API_KEY", help="The server's key.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 512,
     temperature: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option()] = None,
@@ -123,6 +131,9 @@ def chat(
     max_model_len: Length = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the conversation as plain text."""
+    if url is not None:
+        _chat_with_server(url, api_key, {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        return
     llm = load(model, dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=8)
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
     base = llm.get_tokenizer().template is None
@@ -135,6 +146,19 @@ def chat(
         answer = "".join(_echo(delta.text) for delta in llm.stream(prompt, params))
         print()
         messages.append({"role": "assistant", "content": answer})
+
+
+def _chat_with_server(url: str, key: str | None, settings: dict[str, Any]) -> None:
+    from rorqual.commands.remote import answer, served_model
+
+    settings = {name: value for name, value in settings.items() if value is not None}
+    settings.setdefault("model", served_model(url, key))
+    messages: list[dict[str, str]] = []
+    while line := _read_line():
+        messages.append({"role": "user", "content": line})
+        text = "".join(_echo(piece) for piece in answer(url, {**settings, "messages": messages}, key))
+        print()
+        messages.append({"role": "assistant", "content": text})
 
 
 def _read_line() -> str:

@@ -38,13 +38,13 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar")
+STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
     """What the text must look like. `value`: nothing for json_object, the schema as JSON text, the regular expression, the choices
-    as a JSON list of strings, or a grammar in EBNF."""
+    as a JSON list of strings, a grammar in EBNF, or an xgrammar structural tag as JSON text."""
 
     kind: str
     value: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rorqual.engine.plan import TokenLogprobs
-from rorqual.engine.scheduler import Sequence, TokenOut
+from rorqual.engine.scheduler import TokenOut
 from rorqual.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from rorqual.serve.stop import StopStrings
 from rorqual.serve.tokenizer import TextStream, Tokenizer
@@ -36,31 +36,36 @@ class Completion:
         self.stops = StopStrings(params.stop, params.include_stop_str_in_output)
 
     def push(self, token: TokenOut) -> tuple[Delta, bool]:
-        self.out.token_ids.append(token.token)
-        if token.logprobs is not None:
-            self._add_logprobs(token.token, token.logprobs)
-        text = self._text(token)
+        return self.take(token.token, token.logprobs, token.finish, token.sequence.stop_token)
+
+    def take(
+        self, token: int, logprobs: TokenLogprobs | None = None, finish: FinishReason | None = None, stop_token: int | None = None
+    ) -> tuple[Delta, bool]:
+        """`push` for a token whose sequence lives in another process."""
+        self.out.token_ids.append(token)
+        if logprobs is not None:
+            self._add_logprobs(token, logprobs)
+        text = self._text(token, finish)
         stopped = self.stops.found is not None
-        reason = FinishReason.STOP if stopped else token.finish
-        self.out.stop_reason = self.stops.found if stopped else self._stop_token(token.sequence)
+        reason = FinishReason.STOP if stopped else finish
+        self.out.stop_reason = self.stops.found if stopped else self._stop_token(stop_token)
         self.out.finish_reason = reason.value if reason else None
         self.out.text += text
-        return Delta(self.index, self.out.index, text, (token.token,), self.out.finish_reason), stopped
+        return Delta(self.index, self.out.index, text, (token,), self.out.finish_reason), stopped
 
-    def _text(self, token: TokenOut) -> str:
+    def _text(self, token: int, finish: FinishReason | None) -> str:
         if self.stream is None:
             return ""
         # The token that stopped the request is not shown, as in vLLM.
-        hidden = token.finish is FinishReason.STOP and not self.params.include_stop_str_in_output
-        piece = "" if hidden else self.stream.push(token.token)
-        if token.finish is not None:
+        hidden = finish is FinishReason.STOP and not self.params.include_stop_str_in_output
+        piece = "" if hidden else self.stream.push(token)
+        if finish is not None:
             piece += self.stream.flush()
         early = len(self.out.token_ids) < self.params.min_tokens
         text = piece if early else self.stops.push(piece)
-        return text + self.stops.flush() if token.finish is not None and self.stops.found is None else text
+        return text + self.stops.flush() if finish is not None and self.stops.found is None else text
 
-    def _stop_token(self, sequence: Sequence) -> int | None:
-        token = sequence.stop_token
+    def _stop_token(self, token: int | None) -> int | None:
         return token if token is not None and token in self.params.stop_token_ids else None
 
     def _add_logprobs(self, token: int, found: TokenLogprobs) -> None:

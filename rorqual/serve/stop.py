@@ -29,7 +29,7 @@ class StopStrings:
             shown = self.tail[: start + (len(self.found) if self.include else 0)]
             self.tail = ""
             return shown
-        keep = max(_overlap(self.tail, stop) for stop in self.stops)
+        keep = max(overlap(self.tail, stop) for stop in self.stops)
         shown, self.tail = self.tail[: len(self.tail) - keep], self.tail[len(self.tail) - keep :]
         return shown
 
@@ -46,7 +46,7 @@ class StopStrings:
         return end - len(stop), stop
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest tail of text that begins stop, short of all of it."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

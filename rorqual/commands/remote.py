@@ -1,0 +1,61 @@
+"""A conversation with a server that speaks the OpenAI API, over the standard library alone."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from rorqual.errors import TargetError
+
+TIMEOUT = 600.0
+
+
+def answer(url: str, body: dict[str, Any], key: str | None = None) -> Iterator[str]:
+    """The pieces of a chat answer as they come. `url` is the server's, with or without /v1. Raises TargetError."""
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise TargetError(f"url={url!r} is no address of a server; accepted: http://... or https://...")
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(f"{base}/v1/chat/completions", json.dumps({**body, "stream": True}).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as stream:
+            yield from _pieces(stream)
+    except urllib.error.HTTPError as error:
+        raise TargetError(f"{base} answers {error.code}: {_message(error.read())}") from None
+    except (urllib.error.URLError, OSError) as error:
+        raise TargetError(f"{base} cannot be reached: {getattr(error, 'reason', error)}") from None
+
+
+def _pieces(lines: Iterator[bytes] | Any) -> Iterator[str]:
+    for line in lines:
+        data = line.strip().removeprefix(b"data:").strip()
+        if not line.startswith(b"data:") or data == b"[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise TargetError(f"the answer broke off: {event['error'].get('message')}")
+        for choice in event["choices"]:
+            yield choice["delta"].get("reasoning_content") or choice["delta"].get("content") or ""
+
+
+def _message(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace")[:200]
+
+
+def served_model(url: str, key: str | None = None) -> str:
+    """The first model a server names. Raises TargetError."""
+    base = url.rstrip("/").removesuffix("/v1")
+    request = urllib.request.Request(f"{base}/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as found:
+            return str(json.load(found)["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        raise TargetError(f"{base} answers {error.code}: {_message(error.read())}") from None
+    except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
+        raise TargetError(f"{base} is no server of the OpenAI API: {getattr(error, 'reason', error)}") from None

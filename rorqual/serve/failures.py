@@ -1,0 +1,61 @@
+"""Errors in the shape OpenAI's clients know: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """An answer that is not a success. `param` names the field at fault; retry_after is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code, self.retry_after = status, message, kind, param, code, retry_after
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+class Disconnected(Exception):
+    """The client has gone; nobody reads an answer."""
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)
+
+
+def engine_died() -> ApiError:
+    return ApiError(500, "the engine process ended while it worked on this request", "server_error", code="engine_dead")
+
+
+def not_ready(state: str) -> ApiError:
+    return ApiError(503, f"the server cannot take requests: {state}", "server_error", code="not_ready", retry_after=5)
+
+
+def queue_full(waiting: int, seconds: int) -> ApiError:
+    message = f"{waiting} sequences wait, which is as many as this server queues; try again later"
+    return ApiError(429, message, "rate_limit_error", code="queue_full", retry_after=seconds)
+
+
+def timed_out(seconds: float) -> ApiError:
+    return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error", code="request_timeout")
+
+
+def too_slow(tokens: int) -> ApiError:
+    return ApiError(400, f"the reader fell {tokens} tokens behind", code="slow_reader")
+
+
+def drained() -> ApiError:
+    return ApiError(503, "the server is shutting down", "server_error", code="shutting_down", retry_after=5)

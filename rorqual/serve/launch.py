@@ -1,0 +1,233 @@
+"""The process tree of `rorqual serve`: this process speaks HTTP, each of its children is an engine.
+
+Exit status: 0 after SIGTERM or SIGINT, 1 when an engine is lost for good, 2 for a mistake in how the server was started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from rorqual.config import ModelConfig
+from rorqual.errors import ConfigError
+from rorqual.models.hub import BUNDLED, model_folder
+from rorqual.serve.api import Api, create_app
+from rorqual.serve.build import Served
+from rorqual.serve.connection import limited
+from rorqual.serve.failures import drained
+from rorqual.serve.fleet import EngineFailure, Fleet
+from rorqual.serve.generation import read_generation
+from rorqual.serve.limits import Limits
+from rorqual.serve.template import ChatTemplate
+from rorqual.serve.tokenizer import Tokenizer
+from rorqual.serve.tools import FORMATS, detect
+
+log = logging.getLogger("rorqual.serve")
+
+SAMPLE_SECONDS = 0.5
+SEND_BUFFER = 128 << 10  # bytes the kernel is asked to keep for a slow reader; connections inherit it
+RED_SECONDS = 2.0  # how long a server that lost its engine still answers, so that callers and probes learn of it
+REASONING = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """engine: fields of EngineConfig but the model. port 0 takes a free one. tool_format and reasoning: `auto` looks at the model."""
+
+    model: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    names: tuple[str, ...] = ()
+    restart: bool = False
+    replicas: int = 1
+    stall: float = 300.0
+    tool_format: str = "auto"
+    reasoning: str = "auto"
+    structured: bool = True
+    engine: dict[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
+        if self.tool_format not in ("auto", *FORMATS):
+            raise ConfigError(f"tool_format={self.tool_format!r} is not supported; accepted: auto, {', '.join(FORMATS)}")
+        if self.reasoning not in REASONING:
+            raise ConfigError(f"reasoning={self.reasoning!r} is not supported; accepted: {', '.join(REASONING)}")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
+
+
+class HttpServer(uvicorn.Server):
+    """Signals are handled by `serve` below."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(config: ServeConfig, version: str) -> int:
+    """Serve until told to stop; returns the exit status."""
+    folder = model_folder(config.model)
+    served = read_served(config, folder)
+    sock = _bind(config)
+    try:
+        import uvloop
+
+        factory: Any = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(serve(config, folder, served, sock, version))
+
+
+def read_served(config: ServeConfig, folder: Path) -> Served:
+    model = ModelConfig.from_file(folder, tuple(config.engine.get("ignore_config_fields", ())))
+    tokenizer = Tokenizer(folder)
+    template = ChatTemplate(tokenizer)
+    if template.builtin:
+        log.warning("this is a base model without a chat template: /v1/chat/completions writes its turns as lines `role: content`")
+    vocabulary = tokenizer.raw.get_vocab(with_added_tokens=True)
+    reasoning = "<think>" in vocabulary if config.reasoning == "auto" else config.reasoning == "on"
+    tools = detect(vocabulary, tokenizer.template) if config.tool_format == "auto" else config.tool_format
+    names = config.names or _names(config, folder)
+    defaults = read_generation(folder, model)
+    fingerprint = f"rorqual-{secrets.token_hex(4)}"
+    return Served(names, tokenizer, template, defaults, model.vocab_size, reasoning, tools, fingerprint)
+
+
+def _names(config: ServeConfig, folder: Path) -> tuple[str, ...]:
+    if folder == Path(BUNDLED):
+        return ("rorqual-bundled",)
+    return (config.model or folder.name,)
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    """Before anything is loaded: a port in use is said at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+    sock.set_inheritable(False)
+    return sock
+
+
+def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
+    """One set a replica; on cards each replica has its own."""
+    base = {**config.engine, "model": str(folder)}
+    several = config.replicas > 1 and str(base.get("device", "auto")) == "cuda"
+    return [{**base, "device": f"cuda:{i}"} if several else base for i in range(config.replicas)]
+
+
+async def serve(config: ServeConfig, folder: Path, served: Served, sock: socket.socket, version: str) -> int:
+    limits = config.limits
+    fleet = Fleet(engine_options(config, folder), limits, config.restart, config.stall, config.structured)
+    api = Api(served, fleet, limits, version, _shown(config, folder))
+    server = HttpServer(_uvicorn(create_app(api, config.api_key), limits))
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    http = asyncio.create_task(server.serve([sock]))
+    engines = asyncio.create_task(fleet.run())
+    others = [asyncio.create_task(_sample(api)), asyncio.create_task(_announce(api, sock))]
+    stop = asyncio.create_task(told.wait())
+    try:
+        await asyncio.wait({engines, http, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return await _end(api, engines, told)
+    finally:
+        for task in others:
+            task.cancel()
+        await fleet.stop()
+        engines.cancel()
+        stop.cancel()
+        server.should_exit = True
+        await asyncio.gather(http, engines, *others, return_exceptions=True)
+
+
+async def _end(api: Api, engines: asyncio.Task[None], told: asyncio.Event) -> int:
+    """Told to stop: let open requests finish. An engine lost: stay red for a moment, then fail."""
+    if told.is_set():
+        await _drain(api, told)
+        return 0
+    api.draining = True
+    error = engines.exception() if engines.done() else RuntimeError("the HTTP server ended by itself")
+    for failure in getattr(error, "exceptions", [error]):
+        log.error("%s", failure if isinstance(failure, EngineFailure) else repr(failure))
+    mistake = any(client.dying is not None and client.dying.user for client in _last_clients(api))
+    if not mistake:
+        await asyncio.sleep(RED_SECONDS)
+    return 2 if mistake else 1
+
+
+def _last_clients(api: Api) -> list[Any]:
+    return [engine.client for engine in api.fleet.engines if engine.client is not None]
+
+
+async def _drain(api: Api, told: asyncio.Event) -> None:
+    """New requests are turned away; open ones have `drain` seconds, or until a second signal."""
+    api.draining = True
+    told.clear()
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + api.limits.drain
+    if api.running:
+        log.warning("shutting down: %d requests have up to %g s", len(api.running), api.limits.drain)
+    while api.running and loop.time() < deadline and not told.is_set():
+        await asyncio.sleep(0.05)
+    for job in list(api.running):
+        job.fail(drained())
+    await asyncio.sleep(0.05 if api.running else 0)
+
+
+async def _sample(api: Api) -> None:
+    while True:
+        api.rates.sample()
+        api.history.sample()
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def _announce(api: Api, sock: socket.socket) -> None:
+    while not api.fleet.healthy:
+        await asyncio.sleep(0.05)
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.warning("serving %s on http://%s:%d (docs at /docs)", ", ".join(api.served.names), shown, port)
+
+
+def _uvicorn(app: Any, limits: Limits) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=limited(limits),
+        ws="none",
+        loop="none",
+        lifespan="off",
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=65,
+        timeout_graceful_shutdown=2,
+        backlog=2048,
+    )
+
+
+def _shown(config: ServeConfig, folder: Path) -> dict[str, Any]:
+    """What /server_info tells; never the key."""
+    return {"model": str(folder), "pid": os.getpid(), "replicas": config.replicas, "restart": config.restart, "engine": config.engine}

@@ -1,0 +1,179 @@
+"""The requests of the OpenAI API, with vLLM's extensions: what is accepted, and nothing else.
+
+Any other field is refused by name. Answers are not modelled here: they are written by hand in `chunks`, where every microsecond counts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rorqual.request import MAX_N, MAX_STOP
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Model):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(default=None, description="Without effect: nothing is padded.")
+
+
+class StructuredOutputs(Model):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Sampling(Model):
+    """What both kinds of completion share."""
+
+    model: str | None = Field(default=None, description="The served name; the only model if left out.")
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(default=None, description="Token id to bias.")
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    guided_grammar: str | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(default=None, description="Requests share prefixes within a salt.")
+    user: str | None = Field(default=None, description="Without effect.")
+    metadata: dict[str, Any] | None = Field(default=None, description="Without effect.")
+    store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
+    service_tier: str | None = Field(default=None, description="Without effect.")
+    safety_identifier: str | None = Field(default=None, description="Without effect.")
+    prompt_cache_key: str | None = Field(default=None, description="Without effect: prefixes are found by content.")
+    prompt_cache_retention: str | None = Field(default=None, description="Without effect.")
+    spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
+
+
+class TextPart(Model):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Model):
+    name: str
+    arguments: str
+
+
+class ToolCall(Model):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+class Message(Model):
+    """One turn. The fields an answer of this server carries may be sent back as they came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Model):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Model):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Model):
+    name: str
+
+
+class NamedTool(Model):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Model):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class TemplateArguments(Model):
+    """The switches that published chat templates know; others could make a template run for ever."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    include_reasoning: bool | None = Field(default=None, description="False leaves reasoning_content out of the answer.")
+    chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: str | None = Field(default=None, description="Without effect.")
+    verbosity: str | None = Field(default=None, description="Without effect.")
+    modalities: list[Literal["text"]] | None = Field(default=None, description="Without effect: answers are text.")
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Accepted where it equals n.")
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+    suffix: None = Field(default=None, description="Refused: these models do not fill in.")

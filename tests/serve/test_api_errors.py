@@ -1,0 +1,197 @@
+"""Whatever is wrong with a request is the caller's to know: a 4xx in OpenAI's shape that names the field, never a 5xx."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tests.serve.running import Running
+
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+TURN = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def check_shape(body: Any) -> dict[str, Any]:
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (COMPLETE, {"surprise": 1}, "surprise", "not known"),
+        (COMPLETE, {"n": 0}, "n", "greater than or equal to 1"),
+        (COMPLETE, {"n": 9}, "n", "1 to 8"),
+        (COMPLETE, {"n": "2"}, "n", "integer"),
+        (COMPLETE, {"prompt": ["a"] * 100, "n": 3}, "n", "at most 256"),
+        (COMPLETE, {"prompt": []}, "prompt", ""),
+        (COMPLETE, {"prompt": [4096]}, "prompt", "0 to 4095"),
+        (COMPLETE, {"prompt": [[1], []]}, "prompt", ""),
+        (COMPLETE, {"prompt": [-1]}, "prompt", ""),
+        (COMPLETE, {"prompt": "word " * 1000}, None, "max_model_len=512"),
+        (COMPLETE, {"prompt": None}, "prompt", ""),
+        (COMPLETE, {"suffix": "end"}, "suffix", "not supported"),
+        (COMPLETE, {"echo": True, "logprobs": 1}, "echo", "not supported"),
+        (COMPLETE, {"best_of": 2}, "best_of", "the value of n"),
+        (COMPLETE, {"max_tokens": 0}, "max_tokens", ""),
+        (COMPLETE, {"min_tokens": 20}, "min_tokens", "max_tokens=16"),
+        (COMPLETE, {"temperature": -1}, "temperature", ""),
+        (COMPLETE, {"temperature": 1e400}, "temperature", ""),
+        (COMPLETE, {"top_p": 0}, "top_p", ""),
+        (COMPLETE, {"top_k": -2}, "top_k", ""),
+        (COMPLETE, {"presence_penalty": 3}, "presence_penalty", ""),
+        (COMPLETE, {"seed": 2**63}, "seed", ""),
+        (COMPLETE, {"logprobs": 21}, "top_logprobs", "at most 20"),
+        (COMPLETE, {"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        (COMPLETE, {"logit_bias": {"5": 101}}, "logit_bias.5", ""),
+        (COMPLETE, {"logit_bias": {"4096": 1}}, None, "0 to 4095"),
+        (COMPLETE, {"stop": ["x"] * 65}, "stop", ""),
+        (COMPLETE, {"stop": ""}, "stop", ""),
+        (COMPLETE, {"stop_token_ids": [4096]}, None, "0 to 4095"),
+        (COMPLETE, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (COMPLETE, {"model": "other"}, "model", "available"),
+        (COMPLETE, {"cache_salt": "x" * 1025}, "cache_salt", ""),
+        (COMPLETE, {"prompt": "\ud800"}, None, "cannot be encoded"),
+        (COMPLETE, {"guided_regex": "[a"}, None, "regex cannot be compiled"),
+        (COMPLETE, {"guided_regex": "a" * 513}, None, "at most 512"),
+        (COMPLETE, {"guided_json": "no json"}, None, "json_schema cannot be compiled"),
+        (COMPLETE, {"guided_json": {"$ref": "#"}}, None, "no text"),
+        (COMPLETE, {"guided_json": {"type": "nonsense"}}, None, "json_schema cannot be compiled"),
+        (COMPLETE, {"guided_json": "x" * 70000}, None, "at most 65536"),
+        (COMPLETE, {"guided_grammar": "root ::= ("}, None, "grammar cannot be compiled"),
+        (COMPLETE, {"guided_choice": []}, "guided_choice", ""),
+        (COMPLETE, {"guided_choice": [""]}, "guided_choice", "empty"),
+        (COMPLETE, {"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "only one structure"),
+        (COMPLETE, {"guided_choice": ["a"], "ignore_eos": True}, "min_tokens", "ends by itself"),
+        (COMPLETE, {"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "not known"),
+        (CHAT, {"messages": []}, "messages", ""),
+        (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role", ""),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None, ""),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood", "not known"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        (CHAT, {"tools": [TOOL] * 129}, "tools", "at most 128"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, ""),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "guided_choice": ["a"]}, "tool_choice", "exclude"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "not known"),
+        (CHAT, {"chat_template_kwargs": {"loops": 10**9}}, "chat_template_kwargs.loops", "not known"),
+        (CHAT, {"prompt": "a"}, "prompt", "not known"),
+    ],
+)
+def test_a_bad_field_is_named(server: Running, path: str, fields: dict[str, Any], param: str | None, words: str):
+    base = {"prompt": "Hello"} if path == COMPLETE else {"messages": TURN}
+    status, body = server.request("POST", path, {**base, **fields})
+    error = check_shape(body)
+    assert status == (404 if param == "model" else 400), body
+    assert words in error["message"]
+    if param is not None:
+        assert (error["param"] or "").startswith(param), error
+    if "stream_options" not in fields:
+        streamed, again = server.request("POST", path, {**base, "stream": True, **fields})
+        assert streamed == status, "also where the answer would have been a stream"
+        check_shape(again)
+
+
+@pytest.mark.parametrize("schema", [{"a": 1} | {"b": 2}, {}, {"type": "string", "pattern": "(a{1,1000}){1,1000}"}])
+def test_odd_schemas_are_answered(server: Running, schema: dict[str, Any]):
+    status, body = server.request("POST", COMPLETE, {"prompt": "Hello", "guided_json": schema, "max_tokens": 4})
+    assert status in (200, 400), body
+
+
+def test_deep_schema(server: Running):
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(200):
+        schema = {"type": "array", "items": schema}
+    status, body = server.request("POST", COMPLETE, {"prompt": "Hello", "guided_json": schema})
+    assert status == 400
+    assert "deep" in check_shape(body)["message"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"[" * 50_000,
+        b'{"prompt": "\xff"}',
+        b'{"prompt": NaN}',
+        b'{"prompt":' + b"9" * 5000 + b"}",
+        b"\x00" * 100,
+    ],
+    ids=["nothing", "open", "list", "null", "deep", "bytes", "nan", "digits", "zeros"],
+)
+def test_malformed_bodies(server: Running, data: bytes):
+    for path in (COMPLETE, CHAT):
+        status, body = server.request("POST", path, data)
+        assert status == 400
+        check_shape(body)
+
+
+def test_other_content_types(server: Running):
+    status, body = server.request("POST", COMPLETE, b'{"prompt": "a"}', **{"content-type": "text/plain"})
+    assert status == 400
+    check_shape(body)
+
+
+def test_unknown_routes_and_methods(server: Running):
+    for method, path, expected in (
+        ("GET", "/nowhere", 404),
+        ("GET", COMPLETE, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/models/", 405),
+    ):
+        status, body = server.request(method, path)
+        assert status == expected, path
+        check_shape(body)
+
+
+def test_large_bodies_are_refused_before_they_are_read(server: Running):
+    status, body = server.request("POST", COMPLETE, json.dumps({"prompt": "x" * 300_000}).encode())
+    assert status == 413
+    assert "200000 bytes" in check_shape(body)["message"]
+
+
+def raw(server: Running, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(data)
+        received = b""
+        while part := sock.recv(65536):
+            received += part
+        return received
+
+
+def test_a_chunked_body_is_counted_too(server: Running):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head += b"transfer-encoding: chunked\r\n\r\n"
+    answer = raw(server, head + b"".join(b"%x\r\n%s\r\n" % (50_000, b"x" * 50_000) for _ in range(5)) + b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
+def test_large_headers_are_refused(server: Running):
+    answer = raw(server, b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(100)) + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 431")
+
+
+def test_no_http_at_all(server: Running):
+    assert raw(server, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_the_document_names_every_field(server: Running):
+    document = server.get("/openapi.json")
+    fields = document["components"]["schemas"]["ChatRequest"]
+    assert fields["additionalProperties"] is False
+    assert {"messages", "tools", "guided_regex", "cache_salt", "top_k"} <= set(fields["properties"])
+    assert set(document["paths"]) >= {COMPLETE, CHAT, "/v1/models", "/health", "/metrics", "/stats"}
