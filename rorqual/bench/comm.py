@@ -2,7 +2,7 @@
 
 Starts its ranks as processes of this host, joined over loopback, or takes part in a group that torchrun has started (RANK is set). Experts
 cost nothing here: each exchange returns what it was sent, so its time is that of the network and of sorting tokens. On cards calls that
-can be captured are timed inside a CUDA graph of CALLS calls.
+can be captured are timed inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
-from rorqual.parallel.collectives import Axis, GroupAxis
+from rorqual.parallel.collectives import Axis
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
+from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.mesh import Groups, Mesh
 from rorqual.parallel_config import ParallelConfig
-
-CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Setup:
     top_k: int = 8
     repeats: int = 10
     dtype: str = "bfloat16"
+    calls: int = 20  # in one timing
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _timed(setup: Setup, name: str, axis: Axis, call: Call, rows: int, capture: 
     axis.traffic.reset()
     call()
     sent = axis.traffic.total
-    seconds = _captured(call, setup.repeats) if capture else _called(call, setup)
+    seconds = _captured(call, setup) if capture else _called(call, setup)
     slowest = torch.tensor([seconds], dtype=torch.float64, device="cuda" if setup.device == "cuda" else "cpu")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return Row(name, axis.size, rows, slowest.item() * 1e6, sent, capture)
@@ -193,31 +193,31 @@ def _called(call: Call, setup: Setup) -> float:
     for _ in range(setup.repeats):
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(setup.calls):
             call()
         if setup.device == "cuda":
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / CALLS)
+        times.append((time.perf_counter() - start) / setup.calls)
     return statistics.median(times)
 
 
-def _captured(call: Call, repeats: int) -> float:
+def _captured(call: Call, setup: Setup) -> float:
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         call()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+        for _ in range(setup.calls):
             call()
     times = []
-    for _ in range(repeats):
+    for _ in range(setup.repeats):
         dist.barrier()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         stop.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / CALLS / 1e3)
+        times.append(start.elapsed_time(stop) / setup.calls / 1e3)
     return statistics.median(times)
 
 

@@ -29,7 +29,7 @@ class DenseMLP:
         self.down = Linear(build, [Part(f"{prefix}.down_proj", hidden)], intermediate, gain=build.residual_gain, cut=cut)
 
     def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
-        return layout.from_dense(self.ops.mlp(layout.to_dense(x), self.gate_up.weight, self.down.weight))
+        return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         return self.forward(x, layout)

@@ -1,7 +1,7 @@
 """Collectives over one named axis of the mesh.
 
-`Alone` is an axis of one rank: every call is the identity, so layers need no branches. `GroupAxis` runs over torch.distributed, gloo and
-NCCL alike. Rows are the first dimension. `counts` gives each rank's rows, the same tuple on all ranks; None means equally many. All ranks
+`Alone` is an axis of one rank: every call is the identity, so layers need no branches; group_axis.py holds the axis of several. Rows are
+the first dimension. `counts` gives each rank's rows, the same tuple on all ranks; None means equally many. All ranks
 of an axis make the same calls in the same order.
 """
 
@@ -11,15 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rorqual.parallel.cut import Cut
 from rorqual.parallel.traffic import Traffic
-
-# torch 2.13 renames these two and warns at the old names.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 AddNormFn = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 
@@ -36,17 +31,6 @@ class Ready:
 
     def wait(self) -> Tensor:
         return self.tensor
-
-
-class Started:
-    """`finish` puts the result into shape once the transfer is done. On a card, waiting orders streams and never blocks the host."""
-
-    def __init__(self, work: dist.Work, finish: Callable[[], Tensor]):
-        self.work, self.finish = work, finish
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.finish()
 
 
 class FusedAddNorm(Protocol):
@@ -167,152 +151,3 @@ class Alone:
         raise AssertionError(f"axis {self.name} has one rank: nobody to receive from")
 
     def flush(self) -> None: ...
-
-
-class GroupAxis:
-    """An axis over a process group; `ranks` are its global ranks in order."""
-
-    def __init__(self, name: str, group: dist.ProcessGroup, ranks: Sequence[int]):
-        self.name, self.group, self.ranks = name, group, tuple(ranks)
-        self.size, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
-        self.cut = Cut(self.rank, self.size)
-        self.traffic = Traffic()
-        self.fused: FusedAddNorm | None = None
-        self.sent: list[tuple[dist.Work, Tensor]] = []
-
-    def _count(self, call: str, message: int) -> None:
-        self.traffic.count(call, message, self.size)
-
-    # ---- sums
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if x.numel():
-            self._count("all_reduce", x.nbytes)
-            x = x.contiguous()
-            dist.all_reduce(x, group=self.group)
-        return x
-
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn) -> tuple[Tensor, Tensor]:
-        if self.fused is not None and self.fused.takes(x, residual):
-            self._count("all_reduce", x.nbytes)
-            return self.fused.add_norm(x, residual, weight, eps)
-        return plain(self.all_reduce(x), residual, weight, eps)
-
-    def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        return self.start_reduce_scatter(x, counts).wait()
-
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
-        most, even = self._longest(counts, x.shape[0] // self.size)
-        assert counts is None or sum(counts) == x.shape[0], (counts, x.shape)
-        if most == 0:
-            return Ready(x)
-        own = most if counts is None else counts[self.rank]
-        padded = x.contiguous() if even or counts is None else _padded(x, counts, most)
-        self._count("reduce_scatter", padded.nbytes)
-        out = x.new_empty(most, *x.shape[1:])
-        work = _scatter(out, padded, group=self.group, async_op=True)
-        return Started(work, lambda: out if own == most else out[:own])
-
-    def _longest(self, counts: Sequence[int] | None, each: int) -> tuple[int, bool]:
-        """(rows of the longest rank, whether all are as long); `each` where no counts are given."""
-        return (each, True) if counts is None else (max(counts), min(counts) == max(counts))
-
-    # ---- copies
-
-    def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        return self.start_all_gather(x, counts).wait()
-
-    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
-        most, even = self._longest(counts, x.shape[0])
-        assert counts is None or counts[self.rank] == x.shape[0], (counts, self.rank, x.shape)
-        if most == 0:
-            return Ready(x)
-        out = x.new_empty(self.size * most, *x.shape[1:])
-        self._count("all_gather", out.nbytes)
-        own = _longer(x, most).contiguous()
-        work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
-        return Started(work, lambda: out if even or counts is None else _trimmed(out, counts, most))
-
-    def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        columns = _longer(x.transpose(0, 1), max(widths))
-        rows = self.all_gather(columns.contiguous())
-        even = min(widths) == max(widths)
-        return (rows if even else _trimmed(rows, widths, max(widths))).transpose(0, 1).contiguous()
-
-    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        return self.start_all_to_all(x, send, receive).wait()
-
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
-        assert sum(send) == x.shape[0], (tuple(send), x.shape)
-        row = x[:1].nbytes if x.shape[0] else 0
-        self._count("all_to_all", (x.shape[0] - send[self.rank]) * row)
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        bits = _bits(x.contiguous())
-        work = dist.all_to_all_single(_bits(out), bits, list(receive), list(send), group=self.group, async_op=True)
-        return Started(work, lambda: out)
-
-    def all_to_all_fixed(self, x: Tensor) -> Tensor:
-        return self.start_all_to_all_fixed(x).wait()
-
-    def start_all_to_all_fixed(self, x: Tensor) -> Pending:
-        assert x.shape[0] == self.size, x.shape
-        if x.numel() == 0:
-            return Ready(x)
-        self._count("all_to_all", x.nbytes * (self.size - 1) // self.size)
-        out = torch.empty_like(x)
-        work = dist.all_to_all_single(_bits(out), _bits(x.contiguous()), group=self.group, async_op=True)
-        return Started(work, lambda: out)
-
-    def broadcast(self, x: Tensor, root: int) -> Tensor:
-        self._count("broadcast", x.nbytes)
-        dist.broadcast(_bits(x), self.ranks[root], group=self.group)
-        return x
-
-    # ---- neighbours
-
-    def send(self, x: Tensor, to: int) -> None:
-        if not x.numel():
-            return
-        self._count("send", x.nbytes)
-        x = x.contiguous()
-        self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
-        work = dist.isend(x, self.ranks[to], group=self.group)
-        assert work is not None, "this rank is part of the group"
-        self.sent.append((work, x))  # the tensor must live until it is gone
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
-        out = torch.empty(*shape, dtype=dtype, device=device)
-        if not out.numel():
-            return Ready(out)
-        work = dist.irecv(out, self.ranks[source], group=self.group)
-        assert work is not None, "this rank is part of the group"
-        return Started(work, lambda: out)
-
-    def flush(self) -> None:
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
-
-
-def _bits(x: Tensor) -> Tensor:
-    """What a backend without fp8 can carry."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-def _longer(x: Tensor, rows: int) -> Tensor:
-    """x with zero rows behind it, `rows` in all."""
-    if x.shape[0] == rows:
-        return x
-    out = x.new_zeros(rows, *x.shape[1:])
-    out[: x.shape[0]] = x
-    return out
-
-
-def _padded(x: Tensor, counts: Sequence[int], most: int) -> Tensor:
-    """Every rank's rows made `most` long."""
-    return torch.cat([_longer(part, most) for part in x.split(list(counts))])
-
-
-def _trimmed(x: Tensor, counts: Sequence[int], most: int) -> Tensor:
-    """The inverse of `_padded`."""
-    return torch.cat([part[:count] for part, count in zip(x.split(most), counts, strict=True)])

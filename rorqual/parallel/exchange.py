@@ -102,6 +102,7 @@ class ExpertStore:
         self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
         self.load = torch.zeros(slots.num_experts, dtype=torch.int64, device=device)
         self.record_load = False
+        self.plain = self.table is None and cut.count == 1  # logical ids are places
 
     def slots(self, ids: Tensor) -> Tensor:
         """Logical ids [T, K] to physical slots; counts them."""
@@ -116,8 +117,6 @@ class ExpertStore:
 
     def places(self, ids: Tensor) -> Tensor:
         """Logical ids [T, K] to places in gate_up and down, -1 where another rank holds the expert."""
-        if self.table is None and self.cut.count == 1 and not self.record_load:
-            return ids
         return self.here(self.slots(ids))
 
     def remap(self, slots: SlotMap) -> None:
@@ -183,7 +182,8 @@ class LocalExchange(StoreExchange):
     """Every rank has every token: nothing travels, and each computes with what experts, or columns of experts, it holds."""
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
-        return Ticket(x, self.store.places(ids), weights)
+        store = self.store
+        return Ticket(x, ids if store.plain and not store.record_load else store.places(ids), weights)
 
     def run_experts(self, ticket: Ticket) -> None:
         ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights)

@@ -8,23 +8,27 @@ are two ways, and the way back is always part of the next norm:
 - `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter, before the attention an all-gather.
   Feed-forward layers then start from tokens that no other rank has, and return complete sums.
 
-A feed-forward layer whose weights are spread over more ranks gathers rows (`to_dense`) and scatters their sums (`from_dense`).
+A feed-forward layer whose weights are spread over more ranks gathers rows and scatters their sums (`dense`).
 `Layout` itself is the one device on which nothing moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.cut import Cut
 
 if TYPE_CHECKING:
     from rorqual.parallel.mesh import Mesh
+
+
+MLP = Callable[[Tensor, Weight, Weight], Tensor]
 
 
 class AddNorm(Protocol):
@@ -63,13 +67,9 @@ class Layout:
         """(norm(x + residual) for the feed-forward, the residual stream). x as attention returns it."""
         return norm.add(x, residual)
 
-    def to_dense(self, x: Tensor) -> Tensor:
-        """A feed-forward input to the rows that this rank's dense group works on."""
-        return x
-
-    def from_dense(self, y: Tensor) -> Tensor:
-        """Partial sums over the dense group to what a feed-forward layer returns."""
-        return y
+    def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        """A feed-forward layer whose columns are split over the dense group: gather its rows, compute, scatter the partial sums."""
+        return mlp(x, gate_up, down)
 
     def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
         """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on every rank of tp."""
@@ -79,7 +79,10 @@ class Layout:
 
 
 class Spread(Layout):
-    """Several ranks: `tokens` of each data-parallel rank."""
+    """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of `dense_axis`."""
+
+    dense_axis: Axis
+    dense_counts: Sequence[int]
 
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh)
@@ -90,6 +93,10 @@ class Spread(Layout):
         """Rows of the residual stream on this rank."""
         return self.tokens[self.mesh.dp_rank]
 
+    def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        axis, counts = self.dense_axis, self.dense_counts
+        return axis.reduce_scatter(mlp(axis.all_gather(x, counts), gate_up, down), counts)
+
     def embed_counts(self) -> list[int]:
         return [self.tokens[rank] for rank in self.mesh.dp_ranks("embed")]
 
@@ -97,7 +104,7 @@ class Spread(Layout):
 class Replicated(Spread):
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
-        self.dense = mesh.axes["dense_dp"]
+        self.dense_axis = mesh.axes["dense_dp"]
         self.dense_counts = [tokens[rank] for rank in mesh.dp_ranks("dense")]
 
     @property
@@ -109,12 +116,6 @@ class Replicated(Spread):
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, self.mesh.tp)
-
-    def to_dense(self, x: Tensor) -> Tensor:
-        return self.dense.all_gather(x, self.dense_counts)
-
-    def from_dense(self, y: Tensor) -> Tensor:
-        return self.dense.reduce_scatter(y, self.dense_counts)
 
     def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
         if rows is not None:
@@ -132,7 +133,7 @@ class Sharded(Spread):
         start = mesh.dp_rank * size
         self.counts = self.shards[start : start + size]
         first = mesh.stage_rank - dense.rank
-        self.dense, self.dense_counts = dense, self.shards[first : first + dense.size]
+        self.dense_axis, self.dense_counts = dense, self.shards[first : first + dense.size]
 
     @property
     def rows(self) -> int:
@@ -156,12 +157,6 @@ class Sharded(Spread):
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(self.mesh.tp.reduce_scatter(x, self.counts), residual)
-
-    def to_dense(self, x: Tensor) -> Tensor:
-        return self.dense.all_gather(x, self.dense_counts)
-
-    def from_dense(self, y: Tensor) -> Tensor:
-        return self.dense.reduce_scatter(y, self.dense_counts)
 
     def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
         h = self.mesh.tp.all_gather(norm.add(x, residual)[0], self.counts)

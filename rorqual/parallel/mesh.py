@@ -23,7 +23,8 @@ import torch.distributed as dist
 from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.parallel.choice import chosen_exchange, shards_tokens
-from rorqual.parallel.collectives import Alone, Axis, GroupAxis
+from rorqual.parallel.collectives import Alone, Axis
+from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.symmetric import SymmetricAddNorm
 from rorqual.parallel_config import ParallelConfig

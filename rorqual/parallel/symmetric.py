@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.parallel.collectives import GroupAxis
+from rorqual.parallel.group_axis import GroupAxis
 
 ONE_SHOT_BYTES = 256 * 1024
 

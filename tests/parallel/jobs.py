@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rorqual.bench import comm
 from rorqual.config import ModelConfig, MoEConfig
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
@@ -232,8 +233,5 @@ def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[
     return worst, digest.hexdigest()
 
 
-def comm_rows(world: int, sizes: dict[str, Any]) -> list[dict[str, Any]]:
-    from rorqual.bench import comm
-    from tests.parallel.test_bench_comm import SETUP
-
-    return [asdict(row) for row in comm.measure(SETUP)]
+def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in comm.measure(comm.Setup(**setup))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -10,11 +11,11 @@ from rorqual.bench import comm
 from rorqual.errors import ConfigError
 from tests.parallel.pool import RankPool
 
-SETUP = comm.Setup(4, "cpu", rows=(1, 3), hidden=256, experts=8, top_k=2, repeats=1, dtype="float32")
+SETUP = comm.Setup(4, "cpu", rows=(1, 3), hidden=256, experts=8, top_k=2, repeats=1, dtype="float32", calls=1)
 
 
 def test_every_call_is_timed_and_counted(pool: RankPool) -> None:
-    first, *others = pool.run("comm_rows", 4, sizes={"tp": 4})
+    first, *others = pool.run("comm_rows", 4, sizes={"tp": 4}, setup=asdict(SETUP))
     rows = [comm.Row(**row) for row in first]
     assert all([row["us"] for row in other] == [row.us for row in rows] for other in others), "every rank reports the slowest"
     assert len(rows) == 18

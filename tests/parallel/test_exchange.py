@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
@@ -15,6 +16,7 @@ from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel_config import ParallelConfig
 from tests.parallel.pool import RankPool
+from tests.parallel.pretended import place
 
 WAYS: list[dict[str, Any]] = [
     {"tp": 2, "ep": 2, "exchange": "local"},
@@ -163,3 +165,25 @@ def test_slots_that_cannot_be_dealt_out() -> None:
 def test_one_device_has_a_local_exchange() -> None:
     made = make_exchange(ParallelConfig(), QWEN, store_of((0, 1, 2)))
     assert type(made).__name__ == "LocalExchange"
+
+
+def go_round(name: str) -> torch.Tensor:
+    """One decode step through an exchange of rank 1 of 2, on tensors without contents: nothing can be read by the host."""
+    mesh, moe = place(ParallelConfig(dp=2, ep=2, exchange=name), 1), MoEConfig(8, 3, 16)
+    nothing = Weight(torch.empty(0))
+    with FakeTensorMode():
+        store = ExpertStore(SlotMap(tuple(REPLICAS), 8), nothing, nothing, lambda x, *_: x, torch.device("cpu"), mesh.axes["ep"].cut)
+        made, layout = make_exchange(mesh.sizes, moe, store), mesh.layout([4, 4], True, moe)
+        ticket = made.submit(torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout)
+        made.run_experts(ticket)
+        return made.wait(ticket)
+
+
+@pytest.mark.parametrize("name", ["allgather_ep", "low_latency"])
+def test_what_says_it_is_capturable_never_asks_the_host(name: str) -> None:
+    assert go_round(name).shape == (4, 64)
+
+
+def test_the_dynamic_all_to_all_does() -> None:
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        go_round("alltoall")

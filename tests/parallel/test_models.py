@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rorqual.config import ModelConfig
+from rorqual.models.hub import BUNDLED
 from rorqual.ops.cpu import CpuOps
 from tests.models.checkpoints import CLASSES, OPTIONS, VOCAB, save
 from tests.models.driver import all_logits, load
@@ -135,3 +136,11 @@ def test_prediction_modules(pool: RankPool, saved, tmp_path: Path, sizes: dict[s
     for result in results:
         for place, logits in result.items():
             assert (torch.tensor(logits) - torch.tensor(want[place])).abs().max() < BOUND, place
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4, "ep": 2}, pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.full_matrix)], ids=str)
+def test_the_bundled_checkpoint(pool: RankPool, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    model = load(BUNDLED, CpuOps())
+    ids = torch.randint(model.config.vocab_size, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5))
+    save_file({"ids": ids, "logits": all_logits(model, ids, [max(LENGTHS)])}, tmp_path / "answers")
+    check(pool, sizes, {"folder": str(BUNDLED), "answers": str(tmp_path / "answers"), "prompts": PROMPTS, "lengths": LENGTHS})

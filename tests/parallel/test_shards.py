@@ -20,11 +20,10 @@ from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.cpu import CpuOps
 from rorqual.ops.reference import Weight, dequantise
-from rorqual.parallel.collectives import Alone
-from rorqual.parallel.cut import Cut
-from rorqual.parallel.mesh import AXES, Mesh, members
+from rorqual.parallel.mesh import Mesh
 from rorqual.parallel_config import ParallelConfig, check_parallel
 from tests.models.checkpoints import dequantise_block, merge, save, save_fp8
+from tests.parallel.pretended import place
 
 CPU = torch.device("cpu")
 WIDE = {
@@ -74,19 +73,6 @@ SIZES: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4, "dense_tp": 2, "head_tp": 4, "embed_tp": 2},
     {"tp": 2, "pp": 2, "dense_tp": 1},
 ]
-
-
-class Pretended(Alone):
-    """A rank's place in an axis, for what only asks where it stands."""
-
-    def __init__(self, name: str, cut: Cut):
-        super().__init__(name)
-        self.cut, self.rank, self.size = cut, cut.index, cut.count
-
-
-def place(sizes: ParallelConfig, rank: int) -> Mesh:
-    groups = {axis: members(sizes, rank, axis) for axis in AXES}
-    return Mesh(sizes, rank, {axis: Pretended(axis, Cut(group.index(rank), len(group))) for axis, group in groups.items()})
 
 
 def build(config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
