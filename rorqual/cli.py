@@ -14,16 +14,20 @@ from rorqual.commands import bench
 from rorqual.commands.options import (
     Decode,
     Device,
+    Dp,
     Drafter,
     Dtype,
+    Ep,
     Ignored,
     Length,
     Model,
     NextN,
+    Pp,
     Prefill,
     Recipe,
     Settings,
     Threads,
+    Tp,
     Weights,
     load,
     sampling,
@@ -83,6 +87,10 @@ def generate(
     mla_decode: Decode = "A_CC_ME",
     next_n: NextN = 0,
     drafter: Drafter = "auto",
+    tp: Tp = 1,
+    dp: Dp = 1,
+    pp: Pp = 1,
+    ep: Ep = 1,
     ignore_config_field: Ignored = None,
     config: Recipe = None,
     settings: Settings = None,
@@ -91,7 +99,8 @@ def generate(
     start = time.perf_counter()
     common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
-    llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms)
+    sizes = {"tp": tp, "dp": dp, "pp": pp, "ep": ep}
+    llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms, **sizes)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     loaded = time.perf_counter()

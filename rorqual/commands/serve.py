@@ -9,7 +9,27 @@ from typing import Annotated, Any
 import typer
 
 from rorqual import __version__
-from rorqual.commands.options import Decode, Device, Drafter, Dtype, Ignored, Length, Mode, Model, Policy, Prefill, Threads, Weights
+from rorqual.commands.options import (
+    Decode,
+    Device,
+    Dp,
+    Drafter,
+    Dtype,
+    Ep,
+    Ignored,
+    Length,
+    Mode,
+    Model,
+    Policy,
+    Pp,
+    Prefill,
+    Recipe,
+    Settings,
+    Threads,
+    Tp,
+    Weights,
+    engine_options,
+)
 from rorqual.errors import ConfigError
 
 Key = Annotated[str | None, typer.Option("--api-key", envvar="RORQUAL_API_KEY", help="Needed on every route but /live and /health.")]
@@ -60,13 +80,19 @@ def serve(
     num_pages: Annotated[int | None, typer.Option(help="Pages of the cache; as many as fit if left out.")] = None,
     exe_mode: Mode = "auto",
     threads: Threads = None,
+    tp: Tp = 1,
+    dp: Dp = 1,
+    pp: Pp = 1,
+    ep: Ep = 1,
     mla_prefill: Prefill = "CC",
     mla_decode: Decode = "A_CC_ME",
     ignore_config_field: Ignored = None,
+    config: Recipe = None,
+    settings: Settings = None,
 ) -> None:
     """Serve a model through the OpenAI API."""
     launch, limits, grammar = _server()
-    engine = {
+    options = {
         "dtype": dtype,
         "device": device,
         "weights": weights,
@@ -84,12 +110,17 @@ def serve(
         "num_pages": num_pages,
         "exe_mode": exe_mode,
         "threads": threads,
+        "tp": tp,
+        "dp": dp,
+        "pp": pp,
+        "ep": ep,
         "mla_prefill": mla_prefill,
         "mla_decode": mla_decode,
         "ignore_config_fields": tuple(ignore_config_field or ()),
     }
-    config = launch.ServeConfig(
-        model=model,
+    named, engine = engine_options(config, settings, options)
+    serving = launch.ServeConfig(
+        model=model or named,
         host=host,
         port=port,
         api_key=api_key,
@@ -117,7 +148,7 @@ def serve(
         ),
     )
     logging.getLogger("rorqual").setLevel(logging.INFO)
-    sys.exit(launch.run(config, __version__))
+    sys.exit(launch.run(serving, __version__))
 
 
 def _server() -> tuple[Any, Any, Any]:

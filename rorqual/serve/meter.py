@@ -43,22 +43,21 @@ class Meter:
         self.histograms[name].add(value)
 
     def snapshot(self, now: float) -> Snapshot:
-        scheduler, stats = self.engine.scheduler, self.engine.stats
+        usage, stats = self.engine.scheduler.usage(), self.engine.stats
         ended, self.ended = self.ended, []
-        capacity, idle = scheduler.allocator.capacity, len(scheduler.prefix.idle)
         return Snapshot(
             at=now,
-            running=scheduler.num_running,
-            waiting=len(scheduler.waiting),
+            running=usage.running,
+            waiting=usage.waiting,
             steps=stats.steps,
             prompt_tokens=stats.prompt_tokens,
             output_tokens=stats.output_tokens,
-            pages_total=capacity,
-            pages_used=capacity - scheduler.prefix.available,
-            pages_cached=idle,
-            prefix_queries=scheduler.prefix.queries,
-            prefix_hits=scheduler.prefix.hits,
-            preemptions=scheduler.num_preemptions,
+            pages_total=usage.pages,
+            pages_used=usage.pages_used,
+            pages_cached=usage.pages_cached,
+            prefix_queries=usage.prefix_queries,
+            prefix_hits=usage.prefix_hits,
+            preemptions=usage.preemptions,
             drafted=list(stats.drafted),
             accepted=list(stats.accepted),
             finished=dict(self.finished),
