@@ -62,20 +62,24 @@ def way_of(case: dict[str, Any]) -> str:
     return "chain" if case["pp"] > 1 else "run"
 
 
-def cases(option: str, choose: bool) -> list[Any]:
+def cases(option: str, choose: bool, worlds: tuple[int, ...] = (2, 4)) -> list[Any]:
     """Parameters of both numbers of ranks: all valid combinations, or those in which every pair of settings occurs."""
     family, changes = OPTIONS[option]
     kind, _, base = CLASSES[family]
     config = ModelConfig.from_dict({**kind(**{**base, **changes}).to_dict(), "architectures": [ARCHITECTURES[family]]})
-    found = [list(matrix.valid(config, world)) for world in (2, 4)]
+    found = [list(matrix.valid(config, world)) for world in worlds]
     return [case for valid in found for case in (matrix.pairwise(valid) if choose else valid)]
 
 
-def parameters(options: tuple[str, ...], choose: bool) -> list[Any]:
-    return [pytest.param(option, case, id=f"{option}-{matrix.name_of(case)}") for option in options for case in cases(option, choose)]
+def parameters(options: tuple[str, ...], choose: bool, worlds: tuple[int, ...] = (2, 4)) -> list[Any]:
+    found = [(option, case) for option in options for case in cases(option, choose, worlds)]
+    return [pytest.param(option, case, id=f"{option}-{matrix.name_of(case)}") for option, case in found]
 
 
-@pytest.mark.parametrize(("option", "case"), parameters(("v3", "qwen"), choose=True))
+CHOSEN = [*parameters(("v3",), choose=True), *parameters(("qwen",), choose=True, worlds=(4,))]
+
+
+@pytest.mark.parametrize(("option", "case"), CHOSEN)
 def test_every_pair_of_settings(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
     check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
 
@@ -138,7 +142,7 @@ def test_prediction_modules(pool: RankPool, saved, tmp_path: Path, sizes: dict[s
             assert (torch.tensor(logits) - torch.tensor(want[place])).abs().max() < BOUND, place
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 4, "ep": 2}, pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.full_matrix)], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.full_matrix)], ids=str)
 def test_the_bundled_checkpoint(pool: RankPool, tmp_path: Path, sizes: dict[str, Any]) -> None:
     model = load(BUNDLED, CpuOps())
     ids = torch.randint(model.config.vocab_size, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5))
