@@ -13,8 +13,9 @@ MEMORY = 0.05  # weight of a new step in the running estimate
 MARGIN = 1.03  # another next_n must promise 3 % more
 FIRST_STEPS = 8  # steps each next_n is tried for before any is preferred
 PROBE_EVERY = 256  # steps between two trials of a next_n that is not in use
-PROBE_STEPS = 8
-LONGEST = 5.0  # a step longer than so many times the usual one was disturbed, and says nothing
+PROBE_STEPS = 16  # more than half of an estimate that has gone stale
+LONGEST = 5.0  # a step longer or shorter than the usual one by so much was disturbed, and says nothing
+DISTURBED = 4  # so many of them in a row are the new usual
 
 
 @dataclass
@@ -24,9 +25,14 @@ class Estimate:
     steps: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
+    disturbed: int = 0
 
     def add(self, tokens: int, seconds: float) -> None:
-        if self.steps and seconds > LONGEST * self.seconds:
+        usual = not self.steps or seconds / LONGEST <= self.seconds <= seconds * LONGEST
+        self.disturbed = 0 if usual else self.disturbed + 1
+        if self.disturbed >= DISTURBED:
+            self.steps = self.disturbed = 0  # it was the first step that was disturbed, or times have changed
+        elif not usual:
             return
         weight = max(MEMORY, 1 / (self.steps + 1))
         self.tokens += weight * (tokens - self.tokens)
@@ -62,6 +68,7 @@ class Controller:
         self.most = most
         self.choices = next_n_choices(most, adaptive)
         self.buckets: dict[int, Bucket] = {}
+        self.before = most  # next_n of the step observed last
 
     def choose(self, batch: int) -> int:
         if len(self.choices) == 1 or not batch:
@@ -81,7 +88,10 @@ class Controller:
         if len(self.choices) == 1:
             return
         bucket = self._bucket(batch)
-        bucket.estimates[next_n].add(tokens, seconds)
+        # The first step with more drafts finds only those that the step before has made: it says nothing about the steps to come.
+        if next_n <= self.before:
+            bucket.estimates[next_n].add(tokens, seconds)
+        self.before = next_n
         if bucket.probe is None:
             bucket.since_probe += 1
             self._start_probe(bucket)
@@ -97,7 +107,7 @@ class Controller:
         if bucket.estimates[bucket.current].steps < FIRST_STEPS:
             return
         if fresh:
-            bucket.probe, bucket.probe_left = fresh[0], FIRST_STEPS
+            bucket.probe, bucket.probe_left = fresh[0], FIRST_STEPS + 1
         elif bucket.since_probe >= PROBE_EVERY:
             bucket.order = bucket.order or [n for n in self.choices if n != bucket.current]
             bucket.probe, bucket.probe_left, bucket.since_probe = bucket.order.pop(0), PROBE_STEPS, 0

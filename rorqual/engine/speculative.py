@@ -161,27 +161,28 @@ class MTPDrafter:
         self.page_size = pool.spec.page_size
 
     def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
-        """With next_n 0 the modules' caches are kept up all the same: next_n may rise again."""
+        """Every module that may be asked keeps its cache up in every step: next_n may rise again."""
         hidden, step, following, last = work.hidden, work.step, work.following, work.last_rows
-        positions = newest = step.positions.index_select(0, last)
+        positions = step.positions.index_select(0, last)
         if not self.window and step.prefill is None:
             step = self._row_step(work, positions)
             hidden, following = hidden.index_select(0, last), following.index_select(0, last)
             last = self._all(last)
         target = positions + 2  # where the first draft will stand: behind the newest token
-        for place in range(max(1, next_n)):
-            module = self.model.mtp[min(place, len(self.model.mtp) - 1)]
-            if place >= len(self.model.mtp):
+        newest, modules = following.index_select(0, last), self.model.mtp
+        kept = min(len(modules), self.rows.most_drafts)
+        for place in range(max(kept, next_n if any(work.sampled) else 0)):
+            if place >= len(modules):
                 hidden, last, positions = hidden.index_select(0, last), self._all(last), positions + 1
                 step, following = self._row_step(work, positions), newest
             assert self.model.embed is not None, "prediction modules have the embedding beside them"
             embedded = self.model.embed.forward(following, step.layout)
-            hidden = straight(module.forward(embedded, hidden, step))
-            if not next_n or not any(work.sampled):
-                return
-            logits = self.model.logits(hidden.index_select(0, last), work.sampled)
-            newest = self._propose(logits, place, variant, work.slots, target + place)
-            following = torch.cat((following[1:], following[:1])).index_copy(0, last, newest)
+            hidden = straight(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
+            if any(work.sampled) and place < max(next_n, kept - 1):
+                logits = self.model.logits(hidden.index_select(0, last), work.sampled)
+                newest = self._propose(logits, place, variant, work.slots, target + place)
+            if place + 1 < len(modules):
+                following = following.roll(-1, 0).index_copy(0, last, newest)
         self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=next_n))
 
     def _all(self, rows: Tensor) -> Tensor:
@@ -227,7 +228,10 @@ class LookupDrafter:
 
     def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
         rows, slots = self.rows, work.slots
-        if not next_n or not slots.shape[0]:
+        if not slots.shape[0]:
+            return
+        if not next_n:
+            rows.num_drafts.index_fill_(0, slots, 0)  # those of an earlier step have been passed by
             return
         assert rows.history is not None
         known = rows.length.index_select(0, slots) + 1

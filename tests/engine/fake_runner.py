@@ -212,11 +212,12 @@ class FakeRunner:
         assert {slot for slot, _, _ in plan.pages} <= set(plan.decode_slots), "a page for a row that does not decode"
 
     def _check_tables(self, plan: Plan) -> None:
-        """No page is written by two rows of a step; a shared prefix lies before what either writes."""
+        """No page is written by two rows of a step, drafts and those drafted in turn included; a shared prefix lies before what either
+        writes. Past its pages a row writes to the null page: whether it may is checked where it does."""
         written: dict[int, int] = {}
         starts = [(slot, self._row(slot).length) for slot in plan.decode_slots]
         starts += [(chunk.slot, chunk.start) for chunk in plan.chunks]
-        stops = [length + 1 for _, length in starts[: len(plan.decode_slots)]] + [chunk.stop for chunk in plan.chunks]
+        stops = [length + 1 + 2 * plan.next_n for _, length in starts[: len(plan.decode_slots)]] + [chunk.stop for chunk in plan.chunks]
         for (slot, start), stop in zip(starts, stops, strict=True):
             table = self._row(slot).table
             for index in range(start // self.page_size, min(len(table), -(-stop // self.page_size))):

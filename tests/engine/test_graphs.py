@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.graphs import bucket_sizes
+from rorqual.engine.sampler import Variant
 from rorqual.platforms.cpu import CpuPlatform
-from tests.models.checkpoints import VOCAB, save
+from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
 
 class ReplayingPlatform(CpuPlatform):
@@ -67,6 +70,60 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
     before = platform.replays
     assert [out.outputs[0].token_ids for out in llm.generate(prompts[:1], params[:1])] == eager[:1]
     assert platform.replays > before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "mtp"},
+        {"drafter": "mtp", "draft_window": False},
+        {"drafter": "ngram"},
+        {"drafter": "mtp", "next_n_policy": "adaptive"},
+        {"drafter": "mtp", "num_pages": 14},
+    ],
+    ids=str,
+)
+def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict):
+    """Greedy, seeded and unseeded requests; verification, drafting and drawing are all in the recording."""
+    save_with_mtp(tmp_path, agreement=2.0)
+    sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 5, "max_model_len": 64, "page_size": 8}
+    prompts, params = batch()
+    params = [replace(p, speculate=i != 3) for i, p in enumerate(params)]
+    if "next_n_policy" not in options:  # there the drafts, and with them the tokens of unseeded requests, depend on the time steps take
+        params = [replace(p, seed=None) if i % 3 == 1 else p for i, p in enumerate(params)]
+    eager = LLM(tmp_path, next_n=2, steps_in_flight=2, **sizes, **options)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, next_n=2, **sizes, **options)
+    assert llm.engine.depth == 2
+    found = []
+    for each in (eager, llm):
+        each.engine.scheduler._seeds = random.Random(0)
+        found.append([out.outputs[0].token_ids for _ in range(2) for out in each.generate(prompts, params)])
+    assert found[0] == found[1]
+    assert platform.replays > 10
+    if "next_n_policy" not in options:
+        assert llm.engine.stats.accepted == eager.engine.stats.accepted
+        assert llm.engine.stats.drafted == eager.engine.stats.drafted
+    assert sum(llm.engine.stats.accepted) > 0
+    recorded = {next_n for _, _, next_n in llm.engine.runner.graphs.graphs}
+    assert recorded == ({0, 1, 2} if "next_n_policy" in options else {2}), "nothing was recorded while serving"
+    assert int(llm.engine.runner.rows.length[-1]) == 0
+
+
+def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_with_mtp(tmp_path)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8, next_n=3)
+    runner = llm.engine.runner
+    before = [layer["latent"].clone() for layer in runner.pool.layers]
+    with torch.inference_mode():
+        for variant in (Variant.GREEDY, Variant.FILTERED):
+            runner.graphs.graphs[8, variant, 3]()
+    assert len(before) == 4
+    assert all(torch.equal(layer["latent"][1:], old[1:]) for layer, old in zip(runner.pool.layers, before, strict=True))
+    assert runner.rows.length[runner.rows.padding] == 0
 
 
 def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -27,10 +27,15 @@ class History(RuleBasedStateMachine):
         chunk=st.sampled_from([None, 1, 3]),
         caching=st.booleans(),
         spare=st.integers(0, 16),
+        next_n=st.integers(0, 3),
+        lookahead=st.integers(0, 2),
     )
-    def start(self, page_size: int, num_seqs: int, extra: int, chunk: int | None, caching: bool, spare: int) -> None:
+    def start(
+        self, page_size: int, num_seqs: int, extra: int, chunk: int | None, caching: bool, spare: int, next_n: int, lookahead: int
+    ) -> None:
         pages = -(-MAX_LEN // page_size) + 1 + spare  # at least one request of full length fits
-        config = SchedulerConfig(num_seqs, num_seqs + extra, MAX_LEN, pages, page_size, caching, chunk)
+        budget = num_seqs * (next_n + 1) + extra
+        config = SchedulerConfig(num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, next_n=next_n, lookahead=lookahead)
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler, FakeRunner.of(self.scheduler, VOCAB), depth=3)
         self.requests: dict[str, Request] = {}
@@ -76,6 +81,11 @@ class History(RuleBasedStateMachine):
         for out in self.loop.collect():
             assert out.sequence.request.id not in self.cut, "a token of a request that was ended"
 
+    @rule(next_n=st.integers(0, 3))
+    def steer(self, next_n: int) -> None:
+        """A controller may ask for fewer drafts, plan by plan."""
+        self.scheduler.next_n = min(next_n, self.scheduler.config.next_n)
+
     @rule()
     def clear_prefixes(self) -> None:
         self.scheduler.prefix.clear()
@@ -111,10 +121,15 @@ requests_ = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    requests=requests_, page_size=st.sampled_from([1, 3, 4, 16]), seqs=st.integers(1, 6), extra=st.integers(0, 40), spare=st.integers(0, 20)
+    requests=requests_,
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    seqs=st.integers(1, 6),
+    extra=st.integers(0, 40),
+    spare=st.integers(0, 20),
+    next_n=st.integers(0, 3),
 )
-def test_no_setting_changes_an_output(requests: list[Asked], page_size: int, seqs: int, extra: int, spare: int) -> None:
-    """Depth, prefix caching, chunking and the number of pages change when a token is computed, never which."""
+def test_no_setting_changes_an_output(requests: list[Asked], page_size: int, seqs: int, extra: int, spare: int, next_n: int) -> None:
+    """Depth, prefix caching, chunking, drafts and the number of pages change when a token is computed, never which."""
     asked = [
         Request(f"r{i}", tuple(prompt), SamplingParams(max_tokens=most, stop_token_ids=sorted(stops)))
         for i, (prompt, most, stops) in enumerate(requests)
@@ -123,7 +138,8 @@ def test_no_setting_changes_an_output(requests: list[Asked], page_size: int, seq
     pages = -(-60 // page_size) + 1 + spare
     variants: list[dict[str, Any]] = [{"prefix_caching": False}, {}, {"prefill_chunk": 2}]
     for depth, changes in enumerate(variants, 1):
-        scheduler = Scheduler(SchedulerConfig(seqs, seqs + extra, 60, pages, page_size, **changes))
+        budget = seqs * (next_n + 1) + extra
+        scheduler = Scheduler(SchedulerConfig(seqs, budget, 60, pages, page_size, next_n=next_n, lookahead=depth - 1, **changes))
         loop = Loop(scheduler, FakeRunner.of(scheduler, VOCAB), depth)
         for request in asked:
             scheduler.add(request)

@@ -99,9 +99,10 @@ CLASSES = {
 }
 
 
-def make_reference(option: str, seed: int = 0) -> torch.nn.Module:
+def make_reference(option: str, seed: int = 0, **more: Any) -> torch.nn.Module:
     """A transformers model in fp32 whose every parameter is random, biases and norms included."""
     family, changes = {**OPTIONS, **OPTIONS_FP8}[option]
+    changes = {**changes, **more}
     config_class, model_class, base = CLASSES[family]
     generator = torch.Generator().manual_seed(seed)
     model = model_class(config_class(**{**base, **changes})).float().eval()
@@ -181,3 +182,46 @@ def merge(folder: Path) -> None:
             if all(f"{module}.{part}.weight" in tensors for part in parts):
                 tensors[f"{module}.{merged}.weight"] = torch.cat([tensors.pop(f"{module}.{part}.weight") for part in parts])
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+MODULE_NORMS = ("enorm", "hnorm", "shared_head.norm")
+
+
+def save_with_mtp(folder: Path, modules: int = 1, vocab: int = VOCAB, agreement: float = 0.0, seed: int = 0) -> None:
+    """A tiny DeepSeek-V3 with prediction modules, named as DeepSeek publishes them, their copies of embedding and head included.
+
+    `agreement` 0: everything is random, and a draft is right by chance alone. Above 0: the layers of main model and modules add little
+    to the embedding, and modules pass the embedding on, so that drafts are right the more often the larger it is, and never always.
+    """
+    reference = make_reference("v3", seed, vocab_size=vocab)
+    reference.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed + 1)
+    depth = reference.config.num_hidden_layers
+    for index in range(depth, depth + modules):
+        tensors.update(_module(tensors, depth - 1, index, generator))
+    if agreement:
+        for name in [n for n in tensors if n.endswith(("o_proj.weight", "down_proj.weight"))]:
+            tensors[name] = tensors[name] * (0.05 / agreement)
+        for index in range(depth, depth + modules):
+            merge = tensors[f"model.layers.{index}.eh_proj.weight"]
+            merge[:, : merge.shape[0]] = torch.eye(merge.shape[0])
+            merge[:, merge.shape[0] :] *= 0.1
+            tensors[f"model.layers.{index}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    rewrite_config(folder, num_nextn_predict_layers=modules)
+
+
+def _module(tensors: dict[str, torch.Tensor], last: int, index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Module `index`: a layer of its own shaped like the main model's last, merge and norms, and copies that must not be loaded."""
+    prefix, source = f"model.layers.{index}.", f"model.layers.{last}."
+    hidden = tensors["model.norm.weight"].shape[0]
+    shapes = {name.removeprefix(source): tensor.shape for name, tensor in tensors.items() if name.startswith(source)}
+    shapes |= {"eh_proj.weight": (hidden, 2 * hidden), **{f"{name}.weight": (hidden,) for name in MODULE_NORMS}}
+    made = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        made[prefix + name] = noise * shape[-1] ** -0.5 if len(shape) > 1 else 0.1 * noise + ("norm" in name)
+    made[prefix + "embed_tokens.weight"] = torch.full_like(tensors["model.embed_tokens.weight"], float("nan"))
+    made[prefix + "shared_head.head.weight"] = torch.full_like(tensors["lm_head.weight"], float("nan"))
+    return made
