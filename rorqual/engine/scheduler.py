@@ -328,7 +328,9 @@ class Scheduler:
         if sequence.pending or self._still_blocked(sequence):
             return None
         pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
-        need = self._pages_for(len(sequence.tokens)) - len(pages)
+        known = len(sequence.tokens)
+        # The first drafts are made in the step that ends the prompt, and leave entries behind it.
+        need = self._pages_for(max(known, min(known + self.config.next_n, sequence.target - 1))) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and self.num_running:
             self.prefix.release(pages)
