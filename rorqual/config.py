@@ -171,6 +171,11 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(base) / "rorqual"
 
 
+def triton_cache_folder() -> Path | None:
+    """Where Triton is to keep compiled kernels. None where TRITON_CACHE_DIR or TRITON_HOME say so themselves."""
+    return None if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys() else cache_folder() / "triton"
+
+
 def child_environment() -> dict[str, str]:
     """What a process started by this one inherits: the same environment, and the folder this package was imported from."""
     folder = str(Path(__file__).resolve().parent.parent)

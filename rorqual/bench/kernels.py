@@ -4,7 +4,7 @@ usage: PYTHONPATH=. python3 -m rorqual.bench.kernels [--check] [--tune] [--only 
 
 How times, floors and errors are taken stands in kernels_attention.py, kernels_experts.py and kernels_sampling.py, which hold the
 cases. --only takes comma-separated parts of case names, in which $ stands for a name's end. --tune tries the configurations of the
-chosen cases and prints the best instead.
+chosen cases instead, prints the best and keeps them for this card (rorqual/ops/triton/tuning.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from rorqual.bench import kernels_attention as attention
 from rorqual.bench import kernels_experts as experts
 from rorqual.bench import kernels_sampling as sampling
+from rorqual.bench import kernels_tuning as tuning
+from rorqual.ops.triton.launch import keep_compiled
 
 HEADER = f"{'kernel':42}{'us':>9}{'floor':>8}{'of it':>6}{'GB/s':>7}{'TFLOP':>7}{'peer':>8}{'x':>6}{'error':>9}  config"
 
@@ -32,6 +34,7 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
     began, done = time.monotonic(), []
     device = torch.device("cuda")
     torch.manual_seed(0)
+    keep_compiled()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{HEADER}")
     for row in rows(device, only or "", check, tune):
         done.append(row)
@@ -47,7 +50,7 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
 def rows(device: torch.device, only: str, check: bool, tune: bool) -> Iterator[dict[str, Any]]:
     yield from attention.rows(device, check, tune, only)
     if tune:
-        experts.tune_all(device, only)
+        tuning.tune_all(device, only)
         return
     chosen = experts.selected(only, [*experts.cases(), *sampling.cases()])
     experts.precompile(chosen, device)

@@ -2,7 +2,8 @@
 
 A time is the median over replays of one CUDA graph that calls the kernel over rotated data (more than 200 MB in all), so nothing is
 found in L2. The schedule of a step is made outside the graph: one serves all layers. Error is |out - reference| / |reference| in
-the Frobenius norm, against fp64, over some of the requests. Tuning times every entry of `configs_for`, the best first.
+the Frobenius norm, against fp64, over some of the requests. Tuning times the configuration in use and every entry of `configs_for`,
+and keeps the fastest that is right.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from torch import Tensor
 
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
-from rorqual.ops.triton import prefill
+from rorqual.ops.triton import prefill, tuning
 
 BANDWIDTH = 4.3e12  # bytes a second, an H200's copy rate
 BF16_RATE = 735e12  # FLOP/s of an 8192^3 product on random data
 ROTATE = 220e6  # bytes of data that calls of one graph go through
 PAGE = 64
 CHECKED = 3  # requests that --check computes anew
+KERNELS = {"mla": "mla_decode", "mla fp8": "mla_decode", "gqa": "gqa_decode", "prefill": "prefill", "prefill paged": "prefill"}
 Call = Callable[[Any], Tensor]  # takes a Config
 
 
 @dataclass
 class Setup:
-    """Calls over rotated data, all into `out`, and how to judge the first one's output."""
+    """Calls over rotated data, all into `out`, and how to judge the first one's output. configs: the one in use, then others to try;
+    shape: what a tuned one is stored under."""
 
     out: Tensor
     calls: list[Call]
     configs: list[Any]
     error: Callable[[Tensor], float]
+    shape: dict[str, Any]
 
 
 @dataclass
@@ -61,6 +65,10 @@ def lengths(requests: int, longest: int, mixed: bool) -> list[int]:
         return [longest] * requests
     spread = torch.randint(1, longest, (requests,), generator=torch.Generator().manual_seed(1)).tolist()
     return [longest, 0, *spread[2:]]
+
+
+def sizes_near(requests: int, longest: int) -> dict[str, Any]:
+    return {"requests": tuning.near(requests), "kv": tuning.near(longest)}
 
 
 def copies_of(size: float) -> int:
@@ -123,7 +131,12 @@ def mla_case(requests: int, longest: int, heads: int, queries: int = 1, fp8: boo
                 expected.append(attend(torch.cat((q_latent[0, at], q_rope[0, at]), -1), entries, entries[..., :512], scale))
             return relative([got[r * queries : (r + 1) * queries] for r in some], expected)
 
-        return Setup(out, [partial(call, i) for i in range(copies)], mla.configs_for(queries * heads, torch.bfloat16, fp8), error)
+        configs = [
+            mla.config_for(q_latent, queries * heads, fp8, requests, longest),
+            *mla.configs_for(queries * heads, q_latent.dtype, fp8),
+        ]
+        shape = {"dtype": "bfloat16", "cache": "fp8" if fp8 else "plain", "rows": queries * heads}
+        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, {**shape, **sizes_near(requests, longest)})
 
     name = f"B{requests} S{longest} H{heads}" + (f" q{queries}" if queries > 1 else "") + (" mixed" if mixed else "")
     return Case("mla fp8" if fp8 else "mla", name, moved, 2 * sum(lens) * heads * queries * 1088, setup, peer)
@@ -155,7 +168,9 @@ def gqa_case(requests: int, longest: int, queries: int = 1, mixed: bool = False,
                 expected.append(attend(q[0, r * queries : (r + 1) * queries], keys, values, width**-0.5))
             return relative([got[r * queries : (r + 1) * queries] for r in some], expected)
 
-        return Setup(out, [partial(call, i) for i in range(copies)], gqa.configs_for(requests, longest, torch.bfloat16), error)
+        configs = [gqa.config_for(q[0], k, requests, longest), *gqa.configs_for(requests, longest, q.dtype)]
+        shape = {"dtype": "bfloat16", "heads": heads, "groups": groups, "width": width, **sizes_near(requests, longest)}
+        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape)
 
     name = f"B{requests} S{longest}" + (f" q{queries}" if queries > 1 else "") + (" mixed" if mixed else "")
     return Case("gqa", name, moved, 4 * sum(lens) * heads * queries * width, setup, peer)
@@ -189,7 +204,9 @@ def prefill_case(requests: int, chunk: int, prefix: int, heads: int, groups: int
             groups_of = [h // (heads // groups) for h in few]
             return relative([got[at][:, few]], [attend(q[0, at][:, few], keys[:, groups_of], values[:, groups_of], scale)])
 
-        return Setup(out, [partial(call, i) for i in range(copies)], prefill.configs_for(width, torch.bfloat16), error)
+        configs = [prefill.config_for(q[0], groups, paged, chunk), *prefill.configs_for(width, q.dtype)]
+        shape = {"dtype": "bfloat16", "heads": heads, "groups": groups, "width": width, "paged": paged, "queries": tuning.near(chunk)}
+        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape)
 
     name = f"R{requests} Q{chunk}+{prefix} H{heads}/{groups} {width}/{v_width}"
     return Case("prefill paged" if paged else "prefill", name, moved, 2 * pairs * heads * (width + v_width), setup)
@@ -239,10 +256,10 @@ def run_case(case: Case, device: torch.device, check: bool, tune: bool) -> None:
     setup = case.setup(device)
     trials: list[tuple[float, Any]] = []
     failures: list[tuple[str, Any]] = []
-    for config in setup.configs if tune else setup.configs[:1]:
+    for config in dict.fromkeys(setup.configs) if tune else setup.configs[:1]:
         try:
             setup.out.fill_(float("nan"))
-            error = setup.error(setup.calls[0](config)) if check else None
+            error = setup.error(setup.calls[0](config)) if check or tune else None
             trials.append((measure(setup, config), config))
             if error is not None and not error < 2e-2:
                 failures.append((f"error {error:.1e}", trials.pop()[1]))
@@ -253,6 +270,9 @@ def run_case(case: Case, device: torch.device, check: bool, tune: bool) -> None:
                 raise
             failures.append((" ".join(f"{type(problem).__name__}: {problem}".split())[:200], config))
     case.measured.update(trials=sorted(trials, key=lambda t: t[0]), failures=failures)
+    card = tuning.card_of(device)
+    if tune and trials and card is not None:
+        tuning.store(card, KERNELS[case.kernel], setup.shape, case.measured["config"], case.measured["us"])
 
 
 def rows(device: torch.device, check: bool = False, tune: bool = False, only: str = "") -> Iterator[dict[str, Any]]:

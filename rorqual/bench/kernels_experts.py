@@ -3,7 +3,7 @@
 A time is the median over replays of one CUDA graph that calls the kernel over rotated data (more than 200 MB in all, random, experts
 drawn uniformly), so nothing is found in L2. floor: the bytes that must be read and written for these draws / 4.3 TB/s, or operations
 / 735 (bf16) or 1341 (fp8) TFLOP/s, whichever is longer. error: 1 - 2 sum(xy) / sum(x^2 + y^2) against fp64 on some tokens, with fp8
-activations rounded as the kernel rounds them; a NaN left by an unwritten output shows. Tuning searches the tiles of each product.
+activations rounded as the kernel rounds them; a NaN left by an unwritten output shows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +30,6 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import experts as ex
 from rorqual.ops.triton import linear_fp8, linear_small, norm, rope_cache, route
 from rorqual.ops.triton.fp8 import Quantised, quantise
-from rorqual.ops.triton.launch import next_power
-from rorqual.ops.triton.picks import sort_picks
 
 BANDWIDTH, RATES = 4.3e12, {"bf16": 735e12, "fp8": 1341e12}
 ROTATE = 260e6
@@ -58,7 +55,6 @@ class Case:
     kind: str
     setup: Callable[[torch.device], Setup]
     peer: float | None = None
-    tune: Callable[[torch.device], None] | None = None
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
@@ -234,88 +230,6 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
     return Setup(calls, error, size, flops)
 
 
-# --- tuning of experts ---
-
-
-def tile_candidates(kind: str, rows: int, first: bool) -> Iterator[ex.Tile]:
-    for n, k, warps, stages, swap, tma in itertools.product(
-        (64, 128, 256), (64, 128), (4, 8, 16), (2, 3, 4, 5, 6), (True, False), (True, False)
-    ):
-        if warps == 16 and (rows < 128 or n < 128):
-            continue
-        matrices, width = (2 if first else 1), (1 if kind == "fp8" else 2)
-        outputs = n * rows * matrices / (32 * warps)  # accumulators a thread; fp8 holds a partial sum as well
-        outputs *= 1.5 if kind == "fp8" and first else 2 if kind == "fp8" else 1
-        shared = (n * matrices + rows) * k * width * stages
-        if outputs > 150 or shared > 220_000 or (kind == "fp8" and k != 128) or (kind == "fp8" and first and n != 128):
-            continue
-        if (not swap and rows < 64) or (swap and rows > 128) or n * matrices * rows < 64 * 4 * warps or shared < 30_000:
-            continue
-        if n == 256 and (kind == "fp8" or swap):
-            continue
-        yield ex.Tile(n, k, warps, stages, swap, tma)
-
-
-def row_candidates(picks: float, slots: int) -> list[int]:
-    mean = picks / slots
-    return [rows for rows in (16, 32, 64, 128) if rows / 8 <= mean * 2 + 4 and (rows * 4 >= mean or rows == 128)]
-
-
-def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
-    gate_up, down = expert_weights(shape, device)
-    picked = draws(shape, tokens, device)
-    if picked[0][1].numel() <= 16:
-        tune_direct(shape, picked, gate_up, down)
-    for rows in row_candidates(tokens if shape is V3_RANK else picked[0][1].numel(), shape.slots):
-        sorts = [sort_picks(ids, shape.slots, rows) for _, ids, _ in picked]
-        pairs = list(zip(picked, sorts, strict=True))
-
-        def up(tile: ex.Tile, pairs: list[Any] = pairs) -> list[Call]:
-            return [partial(ex.gate_up_product, d[0], gate_up, s, shape.top_k, tile) for d, s in pairs]
-
-        tune(f"rows {rows} up", list(tile_candidates(shape.kind, rows, True)), up)
-        tile = ex.plan_for(shape.kind, rows, 1).up if rows < 128 else ex.PLANS[shape.kind][-1][1].up
-        hidden = [ex.gate_up_product(d[0], gate_up, s, shape.top_k, tile) for d, s in pairs]
-
-        def below(tile: ex.Tile, pairs: list[Any] = pairs, hidden: list[Any] = hidden) -> list[Call]:
-            return [partial(ex.down_product, h, down, s, torch.bfloat16, tile) for h, (_, s) in zip(hidden, pairs, strict=True)]
-
-        tune(f"rows {rows} down", list(tile_candidates(shape.kind, rows, False)), below)
-
-
-def tune_direct(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight) -> None:
-    options = itertools.product((8, 16, 32), (128, 256, 512), (4, 8), (2, 3, 4))
-    plans = [ex.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
-
-    def both(plan: ex.DirectPlan) -> list[Call]:
-        return [partial(ex.direct_experts, *d, gate_up, down, plan) for d in picked]
-
-    tune("direct, both", plans, both)
-    best = ex.direct_plan_for(shape.kind, picked[0][1].numel())
-    for name, fields in (("up", ("up_rows", "up_columns")), ("down", ("down_rows", "down_columns"))):
-        some = [
-            replace(best, **{fields[0]: rows, fields[1]: columns})
-            for rows, columns in itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024))
-        ]
-        tune(f"direct, {name} alone varied", some, both)
-
-
-def tune(name: str, options: list[Any], calls_of: Callable[[Any], list[Call]], shown: int = 5) -> None:
-    """Compile all options side by side, time each, print the best."""
-    began = time.time()
-    with compiling():
-        for option in options:
-            with contextlib.suppress(Exception):
-                calls_of(option)[0]()
-    results = []
-    for option in options:
-        with contextlib.suppress(Exception):
-            results.append((median_us(calls_of(option), 5), option))
-    print(f"{name}: {len(results)} of {len(options)} options, {time.time() - began:.0f} s")
-    for us, option in sorted(results, key=lambda result: result[0])[:shown]:
-        print(f"   {us:8.1f} us  {option}", flush=True)
-
-
 # --- fp8 products ---
 
 LINEARS: dict[tuple[int, int], dict[int, float]] = {
@@ -348,31 +262,6 @@ def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> 
     calls: list[Call] = [partial(linear_fp8.linear, packed, w) for w in weights]
     size = rows * columns + tokens * columns + 2 * tokens * rows
     return Setup(calls, error, size, 2 * tokens * rows * columns)
-
-
-def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
-    fitting = min(128, max(16, next_power(tokens)))
-    heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
-    options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8))
-    for m, n, warps, stages, swap, tma, split in options:
-        if m * n * 2 / (32 * warps) > 150 or (m + n) * 128 * stages > 220_000 or m * n < 64 * 4 * warps:
-            continue
-        if (not swap and m < 64) or (tokens > 256 and split > 1):
-            continue
-        yield linear_fp8.LinearPlan(m, n, warps, stages, swap, tma, split)
-    tall = itertools.product((64, 128, 256), (4, 8, 16), (2, 3, 4, 5, 6), (0, 1, 2))
-    for m, warps, stages, waves in tall if tokens > 256 else ():
-        if m == 16 * warps and (m + 128) * 128 * stages <= 220_000:
-            yield linear_fp8.LinearPlan(m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves)
-
-
-def tune_linear(rows: int, columns: int, tokens: int, device: torch.device) -> None:
-    weights, _, packed = linear_data(rows, columns, tokens, device)
-
-    def calls(plan: linear_fp8.LinearPlan) -> list[Call]:
-        return [partial(linear_fp8.linear, packed, w, plan=plan) for w in weights]
-
-    tune(f"linear {rows}x{columns} M{tokens}", list(linear_candidates(tokens)), calls)
 
 
 # --- bf16 products of a few tokens ---
@@ -413,18 +302,6 @@ def shared_setup(tokens: int, small: bool, device: torch.device) -> Setup:
 
     pairs = list(zip(ups, downs, strict=False))
     return Setup([partial(call, *pair) for pair in pairs], error, 2 * 3 * 2816 * 2048, 6 * tokens * 2816 * 2048)
-
-
-def tune_small(rows: int, columns: int, tokens: int, device: torch.device) -> None:
-    weights, x = small_data(rows, columns, tokens, device)
-    options = itertools.product((1, 2, 4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 3))
-    plans = [linear_small.SmallPlan(*option) for option in options]
-    plans = [plan for plan in plans if 8 <= plan.n * plan.k / (32 * plan.warps) <= 64 // next_power(tokens) * 2]
-
-    def calls(plan: linear_small.SmallPlan) -> list[Call]:
-        return [partial(linear_small.linear, x, w, plan=plan) for w in weights]
-
-    tune(f"linear bf16 {rows}x{columns} M{tokens}", plans, calls)
 
 
 # --- small kernels ---
@@ -565,13 +442,13 @@ def heads_setup(tokens: int, device: torch.device) -> Setup:
 def cases() -> Iterator[Case]:
     for shape, name, sizes in EXPERTS:
         for t, peer in sizes.items():
-            yield Case(f"{name} T{t}", shape.kind, partial(expert_setup, shape, t), peer, partial(tune_experts, shape, t))
+            yield Case(f"{name} T{t}", shape.kind, partial(expert_setup, shape, t), peer)
     for (n, k), peers in LINEARS.items():
         for m, peer in peers.items():
-            yield Case(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer, partial(tune_linear, n, k, m))
+            yield Case(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer)
     for n, k in SMALL:
         for m in (1, 4):
-            yield Case(f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False), None, partial(tune_small, n, k, m))
+            yield Case(f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False))
             yield Case(f"linear bf16 library {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, True))
     for m in (1, 4):
         yield Case(f"mlp bf16 V2-Lite shared T{m}", "bf16", partial(shared_setup, m, True))
@@ -631,10 +508,3 @@ def reason(failure: BaseException) -> str:
 def selected(only: str, among: Iterable[Case] | None = None) -> list[Case]:
     words = [word for word in only.split(",") if word]
     return [case for case in among or cases() if not words or any(word in case.name + "$" for word in words)]
-
-
-def tune_all(device: torch.device, only: str) -> None:
-    for case in selected(only):
-        if case.tune is not None:
-            print(f"== {case.name}", flush=True)
-            case.tune(device)

@@ -114,7 +114,7 @@ def bench_offline(
 def bench_kernels(
     only: Annotated[str | None, typer.Option(help="Comma-separated beginnings of row names.")] = None,
     check: Annotated[bool, typer.Option(help="Compare every result with the reference.")] = True,
-    tune: Annotated[bool, typer.Option(help="Search each row's configurations and print the best.")] = False,
+    tune: Annotated[bool, typer.Option(help="Search each row's configurations; print the best, and keep it for this card.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds after which no further row is started.")] = 540.0,
     json_file: Json = None,
 ) -> None:

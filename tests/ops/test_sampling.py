@@ -107,11 +107,12 @@ def check_distribution(ops: Ops, logits: Tensor, settings: Tensor, numbers: Tens
 
 KINDS = ("random", "equal", "masked", "ties", "far")
 ON_CPU = [Ops(), CpuOps(native=False), CpuOps()]
-EVERY = [*ON_CPU, pytest.param(None if SKIP_REASON else ops_for("cuda"), marks=needs_triton)]
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the tensors are on the card")
+EVERY = [*(pytest.param(ops, marks=on_cpu) for ops in ON_CPU), pytest.param(None if SKIP_REASON else ops_for("cuda"), marks=needs_triton)]
 NAMES = ["reference", "torch", "native", "triton"]
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the tensors are on the card")
+@on_cpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [50, 4096])
 @pytest.mark.parametrize("ops", ON_CPU, ids=NAMES[:3])
@@ -122,7 +123,7 @@ def test_draws_follow_the_definition(ops: Ops, kind: str, vocab: int) -> None:
         check_distribution(ops, *case, cuts=False)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the tensors are on the card")
+@on_cpu
 def test_native_draws_over_a_real_vocabulary() -> None:
     for kind, settings in (("random", SETTINGS[1:5]), ("ties", SETTINGS[3:4]), ("random", SETTINGS[7:8])):
         check_distribution(CpuOps(), *drawing_case(kind, 129_280, settings=settings), cuts=True)

@@ -32,7 +32,7 @@ from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import norm as norm_kernels
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.fp8 import Quantised
-from rorqual.ops.triton.launch import next_power, takes_fp8
+from rorqual.ops.triton.launch import keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.segments import Derived, derived
 
 WIDEST_HEAD = 256
@@ -43,6 +43,9 @@ JOINT_ROPE = False
 
 class TritonOps(Ops):
     name = "triton"
+
+    def __init__(self) -> None:
+        keep_compiled()
 
     # ---- rows
 
@@ -220,7 +223,7 @@ def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:
 
 def _gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, known: Derived, scale: float) -> Tensor:
     where, heads, width, groups = known.segment, q.shape[1], q.shape[2], k_plane.shape[2]
-    config = gqa.configs_for(len(where), known.longest, q.dtype)[0]
+    config = gqa.config_for(q, k_plane, len(where), known.longest)
     plan = known.plan(
         (config, heads, width, groups),
         lambda: gqa.gqa_plan(where.kv_lens, known.longest, known.most_queries, heads, groups, width, config),
@@ -230,7 +233,7 @@ def _gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, known: Derived, sca
 
 def _mla_decode(q_latent: Tensor, q_rope: Tensor, plane: Tensor, known: Derived, scale: float) -> Tensor:
     where, heads, rank = known.segment, q_latent.shape[1], q_latent.shape[2]
-    config = mla.configs_for(known.most_queries * heads, q_latent.dtype, plane.dtype == torch.uint8)[0]
+    config = mla.config_for(q_latent, known.most_queries * heads, plane.dtype == torch.uint8, len(where), known.longest)
     plan = known.plan((config, heads, rank), lambda: mla.mla_plan(where.kv_lens, known.longest, known.most_queries, heads, rank, config))
     return mla.mla_decode(q_latent, q_rope, plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.triton import tuning
 from rorqual.ops.triton.fp8 import Quantised, quantise, to_fp8
 from rorqual.ops.triton.launch import dependent, is_hopper, multiprocessors, next_power, wait_for_inputs
 from rorqual.ops.triton.picks import RowBlocks, sort_picks
@@ -66,29 +67,6 @@ class DirectPlan:
     stages: int = 3
 
 
-# kind -> (mean picks a slot up to which the plan holds, plan), in order. The last entry takes the rest.
-PLANS: dict[str, list[tuple[float, Plan]]] = {
-    "bf16": [
-        (6, Plan(16, Tile(128, 128, 4, 3, tma=True), Tile(128, 128, 4, 3, tma=True))),
-        (20, Plan(32, Tile(64, 128, 4, 5, tma=True), Tile(64, 64, 4, 3, tma=True))),
-        (96, Plan(64, Tile(128, 64, 4, 5, swap=False, tma=True), Tile(128, 64, 4, 3, swap=False, tma=True))),
-        (0, Plan(128, Tile(128, 64, 8, 4, tma=True), Tile(128, 64, 4, 3, tma=True))),
-    ],
-    "fp8": [
-        (0.5, Plan(16, Tile(128, 128, 8, 4, tma=True), Tile(64, 128, 4, 3, tma=True))),
-        (1.5, Plan(16, Tile(128, 128, 8, 2, tma=True), Tile(128, 128, 4, 3, tma=True))),
-        (6, Plan(16, Tile(128, 128, 8, 3, tma=True), Tile(64, 128, 4, 3, tma=True))),
-        (20, Plan(32, Tile(128, 128, 4, 3, tma=True), Tile(128, 128, 4, 3, tma=True))),
-        (0, Plan(64, Tile(128, 128, 8, 4, swap=False, tma=True), Tile(128, 128, 4, 4, swap=False, tma=True))),
-    ],
-    "fp32": [(0, Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))],
-}
-# kind -> (picks up to which the plan holds, plan), in order. Few picks want small tiles, to have programs enough for the card.
-DIRECT: dict[str, list[tuple[int, DirectPlan]]] = {
-    "bf16": [(0, DirectPlan(8, 256, 8, 256, warps=4, stages=4))],
-    "fp8": [(2, DirectPlan(16, 512, 16, 512)), (0, DirectPlan(32, 256, 32, 256, warps=4, stages=4))],
-    "fp32": [(0, DirectPlan(8, 256, 16, 128))],
-}
 DIRECT_PICKS = {"bf16": 8, "fp8": 8, "fp32": 2}  # the direct form reads an expert anew for each pick: up to so many picks
 
 
@@ -327,13 +305,17 @@ def kind_of(weight: Weight) -> str:
     return "fp8" if weight.quantised else "fp32" if weight.data.dtype == torch.float32 else "bf16"
 
 
-def plan_for(kind: str, picks: int, slots: int) -> Plan:
-    """The plan for a mean of picks / slots rows an expert."""
-    return next((plan for limit, plan in PLANS[kind] if picks <= limit * slots), PLANS[kind][-1][1])
+def plan_for(down: Weight, picks: int) -> Plan:
+    """The plan for so many picks of the experts with these weights; they matter by their mean number an expert."""
+    slots, hidden, inner = down.data.shape
+    shape = {"kind": kind_of(down), "mean": picks / slots, "slots": slots, "hidden": hidden, "inner": inner}
+    return tuning.choose("experts", Plan, down.data.device, **shape)
 
 
-def direct_plan_for(kind: str, picks: int) -> DirectPlan:
-    return next((plan for limit, plan in DIRECT[kind] if picks <= limit), DIRECT[kind][-1][1])
+def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
+    """Few picks want small tiles, to have programs enough for the card."""
+    hidden, inner = down.data.shape[1:]
+    return tuning.choose("experts_direct", DirectPlan, down.data.device, kind=kind_of(down), picks=picks, hidden=hidden, inner=inner)
 
 
 def supported(gate_up: Weight, down: Weight) -> bool:
@@ -352,14 +334,14 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
         return torch.zeros_like(x)
     if picks <= DIRECT_PICKS[kind]:
         return direct_experts(x, ids, weights, gate_up, down)
-    plan = plan_for(kind, picks if expected is None else expected, gate_up.data.shape[0])
+    plan = plan_for(down, picks if expected is None else expected)
     return grouped_experts(x, ids, weights, gate_up, down, plan)
 
 
 def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None) -> Tensor:
     """Two kernels; every pick reads its expert's weights by itself."""
     (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantised
-    plan = plan or direct_plan_for(kind_of(gate_up), tokens * top_k)
+    plan = plan or direct_plan_for(down, tokens * top_k)
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     late = dependent(x.device)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.triton import tuning
 from rorqual.ops.triton.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
 from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
 
@@ -31,8 +32,14 @@ class Config:
     tma: bool = True
 
 
+def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> Config:
+    """The configuration for that many requests of that length."""
+    shape = {"heads": q.shape[1], "groups": k_plane.shape[2], "width": q.shape[2], "requests": requests, "kv": max_kv_len}
+    return tuning.choose("gqa_decode", Config, q.device, dtype=str(q.dtype)[6:], cached=requests * max_kv_len, **shape)
+
+
 def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[Config]:
-    """What is worth trying for that many requests of that length; the first is the default. For the tune command."""
+    """What is worth trying for that many requests of that length. For the tune command."""
     if dtype == torch.float32:
         return [Config(16, 4, 1, tma=False)]
     short = [Config(64, 4, 3, tma=False), Config(32, 4, 3, per_sm=4, tma=False)]
@@ -146,7 +153,7 @@ def gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, kv_l
     tokens, heads, width = q.shape
     requests, page, groups = kv_lens.shape[0], k_plane.shape[1], k_plane.shape[2]
     queries, share = tokens // requests, heads // groups
-    config = config or configs_for(requests, max_kv_len, q.dtype)[0]
+    config = config or config_for(q, k_plane, requests, max_kv_len)
     plan = plan or gqa_plan(kv_lens, max_kv_len, queries, heads, groups, width, config)
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
     assert k_plane.is_contiguous()

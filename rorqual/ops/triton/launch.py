@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rorqual.config import triton_cache_folder
+
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -24,6 +26,14 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+
+
+def keep_compiled() -> None:
+    """Compiled kernels go to our cache folder. Triton files them by source, its own version, ptxas and compute capability, so one
+    folder serves every card and version, and a restart compiles nothing."""
+    folder = triton_cache_folder()
+    if folder is not None:
+        triton.knobs.cache.dir = str(folder)
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.reference import Weight
+from rorqual.ops.triton import tuning
 from rorqual.ops.triton.fp8 import Quantised, quantise
 from rorqual.ops.triton.launch import dependent, is_hopper, multiprocessors, wait_for_inputs, zeroed_counters
 
@@ -37,14 +38,6 @@ class LinearPlan:
     halves: bool = False
 
 
-# (tokens up to which the plan holds, plan), in order. The last entry takes the rest.
-PLANS: list[tuple[int, LinearPlan]] = [
-    (16, LinearPlan(16, 64, 4, 6, split=8)),
-    (32, LinearPlan(32, 64, 4, 6, split=8)),
-    (64, LinearPlan(64, 64, 4, 5, split=8)),
-    (256, LinearPlan(128, 64, 8, 4, swap=False, tma=True, split=4)),
-    (0, LinearPlan(128, 128, 8, 3, swap=False, tma=True, halves=True)),
-]
 MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
 
 
@@ -147,8 +140,9 @@ def supported(weight: Weight) -> bool:
     return weight.quantised and weight.block == (128, 128) and weight.data.shape[1] % 128 == 0
 
 
-def plan_for(tokens: int) -> LinearPlan:
-    return next((plan for limit, plan in PLANS if tokens <= limit), PLANS[-1][1])
+def plan_for(weight: Weight, tokens: int) -> LinearPlan:
+    rows, columns = weight.data.shape
+    return tuning.choose("linear_fp8", LinearPlan, weight.data.device, tokens=tokens, rows=rows, columns=columns)
 
 
 def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -160,7 +154,7 @@ def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dt
     y = torch.empty(tokens, rows, dtype=dtype, device=device)
     if tokens == 0:
         return y
-    plan = plan or plan_for(tokens)
+    plan = plan or plan_for(weight, tokens)
     if not is_hopper(device):
         plan = replace(plan, tma=False, halves=False, stages=min(plan.stages, 2))
     if plan.halves:

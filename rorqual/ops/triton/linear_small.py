@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.triton import tuning
 from rorqual.ops.triton.launch import dependent, is_hopper, next_power, wait_for_inputs
 
 # Up to so many tokens TritonOps takes this kernel for bf16 and fp16 weights. 0: always the library's product.
@@ -28,10 +29,6 @@ class SmallPlan:
     k: int
     warps: int
     stages: int
-
-
-# (tokens up to which the plan holds, plan), in order.
-PLANS: list[tuple[int, SmallPlan]] = [(1, SmallPlan(4, 1024, 4, 3)), (4, SmallPlan(4, 512, 4, 3)), (8, SmallPlan(4, 256, 4, 4))]
 
 
 @triton.jit
@@ -97,8 +94,9 @@ def supported(x: Tensor, weight: Tensor) -> bool:
     return plain and x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def plan_for(tokens: int) -> SmallPlan:
-    return next(plan for limit, plan in PLANS if tokens <= limit)
+def plan_for(weight: Tensor, tokens: int) -> SmallPlan:
+    rows, columns = weight.shape
+    return tuning.choose("linear_small", SmallPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SmallPlan | None = None) -> Tensor:
@@ -119,7 +117,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bo
     (tokens, rows), columns = y.shape, weight.shape[1]
     if tokens == 0:
         return
-    plan = plan or plan_for(tokens)
+    plan = plan or plan_for(weight, tokens)
     n = max(1, plan.n // 2) if gated else plan.n
     _small_kernel[triton.cdiv(rows, n),](
         x, weight, bias, y, tokens, x.stride(0), rows, columns, next_power(tokens), n, min(plan.k, next_power(columns)), gated,

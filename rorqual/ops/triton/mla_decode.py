@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.triton import tuning
 from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
 
 FP8 = torch.float8_e4m3fn
@@ -38,8 +39,15 @@ class Config:
     tma: bool = True
 
 
+def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int) -> Config:
+    """The configuration for `rows` = query tokens x heads of a request, and that many requests of that length."""
+    cache = "fp8" if fp8_cache else "plain"
+    shape = {"dtype": str(q.dtype)[6:], "cache": cache, "rows": rows, "requests": requests, "kv": max_kv_len}
+    return tuning.choose("mla_decode", Config, q.device, **shape)
+
+
 def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[Config]:
-    """What is worth trying for `rows` = query tokens x heads of a request; the first is the default. For the tune command."""
+    """What is worth trying for `rows` = query tokens x heads of a request. For the tune command."""
     if dtype == torch.float32:
         return [Config(16, 16, 4, 1, tma=False)]
     few = 16 if rows <= 16 else 32
@@ -222,7 +230,7 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     tokens, heads, rank = q_latent.shape
     requests, rope_dim, page, fp8 = kv_lens.shape[0], q_rope.shape[-1], cache.shape[1], cache.dtype == torch.uint8
     queries = tokens // requests
-    config = config or configs_for(queries * heads, q_latent.dtype, fp8)[0]
+    config = config or config_for(q_latent, queries * heads, fp8, requests, max_kv_len)
     plan = plan or mla_plan(kv_lens, max_kv_len, queries, heads, rank, config)
     out = torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
     rows = cache.flatten(0, 1)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.triton import tuning
 from rorqual.ops.triton.gqa_decode import padded
 from rorqual.ops.triton.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
 
@@ -30,8 +31,14 @@ class Config:
     tma: bool = True
 
 
+def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> Config:
+    """The configuration for that many queries of a request."""
+    shape = {"heads": q.shape[1], "groups": groups, "width": q.shape[2], "paged": paged, "queries": queries}
+    return tuning.choose("prefill", Config, q.device, dtype=str(q.dtype)[6:], **shape)
+
+
 def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[Config]:
-    """What is worth trying for that head size and that many queries of a request; the first is the default. For the tune command."""
+    """What is worth trying for that head size and that many queries of a request. For the tune command."""
     if dtype == torch.float32:
         return [Config(16, 16, 4, 1, tma=False)]
     if queries <= 16:
@@ -143,7 +150,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, q
             kv_lens: Tensor, max_query_len: int, scale: float, out: Tensor | None, config: Config | None) -> Tensor:  # fmt: skip
     """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
     tokens, heads, width = q.shape
-    config = config or configs_for(width, q.dtype, max_query_len)[0]
+    config = config or config_for(q, k.shape[1], tables is not None, max_query_len)
     main, tail = _parts(width)
     out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device) if out is None else out
     v_width = padded(v.shape[2])

@@ -1,0 +1,226 @@
+"""Tuned configurations: what ships, what a user's file changes and for whom, and how the search keeps what it finds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ops.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
+
+if SKIP_REASON:
+    pytest.skip(SKIP_REASON, allow_module_level=True)
+
+# isort: split
+import torch
+import triton
+
+from rorqual.bench import kernels_experts, kernels_tuning
+from rorqual.errors import ConfigError
+from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.triton import experts, gqa_decode, linear_small, mla_decode, prefill, tuning
+from rorqual.ops.triton.launch import keep_compiled
+from rorqual.ops.triton.linear_fp8 import LinearPlan
+
+pytestmark = needs_triton
+
+KINDS = {
+    "experts": experts.Plan, "experts_direct": experts.DirectPlan, "linear_fp8": LinearPlan, "linear_small": linear_small.SmallPlan,
+    "gqa_decode": gqa_decode.Config, "mla_decode": mla_decode.Config, "prefill": prefill.Config,
+}  # fmt: skip
+CARD = tuning.Card("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
+FOUND = LinearPlan(16, 64, 8, 3, split=2)
+
+
+def forget() -> None:
+    for cached in (tuning._chosen, tuning._own, tuning.shipped):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("RORQUAL_CACHE", str(tmp_path))
+    forget()
+    yield tmp_path
+    forget()
+
+
+@pytest.fixture
+def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Kernels believe they are on this card."""
+
+    def put(card: tuning.Card = CARD) -> None:
+        forget()
+        monkeypatch.setattr(tuning, "card_of", lambda device: card)
+
+    put()
+    return put
+
+
+def linear_plan(tokens: int, rows: int = 2112, columns: int = 7168) -> LinearPlan:
+    return tuning.choose("linear_fp8", LinearPlan, torch.device(DEVICE), tokens=tokens, rows=rows, columns=columns)
+
+
+# ---- what ships
+
+
+def test_every_shipped_rule_is_a_configuration() -> None:
+    paths = sorted(tuning.SHIPPED.glob("*.json"))
+    cards = [json.loads(path.read_text())["card"] for path in paths]
+    assert tuning.DEFAULT_CARD in cards
+    assert len(set(cards)) == len(cards)
+    for path in paths:
+        rules = tuning.read(path)
+        assert rules.keys() == KINDS.keys()
+        for kernel, made in KINDS.items():
+            assert all(isinstance(tuning.build(made, rule.config), made) for rule in rules[kernel])
+
+
+def test_shipped_choices() -> None:
+    """Among them the edges of their ranges."""
+    small = LinearPlan(16, 64, 4, 6, split=8)
+    assert [linear_plan(t) for t in (1, 16)] == [small, small]
+    assert [linear_plan(t).m for t in (17, 64, 65, 256, 257)] == [32, 64, 128, 128, 128]
+    assert linear_plan(257).halves
+    assert not linear_plan(256).halves
+    down = Weight(torch.empty(128, 64, 32, dtype=torch.bfloat16))
+    assert [experts.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)] == [16, 16, 32, 32, 64, 128]
+    assert experts.plan_for(down, 5).up == experts.Tile(128, 128, 4, 3, tma=True)
+    quantised = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
+    assert [experts.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 32]
+    q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)
+    assert [gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))] == [64, 64, 128]
+    assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [3, 5]
+    assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [16, 32, 64]
+    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2, tma=False)
+    assert mla_decode.config_for(q.float(), 128, True, 1, 99).block_n == 16
+    assert prefill.config_for(q, 4, True, 16) == prefill.Config(16, 64, 4, 3)
+    assert prefill.config_for(torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096) == prefill.Config(128, 64, 8, 3)
+
+
+# ---- a user's own
+
+
+def test_a_stored_configuration_is_for_its_shape_card_and_versions(on_card: Callable[..., None], folder: Path) -> None:
+    before = linear_plan(64)
+    path = tuning.store(CARD, "linear_fp8", {"rows": 2112, "columns": 7168, "tokens": tuning.near(64)}, FOUND, 12.345)
+    assert path.parent == folder / "tuned"
+    assert json.loads(path.read_text())["triton"] == "3.6.0"
+    assert [linear_plan(t) == FOUND for t in (45, 46, 64, 89, 90)] == [False, True, True, True, False]
+    assert linear_plan(64, rows=2048) == before
+    for other in ("name", "capability", "torch", "triton"):
+        on_card(tuning.Card(**{**vars(CARD), other: "9.9"}))
+        assert linear_plan(64) == before, other
+    on_card(CARD)
+    assert linear_plan(64) == FOUND
+
+
+def test_a_second_search_takes_the_place_of_the_first(on_card: Callable[..., None]) -> None:
+    shape = {"rows": 2112, "columns": 7168, "tokens": [1, 4]}
+    tuning.store(CARD, "linear_fp8", shape, FOUND, 12.0)
+    tuning.store(CARD, "mla_decode", {"rows": 16}, mla_decode.Config(16, 32, 4, 2), 9.0)
+    tuning.store(CARD, "linear_fp8", shape, LinearPlan(16, 128, 4, 4), 11.0)
+    assert linear_plan(1) == LinearPlan(16, 128, 4, 4)
+    assert {kernel: len(rules) for kernel, rules in tuning.read(CARD.file).items()} == {"linear_fp8": 1, "mla_decode": 1}
+
+
+def test_a_failed_write_leaves_the_old_file(on_card: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tuning.store(CARD, "linear_fp8", {"tokens": 1}, FOUND, 12.0)
+    before = path.read_text()
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space"):
+        tuning.store(CARD, "linear_fp8", {"tokens": 2}, FOUND, 12.0)
+    assert path.read_text() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 0, "kernels": {}}', '{"format": 1, "kernels": {"linear_fp8": [{}]}}'])
+def test_a_damaged_file_is_passed_by_and_never_overwritten(
+    on_card: Callable[..., None], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    CARD.file.parent.mkdir()
+    CARD.file.write_text(text)
+    with caplog.at_level(logging.WARNING, logger="rorqual"):
+        assert linear_plan(1) == LinearPlan(16, 64, 4, 6, split=8)
+    assert str(CARD.file) in caplog.text
+    with pytest.raises(ConfigError, match="tuned"):
+        tuning.store(CARD, "linear_fp8", {"tokens": 1}, FOUND, 12.0)
+    assert CARD.file.read_text() == text
+
+
+@pytest.mark.parametrize("change", [{"color": 3}, {"m": "16"}, {"m": None}])
+def test_a_configuration_of_another_version_is_passed_by(on_card: Callable[..., None], change: dict[str, Any]) -> None:
+    tuning.store(CARD, "linear_fp8", {"tokens": 1}, FOUND, 12.0)
+    data = json.loads(CARD.file.read_text())
+    data["kernels"]["linear_fp8"][0]["config"] |= change
+    CARD.file.write_text(json.dumps(data))
+    forget()
+    assert linear_plan(1) == LinearPlan(16, 64, 4, 6, split=8)
+
+
+# ---- the search
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No card to time on: every option takes less than the one before it."""
+    times = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(kernels_experts, "compiling", nullcontext)
+    monkeypatch.setattr(kernels_experts, "median_us", lambda calls, replays=15: float(next(times)))
+
+
+def test_the_search_keeps_the_fastest_that_is_right(on_card: Callable[..., None], clock: None, capsys: pytest.CaptureFixture[str]) -> None:
+    def calls(plan: LinearPlan) -> list[Callable[[], torch.Tensor]]:
+        return [lambda: torch.full((3,), float("nan") if plan.warps == 16 else 2.0 if plan.warps == 8 else 1.0)]
+
+    used, good, wrong, unwritten = (LinearPlan(16, 64, warps, stages) for warps, stages in ((4, 2), (4, 3), (8, 3), (16, 3)))
+    results = kernels_tuning.timed("some", [used, good, wrong, unwritten], calls)
+    assert [plan for _, plan in results] == [unwritten, wrong, good, used]
+    kernels_tuning.keep("linear_fp8", {"tokens": 7}, results, calls, used, 1e-3, torch.device(DEVICE))
+    assert linear_plan(7) == good
+    assert capsys.readouterr().out.count("another result") == 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="times are invented")
+def test_searches_store_what_their_kernels_then_take(on_card: Callable[..., None], clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    monkeypatch.setattr(kernels_experts, "ROTATE", 1)
+    monkeypatch.setattr(
+        kernels_tuning, "tile_candidates", lambda kind, rows, first: [experts.Tile(32, 32, 4, 2), experts.Tile(16, 64, 4, 2)]
+    )
+    monkeypatch.setattr(kernels_tuning, "row_candidates", lambda picks, slots: [16])
+    monkeypatch.setattr(kernels_tuning, "linear_candidates", lambda tokens: [FOUND])
+    monkeypatch.setattr(kernels_tuning, "small_candidates", lambda tokens: [linear_small.SmallPlan(2, 256, 4, 1)])
+    kernels_tuning.tune_linear(128, 256, 4, device)
+    assert linear_plan(4, 128, 256) == FOUND
+    kernels_tuning.tune_small(64, 512, 2, device)
+    assert linear_small.plan_for(torch.empty(64, 512), 2) == linear_small.SmallPlan(2, 256, 4, 1)
+    shape = kernels_experts.ExpertShape("bf16", 4, 64, 32, 2)
+    kernels_tuning.tune_experts(shape, 20, device)
+    plan = experts.plan_for(Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16)), 40)
+    assert plan.up == plan.down == experts.Tile(16, 64, 4, 2)
+    assert experts.plan_for(Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16)), 400).up != plan.up
+
+
+def test_case_names_of_searches_are_those_of_the_table() -> None:
+    names = {case.name for case in kernels_experts.cases()}
+    assert {search.name for search in kernels_tuning.searches()} <= names
+
+
+# ---- compiled kernels
+
+
+def test_compiled_kernels_stay_in_the_cache_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", "elsewhere")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    keep_compiled()
+    assert triton.knobs.cache.dir == "elsewhere", "the user has chosen"
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    keep_compiled()
+    assert triton.knobs.cache.dir == str(folder / "triton")
