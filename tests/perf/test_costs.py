@@ -15,7 +15,7 @@ import rorqual
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config import ModelConfig, QuantConfig
-from rorqual.engine.engine import weight_bytes as engine_bytes
+from rorqual.engine.rank import weight_bytes as engine_bytes
 from rorqual.errors import ConfigError
 from rorqual.layers.mla import MLA
 from rorqual.layers.parameter import Build

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.config import GQAConfig, ModelConfig
-from rorqual.engine.engine import weight_bytes as engine_bytes
+from rorqual.engine.rank import weight_bytes as engine_bytes
 from rorqual.layers.parameter import Build
 from rorqual.layers.step import Step
 from rorqual.models.loader import random_weights
