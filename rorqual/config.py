@@ -11,12 +11,15 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rorqual.errors import ConfigError
+
+TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,22 @@ def die_with_parent() -> None:
     """Have the kernel end this process when the one that started it ends (Linux)."""
     signal_on_parent_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
     ctypes.CDLL(None).prctl(signal_on_parent_death, signal.SIGKILL)
+
+
+@contextmanager
+def compiler_caches_in(folder: Path) -> Iterator[None]:
+    """torch.compile reads and writes its caches in `folder` meanwhile. torch takes that place from the environment and from nowhere
+    else, so the variable is set for as long as something is compiled. The folder is the user's alone: what torch finds there, it runs."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    before = os.environ.get(TORCH_CACHE)
+    os.environ[TORCH_CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TORCH_CACHE]
+        else:
+            os.environ[TORCH_CACHE] = before
 
 
 def compiler() -> str | None:

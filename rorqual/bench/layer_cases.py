@@ -153,12 +153,22 @@ class Cache:
 
 
 def embed_cases(bench: Bench) -> Iterator[Case]:
-    config, ops = bench.config, bench.build.ops
+    """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by the host), `cpu+h2d` (and copied over)
+    and `pinned` (read by the device's own kernel, as `embed_device: cpu` does)."""
+    config, ops, platform = bench.config, bench.build.ops, bench.platform
     table = bench.build.empty(config.vocab_size, config.hidden_size).normal_()
-    for n in bench.tokens:
-        ids = torch.randint(config.vocab_size, (n,), device=bench.device)
-        cost = Op("embed", "embedding", 0, float(n * config.hidden_size * table.element_size()))
-        yield Case("embed_tokens", "table", "tokens", n, partial(ops.embed, ids, table), cost, table.numel())
+    draws = {n: torch.randint(config.vocab_size, (n,)) for n in bench.tokens}
+    runs: dict[str, Callable[[Tensor], Callable[[], object]]] = {}
+    if platform.name != "cpu":
+        host = platform.host_empty(tuple(table.shape), table.dtype).copy_(table)
+        runs["cpu"] = lambda ids: partial(host.index_select, 0, ids)
+        runs["cpu+h2d"] = lambda ids: lambda: platform.to_device(host.index_select(0, ids))
+        runs["pinned"] = lambda ids: partial(ops.embed, ids.to(bench.device), host)
+    runs["device"] = lambda ids: partial(ops.embed, ids.to(bench.device), table)
+    for variant, run in runs.items():
+        for n, ids in draws.items():
+            cost = Op("embed", "embedding", 0, float(n * config.hidden_size * table.element_size()))
+            yield Case("embed_tokens", variant, "tokens", n, run(ids), cost, table.numel())
 
 
 def mlp_cases(bench: Bench) -> Iterator[Case]:

@@ -181,6 +181,8 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float) -
     if config.next_n:
         row.step_ms = 1e3 * statistics.median(steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats))
     row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
+    if compiled := engine.stats.compiled:
+        row.settings += f", compile: {compiled.variants} variants, {compiled.from_cache} from the cache, {compiled.seconds:.1f} s"
     if engine.speculation:
         row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
@@ -229,8 +231,8 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> float:
 
 
 def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
-    """Distinct experts a layer in one decode step of these prompts, averaged over layers; counted in a step of its own, unrecorded.
-    None on several ranks, each of which sees its own tokens alone."""
+    """Distinct experts a layer in one decode step of these prompts, averaged over layers. Counted in a step of its own, neither
+    recorded nor compiled. None on several ranks, each of which sees its own tokens alone."""
     engine, layers = llm.engine, llm.engine.model.moe_layers()
     if engine.group is not None:
         return None
@@ -241,7 +243,8 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
         engine.step()
     while engine.in_flight:
         engine.collect()
-    graphs, engine.runner.graphs = engine.runner.graphs, None
+    runner = engine.runner
+    graphs, compiled, runner.graphs, runner.compiled = runner.graphs, runner.compiled, None, None
     for layer in layers:
         layer.exchange.load.zero_()
         layer.exchange.record_load = True
@@ -249,7 +252,7 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
     engine.collect()
     for layer in layers:
         layer.exchange.record_load = engine.config.record_expert_load
-    engine.runner.graphs = graphs
+    runner.graphs, runner.compiled = graphs, compiled
     for request in work:
         engine.abort(request.id)
     while engine.has_work:

@@ -14,6 +14,7 @@ from rorqual.commands.options import (
     Dp,
     Drafter,
     Dtype,
+    Embed,
     Ep,
     Json,
     Mode,
@@ -53,6 +54,7 @@ def bench_offline(
     max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
     layers: Annotated[int | None, typer.Option(help="Cut a random model to this many layers.")] = None,
     exe_mode: Mode = "auto",
+    embed_device: Embed = "auto",
     groups: Annotated[int, typer.Option(help="Batches of different prompts, one after the other.")] = 1,
     temperature: Annotated[float, typer.Option()] = 0.0,
     next_n: Annotated[str, typer.Option("--next-n", help="Speculative drafts a step; several, comma-separated, are compared.")] = "0",
@@ -88,6 +90,7 @@ def bench_offline(
             threads=threads,
             num_layers=layers,
             exe_mode=exe_mode,
+            embed_device=embed_device,
             tp=tp,
             dp=dp,
             pp=pp,
@@ -137,7 +140,8 @@ def bench_layers(
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
-    """Time each module by itself: embedding, MLPs, attention in all forms, experts under three kinds of routing."""
+    """Time each module by itself: embedding (on a card with its table there and in host memory), MLPs, attention in all forms, experts
+    under three kinds of routing."""
     from rorqual.bench import layers
 
     rows = layers.bench(

@@ -19,7 +19,14 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Prefill = Annotated[str, typer.Option("--mla-prefill", help="MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")]
 Decode = Annotated[str, typer.Option("--mla-decode", help="MLA form for decode steps.")]
 Ignored = Annotated[list[str] | None, typer.Option("--ignore-config-field", help="A config.json field to disregard; may be repeated.")]
-Mode = Annotated[str, typer.Option("--exe-mode", help="auto, eager or graph (also acl_graph, reduce-overhead).")]
+Mode = Annotated[
+    str,
+    typer.Option(
+        "--exe-mode",
+        help="auto, eager, graph (also acl_graph, reduce-overhead), or compile (also ge_graph, max-autotune): torch.compile, with a cache.",
+    ),
+]
+Embed = Annotated[str, typer.Option("--embed-device", help="auto, or cpu: the embedding table stays in host memory.")]
 NextN = Annotated[int, typer.Option("--next-n", help="Speculative drafts a step; 0 is off.")]
 Drafter = Annotated[str, typer.Option(help="Who guesses: mtp (the checkpoint's prediction module; auto is the same) or ngram (look-up).")]
 Policy = Annotated[str, typer.Option("--next-n-policy", help="fixed, or adaptive: fewer drafts where that is faster, by batch size.")]

@@ -10,8 +10,12 @@ from rorqual.cache.spec import check_forms
 from rorqual.errors import ConfigError
 from rorqual.parallel_config import ParallelConfig
 
-# The documents' names for the two recorded modes are understood too.
-EXE_MODES = {"auto": "auto", "eager": "eager", "graph": "graph", "acl_graph": "graph", "reduce-overhead": "graph"}
+# The documents' names for the modes are understood too.
+EXE_MODES = {
+    "auto": "auto", "eager": "eager", "graph": "graph", "acl_graph": "graph", "reduce-overhead": "graph",
+    "compile": "compile", "ge_graph": "compile", "max-autotune": "compile",
+}  # fmt: skip
+EMBED_DEVICES = ("auto", "cpu")
 DRAFTERS = ("auto", "mtp", "ngram")
 NEXT_N_POLICIES = ("fixed", "adaptive")
 MOST_NEXT_N = 8
@@ -41,7 +45,10 @@ class EngineConfig:
 
     kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one request in a step.
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
-    (decode steps recorded and replayed), or `auto`: graph where the device has it. steps_in_flight: launched before the first is read.
+    (decode steps recorded and replayed), or `compile` (the forward pass of decode steps goes through torch.compile, with a cache that
+    survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. steps_in_flight: launched
+    before the first is read. embed_device: `cpu` keeps the embedding table in pinned host memory, from where the device reads rows;
+    `auto` is the device. On a CPU both are the same.
 
     Speculation: next_n drafts a request and step, 0 for none, made by `drafter`: `mtp` (the checkpoint's prediction modules; `auto` is
     the same), or `ngram` (look-up in the request's own text, for every model). next_n_policy `adaptive` lets a controller lower
@@ -71,6 +78,7 @@ class EngineConfig:
     mla_decode: str = "A_CC_ME"
     steps_in_flight: int | None = None
     exe_mode: str = "auto"
+    embed_device: str = "auto"
     num_layers: int | None = None
     next_n: int = 0
     drafter: str = "auto"
@@ -99,6 +107,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; accepted: {', '.join(DTYPES)}")
         if self.exe_mode not in EXE_MODES:
             raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported; accepted: {', '.join(EXE_MODES)}")
+        if EXE_MODES[self.exe_mode] == "compile" and self.mla_decode == "CC":
+            raise ConfigError(f"exe_mode={self.exe_mode!r} does not go with mla_decode='CC'; accepted: CD, A_CC, A_CC_ME, AM_CC_ME")
+        if self.embed_device not in EMBED_DEVICES:
+            raise ConfigError(f"embed_device={self.embed_device!r} is not supported; accepted: {', '.join(EMBED_DEVICES)}")
         if self.num_layers is not None and self.weights != "random":
             raise ConfigError(f"num_layers={self.num_layers} goes with weights='random' alone")
         if self.weights not in ("checkpoint", "random"):
@@ -120,6 +132,8 @@ class EngineConfig:
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600")
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
+        if EXE_MODES[self.exe_mode] == "compile" and not self.parallel.is_single:
+            raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: auto, eager, graph")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
 

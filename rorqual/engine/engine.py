@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.grammar import Grammars
@@ -18,6 +18,9 @@ from rorqual.errors import RequestError
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 from rorqual.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from rorqual.engine.compiled import CompileStats
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Stats:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     startup: dict[str, float] = field(default_factory=dict)
+    compiled: CompileStats | None = None
 
 
 class Engine:
@@ -57,6 +61,7 @@ class Engine:
         self.speculation, self.mtp_layers = rank.speculation, rank.mtp_layers
         self.controller = Controller(config.next_n, adaptive=config.next_n_policy == "adaptive")
         self.stats = Stats(drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=rank.startup)
+        self.stats.compiled = rank.compiled.stats if rank.compiled else None
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self._collected = 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from rorqual.ops.table import ops_for
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel_config import check_parallel
 from rorqual.platforms.base import Platform
+
+if TYPE_CHECKING:
+    from rorqual.engine.compiled import CompiledForward
 
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
@@ -61,7 +64,9 @@ class Rank:
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
-        self.runner = ModelRunner(self.model, pool, platform, config.max_num_seqs, self.max_row_len, self._graphs(), self.speculation)
+        self.compiled = self._compiled(pool)
+        sizes = (config.max_num_seqs, self.max_row_len)
+        self.runner = ModelRunner(self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled)
         choices = next_n_choices(config.next_n, config.next_n_policy == "adaptive")
         self._phase("graphs", lambda: self.runner.record(RECORDED, choices))
 
@@ -92,15 +97,38 @@ class Rank:
     def _graphs(self) -> bool:
         mode = EXE_MODES[self.config.exe_mode]
         if mode == "graph" and not self.platform.has_graphs:
-            raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager")
+            raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager, compile")
         return mode != "eager" and self.platform.has_graphs and all(layer.exchange.capturable for layer in self.model.moe_layers())
+
+    @property
+    def compiles(self) -> bool:
+        return EXE_MODES[self.config.exe_mode] == "compile"
+
+    def _compiled(self, pool: KVPool) -> CompiledForward | None:
+        if not self.compiles:
+            return None
+        from rorqual.engine.compiled import CompiledForward, code_folder
+        from rorqual.ops.traced import TracedOps
+
+        assert isinstance(self.model.ops, TracedOps)
+        return CompiledForward(self.model, pool, self.model.ops, code_folder(self.platform.describe()))
 
     # ---- the model
 
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
         dtype = getattr(torch, self.dtype)
-        return Build(ops_for(self.platform.name), dtype, device, self.model_config.quant, gain, mesh=self.mesh)
+        ops = ops_for(self.platform.name)
+        if self.compiles:
+            from rorqual.ops.traced import TracedOps  # its operators are made only where something is compiled
+
+            ops = TracedOps(ops, self.model_config.moe)
+        host = self.platform.host_empty if self.embeds_on_host and device == self.platform.device else None
+        return Build(ops, dtype, device, self.model_config.quant, gain, mesh=self.mesh, embedding_memory=host)
+
+    @property
+    def embeds_on_host(self) -> bool:
+        return self.config.embed_device == "cpu"
 
     def _make(self, device: torch.device) -> Transformer:
         forms = (self.config.mla_prefill, self.config.mla_decode)
@@ -108,6 +136,8 @@ class Rank:
         return make_model(self.model_config, self._build(device), self.max_row_len, *forms, with_mtp)
 
     def _load(self) -> Transformer:
+        if self.embeds_on_host and self.model_config.tie_embeddings:
+            raise ConfigError("embed_device='cpu': this model's head is its embedding and must lie on the device; accepted: auto")
         self._check_memory()
         model = self._make(self.platform.device)
         if self.config.weights == "random":
@@ -123,6 +153,8 @@ class Rank:
         model = self._make(torch.device("meta"))
         model.finalize()
         need = weight_bytes(model)
+        if self.embeds_on_host and self.platform.name != "cpu" and model.embed is not None:
+            need -= model.embedding.numel() * model.embedding.element_size()
         free = self.platform.available_memory()
         if need > free:
             raise CapacityError(f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {self.platform.name}")

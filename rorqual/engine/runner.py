@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,14 @@ from rorqual.engine.plan import Common, Plan, StepResult
 from rorqual.engine.rows import Rows
 from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
 from rorqual.engine.speculative import Drafter, Drafting, LookupDrafter, MTPDrafter, Verifier
+from rorqual.layers.step import Step
 from rorqual.models.transformer import Transformer
 from rorqual.parallel.overlap import straight
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
+
+if TYPE_CHECKING:
+    from rorqual.engine.compiled import CompiledForward
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,10 @@ class ModelRunner:
         max_len: int,
         graphs: bool = False,
         speculation: Speculation | None = None,
+        compiled: CompiledForward | None = None,
     ):
-        """`max_len`: positions a row may reach, the drafts of all steps in flight included."""
+        """`max_len`: positions a row may reach, the drafts of all steps in flight included. `compiled` computes steps of decoding alone."""
+        self.compiled = compiled
         self.model, self.pool, self.platform, self.max_len = model, pool, platform, max_len
         most = speculation.next_n if speculation else 0
         self.rows = Rows(max_num_seqs, -(-max_len // pool.spec.page_size), model.config.vocab_size, platform, most, model.ops)
@@ -85,12 +92,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def record(self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,)) -> None:
-        """Record decode graphs for every batch bucket; without graphs there is nothing to do."""
+        """Compile the forward pass where asked to, and record decode graphs for every batch bucket where there are graphs."""
+        if self.compiled:
+            with self.platform.stream():
+                self.compiled.compile(self._examples(next_ns))
         if self.graphs:
             if self.drafter and self.drafter.reads_hidden and set(variants) != {Variant.GREEDY}:
                 self.rows.keep_probs()  # recordings must not see it move
             with self.platform.stream():
                 self.graphs.record(variants, next_ns)
+
+    def _examples(self, next_ns: tuple[int, ...]) -> list[Step]:
+        """Steps of padding rows: one token if there can be one alone, and several if there can be several."""
+        most = max(next_ns)
+        shapes = [(1, 0)] if 0 in next_ns else []
+        if most or self.rows.padding > 1:
+            requests = 2 if self.pool.num_pages != 2 * (most + 1) else 3
+            shapes.append((requests, most))
+        return [self._padding_step(*shape) for shape in shapes]
+
+    def _padding_step(self, requests: int, next_n: int) -> Step:
+        slots = torch.full((requests,), self.rows.padding, dtype=torch.int64, device=self.platform.device)
+        return self.build.batch(self.build.decode(slots, (next_n + 1,) * requests, next_n), None).step
 
     @torch.inference_mode()
     def launch(self, plan: Plan, common: Common | None = None) -> Pending:
@@ -176,6 +199,8 @@ class ModelRunner:
 
     def _hidden(self, batch: Batch) -> Tensor:
         """[T, hidden] where a drafter reads all of them, else those of the step's logit rows."""
+        if self.compiled and batch.prefill is None:
+            return self.compiled(batch.step)
         return straight(self.model.forward(batch.step, every_row=self.drafter is not None and self.drafter.reads_hidden))
 
     def _logits(self, batch: Batch, hidden: Tensor, common: Common) -> Tensor:

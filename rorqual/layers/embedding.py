@@ -21,7 +21,7 @@ class Embedding:
         self.name, self.whole = name, (vocabulary, hidden)
         self.cut = build.mesh.axes[axis].cut
         self.start, self.stop = self.cut.span(vocabulary)
-        self.table = build.empty(self.stop - self.start, hidden)
+        self.table = build.embedding(self.stop - self.start, hidden)
 
     def forward(self, ids: Tensor, layout: Layout) -> Tensor:
         if self.cut.count == 1:

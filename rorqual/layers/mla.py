@@ -87,6 +87,7 @@ class MLA:
             LATENT_NORM_EPS,
             self.interleaved,
             keep_query_input=materialised,
+            layer=self.index,
         )
         self.materialised: tuple[Weight, Weight, Weight] | None = None
         if materialised:

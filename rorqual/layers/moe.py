@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class DenseMLP:
 
     def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
+
+    straight = forward
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         return self.forward(x, layout)
@@ -72,12 +75,27 @@ class MoE:
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         """submit | run_experts beside the shared expert | wait. Yields at each hand-over."""
+        ticket = self.submit(x, layout)
+        yield
+        shared = self.run_experts(x, ticket, layout)
+        yield
+        return self.wait(ticket, shared)
+
+    def straight(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
+        """The same stages without hand-overs."""
+        ticket = self.submit(x, layout)
+        return self.wait(ticket, self.run_experts(x, ticket, layout))
+
+    def submit(self, x: Tensor, layout: Layout) -> Any:
         ids, weights = self.route(x)
-        ticket = self.exchange.submit(x, ids, weights, layout)
-        yield
+        return self.exchange.submit(x, ids, weights, layout)
+
+    def run_experts(self, x: Tensor, ticket: Any, layout: Layout) -> Tensor | None:
+        """Returns the shared expert's part."""
         self.exchange.run_experts(ticket)
-        shared = self.shared.forward(x, layout) if self.shared else None
-        yield
+        return self.shared.forward(x, layout) if self.shared else None
+
+    def wait(self, ticket: Any, shared: Tensor | None) -> Tensor:
         y = self.exchange.wait(ticket)
         return y if shared is None else y + shared
 

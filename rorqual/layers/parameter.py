@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.table import Ops
 from rorqual.parallel.mesh import Mesh
 
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 # A random fp8 weight is drawn with this standard deviation in fp8 units: 448 then lies at five sigma.
 FP8_STD = 89.6
 
@@ -63,9 +64,15 @@ class Build:
     quant: QuantConfig | None = None
     residual_gain: float = 1.0  # shrinks the random weights that write to the residual stream
     mesh: Mesh = field(default_factory=Mesh.single)
+    embedding_memory: Allocate | None = None  # makes the embedding table elsewhere than on `device`: in host memory the device can read
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+
+    def embedding(self, rows: int, columns: int) -> Tensor:
+        """An embedding table, [rows, columns]."""
+        make = self.embedding_memory
+        return make((rows, columns), self.dtype) if make else self.empty(rows, columns)
 
     def is_quantised(self, module: str) -> bool:
         return self.quant is not None and self.quant.covers(module)

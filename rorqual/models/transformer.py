@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rorqual.config import ModelConfig
 from rorqual.layers.embedding import Embedding, Head
+from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
@@ -41,12 +42,20 @@ class Layer:
         self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        layout = step.layout
-        h, residual = layout.to_attention(self.input_norm, x, residual)
-        h = self.attention.forward(h, step)
-        h, residual = layout.to_ffn(self.post_norm, h, residual)
-        h = yield from self.mlp.stages(h, layout)
+        h, residual = self.attend(x, residual, step)
+        h = yield from self.mlp.stages(h, step.layout)
         return h, residual
+
+    def straight(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """forward without hand-overs."""
+        h, residual = self.attend(x, residual, step)
+        return self.mlp.straight(h, step.layout), residual
+
+    def attend(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """(input of the feed-forward part, residual stream)"""
+        h, residual = step.layout.to_attention(self.input_norm, x, residual)
+        h = self.attention.forward(h, step)
+        return step.layout.to_ffn(self.post_norm, h, residual)
 
     def targets(self) -> Iterator[Target]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
@@ -100,6 +109,15 @@ class Transformer:
         if not self.mesh.last_stage:
             return self._pass_on(x, residual)
         return layout.leave(self.norm, x, residual, None if every_row else step.logit_rows)
+
+    def straight(self, step: Step) -> Tensor:
+        """`forward` of every row on one device, as one chain of calls: what a compiler traces."""
+        assert self.embed is not None
+        x, residual = self.embed.forward(step.token_ids, step.layout), None
+        for layer in self.layers:
+            x, residual = layer.straight(x, residual, step)
+        assert residual is not None
+        return step.layout.leave(self.norm, x, residual, None)
 
     def _enter(self, step: Step) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
         """Embedded tokens, or what the stage before sends: (hidden, residual) as its last layer left them."""
@@ -159,6 +177,10 @@ class Transformer:
 
     def derived(self) -> list[Tensor]:
         """Tensors made from weights by `finalize` and kept beside them."""
+        return []
+
+    def attentions(self) -> list[MLA]:
+        """Latent attention layers, those of prediction modules included."""
         return []
 
     def moe_layers(self) -> list[MoE]:

@@ -25,6 +25,7 @@ NATIVE_ROWS = 128
 # Rows up to which norms, routers and small experts stay native too: there torch's many passes cost more than its products save.
 MANY_ROWS = 4096
 NATIVE_ELEMENTS = 4 * 2**20
+NATIVE_ENTRIES = ("add_norm", "linear", "mlp", "mla_prologue", "mla_absorbed", "gqa_prologue", "router")
 NATIVE_SCORES = 32 * 2**20
 
 
@@ -37,6 +38,12 @@ class CpuOps(Ops):
         kernels = library() if native else None
         self.native = Native(kernels) if kernels else None
         self.fits: dict[tuple[int, torch.dtype], bool] = {}
+
+    def opaque(self, entry: str, *weights: Tensor) -> bool:
+        """Where the compiled kernels fit they fuse more than inductor would."""
+        if self.native is None or entry not in NATIVE_ENTRIES:
+            return False
+        return all(weight.dtype in STORAGE and weight.numel() <= NATIVE_ELEMENTS for weight in weights)
 
     def _native(self, x: Tensor, *weights: Tensor, rows: int = NATIVE_ROWS) -> Native | None:
         """The compiled kernels, where this call suits them: few rows of a known format, small weights of the same format."""

@@ -65,6 +65,7 @@ class MLAWeights:
     eps: float
     interleaved: bool
     keep_query_input: bool = False  # the materialised form reads the query input; the others have no use for it
+    layer: int = 0  # which layer of the model
     scratch: Any = None  # whatever a backend derives once a layer
 
     @property
@@ -92,8 +93,15 @@ class Ops:
 
     name = "reference"
 
+    def opaque(self, entry: str, *weights: Tensor) -> bool:
+        """Whether a kernel of this backend serves `entry` for these weights, into which torch.compile must not look (ops/traced.py)."""
+        return False
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        return table.index_select(0, ids)
+        """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. A table in host memory costs a wait for the ids here."""
+        if table.device == ids.device:
+            return table.index_select(0, ids)
+        return table.index_select(0, ids.to(table.device)).to(ids.device)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.norm(x, weight, eps)

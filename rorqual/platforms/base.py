@@ -24,6 +24,10 @@ class Platform:
     def __init__(self, device: torch.device):
         self.device = device
 
+    def describe(self) -> str:
+        """The device's model and what it can do: what compiled code depends on."""
+        return self.name
+
     def total_memory(self) -> int:
         """Bytes of device memory."""
         raise AssertionError("platforms say how much memory they have")
@@ -42,6 +46,10 @@ class Platform:
     def to_device(self, data: Tensor) -> Tensor:
         """A host tensor on the device, without waiting."""
         return data
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that the device's kernels can read, for as long as the tensor lives."""
+        return torch.empty(shape, dtype=dtype)
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record device work; the result replays it and returns the same output tensor each time, overwritten."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform as host
 from pathlib import Path
+
+import torch
 
 from rorqual.platforms.base import Platform
 
@@ -26,6 +29,9 @@ def _cgroup_free() -> float:
 
 class CpuPlatform(Platform):
     name = "cpu"
+
+    def describe(self) -> str:
+        return f"cpu {host.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
     def total_memory(self) -> int:
         return _meminfo("MemTotal")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rorqual.errors import CapacityError
 from rorqual.platforms.base import Platform
 
 
@@ -21,6 +23,9 @@ class CudaPlatform(Platform):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.pool: Any = None
+
+    def describe(self) -> str:
+        return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_capability(self.device)}"
 
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
@@ -45,6 +50,13 @@ class CudaPlatform(Platform):
 
     def to_device(self, data: Tensor) -> Tensor:
         return data.pin_memory().to(self.device, non_blocking=True)
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Pinned, hence mapped into the card's address space at the same address."""
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            raise CapacityError(f"no {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB of host memory can be pinned") from error
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run twice on a side stream first: kernels compile, libraries make their workspaces. All recordings share one memory pool."""

@@ -67,6 +67,24 @@ def test_every_module_at_every_size(rows: list[Row]) -> None:
     assert len(rows) == len(TOKENS) * (1 + 1 + 2 * 5 + 2 + 3 + 2)
 
 
+def test_embedding_tables_here_and_there() -> None:
+    """On a device with memory of its own: rows gathered by the host, copied over as well, read by the device, and at home there."""
+
+    class Card(CpuPlatform):
+        name = "card"
+
+    bench = replace(bench_of(config_of("deepseek-v3")), platform=Card(torch.device("cpu")))
+    found: dict[int, list[torch.Tensor]] = {}
+    for case in CASES["embed_tokens"](bench):
+        out = case.run()
+        assert isinstance(out, torch.Tensor)
+        found.setdefault(case.n, []).append(out)
+    assert [case.variant for case in CASES["embed_tokens"](bench)][:: len(TOKENS)] == ["cpu", "cpu+h2d", "pinned", "device"]
+    assert set(found) == set(TOKENS)
+    for outs in found.values():
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+
 def test_qwen_has_other_modules() -> None:
     found = quick(config_of("qwen3-30b-a3b"))
     assert {row.module for row in found} == {"embed_tokens", "gqa", "moe", "backbone"}

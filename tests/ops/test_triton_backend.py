@@ -14,6 +14,7 @@ if SKIP_REASON is not None:
 pytest.importorskip("safetensors")
 
 from rorqual.ops.table import Ops
+from rorqual.ops.triton import embedding
 from rorqual.ops.triton.backend import TritonOps
 from tests.gpu.device_driver import all_logits, random_model, with_ops
 
@@ -45,6 +46,14 @@ def both(config: dict[str, Any], dtype: str = "float32", forms: tuple[str, str] 
     model = random_model(config, TritonOps(), dtype, torch.device(DEVICE), forms)
     got = all_logits(model, ids, CUTS, PAGE, queries)
     return got, all_logits(with_ops(model, Ops()), ids, CUTS, PAGE, queries)
+
+
+@pytest.mark.parametrize("columns", [64, 100, 4100])
+def test_rows_of_a_table_in_host_memory(columns: int) -> None:
+    table = torch.randn(50, columns, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([0, 49, 7, 7], device=DEVICE)
+    host = table.pin_memory() if DEVICE == "cuda" else table
+    assert torch.equal(embedding.rows(ids, host).cpu(), table[ids.cpu()])
 
 
 ONE = {"num_hidden_layers": 1}

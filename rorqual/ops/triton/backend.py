@@ -25,9 +25,9 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
+from rorqual.ops.triton import embedding, linear_fp8, linear_small, prefill, rope_cache, sampling
 from rorqual.ops.triton import experts as experts_kernels
 from rorqual.ops.triton import gqa_decode as gqa
-from rorqual.ops.triton import linear_fp8, linear_small, prefill, rope_cache, sampling
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import norm as norm_kernels
 from rorqual.ops.triton import route as routing
@@ -47,7 +47,15 @@ class TritonOps(Ops):
     def __init__(self) -> None:
         keep_compiled()
 
+    def opaque(self, entry: str, *weights: Tensor) -> bool:
+        """Few launches of ours. Norms, SwiGLU and bf16 products are left to inductor, which joins them with their neighbours."""
+        return entry in ("mla_prologue", "gqa_prologue", "router", "write_cache")
+
     # ---- rows
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """A table in pinned host memory is read over the bus by the kernel itself: no copy, no wait, and a graph can hold it."""
+        return embedding.rows(ids, table) if table.device != ids.device else super().embed(ids, table)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_kernels.norm(x, weight, eps)
