@@ -15,7 +15,7 @@ test: $(VENV)/.installed-test lint
 
 # Every valid combination of parallel sizes on two and four local processes: minutes. `make test` runs a choice with every pair of settings.
 test-parallel: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/parallel -m "full_matrix or not full_matrix"
+	$(BIN)/python -m pytest tests/parallel tests/engine/test_ranks.py -m "full_matrix or not full_matrix"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check rorqual tests demo

@@ -29,9 +29,9 @@ from rorqual.engine.link import Kind, Link
 from rorqual.engine.plan import StepResult
 from rorqual.engine.rank import Rank, read_model
 from rorqual.engine.wire import decode_result, encode_plan
-from rorqual.engine.worker import meet, rank_device
+from rorqual.engine.worker import START_SECONDS, meet, rank_device
 from rorqual.errors import EngineError
-from rorqual.parallel.mesh import Groups, Mesh
+from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
 CLOSE_SECONDS = 5.0
@@ -95,12 +95,15 @@ class RankGroup:
             member.link.send(Kind.HELLO, json.dumps({"config": settings, "rank": member.number, "store": store}).encode())
         try:
             platform = make_platform(rank_device(self.config, 0))
-            timeout = meet(platform, store, 0, self.sizes.world, self.config.watchdog_seconds)
-            self.rank = Rank(self.config, platform, Mesh.of(self.sizes, groups=Groups(timeout)))
+            groups = meet(platform, store, 0, self.sizes.world, self.config.watchdog_seconds)
+            self.rank = Rank(self.config, platform, Mesh.of(self.sizes, groups=groups))
             while not all(member.ready.wait(0.1) for member in self.members):
                 self._check()
         except RuntimeError as error:
-            self._fail(error)
+            try:
+                self._fail(error)
+            finally:
+                self.close()
         except BaseException:
             self.close()
             raise
@@ -170,7 +173,7 @@ class RankGroup:
         if status is not None:
             return f"{member.name} ended with status {status}"
         silent = time.monotonic() - member.heard
-        if silent > self.config.watchdog_seconds:
+        if silent > (self.config.watchdog_seconds if member.ready.is_set() else START_SECONDS):
             return f"{member.name} has given no sign of life for {silent:.0f} s"
         return None
 

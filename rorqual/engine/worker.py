@@ -23,13 +23,15 @@ from rorqual.platforms import make_platform
 from rorqual.platforms.base import Platform
 
 ALIVE_SECONDS = 1.0
+START_SECONDS = 1800.0  # until a rank can compute: imports and loading may keep it silent for long
 
 
-def meet(platform: Platform, store: str, rank: int, world: int, seconds: float) -> timedelta:
-    """Join the ranks of this host through a file that only they can read."""
-    timeout = timedelta(seconds=seconds)
-    dist.init_process_group(platform.collectives, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout)
-    return timeout
+def meet(platform: Platform, store: str, rank: int, world: int, watchdog: float) -> Groups:
+    """Join the ranks of this host through a file that only they can read; returns the maker of groups whose collectives may take
+    `watchdog` seconds. The group of all waits for those that are still loading."""
+    file, patience = dist.FileStore(store, world), timedelta(seconds=START_SECONDS)
+    dist.init_process_group(platform.collectives, store=file, rank=rank, world_size=world, timeout=patience)
+    return Groups(timedelta(seconds=watchdog))
 
 
 def rank_device(config: EngineConfig, rank: int) -> str:
@@ -43,8 +45,8 @@ class Worker:
         config = EngineConfig.from_dict(hello["config"])
         number = hello["rank"]
         platform = make_platform(rank_device(config, number))
-        timeout = meet(platform, hello["store"], number, config.parallel.world, config.watchdog_seconds)
-        self.rank = Rank(config, platform, Mesh.of(config.parallel, groups=Groups(timeout)))
+        groups = meet(platform, hello["store"], number, config.parallel.world, config.watchdog_seconds)
+        self.rank = Rank(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.rank.mesh
         self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
         self.pending: deque[Any] = deque()

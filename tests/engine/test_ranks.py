@@ -124,14 +124,14 @@ def run_until_it_fails(llm: LLM, seconds: float) -> str:
 
 @pytest.mark.parametrize(("blow", "named"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")])
 def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(blow: signal.Signals, named: str) -> None:
-    llm = LLM(**COMMON, tp=2, watchdog_seconds=3)
+    llm = LLM(**COMMON, tp=2, watchdog_seconds=6)
     assert llm.engine.group is not None
     process = llm.engine.group.members[0].process
     llm.generate(TEXTS[:1], params(max_tokens=2))
     os.kill(process.pid, blow)
     start = time.monotonic()
-    message = run_until_it_fails(llm, 20)
-    assert time.monotonic() - start < 10
+    message = run_until_it_fails(llm, 60)
+    assert time.monotonic() - start < (2 if blow is signal.SIGKILL else 12)
     assert "rank 1 (pp 0, dp 0, tp 1)" in message
     assert named in message
     with pytest.raises(EngineError):
