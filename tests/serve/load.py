@@ -1,8 +1,9 @@
 """What the server costs: throughput and processor time at a fixed concurrency, streamed and not, beside the offline engine.
 
-    python tests/serve/load.py [--concurrency 64] [--output 128]
+    python tests/serve/load.py [--concurrency 64] [--output 128] [--threads N]
 
-Starts a server with the bundled checkpoint. The client reads raw sockets and parses nothing, so that its own share stays small.
+Both engines compute with the same number of threads. Starts a server with the bundled checkpoint. The client reads raw sockets and
+parses nothing, so that its own share stays small.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ def measure(server: Running, concurrency: int, prompt: int, output: int, stream:
     }
 
 
-def offline(concurrency: int, prompt: int, output: int, dtype: str) -> float:
+def offline(concurrency: int, prompt: int, output: int, dtype: str, threads: int) -> float:
     """Tokens a second of the engine in this process on the same work, after a warm-up."""
     from rorqual import LLM, SamplingParams
 
-    llm = LLM(dtype=dtype, max_num_seqs=256)
+    llm = LLM(dtype=dtype, max_num_seqs=256, threads=threads)
     best = []
     for _ in range(3):
         prompts = [[random.randrange(3, 4000) for _ in range(prompt)] for _ in range(concurrency)]
@@ -104,11 +105,13 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
     sizes = given.concurrency, given.prompt, given.output
-    alone = offline(*sizes, given.dtype)
+    alone = offline(*sizes, given.dtype, given.threads)
     print(f"offline                {alone:8.0f} tok/s")
-    with start_server("--dtype", given.dtype) as server:
+    threads = str(given.threads)
+    with start_server("--dtype", given.dtype, "--threads", threads, environment={"OMP_NUM_THREADS": threads}) as server:
         for stream in (False, True):
             measure(server, *sizes, stream)
             runs = [measure(server, *sizes, stream) for _ in range(given.repeats)]
