@@ -26,14 +26,7 @@ class GroupPlan:
     host: bool = False
 
     def common(self) -> Common:
-        firsts = [sum(chunk.sample for chunk in part.chunks) for part in self.parts]
-        return Common(
-            tokens=tuple(part.num_tokens for part in self.parts),
-            logit_rows=tuple(len(part.decode_slots) * (part.next_n + 1) + first for part, first in zip(self.parts, firsts, strict=True)),
-            sampled=tuple(len(part.decode_slots) + first for part, first in zip(self.parts, firsts, strict=True)),
-            decodes=not any(part.chunks for part in self.parts),
-            host=self.host,
-        )
+        return Common.of(self.parts, self.host)
 
     @property
     def next_n(self) -> int:

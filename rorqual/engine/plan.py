@@ -63,6 +63,15 @@ class Plan:
     def sampled_slots(self) -> list[int]:
         return self.decode_slots + [chunk.slot for chunk in self.chunks if chunk.sample]
 
+    @property
+    def num_sampled(self) -> int:
+        return len(self.decode_slots) + sum(chunk.sample for chunk in self.chunks)
+
+    def logit_row(self, sampled: int) -> int:
+        """The first row of logits of the request that stands at `sampled` in `sampled_slots`; at num_sampled, how many rows there are."""
+        decoding = min(sampled, len(self.decode_slots))
+        return decoding * self.next_n + sampled
+
 
 @dataclass(frozen=True)
 class Common:
@@ -76,6 +85,17 @@ class Common:
     sampled: tuple[int, ...]
     decodes: bool
     host: bool = False
+
+    @staticmethod
+    def of(parts: ReadOnly[Plan], host: bool = False) -> Common:
+        """`parts`: the plan of each data-parallel rank."""
+        return Common(
+            tokens=tuple(part.num_tokens for part in parts),
+            logit_rows=tuple(part.logit_row(part.num_sampled) for part in parts),
+            sampled=tuple(part.num_sampled for part in parts),
+            decodes=not any(part.chunks for part in parts),
+            host=host,
+        )
 
 
 @dataclass(frozen=True)

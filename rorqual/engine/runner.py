@@ -118,7 +118,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan, common: Common | None = None) -> Pending:
         """`common`: what this step's ranks agree on, where there are several; the plan is then that of this data-parallel rank."""
-        common = common or self._alone(plan)
+        common = common or Common.of([plan])
         with self.platform.stream():
             self.rows.apply(plan)
             variant = self._recorded_variant(plan, common)
@@ -133,10 +133,6 @@ class ModelRunner:
                 prefill = self.build.prefill(plan)
             batch = self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
             return self._sample(plan, batch, self._hidden(batch), common)
-
-    def _alone(self, plan: Plan) -> Common:
-        sampled = len(plan.sampled_slots)
-        return Common((plan.num_tokens,), (sampled + len(plan.decode_slots) * plan.next_n,), (sampled,), not plan.chunks)
 
     def _recorded_variant(self, plan: Plan, common: Common) -> Variant | None:
         """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
@@ -248,7 +244,7 @@ class ModelRunner:
         variant = drawing_of(params)
         pending = Pending(params=params)
         logits = raw = self._logits(batch, hidden, common) if any(common.logit_rows) else hidden
-        full = variant_of(params) is Variant.FULL
+        full = any(p.needs_host for p in params)
         places: list[Place] = []
         if full:
             places = self._places(plan, decode)
@@ -261,7 +257,7 @@ class ModelRunner:
         if not host_slots:
             return pending
         if full:
-            self._after_full(pending, raw, drawn, first, places, width)
+            self._after_full(pending, raw, drawn, first, places, plan)
         pending.drawn = self.platform.fetch(self._joined(drawn, first, width))
         return pending
 
@@ -291,12 +287,12 @@ class ModelRunner:
 
     def _mask(self, matchers: dict[int, Matcher], plan: Plan, rows: int) -> Tensor:
         """[logit rows, words]: what each grammar allows next, along the drafts as far as it allows them. Waits for the drafts."""
-        width, decoding = plan.next_n + 1, len(plan.decode_slots)
+        decoding = len(plan.decode_slots)
         mask = torch.full((rows, mask_words(self.rows.vocab)), -1, dtype=torch.int32)
         drafts = self.rows.drafts[self.platform.to_device(torch.tensor(plan.decode_slots, dtype=torch.int64))].tolist()
         for row, matcher in matchers.items():
             ahead = drafts[row][: plan.next_n] if row < decoding else []
-            at, moved = row * width if row < decoding else decoding * width + row - decoding, 0
+            at, moved = plan.logit_row(row), 0
             matcher.fill(mask, at)
             for draft in ahead:
                 if not matcher.accept(draft):
@@ -309,17 +305,14 @@ class ModelRunner:
         return mask
 
     def _after_full(
-        self, pending: Pending, raw: Tensor, drawn: Drawn | None, first: Tensor | None, places: list[Place], width: int
+        self, pending: Pending, raw: Tensor, drawn: Drawn | None, first: Tensor | None, places: list[Place], plan: Plan
     ) -> None:
         """Count what was put out, for penalties, and look up log probabilities."""
         tokens = join([part for part in (drawn.tokens.flatten() if drawn else None, first) if part is not None])
         self.rows.count(self.platform.to_device(torch.tensor([place.slot for place in places])), tokens)
         most = max((p.logprobs for p in pending.params if p.logprobs is not None), default=None)
         if most is not None:
-            decoding = drawn.tokens.shape[0] if drawn else 0
-            pending.logit_rows = [
-                row * width if row < decoding else decoding * width + row - decoding for row in range(len(pending.params))
-            ]
+            pending.logit_rows = [plan.logit_row(row) for row in range(len(pending.params))]
             pending.extra = [self.platform.fetch(tensor) for tensor in Logprobs.of(raw, tokens.clamp(min=0), most).tensors()]
 
     def _draft(
