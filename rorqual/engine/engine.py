@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.grammar import Grammars
@@ -21,6 +21,7 @@ from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from rorqual.engine.compiled import CompileStats
+    from rorqual.engine.grammar import SharedGrammars
 
 
 @dataclass
@@ -82,12 +83,14 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars | None:
-        """Makes matchers for requests with structured output; whoever owns a tokenizer sets it."""
+        """Makes matchers for requests with structured output; whoever owns a tokenizer sets it. With several ranks: SharedGrammars."""
         return self.runner.rows.grammars
 
     @grammars.setter
     def grammars(self, grammars: Grammars | None) -> None:
         self.runner.rows.grammars = grammars
+        if self.group is not None:
+            self.group.grammars = cast("SharedGrammars | None", grammars)
 
     # ---- serving
 
@@ -107,8 +110,6 @@ class Engine:
         self.scheduler.add(request)
 
     def _check_structured(self, request: Request) -> None:
-        if self.group is not None:
-            raise RequestError("structured output is not supported on several ranks; accepted: tp = dp = pp = 1")
         if self.grammars is None:
             raise RequestError("structured output needs a tokenizer and the package xgrammar")
         assert request.params.structured is not None

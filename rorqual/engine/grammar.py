@@ -33,6 +33,16 @@ class Grammars(Protocol):
         """A fresh matcher. Raises RequestError where the structure cannot be compiled within the limits."""
 
 
+class SharedGrammars(Grammars, Protocol):
+    """Grammars that other ranks can have too: they compile nothing themselves."""
+
+    def packed(self, structure: StructuredOutput) -> str:
+        """The compiled form as text."""
+
+    def vocabulary(self) -> str:
+        """What it takes to read any of them."""
+
+
 def mask_words(vocab: int) -> int:
     """int32 words of one row of a mask."""
     return -(-vocab // 32)

@@ -15,7 +15,7 @@ from operator import add
 from rorqual.engine.plan import Chunk, Common, Plan, StepResult
 from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, Sequence, TokenOut, Usage
 from rorqual.errors import RequestError
-from rorqual.request import FinishReason, Request
+from rorqual.request import FinishReason, Request, StructuredOutput
 
 
 @dataclass
@@ -27,6 +27,11 @@ class GroupPlan:
 
     def common(self) -> Common:
         return Common.of(self.parts, self.host)
+
+    @property
+    def structures(self) -> list[StructuredOutput]:
+        """Of its new rows, in order."""
+        return [found for part in self.parts for row in part.new_rows if (found := row.params.structured)]
 
     @property
     def next_n(self) -> int:

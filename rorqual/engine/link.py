@@ -19,6 +19,7 @@ class Kind(IntEnum):
     ALIVE = 5  # empty, every second
     FAILED = 6  # text
     STOP = 7  # empty
+    GRAMMAR = 8  # xmatcher.GrammarSender
 
 
 class Link:

@@ -24,12 +24,14 @@ import torch.distributed as dist
 
 from rorqual.config import child_environment, collectives_on_loopback
 from rorqual.engine.config import EngineConfig
+from rorqual.engine.grammar import SharedGrammars
 from rorqual.engine.group import GroupPlan
 from rorqual.engine.link import Kind, Link
 from rorqual.engine.plan import StepResult
 from rorqual.engine.rank import Rank, read_model
 from rorqual.engine.wire import decode_result, encode_plan
 from rorqual.engine.worker import START_SECONDS, meet, rank_device
+from rorqual.engine.xmatcher import GrammarSender
 from rorqual.errors import EngineError
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
@@ -75,6 +77,8 @@ class RankGroup:
         self.folder = Path(tempfile.mkdtemp(prefix="rorqual-ranks-"))
         self.failed: str | None = None
         self.closed = False
+        self.grammars: SharedGrammars | None = None
+        self.sender = GrammarSender(lambda data: self._send(Kind.GRAMMAR, data))
         self.members = [Member(number, self._name(number)) for number in range(1, self.sizes.world)]
         for member in self.members:
             threading.Thread(target=member.listen, daemon=True).start()
@@ -119,13 +123,17 @@ class RankGroup:
 
     def launch(self, plan: GroupPlan) -> Any:
         self._check()
-        data = encode_plan(plan)
         try:
-            for member in self.members:
-                member.link.send(Kind.PLAN, data)
+            if self.grammars is not None:
+                self.sender.send_missing(self.grammars, plan.structures)
+            self._send(Kind.PLAN, encode_plan(plan))
             return self.rank.runner.launch(plan.parts[0], plan.common())
         except (RuntimeError, OSError) as error:
             self._fail(error)
+
+    def _send(self, kind: Kind, data: bytes) -> None:
+        for member in self.members:
+            member.link.send(kind, data)
 
     def collect(self, pending: Any) -> list[StepResult]:
         """Results of every data-parallel rank."""

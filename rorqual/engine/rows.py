@@ -43,6 +43,7 @@ class Rows:
         self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
         self.coupled = torch.zeros(slots, dtype=torch.bool, device=device)
         self.params: list[NewRow | None] = [None] * slots
+        self.draws = True  # False on pipeline stages that leave it to the last
         self.grammars: Grammars | None = None
         self.matchers: dict[int, Matcher] = {}
         self.counts: Tensor | None = None
@@ -97,7 +98,7 @@ class Rows:
         if self.history is not None:
             self.history[slot, : len(row.tokens)] = to_device(torch.tensor(row.tokens, dtype=torch.int64))
         self.matchers.pop(slot, None)
-        if params.structured is not None:
+        if params.structured is not None and self.draws:
             self._match(row)
         if params.edits_logits:
             self._count(row)

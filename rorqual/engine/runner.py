@@ -77,6 +77,7 @@ class ModelRunner:
         self.model, self.pool, self.platform, self.max_len = model, pool, platform, max_len
         most = speculation.next_n if speculation else 0
         self.rows = Rows(max_num_seqs, -(-max_len // pool.spec.page_size), model.config.vocab_size, platform, most, model.ops)
+        self.rows.draws = model.mesh.last_stage
         self.build = BatchBuilder(self.rows, pool, model.rotary, exact=speculation is None)
         self.verifier = Verifier(self.rows, most, speculation.rates if speculation else ())
         self.drafter = self._drafter(speculation)

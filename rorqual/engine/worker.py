@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from rorqual.config import die_with_parent
 from rorqual.engine.config import EngineConfig
+from rorqual.engine.group import GroupPlan
 from rorqual.engine.link import Kind, Link
 from rorqual.engine.rank import Rank
 from rorqual.engine.wire import decode_plan, encode_result
+from rorqual.engine.xmatcher import ReceivedGrammars
 from rorqual.parallel.mesh import Groups, Mesh
 from rorqual.platforms import make_platform
 from rorqual.platforms.base import Platform
@@ -50,6 +52,7 @@ class Worker:
         mesh = self.rank.mesh
         self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
         self.pending: deque[Any] = deque()
+        self.grammars = self.rank.runner.rows.grammars = ReceivedGrammars()
 
     def run(self) -> None:
         """Launch what arrives; while nothing does, bring home what was launched."""
@@ -60,9 +63,17 @@ class Worker:
             frame = self.link.receive()
             if frame is None or frame[0] is Kind.STOP:
                 return
-            plan = decode_plan(frame[1])
-            part = plan.parts[self.rank.mesh.dp_rank]
-            self.pending.append(self.rank.runner.launch(part, plan.common()))
+            if frame[0] is Kind.GRAMMAR:
+                self.grammars.receive(frame[1])
+            else:
+                self._launch(decode_plan(frame[1]))
+
+    def _launch(self, plan: GroupPlan) -> None:
+        while plan.host and self.pending:
+            self._collect()  # a grammar must have heard the tokens before
+        part = plan.parts[self.rank.mesh.dp_rank]
+        self.pending.append(self.rank.runner.launch(part, plan.common()))
+        self.grammars.used(plan.structures)
 
     def _collect(self) -> None:
         result = self.rank.runner.collect(self.pending.popleft())

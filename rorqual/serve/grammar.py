@@ -19,16 +19,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from rorqual.engine.xmatcher import XMatcher
 from rorqual.errors import RequestError
 from rorqual.request import StructuredOutput
-
-if TYPE_CHECKING:
-    import torch
 
 
 class GrammarLimits(msgspec.Struct, frozen=True):
@@ -91,29 +89,6 @@ class Framed:
                 pipe.close()
 
 
-class XMatcher:
-    """One request's place in its grammar; see engine.grammar.Matcher."""
-
-    def __init__(self, compiled: Any):
-        import xgrammar
-
-        self.matcher = xgrammar.GrammarMatcher(compiled)
-
-    def fill(self, mask: torch.Tensor, row: int) -> None:
-        if not self.matcher.fill_next_token_bitmask(mask, row):
-            mask[row].fill_(-1)  # everything is allowed
-
-    def accept(self, token: int) -> bool:
-        return not self.done and bool(self.matcher.accept_token(token))
-
-    def rollback(self, count: int) -> None:
-        self.matcher.rollback(count)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.matcher.is_terminated())
-
-
 class XGrammars:
     """Compiled grammars of one model's vocabulary; see engine.grammar.Grammars. `matcher` may be called from the engine's thread at any
     time: it is quick for whatever `prepare` has brought in."""
@@ -164,6 +139,13 @@ class XGrammars:
     def matcher(self, structure: StructuredOutput) -> XMatcher:
         """Raises RequestError where the structure cannot be compiled within the limits."""
         return XMatcher(self._find(structure))
+
+    def packed(self, structure: StructuredOutput) -> str:
+        return self._find(structure).serialize_json()
+
+    def vocabulary(self) -> str:
+        """Known once something has been compiled."""
+        return self.info.serialize_json()
 
     def _find(self, structure: StructuredOutput) -> Any:
         """The lock is held while compiling, which the engine's thread must never wait for when it asks for what is there."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
@@ -19,6 +20,9 @@ from rorqual.request import FinishReason, Request, RequestOutput, SamplingParams
 from rorqual.serve.generation import read_generation
 from rorqual.serve.output import Completion, Delta
 from rorqual.serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rorqual.engine.grammar import Grammars
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -49,6 +53,8 @@ class LLM:
         self.engine = Engine(EngineConfig(str(folder), **_engine_options(options)))
         self.tokenizer = None if skip_tokenizer_init else Tokenizer(model_folder(tokenizer, weights=False) if tokenizer else folder)
         self.defaults = read_generation(folder, self.engine.model_config)
+        if self.tokenizer is not None:
+            self.engine.grammars = _grammars(folder, self.engine.model_config.vocab_size, self.defaults.eos_token_ids)
         self._ids = itertools.count()
         self._live: dict[str, Completion] = {}
 
@@ -209,3 +215,12 @@ def _progress(total: int, show: bool) -> Iterator[Any]:
     with Progress() as bar:
         task = bar.add_task("sequences", total=total)
         yield lambda n: bar.advance(task, n)
+
+
+def _grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars | None:
+    """For structured output, where what it takes is installed (the extra `serve`)."""
+    if not all(importlib.util.find_spec(name) for name in ("msgspec", "transformers", "xgrammar")):
+        return None
+    from rorqual.serve.grammar import GrammarLimits, XGrammars
+
+    return XGrammars.make(folder, vocab_size, eos_token_ids, GrammarLimits())

@@ -12,10 +12,10 @@ import pytest
 
 from rorqual import LLM, SamplingParams
 from rorqual.errors import ConfigError, EngineError
-from rorqual.request import RequestOutput
+from rorqual.request import RequestOutput, StructuredOutput
 from tests.models.checkpoints import save
 
-TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the", "What do you mean?", "She had", "There is no"]
+TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the", "What do you mean?", "She had", "There is", "Words:"]
 COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "page_size": 8, "threads": 1, "num_pages": 160}
 
 
@@ -30,6 +30,7 @@ MIXED = [
     params(presence_penalty=0.7, repetition_penalty=1.2),
     params(temperature=1.1, top_k=9, seed=8, max_tokens=33),
     params(speculate=False, max_tokens=7),
+    params(temperature=1.0, seed=4, structured=StructuredOutput("regex", "[a-m]{3,9}(, [n-z]{2,7}){2}"), ignore_eos=False, max_tokens=60),
 ]
 
 
@@ -42,7 +43,7 @@ def told(out: RequestOutput) -> Any:
 def everything(llm: LLM, prompts: list[Any]) -> list[Any]:
     """A mixed batch, the same again over a filled prefix cache, then one request alone: other data-parallel ranks idle."""
     try:
-        found = [told(out) for _ in range(2) for out in llm.generate(prompts, MIXED)]
+        found = [told(out) for _ in range(2) for out in llm.generate(prompts, MIXED[: len(prompts)])]
         found += [told(out) for out in llm.generate(prompts[:1], params(max_tokens=12))]
         usage = llm.engine.scheduler.usage()
         assert usage.running == usage.waiting == 0
