@@ -28,7 +28,7 @@ EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_l
 class ParallelConfig:
     """None follows attention: dense_tp, embed_tp and head_tp are tp, ep is 1 (experts split by columns over the whole stage).
 
-    micro_batches: how many a pipeline keeps under way. exchange: how tokens reach experts (`auto` picks by phase and size, see
+    micro_batches: how many a pipeline keeps under way (None: pp). exchange: how tokens reach experts (`auto` picks by phase and size, see
     parallel/choice.py). sequence_parallel: between attention and feed-forward each rank of an attention group keeps its share of the tokens
     (reduce-scatter and all-gather in place of all-reduces); implied where dense_tp is smaller than tp, or a step's exchange needs it.
     fp8_dispatch: the low-latency exchange sends hidden states as e4m3 with one scale for 128 columns, which rounds them.
@@ -41,7 +41,7 @@ class ParallelConfig:
     dense_tp: int | None = None
     embed_tp: int | None = None
     head_tp: int | None = None
-    micro_batches: int = 1
+    micro_batches: int | None = None
     exchange: str = "auto"
     sequence_parallel: bool = False
     fp8_dispatch: bool = False
@@ -55,9 +55,9 @@ class ParallelConfig:
                 raise ConfigError(f"{item.name}={value!r} must be an integer of at least 1")
         if self.exchange not in EXCHANGES:
             raise ConfigError(f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}")
-        for name in ("dense_tp", "embed_tp", "head_tp"):
+        for name in ("dense_tp", "embed_tp", "head_tp", "micro_batches"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self.tp)
+                object.__setattr__(self, name, self.pp if name == "micro_batches" else self.tp)
         for name in ("ep", "dense_tp", "embed_tp", "head_tp"):
             if self.stage % getattr(self, name):
                 raise ConfigError(

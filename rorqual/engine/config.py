@@ -47,8 +47,8 @@ class EngineConfig:
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
     (decode steps recorded and replayed), or `compile` (the forward pass of decode steps goes through torch.compile, with a cache that
     survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. steps_in_flight: launched
-    before the first is read. embed_device: `cpu` keeps the embedding table in pinned host memory, from where the device reads rows;
-    `auto` is the device. On a CPU both are the same.
+    before the first is read (None: what the device wants, and one more for each micro-batch after the first). embed_device: `cpu` keeps
+    the embedding table in pinned host memory, from where the device reads rows; `auto` is the device. On a CPU both are the same.
 
     Speculation: next_n drafts a request and step, 0 for none, made by `drafter`: `mtp` (the checkpoint's prediction modules; `auto` is
     the same), or `ngram` (look-up in the request's own text, for every model). next_n_policy `adaptive` lets a controller lower
@@ -93,6 +93,7 @@ class EngineConfig:
     embed_tp: int | None = None
     head_tp: int | None = None
     exchange: str = "auto"
+    micro_batches: int | None = None
     sequence_parallel: bool = False
     fp8_dispatch: bool = False
     watchdog_seconds: float = 60.0
@@ -132,6 +133,8 @@ class EngineConfig:
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600")
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
+        if (self.micro_batches or 1) > 1 and self.pp == 1:
+            raise ConfigError(f"micro_batches={self.micro_batches} needs pipeline stages to work on them: pp=1")
         if EXE_MODES[self.exe_mode] == "compile" and not self.parallel.is_single:
             raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: auto, eager, graph")
         if not 0 < self.memory_utilization <= 1:
@@ -139,8 +142,7 @@ class EngineConfig:
 
     @property
     def parallel(self) -> ParallelConfig:
-        names = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp", "exchange", "sequence_parallel", "fp8_dispatch")
-        return ParallelConfig(**{name: getattr(self, name) for name in names})
+        return ParallelConfig(**{item.name: getattr(self, item.name) for item in fields(ParallelConfig)})
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> EngineConfig:

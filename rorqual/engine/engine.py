@@ -79,6 +79,7 @@ class Engine:
             next_n=config.next_n,
             lookahead=rank.mtp_layers,
             send_tokens=rank.speculation is not None and rank.speculation.drafter == "ngram",
+            micro_batches=config.parallel.micro_batches or 1,
         )
 
     @property

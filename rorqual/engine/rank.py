@@ -56,7 +56,7 @@ class Rank:
         self.model_config = read_model(config)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = self._max_model_len()
-        self.depth = config.steps_in_flight or platform.steps_in_flight
+        self.depth = config.steps_in_flight or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
         self.speculation = self._speculation()
         # A row may run past its request's end by what the steps in flight accept and draft.
         self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)

@@ -16,6 +16,7 @@ from rorqual.engine.graphs import DecodeGraphs
 from rorqual.engine.plan import Common, Plan, StepResult
 from rorqual.engine.rows import Rows
 from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
+from rorqual.engine.shared_rows import SharedRows
 from rorqual.engine.speculative import Drafter, Drafting, LookupDrafter, MTPDrafter, Verifier
 from rorqual.layers.step import Step
 from rorqual.models.transformer import Transformer
@@ -81,6 +82,7 @@ class ModelRunner:
         self.build = BatchBuilder(self.rows, pool, model.rotary, exact=speculation is None)
         self.verifier = Verifier(self.rows, most, speculation.rates if speculation else ())
         self.drafter = self._drafter(speculation)
+        self.shared = SharedRows(self.rows, model.mesh)
         self.graphs = DecodeGraphs(self._decode_body, platform, max_num_seqs, self.rows.padding) if graphs else None
 
     def _drafter(self, speculation: Speculation | None) -> Drafter | None:
@@ -121,19 +123,28 @@ class ModelRunner:
         """`common`: what this step's ranks agree on, where there are several; the plan is then that of this data-parallel rank."""
         common = common or Common.of([plan])
         with self.platform.stream():
+            self.shared.settle([*plan.decode_slots, *(row.slot for row in plan.new_rows)])
             self.rows.apply(plan)
             variant = self._recorded_variant(plan, common)
-            if self.graphs and variant is not None:
-                most = max(common.sampled)  # ranks replay the same bucket
-                return Pending(self.platform.fetch(self.graphs.run(plan.decode_slots, variant, plan.next_n, most)))
-            decode = prefill = None
-            if plan.decode_slots:
-                slots = self.platform.to_device(torch.tensor(plan.decode_slots))
-                decode = self.build.decode(slots, tuple(plan.decode_bounds), plan.next_n)
-            if plan.chunks:
-                prefill = self.build.prefill(plan)
-            batch = self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
-            return self._sample(plan, batch, self._hidden(batch), common)
+            pending = self._launch(plan, common) if variant is None else self._replay(plan, common, variant)
+            self.shared.start(plan.sampled_slots)
+            return pending
+
+    def _replay(self, plan: Plan, common: Common, variant: Variant) -> Pending:
+        assert self.graphs is not None
+        most = max(common.sampled)  # ranks replay the same bucket
+        return Pending(self.platform.fetch(self.graphs.run(plan.decode_slots, variant, plan.next_n, most)))
+
+    def _launch(self, plan: Plan, common: Common) -> Pending:
+        decode = prefill = None
+        if plan.decode_slots:
+            slots = self.platform.to_device(torch.tensor(plan.decode_slots))
+            decode = self.build.decode(slots, tuple(plan.decode_bounds), plan.next_n)
+        if plan.chunks:
+            prefill = self.build.prefill(plan)
+        batch = self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
+        hidden = self._hidden(batch)
+        return self._sample(plan, batch, hidden, common) if self.model.mesh.last_stage else Pending()
 
     def _recorded_variant(self, plan: Plan, common: Common) -> Variant | None:
         """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
@@ -156,19 +167,9 @@ class ModelRunner:
             result = drawn.result
             if self.drafter:
                 self._draft(self.drafter, batch, hidden, drawn, None, variant, next_n, common)
-        self._share(slots)
+        self.model.mesh.pp.flush()  # a recording must hold the end of what it starts
         rows.length[rows.padding :].zero_()
         return result
-
-    def _share(self, slots: Tensor) -> None:
-        """Tokens are drawn on the last stage of a pipeline; the others need them for the next step."""
-        mesh, rows = self.model.mesh, self.rows
-        if mesh.pp.size > 1 and slots.shape[0]:
-            shape = (slots.shape[0], 3 + rows.most_drafts)
-            mine = rows.state(slots) if mesh.last_stage else torch.empty(shape, dtype=torch.int64, device=self.platform.device)
-            state = mesh.pp.broadcast(mine, mesh.pp.size - 1)
-            if not mesh.last_stage:
-                rows.take(slots, state)
 
     def collect(self, pending: Pending) -> StepResult:
         if pending.drawn is None:
@@ -233,12 +234,6 @@ class ModelRunner:
         return tokens
 
     def _sample(self, plan: Plan, batch: Batch, hidden: Tensor, common: Common) -> Pending:
-        pending = self._sample_here(plan, batch, hidden, common) if self.model.mesh.last_stage else Pending()
-        self._share(join([part.slots for part in (batch.decode, batch.prefill) if part] or [self.build.nothing]))
-        self.model.mesh.pp.flush()
-        return pending
-
-    def _sample_here(self, plan: Plan, batch: Batch, hidden: Tensor, common: Common) -> Pending:
         """The eager way, which may ask for the host's word in between."""
         host_slots, decode, prefill = plan.sampled_slots, batch.decode, batch.prefill
         params, width = self.rows.asked(host_slots), plan.next_n + 1

@@ -3,9 +3,10 @@
 A request is two lengths: tokens known and tokens cached. Their difference is what the next steps compute: prefill, chunked
 prefill and decode alike. While steps are in flight the host does not know the newest tokens, only how many there are.
 
-Policy. Every running request that decodes gets its token in every step; what is left of the token budget goes to prompts, oldest
-first. A request is admitted when pages for all its known tokens are there. When a page is missing for a decoding request, the
-youngest running request gives up its pages and later recomputes them; the oldest is never preempted, so it always ends.
+Policy. Every running request that decodes gets its token in every step (with micro_batches m, in one of m steps); what is left of the
+token budget goes to prompts, oldest first. A request is admitted when pages for all its known tokens are there. When a page is missing
+for a decoding request, the youngest running request gives up its pages and later recomputes them; the oldest is never preempted, so it
+always ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import islice
 
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
@@ -88,7 +90,8 @@ class Sequence:
 class SchedulerConfig:
     """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most prefill_chunk;
     pages hold page_size tokens. At most next_n drafts are verified for each request in a step. lookahead: see PrefixCache.
-    send_tokens: new rows carry all their tokens (drafting by look-up reads them)."""
+    send_tokens: new rows carry all their tokens (drafting by look-up reads them). micro_batches: decoding requests take turns, that
+    many steps to a round, so that the stages of a pipeline work on different ones."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -101,6 +104,7 @@ class SchedulerConfig:
     next_n: int = 0
     lookahead: int = 0
     send_tokens: bool = False
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
@@ -164,6 +168,7 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.in_flight: deque[InFlight] = deque()  # kept where requests take turns
         # The queue's head that found too few pages, with the pages available and the requests running then: until one of these
         # changes for the better, asking again would only hash its prompt again.
         self._blocked: tuple[Sequence, int, int] | None = None
@@ -261,14 +266,19 @@ class Scheduler:
             if admitted is None:
                 break
             budget -= self._plan_chunk(plan, admitted, budget, sampled, computed)
-        return InFlight(plan, sampled, computed) if plan.decode_slots or plan.chunks else None
+        if not plan.decode_slots and not plan.chunks:
+            return None
+        step = InFlight(plan, sampled, computed)
+        if self.config.micro_batches > 1:
+            self.in_flight.append(step)
+        return step
 
     def _plan_decode(self, plan: Plan) -> list[Sequence]:
         """A token, and drafts, for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
         next_n = plan.next_n
-        for sequence in self.decoding.values():
+        for sequence in self._turn():
             length = sequence.cached + 1
             if length >= sequence.target:
                 continue  # its last token is in flight
@@ -288,6 +298,19 @@ class Scheduler:
             bounds.append(length + sequence.slack + next_n)
             sequence.slack += next_n
         return sampled
+
+    def _turn(self) -> Iterable[Sequence]:
+        """The decoding requests of this step. Where they take turns: those that wait longest, an equal share, and none whose token is
+        drawn in one of the steps just before, still in flight: the pipeline's first stage would have to wait for it."""
+        turns = self.config.micro_batches
+        if turns == 1:
+            return self.decoding.values()
+        busy = {id(sequence) for step in list(self.in_flight)[1 - turns :] for sequence in step.sampled}
+        free = (sequence for sequence in self.decoding.values() if id(sequence) not in busy)
+        chosen = list(islice(free, -(-len(self.decoding) // turns)))
+        for sequence in chosen:
+            self.decoding[sequence.request.id] = self.decoding.pop(sequence.request.id)
+        return chosen
 
     def _reach(self, sequence: Sequence, next_n: int) -> int:
         """Entries that the next step may write and somebody may read: its tokens, its drafts, and those it drafts in turn. What lies
@@ -391,7 +414,9 @@ class Scheduler:
     # ---- results
 
     def update(self, step: InFlight, result: StepResult) -> list[TokenOut]:
-        """Take in what a step sampled; returns the new tokens of requests still wanted."""
+        """Take in what a step sampled; returns the new tokens of requests still wanted. Steps come in the order they were planned."""
+        if self.in_flight:
+            self.in_flight.popleft()
         for sequence, stop in step.computed:
             if sequence.slot >= 0 and sequence.finish is None:
                 sequence.collected = max(sequence.collected, min(stop, sequence.cached))

@@ -74,6 +74,8 @@ class Worker:
         part = plan.parts[self.rank.mesh.dp_rank]
         self.pending.append(self.rank.runner.launch(part, plan.common()))
         self.grammars.used(plan.structures)
+        if not self.rank.platform.asynchronous:
+            self._collect()  # rank 0 need not wait for the next step too
 
     def _collect(self) -> None:
         result = self.rank.runner.collect(self.pending.popleft())

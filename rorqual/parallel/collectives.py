@@ -86,8 +86,8 @@ class Axis(Protocol):
 
     def start_all_to_all_fixed(self, x: Tensor) -> Pending: ...
 
-    def broadcast(self, x: Tensor, root: int) -> Tensor:
-        """Rank `root`'s x on every rank, written in place."""
+    def start_broadcast(self, x: Tensor, root: int) -> Pending:
+        """Rank `root`'s x on every rank, written in place; x belongs to the call until it is waited for."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
@@ -141,8 +141,8 @@ class Alone:
     def start_all_to_all_fixed(self, x: Tensor) -> Pending:
         return Ready(x)
 
-    def broadcast(self, x: Tensor, root: int) -> Tensor:
-        return x
+    def start_broadcast(self, x: Tensor, root: int) -> Pending:
+        return Ready(x)
 
     def send(self, x: Tensor, to: int) -> None:
         raise AssertionError(f"axis {self.name} has one rank: nobody to send to")

@@ -124,10 +124,11 @@ class GroupAxis:
         work = dist.all_to_all_single(_bits(out), _bits(x.contiguous()), group=self.group, async_op=True)
         return Started(work, lambda: out)
 
-    def broadcast(self, x: Tensor, root: int) -> Tensor:
+    def start_broadcast(self, x: Tensor, root: int) -> Pending:
         self._count("broadcast", x.nbytes)
-        dist.broadcast(_bits(x), self.ranks[root], group=self.group)
-        return x
+        work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
+        assert work is not None, "this rank is part of the group"
+        return Started(work, lambda: x)
 
     # ---- neighbours
 
@@ -136,7 +137,8 @@ class GroupAxis:
             return
         self._count("send", x.nbytes)
         x = x.contiguous()
-        self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a recorded event cannot be asked
+            self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
         work = dist.isend(x, self.ranks[to], group=self.group)
         assert work is not None, "this rank is part of the group"
         self.sent.append((work, x))  # the tensor must live until it is gone

@@ -10,6 +10,7 @@
 | expert_tp                      | a block that splits the columns of its experts                                     |
 | ep                             | those with the same place in their expert_tp blocks: together all experts          |
 | pp                             | across stages: those with the same place in their stages                           |
+| tokens                         | the same ranks as pp, in a group of its own: tokens go back while activations go on |
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from rorqual.parallel.symmetric import SymmetricAddNorm
 from rorqual.parallel_config import ParallelConfig
 
 PARTS = ("dense", "embed", "head")
-AXES = ("tp", "dp", "stage", *PARTS, *(f"{part}_dp" for part in PARTS), "expert_tp", "ep", "pp")
+AXES = ("tp", "dp", "stage", *PARTS, *(f"{part}_dp" for part in PARTS), "expert_tp", "ep", "pp", "tokens")
 
 
 def members(sizes: ParallelConfig, rank: int, axis: str) -> tuple[int, ...]:
     """Ranks (0 .. world - 1) of the group of `rank` along `axis`."""
     stage, local = divmod(rank, sizes.stage)
-    if axis == "pp":
+    if axis in ("pp", "tokens"):
         return tuple(range(local, sizes.world, sizes.stage))
     return tuple(stage * sizes.stage + other for other in _within_stage(sizes, local, axis))
 
@@ -65,20 +66,21 @@ def _within_stage(sizes: ParallelConfig, local: int, axis: str) -> range:
 
 
 class Groups:
-    """Process groups by their global ranks, each made once. torch names a group by its ranks and by how many groups its process has, so
-    all processes must make as many, in the same order; ranks of one mesh do."""
+    """Process groups by their global ranks, each made once; that of `tokens` apart, for its calls must not queue behind others. torch
+    names a group by its ranks and by how many groups its process has, so all processes must make as many, in the same order; ranks of
+    one mesh do."""
 
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
-        self.known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.known: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def axis(self, name: str, ranks: Sequence[int]) -> Axis:
-        key = tuple(ranks)
-        if len(key) == 1:
+        if len(ranks) == 1:
             return Alone(name)
+        key = name == "tokens", tuple(ranks)
         if key not in self.known:
-            self.known[key] = dist.new_group(list(key), timeout=self.timeout, use_local_synchronization=True)
-        return GroupAxis(name, self.known[key], key)
+            self.known[key] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        return GroupAxis(name, self.known[key], ranks)
 
 
 class Mesh:

@@ -12,7 +12,8 @@ from torch import Tensor
 class Platform:
     """A device with its memory and its way of bringing results home.
 
-    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first; has_graphs: `record` works.
+    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first; has_graphs: `record` works;
+    asynchronous: what is launched runs later, else it is done when the call returns.
     """
 
     name = "base"
@@ -20,6 +21,7 @@ class Platform:
     steps_in_flight = 1
     collectives = "gloo"
     has_graphs = False
+    asynchronous = False
 
     def __init__(self, device: torch.device):
         self.device = device

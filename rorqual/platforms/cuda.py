@@ -19,6 +19,7 @@ class CudaPlatform(Platform):
     steps_in_flight = 2
     collectives = "nccl"
     has_graphs = True
+    asynchronous = True
 
     def __init__(self, device: torch.device):
         super().__init__(device)

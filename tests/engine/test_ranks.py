@@ -62,7 +62,7 @@ def expected() -> list[Any]:
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "next_n": 2, "prefill_chunk": 3},
     {"dp": 2, "ep": 2, "next_n": 1},
-    {"pp": 2, "next_n": 2, "steps_in_flight": 2},
+    {"pp": 2, "next_n": 2},
     {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "next_n": 2},
 ]
 MORE: list[dict[str, Any]] = [
@@ -75,6 +75,9 @@ MORE: list[dict[str, Any]] = [
     {"pp": 2, "tp": 2, "next_n": 2},
     {"pp": 2, "dp": 2, "ep": 2, "next_n": 1, "prefill_chunk": 5},
     {"pp": 4},
+    {"pp": 2, "micro_batches": 1, "next_n": 2},
+    {"pp": 2, "micro_batches": 3, "steps_in_flight": 4, "prefill_chunk": 3},
+    {"pp": 2, "next_n": 2, "drafter": "ngram", "steps_in_flight": 1},
     {"tp": 2, "sequence_parallel": True, "next_n": 2},
     {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "next_n": 2, "steps_in_flight": 2},
     {"tp": 2, "ep": 2, "exchange": "allgather_ep", "sequence_parallel": True},

@@ -609,3 +609,43 @@ def test_planning_time_while_a_long_cached_prompt_waits_for_pages() -> None:
     assert scheduler.waiting[0].request.id == "head"
     print(f"plan() with a blocked head of {length} cached tokens: {found:.3f} ms")
     assert found <= 1.0
+
+
+# ---- turns
+
+
+@pytest.mark.parametrize(("turns", "depth"), [(2, 2), (2, 3), (3, 3), (3, 1), (4, 4)])
+def test_requests_that_take_turns_end_with_the_same_tokens(turns: int, depth: int) -> None:
+    requests = random_requests(60, 3, 40, 30)
+    loop = loop_of(make(micro_batches=turns), depth)
+    run_all(loop, requests)
+    assert_expected(loop, requests)
+
+
+def test_each_step_takes_a_share_and_none_whose_token_is_still_being_drawn() -> None:
+    scheduler = make(micro_batches=3, max_num_seqs=8)
+    loop = loop_of(scheduler, 3)
+    for i in range(8):
+        scheduler.add(ask(f"r{i}", [1, 2, 3], 40))
+    loop.depth = 1
+    loop.step()  # the prompts
+    loop.depth = 3
+    counts: dict[str, int] = {}
+    for _ in range(30):
+        loop.launch()
+        steps = [{sequence.request.id for sequence in step.sampled} for step, _ in loop.in_flight]
+        assert [len(step) for step in steps].count(3) >= 2
+        assert sum(map(len, steps)) == len(set().union(*steps)) == 8
+        for name in steps[0]:
+            counts[name] = counts.get(name, 0) + 1
+        loop.collect()
+    assert len(counts) == 8
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_one_request_alone_never_waits_for_a_turn() -> None:
+    loop = loop_of(make(micro_batches=4), 4)
+    loop.scheduler.add(ask("one", [1, 2, 3], 20))
+    for _ in range(20):
+        assert len(loop.step()) == 1
+    assert not loop.scheduler.has_work

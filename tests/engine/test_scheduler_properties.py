@@ -29,13 +29,24 @@ class History(RuleBasedStateMachine):
         spare=st.integers(0, 16),
         next_n=st.integers(0, 3),
         lookahead=st.integers(0, 2),
+        turns=st.integers(1, 3),
     )
     def start(
-        self, page_size: int, num_seqs: int, extra: int, chunk: int | None, caching: bool, spare: int, next_n: int, lookahead: int
+        self,
+        page_size: int,
+        num_seqs: int,
+        extra: int,
+        chunk: int | None,
+        caching: bool,
+        spare: int,
+        next_n: int,
+        lookahead: int,
+        turns: int,
     ) -> None:
         pages = -(-MAX_LEN // page_size) + 1 + spare  # at least one request of full length fits
         budget = num_seqs * (next_n + 1) + extra
-        config = SchedulerConfig(num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, next_n=next_n, lookahead=lookahead)
+        more = {"next_n": next_n, "lookahead": lookahead, "micro_batches": turns}
+        config = SchedulerConfig(num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, **more)
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler, FakeRunner.of(self.scheduler, VOCAB), depth=3)
         self.requests: dict[str, Request] = {}

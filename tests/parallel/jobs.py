@@ -202,7 +202,7 @@ def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
         "fused": fused[0][1].tolist() == [[2.0] * 2] and fused[1][1].tolist() == [[world + 1.0] * 2] * 9,
         "columns": columns[1].tolist() == [float(r) for r in range(world) for _ in range(1 + r % 2)],
         "fp8": fp8 == [r + 1.0 for r in range(world)],
-        "broadcast": axis.broadcast(torch.tensor([rank]), 1).item() == 1,
+        "broadcast": axis.start_broadcast(torch.tensor([rank]), 1).wait().item() == 1,
         "ring": got.item() == (rank - 1) % world,
     }
 

@@ -19,7 +19,13 @@ def test_every_call(pool: RankPool, world: int) -> None:
 
 def test_one_rank_is_the_identity() -> None:
     axis, x = Alone("tp"), torch.ones(2, 2)
-    same = (axis.all_reduce(x), axis.reduce_scatter(x, [2]), axis.all_gather(x, [2]), axis.all_gather_columns(x, [2]), axis.broadcast(x, 0))
+    same = (
+        axis.all_reduce(x),
+        axis.reduce_scatter(x, [2]),
+        axis.all_gather(x, [2]),
+        axis.all_gather_columns(x, [2]),
+        axis.start_broadcast(x, 0).wait(),
+    )
     assert all(y is x for y in (*same, axis.all_to_all(x, [2], [2]), axis.all_to_all_fixed(x), axis.start_all_gather(x).wait()))
     assert axis.traffic.total == 0
 
