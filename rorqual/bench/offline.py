@@ -17,6 +17,7 @@ import torch
 
 from rorqual import __version__
 from rorqual.bench.peer import Peer
+from rorqual.bench.profile import StepProfile, check_platform, profile_steps
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.perf.costs import Batch, Format, decode_floor_seconds, layer_ops, step_ops, total
 from rorqual.perf.weights import head_weight
@@ -49,6 +50,7 @@ class Row:
     next_n: int = 0
     accepted_length: float = 1.0
     acceptance: list[float] = field(default_factory=list)
+    profile: StepProfile | None = None
 
     @property
     def percent_of_floor(self) -> float:
@@ -58,7 +60,7 @@ class Row:
 @dataclass
 class Work:
     """What every concurrency runs: `groups` batches of different prompts one after the other, all sampled at `temperature`.
-    Prompts are random ids, or pieces of the text file `data`."""
+    Prompts are random ids, or pieces of the text file `data`. profiled: so many decode steps are looked at in a profiler afterwards."""
 
     prompt: int
     output: int
@@ -66,6 +68,7 @@ class Work:
     data: Path | None = None
     groups: int = 1
     temperature: float = 0.0
+    profiled: int = 0
 
     def sampling(self, tokens: int) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -83,6 +86,8 @@ class Report:
 
 def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compare: str | None = None) -> None:
     """Measure every concurrency and add to the report; `compare` is `transformers`, or `transformers-compiled`, to measure it too."""
+    if work.profiled:
+        check_platform(llm.engine.platform)
     report.provenance = report.provenance or provenance(llm)
     bandwidth = report.provenance.get("read_bandwidth_gb_s", 0) * 1e9 or read_bandwidth(llm.engine.platform)
     gc.collect()
@@ -187,6 +192,8 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float) -
         row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
     row.experts_hit = experts_hit(llm, groups[0])
+    if work.profiled:
+        row.profile = profile_steps(llm, groups[0], work.profiled)
     return row
 
 
@@ -303,5 +310,8 @@ def print_report(report: Report) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=150)  # a log file has no width to fit into
     console.print(table)
+    for row in report.rows:
+        if row.profile:
+            print("\n".join([f"batch {row.concurrency}, next_n {row.next_n}:", *row.profile.lines()]))
     startup = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items())
     print(f"start-up: {startup}; memory read at {report.provenance['read_bandwidth_gb_s']} GB/s")

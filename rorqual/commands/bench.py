@@ -70,6 +70,7 @@ def bench_offline(
     ep: Ep = 1,
     config: Recipe = None,
     settings: Settings = None,
+    profile: Annotated[int, typer.Option(min=0, help="Decode steps to look at in a profiler: time by kernel, waits between them.")] = 0,
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
@@ -78,7 +79,7 @@ def bench_offline(
     if compare not in (None, "transformers", "transformers-compiled"):
         raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
     batches, rates = numbers(concurrency), shares(simulated_acceptance)
-    report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature)
+    report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature, profile)
     for count in numbers(next_n, least=0):
         llm = load(
             model,

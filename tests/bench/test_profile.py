@@ -1,0 +1,44 @@
+"""From spans of kernels to what a step spends where."""
+
+from __future__ import annotations
+
+import pytest
+
+from rorqual import LLM
+from rorqual.bench.profile import Span, profile_steps, summarise
+from rorqual.errors import ConfigError
+
+
+def steps(count: int, pause: float) -> list[Span]:
+    """Two kernels that overlap by 2 us, then a third 1 us later; `pause` between steps."""
+    spans, at = [], 100.0
+    for _ in range(count):
+        spans += [Span("attend", at, at + 10), Span("experts", at + 8, at + 28), Span("attend", at + 29, at + 39)]
+        at += 39 + pause
+    return spans
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    found = summarise(steps(4, 2.0), 4)
+    assert found.busy == 38
+    assert found.step == pytest.approx((4 * 39 + 3 * 2) / 4)
+    assert found.short == pytest.approx((4 * 1 + 3 * 2) / 4)
+    assert found.long == 0
+    assert not found.longest
+    assert [(kernel.name, kernel.calls, kernel.us) for kernel in found.kernels] == [("attend", 2, 20), ("experts", 1, 20)]
+
+
+def test_a_late_host_shows() -> None:
+    found = summarise(list(reversed(steps(5, 40.0))), 5)
+    assert found.long == pytest.approx(4 * 40 / 5)
+    assert found.longest == [(40.0, "attend")] * 3
+    lines = list(found.lines())
+    assert lines[0] == "step 71 us: busy 38, waits up to 5 us 1, longer ones 32"
+    assert lines[1] == "  a wait of 40.0 us before attend"
+    assert len(lines) == 6
+
+
+def test_without_a_card_it_is_refused() -> None:
+    llm = LLM(max_num_seqs=2, max_model_len=64, num_pages=16, device="cpu")
+    with pytest.raises(ConfigError, match="--profile"):
+        profile_steps(llm, [[1, 2]], 2)
