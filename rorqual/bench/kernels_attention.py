@@ -9,7 +9,7 @@ and keeps the fastest that is right.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rorqual.bench import kernels_peer as peers
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import prefill, tuning
@@ -33,13 +34,14 @@ Call = Callable[[Any], Tensor]  # takes a Config
 @dataclass
 class Setup:
     """Calls over rotated data, all into `out`, and how to judge the first one's output. configs: the one in use, then others to try;
-    shape: what a tuned one is stored under."""
+    shape: what a tuned one is stored under. peers: by name, what makes another library's call over the same data."""
 
     out: Tensor
     calls: list[Call]
     configs: list[Any]
     error: Callable[[Tensor], float]
     shape: dict[str, Any]
+    peers: Mapping[str, Callable[[], peers.Call]] = field(default_factory=dict)
 
 
 @dataclass
@@ -136,7 +138,10 @@ def mla_case(requests: int, longest: int, heads: int, queries: int = 1, fp8: boo
             *mla.configs_for(queries * heads, q_latent.dtype, fp8),
         ]
         shape = {"dtype": "bfloat16", "cache": "fp8" if fp8 else "plain", "rows": queries * heads}
-        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, {**shape, **sizes_near(requests, longest)})
+        data, others = (q_latent, q_rope, cache, tables, kv_lens, scale), {}
+        if queries == 1 and not fp8 and not mixed:
+            others = {"FlashMLA": partial(peers.flash_mla, *data), "FA3": partial(peers.fa3_mla, *data)}
+        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, {**shape, **sizes_near(requests, longest)}, others)
 
     name = f"B{requests} S{longest} H{heads}" + (f" q{queries}" if queries > 1 else "") + (" mixed" if mixed else "")
     return Case("mla fp8" if fp8 else "mla", name, moved, 2 * sum(lens) * heads * queries * 1088, setup, peer)
@@ -170,7 +175,8 @@ def gqa_case(requests: int, longest: int, queries: int = 1, mixed: bool = False,
 
         configs = [gqa.config_for(q[0], k, requests, longest), *gqa.configs_for(requests, longest, q.dtype)]
         shape = {"dtype": "bfloat16", "heads": heads, "groups": groups, "width": width, **sizes_near(requests, longest)}
-        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape)
+        others = {} if mixed else {"FA3": partial(peers.fa3_paged, q, k, v, tables, kv_lens, queries, width**-0.5)}
+        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape, others)
 
     name = f"B{requests} S{longest}" + (f" q{queries}" if queries > 1 else "") + (" mixed" if mixed else "")
     return Case("gqa", name, moved, 4 * sum(lens) * heads * queries * width, setup, peer)
@@ -206,7 +212,12 @@ def prefill_case(requests: int, chunk: int, prefix: int, heads: int, groups: int
 
         configs = [prefill.config_for(q[0], groups, paged, chunk), *prefill.configs_for(width, q.dtype)]
         shape = {"dtype": "bfloat16", "heads": heads, "groups": groups, "width": width, "paged": paged, "queries": tuning.near(chunk)}
-        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape)
+        other = (
+            partial(peers.fa3_paged, q, k, v, tables, kv_lens, chunk, scale)
+            if paged
+            else partial(peers.fa3_dense, q, k, v, requests, scale)
+        )
+        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape, {"FA3": other})
 
     name = f"R{requests} Q{chunk}+{prefix} H{heads}/{groups} {width}/{v_width}"
     return Case("prefill paged" if paged else "prefill", name, moved, 2 * pairs * heads * (width + v_width), setup)
@@ -251,8 +262,20 @@ def measure(setup: Setup, config: Any) -> float:
     return time_graph(calls * max(1, -(-4 // len(calls))))
 
 
-def run_case(case: Case, device: torch.device, check: bool, tune: bool) -> None:
-    """Fills case.measured: us, error, config and (tune) trials, a list of (us or message, config)."""
+def measure_peers(setup: Setup, check: bool) -> dict[str, Any]:
+    """Over the same data, in the same way: see kernels_peer.best."""
+
+    def one(make: Callable[[], peers.Call]) -> tuple[float, float | None]:
+        call = make()
+        error = setup.error(call(0)) if check else None
+        calls = [partial(call, i) for i in range(len(setup.calls))]
+        return time_graph(calls * max(1, -(-4 // len(calls)))), error
+
+    return peers.best(setup.peers, one)
+
+
+def run_case(case: Case, device: torch.device, check: bool, tune: bool, peer: bool = False) -> None:
+    """Fills case.measured: us, error, config, (tune) trials, a list of (us or message, config), and (peer) what kernels_peer.best says."""
     setup = case.setup(device)
     trials: list[tuple[float, Any]] = []
     failures: list[tuple[str, Any]] = []
@@ -270,12 +293,14 @@ def run_case(case: Case, device: torch.device, check: bool, tune: bool) -> None:
                 raise
             failures.append((" ".join(f"{type(problem).__name__}: {problem}".split())[:200], config))
     case.measured.update(trials=sorted(trials, key=lambda t: t[0]), failures=failures)
+    if peer:
+        case.measured.update(measure_peers(setup, check))
     card = tuning.card_of(device)
     if tune and trials and card is not None:
         tuning.store(card, KERNELS[case.kernel], setup.shape, case.measured["config"], case.measured["us"])
 
 
-def rows(device: torch.device, check: bool = False, tune: bool = False, only: str = "") -> Iterator[dict[str, Any]]:
+def rows(device: torch.device, check: bool = False, tune: bool = False, only: str = "", peer: bool = False) -> Iterator[dict[str, Any]]:
     """One dictionary a case: kernel, us, gb_s, tflop_s, floor_us, peer_us, error, config, trials, failures."""
     wanted = [word for word in only.split(",") if word]
     for case in cases():
@@ -283,7 +308,7 @@ def rows(device: torch.device, check: bool = False, tune: bool = False, only: st
         if wanted and not any(word in name + "$" for word in wanted):
             continue
         torch.manual_seed(0)
-        run_case(case, device, check, tune)
+        run_case(case, device, check, tune, peer)
         us = case.measured.get("us")
         yield {
             "kernel": name, "us": us, "gb_s": us and case.bytes / us / 1e3, "tflop_s": us and case.flops / us / 1e6,

@@ -12,9 +12,9 @@ import contextlib
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from rorqual.bench import kernels_peer as peers
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
@@ -39,12 +40,15 @@ Call = Callable[[], Any]
 
 @dataclass
 class Setup:
-    """Calls over rotated data; how far the first one's output is from the truth; bytes and operations of a call."""
+    """Calls over rotated data; how far the first one's output is from the truth; bytes and operations of a call. peers: by name, what
+    makes another library's call over the same data, whose first output `judge` looks at."""
 
     calls: list[Call]
     error: Callable[[], float]
     bytes: float = 0
     flops: float = 0
+    peers: Mapping[str, Callable[[], peers.Call]] = field(default_factory=dict)
+    judge: Callable[[Tensor], float] | None = None
 
 
 @dataclass
@@ -219,15 +223,15 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
     def call(draw: Draw) -> Tensor:
         return ex.experts(*draw, gate_up, down, expected)
 
-    def error() -> float:
+    def judge(out: Tensor) -> float:
         rows = torch.randperm(tokens, device=device)[:CHECKED]
-        out = call(picked[0])
         assert not out.isnan().any(), "output left unwritten"
         return difference(out[rows], expert_truth(picked[0], rows, gate_up, down))
 
     calls: list[Call] = [partial(call, draw) for draw in picked]
     size, flops = expert_cost(shape, picked)
-    return Setup(calls, error, size, flops)
+    others = {} if shape is V3_RANK else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
+    return Setup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
 
 
 # --- fp8 products ---
@@ -252,16 +256,16 @@ def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> 
     """The product alone, as DeepGEMM's figures are: x comes quantised."""
     weights, x, packed = linear_data(rows, columns, tokens, device)
 
-    def error() -> float:
+    def judge(out: Tensor) -> float:
         some = torch.randperm(tokens, device=device)[:64]
         truth = reference.rounded_to_fp8(x[some]).double() @ reference.dequantise(weights[0], torch.float64).t()
-        out = linear_fp8.linear(packed, weights[0])
         assert not out.isnan().any(), "output left unwritten"
         return difference(out[some], truth)
 
     calls: list[Call] = [partial(linear_fp8.linear, packed, w) for w in weights]
     size = rows * columns + tokens * columns + 2 * tokens * rows
-    return Setup(calls, error, size, 2 * tokens * rows * columns)
+    others = {"DeepGEMM": partial(peers.deep_gemm, x, weights)}
+    return Setup(calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge)
 
 
 # --- bf16 products of a few tokens ---
@@ -443,8 +447,8 @@ def cases() -> Iterator[Case]:
     for shape, name, sizes in EXPERTS:
         for t, peer in sizes.items():
             yield Case(f"{name} T{t}", shape.kind, partial(expert_setup, shape, t), peer)
-    for (n, k), peers in LINEARS.items():
-        for m, peer in peers.items():
+    for (n, k), times in LINEARS.items():
+        for m, peer in times.items():
             yield Case(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer)
     for n, k in SMALL:
         for m in (1, 4):
@@ -468,7 +472,18 @@ def cases() -> Iterator[Case]:
         yield Case(f"heads epilogue T{t}", "bf16", partial(heads_setup, t))
 
 
-def measure(case: Case, device: torch.device, check: bool) -> dict[str, Any]:
+def measure_peers(setup: Setup, check: bool) -> dict[str, Any]:
+    """Over the same data, in the same way: see kernels_peer.best."""
+
+    def one(make: Callable[[], peers.Call]) -> tuple[float, float | None]:
+        call = make()
+        error = setup.judge(call(0).clone()) if check and setup.judge else None
+        return median_us([partial(call, i) for i in range(len(setup.calls))]), error
+
+    return peers.best(setup.peers, one)
+
+
+def measure(case: Case, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
     setup = case.setup(device)
     us = median_us(setup.calls)
     row: dict[str, Any] = {
@@ -478,12 +493,14 @@ def measure(case: Case, device: torch.device, check: bool) -> dict[str, Any]:
     if check:
         with poisoned():
             row["error"] = setup.error()
+    if peer:
+        row.update(measure_peers(setup, check))
     return row
 
 
-def row(case: Case, device: torch.device, check: bool) -> dict[str, Any]:
+def row(case: Case, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
     try:
-        return measure(case, device, check)
+        return measure(case, device, check, peer)
     except Exception as failure:
         if "CUDA error" in str(failure):
             raise

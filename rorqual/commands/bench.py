@@ -119,6 +119,7 @@ def bench_kernels(
     only: Annotated[str | None, typer.Option(help="Comma-separated beginnings of row names.")] = None,
     check: Annotated[bool, typer.Option(help="Compare every result with the reference.")] = True,
     tune: Annotated[bool, typer.Option(help="Search each row's configurations; print the best, and keep it for this card.")] = False,
+    peer: Annotated[bool, typer.Option(help="Run vLLM's kernels, where it is installed, on the same data in the same process.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds after which no further row is started.")] = 540.0,
     json_file: Json = None,
 ) -> None:
@@ -128,7 +129,7 @@ def bench_kernels(
     make_platform("cuda")  # says clearly when there is no card; the kernels' own imports would not
     from rorqual.bench import kernels
 
-    kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit)
+    kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit, peer=peer)
 
 
 @app.command("layers")

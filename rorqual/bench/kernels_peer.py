@@ -1,0 +1,140 @@
+"""vLLM's kernels on the data of our own cases: FlashMLA, FlashAttention 3, its Triton experts, DeepGEMM. For `bench kernels --peer`.
+
+Written for vLLM 0.25.1, whose wheel carries all four. Each function takes one case's data and returns a call by the number of the data
+set; what it gives is judged as our own result is. Nothing here ever serves a step of the engine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.errors import ConfigError
+from rorqual.ops.reference import Weight
+
+Call = Callable[[int], Tensor]
+
+
+def check_installed() -> None:
+    """Raises ConfigError where there is nothing to compare with."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("--peer runs vLLM's kernels beside ours, and vllm is not installed")
+
+
+def best(makers: Mapping[str, Callable[[], Call]], measure: Callable[[Callable[[], Call]], tuple[float, float | None]]) -> dict[str, Any]:
+    """What a row says of its peers, each judged by `measure` as (us, error): peers, {name: us, or why it did not run}; and of the fastest
+    peer, peer_us and peer_error. Nothing where a case has none."""
+    found: dict[str, float | str] = {}
+    errors: dict[str, float | None] = {}
+    for name, make in makers.items():
+        try:
+            found[name], errors[name] = measure(make)
+        except Exception as problem:  # another library's, of whatever kind; ours must still be measured
+            if "CUDA error" in str(problem):
+                raise
+            found[name] = " ".join(f"{type(problem).__name__}: {problem}".split())[:200]
+    times = {name: us for name, us in found.items() if isinstance(us, float)}
+    if not times:
+        return {"peers": found} if found else {}
+    fastest = min(times, key=lambda name: times[name])
+    return {"peers": found, "peer_us": times[fastest], "peer_error": errors[fastest]}
+
+
+# ---- attention: one query token a request in decode, all requests alike
+
+
+def flash_mla(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, kv_lens: Tensor, scale: float) -> Call:
+    """q_latent [copies, B, H, 512], q_rope [copies, B, H, 64], cache [pages, 64, 576], tables [copies, B, columns] int32; [B, H, 512]."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+
+    q, paged, lens = torch.cat((q_latent, q_rope), -1)[:, :, None], cache[:, :, None], kv_lens.int()
+    metadata, splits = get_mla_metadata()
+
+    def call(i: int) -> Tensor:
+        out, _ = flash_mla_with_kvcache(q[i], paged, tables[i], lens, 512, metadata, splits, softmax_scale=scale, causal=True)
+        return out[:, 0]
+
+    return call
+
+
+def fa3_mla(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, kv_lens: Tensor, scale: float) -> Call:
+    """The same with FlashAttention 3, which takes latent and rope parts apart."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    longest, lens, paged = int(kv_lens.max()), kv_lens.int(), cache[:, :, None]
+    starts = torch.arange(q_latent.shape[1] + 1, dtype=torch.int32, device=cache.device)
+
+    def call(i: int) -> Tensor:
+        return flash_attn_varlen_func(
+            q=q_rope[i], k=paged[..., 512:], v=paged[..., :512], q_v=q_latent[i], max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=longest,
+            seqused_k=lens, block_table=tables[i], softmax_scale=scale, causal=True, fa_version=3)  # fmt: skip
+
+    return call
+
+
+def fa3_paged(q: Tensor, k: Tensor, v: Tensor, tables: Tensor, kv_lens: Tensor, queries: int, scale: float) -> Call:
+    """q [copies, B * queries, H, D], k and v [pages, 64, groups, D]: decode, or chunks of prompts over their prefix."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    longest, lens = int(kv_lens.max()), kv_lens.int()
+    starts = torch.arange(kv_lens.shape[0] + 1, dtype=torch.int32, device=k.device) * queries
+
+    def call(i: int) -> Tensor:
+        return flash_attn_varlen_func(
+            q=q[i], k=k, v=v, max_seqlen_q=queries, cu_seqlens_q=starts, max_seqlen_k=longest, seqused_k=lens, block_table=tables[i],
+            softmax_scale=scale, causal=True, fa_version=3)  # fmt: skip
+
+    return call
+
+
+def fa3_dense(q: Tensor, k: Tensor, v: Tensor, requests: int, scale: float) -> Call:
+    """q [copies, requests * chunk, H, D], k [copies, requests * length, groups, D], v likewise: bottom-right causal."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    chunk, length = q.shape[1] // requests, k.shape[1] // requests
+    order = torch.arange(requests + 1, dtype=torch.int32, device=k.device)
+
+    def call(i: int) -> Tensor:
+        return flash_attn_varlen_func(
+            q=q[i], k=k[i], v=v[i], max_seqlen_q=chunk, cu_seqlens_q=order * chunk, max_seqlen_k=length, cu_seqlens_k=order * length,
+            softmax_scale=scale, causal=True, fa_version=3)  # fmt: skip
+
+    return call
+
+
+# ---- experts and products
+
+
+def fused_experts(draws: list[tuple[Tensor, Tensor, Tensor]], gate_up: Weight, down: Weight) -> Call:
+    """draws: (x [T, hidden], ids [T, K], weights [T, K] fp32) by number; every id names an expert of this stack."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
+
+    options: dict[str, Any] = {}
+    if gate_up.quantised:
+        options = {"use_fp8_w8a8": True, "w1_scale": gate_up.scale, "w2_scale": down.scale, "block_shape": [128, 128]}
+    picked = [(x, weights, ids.int()) for x, ids, weights in draws]
+
+    def call(i: int) -> Tensor:
+        x, weights, ids = picked[i]
+        return fused_experts_impl(x, gate_up.data, down.data, weights, ids, **options)
+
+    return call
+
+
+def deep_gemm(x: Tensor, weights: list[Weight]) -> Call:
+    """x [T, columns] bf16, quantised outside the call as ours is; weights [rows, columns] fp8 with scales of 128 x 128."""
+    import vllm.utils.deep_gemm as library
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    packed = per_token_group_quant_fp8(x, 128, column_major_scales=True, tma_aligned_scales=True, use_ue8m0=False)
+    out = torch.empty(x.shape[0], weights[0].data.shape[0], dtype=torch.bfloat16, device=x.device)
+
+    def call(i: int) -> Tensor:
+        library.fp8_gemm_nt(packed, (weights[i].data, weights[i].scale), out)
+        return out
+
+    return call
