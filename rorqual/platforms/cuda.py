@@ -23,6 +23,7 @@ class CudaPlatform(Platform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
+        torch.cuda.set_device(device)  # kernels, streams and events are made on the current card; a process has one
         self.pool: Any = None
 
     def describe(self) -> str:
