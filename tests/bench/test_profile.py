@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+
 import pytest
 
 from rorqual import LLM
@@ -42,3 +46,10 @@ def test_without_a_card_it_is_refused() -> None:
     llm = LLM(max_num_seqs=2, max_model_len=64, num_pages=16, device="cpu")
     with pytest.raises(ConfigError, match="--profile"):
         profile_steps(llm, [[1, 2]], 2)
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    started = time.time()
+    code = "import time; time.sleep(0.4); from rorqual.bench.offline import process_age; print(process_age())"
+    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0.4 <= age <= time.time() - started + 0.05
