@@ -21,7 +21,8 @@ def kv_cut(tp: Cut, groups: int) -> Cut:
 
 
 class GQA:
-    """forward: [T, hidden] to [T, hidden], a partial sum over tp; writes the step's keys and values to the cache before attending."""
+    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the step's tokens, a partial sum over tp;
+    writes the step's keys and values to the cache before attending."""
 
     def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str):
         assert isinstance(config.attention, GQAConfig)
@@ -42,7 +43,7 @@ class GQA:
         if not step.segments:  # an idle rank
             return x
         planes = step.pool.layers[self.index]
-        qkv = self.qkv.forward(x).view(x.shape[0], -1, self.config.head_dim)
+        qkv = self.qkv.forward(step.layout.gather(x)).view(step.num_tokens, -1, self.config.head_dim)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q = self.ops.gqa_prologue(qkv, *norms, step.cos, step.sin, (planes["k"], planes["v"]), step.slot_mapping)
         outs = [self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale) for segment, part in step.segments]

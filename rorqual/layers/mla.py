@@ -25,12 +25,14 @@ from rorqual.layers.parameter import Build, Target
 from rorqual.layers.step import Step
 from rorqual.ops.reference import Weight, dequantise
 from rorqual.ops.table import MLAWeights, Segment
+from rorqual.parallel.choice import gathers_latents
 
 LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, whatever rms_norm_eps says
 
 
 class MLA:
-    """forward: [T, hidden] to [T, hidden], a partial sum over tp; writes the step's cache entries before attending.
+    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the step's tokens, a partial sum over tp;
+    writes the step's cache entries before attending.
 
     Over tp the heads are split; the projections to latents, and the latent cache, are on every rank. `config` counts this rank's heads.
     """
@@ -43,6 +45,7 @@ class MLA:
         self.config, self.index, self.ops = mla, index, build.ops
         self.prefill_form, self.decode_form = prefill, decode
         self.interleaved = config.rope.interleaved
+        self.gathers_latents = gathers_latents(config)
         self.scale = mla.qk_dim**-0.5 * config.rope.softmax_scale
         self._make_query(build, config, prefix)
         self.kv_norm = Norm(build, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
@@ -121,7 +124,7 @@ class MLA:
         if not step.segments:  # an idle rank
             return x
         planes = step.pool.layers[self.index]
-        query_in, q, entries = self.ops.mla_prologue(x, self.weights, step.cos, step.sin, planes.get("latent"), step.slot_mapping)
+        query_in, q, entries = self._prologue(x, step, planes.get("latent"))
         if entries is not None:
             k, v = self.decompress(entries)
             self.ops.write_cache(planes["k"], step.slot_mapping, k)
@@ -133,6 +136,15 @@ class MLA:
             form = self.decode_form if segment is step.decode else self.prefill_form
             outs.append(self.attend(form, query_in[part], q[part], step, segment, part))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _prologue(self, x: Tensor, step: Step, plane: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and the latents are gathered."""
+        w, layout, tables = self.weights, step.layout, (step.cos, step.sin)
+        if not (layout.sharded and self.gathers_latents):
+            return self.ops.mla_prologue(layout.gather(x), w, *tables, plane, step.slot_mapping)
+        own = self.ops.mla_down(x, w, *map(layout.enter, tables))
+        query, entries = layout.gather(torch.cat(own, -1)).split([part.shape[1] for part in own], -1)
+        return query, *self.ops.mla_up(query, entries, w, *tables, plane, step.slot_mapping)
 
     def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Cache entries [N, C + rope] to keys [N, H, qk] and values [N, H, v]."""

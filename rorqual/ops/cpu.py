@@ -82,7 +82,7 @@ class CpuOps(Ops):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         if not interleaved:
             return reference.rope(x, cos, sin, interleaved)
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2).to(x.dtype)
 
     # ---- attention

@@ -137,21 +137,33 @@ class Ops:
 
         Entries [T, C + rope] go to the latent `plane` at `slots`; without a plane they are returned instead.
         """
+        query, entries = self.mla_down(x, w, cos, sin)
+        return (x if w.q_b is None else query), *self.mla_up(query, entries, w, cos, sin, plane, slots)
+
+    def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The half of the prologue that knows no heads: from x [T, hidden] to (the query's latent, normed [T, q_lora], cache entries
+        [T, C + rope]: latent normed, key rotated). Without a query latent the first are the queries as they are, [T, H qk]."""
         mla = w.config
-        first, latent, k_rope = self.linear(x, w.down, w.down_bias).split((w.query_rows, mla.kv_lora_rank, mla.rope_dim), -1)
-        query_in = x
-        if w.q_b is not None and w.q_norm is not None:
-            query_in = self.norm(first, w.q_norm, w.eps)
-            first = self.linear(query_in, w.q_b)
-        q = first.view(-1, mla.num_heads, mla.qk_dim)
-        rotated = torch.cat((q[..., mla.nope_dim :], k_rope[:, None]), 1)
-        rotated = self.rope(rotated, cos, sin, w.interleaved)
-        q = torch.cat((q[..., : mla.nope_dim], rotated[:, :-1]), -1)
-        entries = torch.cat((self.norm(latent, w.kv_norm, w.eps), rotated[:, -1]), -1)
+        query, latent, key = self.linear(x, w.down, w.down_bias).split((w.query_rows, mla.kv_lora_rank, mla.rope_dim), -1)
+        if w.q_norm is not None:
+            query = self.norm(query, w.q_norm, w.eps)
+        key = self.rope(key[:, None], cos, sin, w.interleaved)[:, 0]
+        return query, torch.cat((self.norm(latent, w.kv_norm, w.eps), key), -1)
+
+    def mla_up(
+        self, query: Tensor, entries: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The other half, head by head: from what mla_down returns to (queries [T, H, qk] rotated, cache entries as mla_prologue has
+        them). Rows of `query` and of `entries` may lie apart."""
+        mla = w.config
+        if w.q_b is not None:
+            query = self.linear(query, w.q_b)
+        nope, turned = query.unflatten(-1, (mla.num_heads, mla.qk_dim)).split((mla.nope_dim, mla.rope_dim), -1)
+        q = torch.cat((nope, self.rope(turned, cos, sin, w.interleaved)), -1)
         if plane is None:
-            return query_in, q, entries
+            return q, entries
         self.write_cache(plane, slots, entries)
-        return query_in, q, None
+        return q, None
 
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         """Absorbed attention over the latent cache: queries [T, H, qk] to heads [T, H, v]. W_UK moves to the query, W_UV behind

@@ -127,6 +127,9 @@ class TracedOps(Ops):
         heads, width = w.config.num_heads, w.config.qk_dim
         return x, torch.ops.rorqual.mla_prologue(w.layer, x, cos, sin, plane, slots, heads, width), None
 
+    mla_down = entry(Ops.mla_down)
+    mla_up = entry(Ops.mla_up)
+
     @entry
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         if not self.inner.opaque("mla_absorbed", w.kv_b.data):

@@ -13,7 +13,7 @@ The thresholds are estimates from published figures until they have been measure
 
 from __future__ import annotations
 
-from rorqual.config import MoEConfig
+from rorqual.config import MLAConfig, ModelConfig, MoEConfig
 from rorqual.parallel_config import ParallelConfig
 
 GATHER_RANKS = 8
@@ -48,6 +48,24 @@ def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bo
 def shards_tokens(sizes: ParallelConfig, exchange: str) -> bool:
     """Whether the residual stream is spread over the ranks of an attention group, each holding its share of the tokens."""
     return sizes.tp > 1 and (sizes.sequence_parallel or (sizes.dense_tp or 1) < sizes.tp or exchange in NEEDS_SHARDS)
+
+
+def gathers_latents(model: ModelConfig) -> bool:
+    """Whether attention over sharded tokens gathers [query latent | key-value latent | rope key] in place of hidden states: where these
+    are fewer columns. Queries that are made from hidden states (no query latent, grouped-query attention) need those on every rank."""
+    return _latent_columns(model) < model.hidden_size
+
+
+def gathered_columns(model: ModelConfig) -> int:
+    """Columns of a token that attention over sharded tokens gathers."""
+    return min(_latent_columns(model), model.hidden_size)
+
+
+def _latent_columns(model: ModelConfig) -> int:
+    mla = model.attention
+    if not isinstance(mla, MLAConfig) or mla.q_lora_rank is None:
+        return model.hidden_size
+    return mla.q_lora_rank + mla.latent_dim
 
 
 def possible_exchanges(sizes: ParallelConfig, moe: MoEConfig) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ are two ways, and the way back is always part of the next norm:
 
 - `Replicated`: every rank of an attention group keeps all its tokens; the norms all-reduce. Feed-forward layers return partial sums over
   tp.
-- `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter, before the attention an all-gather.
-  Feed-forward layers then start from tokens that no other rank has, and return complete sums.
+- `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter. Attention gathers what it needs of
+  all tokens: hidden states, or the latents that each rank made of its own. Feed-forward layers start from tokens that no other rank
+  has, and return complete sums.
 
 A feed-forward layer whose weights are spread over more ranks gathers rows and scatters their sums (`dense`).
 `Layout` itself is the one device on which nothing moves.
@@ -56,11 +57,16 @@ class Layout:
         return None
 
     def enter(self, x: Tensor) -> Tensor:
-        """Rows of all tokens of this data-parallel rank, complete, to what the first layer takes."""
+        """Rows of all tokens of this data-parallel rank, the same on every rank of tp, to those of the residual stream here."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The way back: rows of the residual stream here to those of all tokens of this data-parallel rank."""
         return x
 
     def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual) for attention, the residual stream). x as a feed-forward layer returns it; no residual: as `enter` does."""
+        """(norm(x + residual), the residual stream), of the rows here: attention asks for the others with `gather`. x as a feed-forward
+        layer returns it; no residual: as `enter` does."""
         return norm.add(x, residual)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,15 +157,14 @@ class Sharded(Spread):
         start, stop = self.mesh.tp.cut.span(x.shape[0])
         return x[start:stop]
 
-    def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, residual = norm.add(x, residual)
-        return self.mesh.tp.all_gather(h, self.counts), residual
+    def gather(self, x: Tensor) -> Tensor:
+        return self.mesh.tp.all_gather(x, self.counts)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(self.mesh.tp.reduce_scatter(x, self.counts), residual)
 
     def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
-        h = self.mesh.tp.all_gather(norm.add(x, residual)[0], self.counts)
+        h = self.gather(norm.add(x, residual)[0])
         return h if rows is None else h.index_select(0, rows)
 
 

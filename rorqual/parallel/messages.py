@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rorqual.config import ModelConfig
-from rorqual.parallel.choice import chosen_exchange, destinations, shards_tokens
+from rorqual.parallel.choice import chosen_exchange, destinations, gathered_columns, shards_tokens
 from rorqual.parallel.cut import Cut
 from rorqual.parallel.traffic import bytes_sent
 from rorqual.parallel_config import ParallelConfig
@@ -81,7 +81,7 @@ class StepMessages:
     def layer(self, index: int) -> None:
         tp, shard = self.sizes.tp, -(-self.own // self.sizes.tp)
         if self.sharded:
-            self.add("tp", "all_gather", shard * tp * self.row, tp)
+            self.add("tp", "all_gather", shard * tp * gathered_columns(self.model) * self.itemsize, tp)
             self.add("tp", "reduce_scatter", shard * tp * self.row, tp)
         else:
             self.add("tp", "all_reduce", self.own * self.row, tp)

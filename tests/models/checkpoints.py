@@ -59,6 +59,7 @@ MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("v3", {}),
     "v3-no-q-lora": ("v3", {"q_lora_rank": None}),
+    "v3-narrow-latents": ("v3", {"q_lora_rank": 20, "kv_lora_rank": 24}),  # together with the rope key narrower than hidden states
     "v3-yarn-mscales": ("v3", {"rope_parameters": yarn(**MSCALES)}),
     "v3-yarn-plain": ("v3", {"rope_parameters": yarn()}),
     "v3-yarn-equal-mscales": ("v3", {"rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0)}),

@@ -76,7 +76,7 @@ def parameters(options: tuple[str, ...], choose: bool, worlds: tuple[int, ...] =
     return [pytest.param(option, case, id=f"{option}-{matrix.name_of(case)}") for option, case in found]
 
 
-CHOSEN = [*parameters(("v3",), choose=True), *parameters(("qwen",), choose=True, worlds=(4,))]
+CHOSEN = [*parameters(("v3-narrow-latents",), choose=True), *parameters(("qwen",), choose=True, worlds=(4,))]
 
 
 @pytest.mark.parametrize(("option", "case"), CHOSEN)
@@ -85,7 +85,7 @@ def test_every_pair_of_settings(pool: RankPool, saved, option: str, case: dict[s
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize(("option", "case"), parameters(("v3", "qwen"), choose=False))
+@pytest.mark.parametrize(("option", "case"), parameters(("v3-narrow-latents", "qwen"), choose=False))
 def test_every_valid_combination(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
     check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
 
@@ -98,6 +98,8 @@ def test_every_pair_of_settings_of_other_options(pool: RankPool, saved, option: 
 
 OTHERS = [
     ("v3-no-q-lora", {"tp": 2}),
+    ("v3-no-q-lora", {"tp": 2, "sequence_parallel": True}),
+    ("v3", {"tp": 4, "sequence_parallel": True}),
     ("v3-bias", {"tp": 4}),
     ("qwen-bias", {"tp": 2, "dp": 2, "sequence_parallel": True}),
     ("v3-tied", {"pp": 2, "tp": 2}),
@@ -109,15 +111,17 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("option", "sizes"), OTHERS, ids=[option for option, _ in OTHERS])
+@pytest.mark.parametrize(("option", "sizes"), OTHERS, ids=[f"{option}{'-sp' * ('sequence_parallel' in sizes)}" for option, sizes in OTHERS])
 def test_options_of_the_architectures(pool: RankPool, saved, option: str, sizes: dict[str, Any]) -> None:
-    """Biases, tied heads, no query latent, dense layers: what a cut could get wrong."""
+    """Biases, tied heads, no query latent or a wide one, dense layers: what a cut could get wrong."""
     check(pool, sizes, saved(option))
 
 
 @pytest.mark.parametrize("forms", [("CD", "CD"), ("A_CC", "A_CC"), ("AM_CC_ME", "AM_CC_ME")], ids="-".join)
-def test_mla_forms_over_heads(pool: RankPool, saved, forms: tuple[str, str]) -> None:
-    check(pool, {"tp": 2}, saved("v3", forms))
+@pytest.mark.parametrize("sharded", [False, True], ids=["", "sp"])
+def test_mla_forms_over_heads(pool: RankPool, saved, forms: tuple[str, str], sharded: bool) -> None:
+    """With tokens sharded the forms start from gathered latents: query input, entries to decompress."""
+    check(pool, {"tp": 2, "sequence_parallel": sharded}, saved("v3-narrow-latents", forms))
 
 
 MTP_SIZES = [
@@ -131,7 +135,7 @@ MTP_SIZES = [
 @pytest.mark.parametrize("sizes", MTP_SIZES, ids=str)
 def test_prediction_modules(pool: RankPool, saved, tmp_path: Path, sizes: dict[str, Any]) -> None:
     """The module's own layer, fed with embedding and hidden states of several ranks, and the head behind it."""
-    config = {**json.loads((Path(saved("v3")["folder"]) / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    config = {**json.loads((Path(saved("v3-narrow-latents")["folder"]) / "config.json").read_text()), "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = {"folder": str(tmp_path), "prompts": PROMPTS, "lengths": LENGTHS}
     want = jobs.predict(1, {}, **given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rorqual.parallel_config import ParallelConfig
 from tests.models.checkpoints import save
 from tests.parallel.pool import RankPool
 
+SHAPES = Path(__file__).parents[2] / "rorqual" / "shapes"
 PROMPTS, LENGTHS = [7, 5, 9, 6], [9, 9, 10, 8]
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
@@ -30,34 +33,54 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+# Latents wider than hidden states, none of the query, and no latents at all.
+OTHERS = [(option, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}) for option in ("v3", "v3-no-q-lora", "qwen")]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("v3")
-    save("v3", where)
-    return where
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints of an option, made once."""
+
+    @cache
+    def make(option: str) -> Path:
+        where = tmp_path_factory.mktemp(option)
+        save(option, where)
+        return where
+
+    return make
 
 
-def name_of(sizes: dict[str, Any]) -> str:
-    return "-".join(f"{name}{value}" for name, value in sizes.items())
+def name_of(value: Any) -> str:
+    return value if isinstance(value, str) else "-".join(f"{name}{size}" for name, size in value.items())
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=name_of)
-def test_counted_bytes_are_the_expected_ones(pool: RankPool, folder: Path, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("option", "sizes"), [*(("v3-narrow-latents", sizes) for sizes in LAYOUTS), *OTHERS], ids=name_of)
+def test_counted_bytes_are_the_expected_ones(pool: RankPool, folder_of: Callable[[str], Path], option: str, sizes: dict[str, Any]) -> None:
     world = ParallelConfig(**sizes).world
-    results = pool.run("count_bytes", world, sizes=sizes, folder=str(folder), prompts=PROMPTS, lengths=LENGTHS)
+    results = pool.run("count_bytes", world, sizes=sizes, folder=str(folder_of(option)), prompts=PROMPTS, lengths=LENGTHS)
     for rank, (counted, expected) in enumerate(results):
         assert counted == expected, rank
     assert any(counted for counted, _ in results)
 
 
-def test_data_parallel_dense_layers_and_heads_move_nothing(folder: Path) -> None:
-    config = ModelConfig.from_file(folder)
+def test_sharded_attention_gathers_the_narrower_of_latents_and_hidden_states() -> None:
+    """DeepSeek-V3's 1536 + 576 columns in place of 7168; V2-Lite has no query latent, Qwen3 no latents."""
+    shapes = {"deepseek-v3": 2112, "deepseek-v2-lite": 2048, "qwen3-30b-a3b": 2048}
+    for name, columns in shapes.items():
+        config = ModelConfig.from_file(SHAPES / name)
+        sent = step_messages(config, ParallelConfig(tp=8, sequence_parallel=True), 0, [800], decode=False, logits=[0])
+        last = 7 * 100 * config.hidden_size * 2  # the norm behind the last layer
+        assert sent["tp"]["all_gather"] == config.num_layers * 7 * 100 * columns * 2 + last, name
+
+
+def test_data_parallel_dense_layers_and_heads_move_nothing(folder_of: Callable[[str], Path]) -> None:
+    config = ModelConfig.from_file(folder_of("v3"))
     assert set(step_messages(config, ParallelConfig(dp=4, ep=4), 1, [3, 2, 0, 1], decode=True)) == {"dp"}
 
 
-def test_all_reduces_of_published_layouts(folder: Path) -> None:
+def test_all_reduces_of_published_layouts() -> None:
     """DeepSeek-R1 on one node: two all-reduces a layer under tp, all-gather and reduce-scatter under data-parallel attention."""
-    config = ModelConfig.from_file(Path(__file__).parents[2] / "rorqual" / "shapes" / "deepseek-v3")
+    config = ModelConfig.from_file(SHAPES / "deepseek-v3")
     row = 7168 * 2
     tp = step_messages(config, ParallelConfig(tp=8), 0, [1], decode=True)
     assert tp["tp"]["all_reduce"] == 122 * (2 * row * 7 // 8)  # 2 a layer; the last norm takes the place of the first

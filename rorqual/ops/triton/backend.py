@@ -8,6 +8,7 @@ attention and experts wait for the device: a step that meets such a fallback can
 | linear, mlp, experts    | fp8 blocks are not 128x128, or columns no multiple of 128 (experts: rows as well); a card before sm_89 |
 | rope                    | the rotated size is no power of two                                                      |
 | mla_prologue            | no latent plane, or latent or rope size is no power of two                               |
+| mla_down, mla_up        | latent or rope size is no power of two; mla_up without a query latent as well            |
 | gqa_prologue            | the head size is no power of two                                                         |
 | latent_attention        | latent or rope size is no power of two of at least 16; the cache's format is not the queries' |
 | attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
@@ -125,6 +126,31 @@ class TritonOps(Ops):
         if isinstance(latent, Quantised):
             return x, linear_fp8.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
         return latent, self.linear(latent, w.q_b).view(per_head)
+
+    def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The product and one kernel behind it, which writes the entries to rows of their own as it would to the cache."""
+        rank, rotary = w.config.kv_lora_rank, w.config.rope_dim
+        if not (_power(rank) and _power(rotary)):
+            return super().mla_down(x, w, cos, sin)
+        joint = self.linear(x, w.down, w.down_bias)
+        entries, slots = x.new_empty(x.shape[0], rank + rotary), torch.arange(x.shape[0], device=x.device)
+        latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved)
+        assert latent is None or isinstance(latent, Tensor)
+        return joint[:, : w.query_rows] if latent is None else latent, entries
+
+    def mla_up(
+        self, query: Tensor, entries: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Queries of a latent are rotated where they are made."""
+        if w.q_b is None or not _power(w.config.rope_dim):
+            return super().mla_up(query, entries, w, cos, sin, plane, slots)
+        q = self.linear(query, w.q_b).unflatten(1, (w.config.num_heads, -1))
+        rotated = q[..., w.config.nope_dim :]
+        rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
+        if plane is None:
+            return q, entries
+        self.write_cache(plane, slots, entries)
+        return q, None
 
     def gqa_prologue(
         self,
