@@ -30,7 +30,9 @@ class NowhereExchange:
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return x
 
-    def run_experts(self, ticket: Tensor) -> None: ...
+    def dense_rows(self, ticket: Tensor) -> None: ...
+
+    def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
 
     def wait(self, ticket: Tensor) -> Tensor:
         return ticket

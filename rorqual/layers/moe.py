@@ -34,6 +34,10 @@ class DenseMLP:
 
     straight = forward
 
+    def partial(self, rows: Tensor) -> Tensor:
+        """What this rank's columns add to the sums of rows of the whole dense group."""
+        return self.ops.mlp(rows, self.gate_up.weight, self.down.weight)
+
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         return self.forward(x, layout)
         yield  # a generator with no hand-over: dense layers have nobody to wait for
@@ -44,7 +48,8 @@ class DenseMLP:
 
 
 class MoE:
-    """Routed experts behind an Exchange, plus shared experts computed while the exchange is under way."""
+    """Routed experts behind an Exchange, plus shared experts computed while the exchange is under way, on rows that it gathered where
+    these are the rows they need."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, moe: MoEConfig, slots: SlotMap | None = None):
         self.ops, self.moe, self.prefix, self.hidden = build.ops, moe, prefix, hidden
@@ -91,9 +96,13 @@ class MoE:
         return self.exchange.submit(x, ids, weights, layout)
 
     def run_experts(self, x: Tensor, ticket: Any, layout: Layout) -> Tensor | None:
-        """Returns the shared expert's part."""
-        self.exchange.run_experts(ticket)
-        return self.shared.forward(x, layout) if self.shared else None
+        """Returns the shared expert's part, unless it comes back with the routed experts'."""
+        rows = self.exchange.dense_rows(ticket)
+        if self.shared is None or rows is None:
+            self.exchange.run_experts(ticket)
+            return self.shared.forward(x, layout) if self.shared else None
+        self.exchange.run_experts(ticket, self.shared.partial(rows))
+        return None
 
     def wait(self, ticket: Any, shared: Tensor | None) -> Tensor:
         y = self.exchange.wait(ticket)

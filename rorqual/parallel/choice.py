@@ -6,7 +6,8 @@ In this order:
 2. ep = 1: `allgather_tp`. Every rank needs every token anyway.
 3. a decode step, or fewer than ALLTOALL_ROWS rows a rank: counting tokens would make the host wait. Up to GATHER_RANKS ranks
    `allgather_ep`, which moves no more bytes than a padded all-to-all and adds in a fixed order; above, `low_latency`, which can send fp8.
-4. a longer step: `alltoall` where a token goes to less than GATHER_SHARE of the other ranks, else `allgather_ep`.
+4. a longer step: `alltoall` where a token goes to less than GATHER_SHARE of the other ranks, else `allgather_ep`. Shared experts over
+   several ranks count as copies to these: only the gather brings their rows along.
 
 The thresholds are estimates from published figures until they have been measured here (docs/parallelism.md).
 """
@@ -42,6 +43,8 @@ def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bo
     if decode or rows < ALLTOALL_ROWS:
         return "allgather_ep" if sizes.stage <= GATHER_RANKS else "low_latency"
     others = destinations(sizes.ep, moe) * sizes.expert_tp * (sizes.stage - 1) / sizes.stage
+    if moe.num_shared:
+        others += (sizes.dense_tp or 1) - 1
     return "alltoall" if others < GATHER_SHARE * (sizes.stage - 1) else "allgather_ep"
 
 

@@ -63,6 +63,9 @@ class Exchange(Protocol):
 
     submit(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes; wait(ticket) returns the weighted sum
     over the chosen experts, [T, hidden], as the step's layout says: a partial sum over tp, or complete where tokens are sharded.
+    dense_rows(ticket), between submit and run_experts: the rows of the layout's dense group where this exchange has gathered them anyway,
+    else None. A dense layer beside the experts takes them instead of gathering its own, and gives run_experts its partial sums of
+    them, which then come back with the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
     `gate_up` and `down` are the expert weights by physical slot, `load` [E] int64 counts by logical expert the picks of the
     tokens submitted here while `record_load` is on; all are updated in place.
@@ -84,7 +87,9 @@ class Exchange(Protocol):
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
 
-    def run_experts(self, ticket: Any) -> None: ...
+    def dense_rows(self, ticket: Any) -> Tensor | None: ...
+
+    def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None: ...
 
     def wait(self, ticket: Any) -> Tensor: ...
 
@@ -157,6 +162,9 @@ class StoreExchange:
     def down(self) -> Weight:
         return self.store.down
 
+    def dense_rows(self, ticket: Any) -> Tensor | None:
+        return None
+
     @property
     def load(self) -> Tensor:
         return self.store.load
@@ -185,7 +193,8 @@ class LocalExchange(StoreExchange):
         store = self.store
         return Ticket(x, ids if store.plain and not store.record_load else store.places(ids), weights)
 
-    def run_experts(self, ticket: Ticket) -> None:
+    def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:
+        assert dense is None, "no dense rows were offered"
         ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights)
 
     def wait(self, ticket: Ticket) -> Tensor:

@@ -79,7 +79,8 @@ class AllToAllExchange(StoreExchange):
             sent.messages.append(axis.start_all_to_all(message, send, receive))
         return sent
 
-    def run_experts(self, ticket: Sent) -> None:
+    def run_experts(self, ticket: Sent, dense: Tensor | None = None) -> None:
+        assert dense is None, "no dense rows were offered"
         x, picks = (message.wait() for message in ticket.messages)
         places, weights = unpack(picks, ticket.ids)
         y = self.store.run(x, places, weights)
@@ -130,7 +131,8 @@ class LowLatencyExchange(StoreExchange):
         places = places.masked_fill(empty.view(-1, 1), -1)
         return pack(places, weights.index_select(0, token)).view(ranks, capacity, -1)
 
-    def run_experts(self, ticket: Sent) -> None:
+    def run_experts(self, ticket: Sent, dense: Tensor | None = None) -> None:
+        assert dense is None, "no dense rows were offered"
         if not ticket.messages:
             return
         *parts, picks = (message.wait() for message in ticket.messages)

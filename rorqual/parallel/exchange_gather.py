@@ -1,6 +1,9 @@
 """All-gather, experts, reduce-scatter: every rank sees every token, and computes with what experts, or columns of experts, it holds.
 
 No counts and no sync with the host; sums come in a fixed order. One class serves tensor-parallel experts, whole experts and both.
+
+The ranks of a dense group lie side by side in the exchange's axis, so their rows are among those gathered, and what these ranks add to
+the sums of these rows comes to the dense layer's own.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.parallel.collectives import Axis, Pending
+from rorqual.parallel.collectives import Axis, Pending, Ready
 from rorqual.parallel.exchange import StoreExchange
 from rorqual.parallel.layout import Layout
 
@@ -32,6 +35,7 @@ class GatherTicket:
     x: Pending
     picks: Pending
     ids: torch.dtype
+    dense: slice | None
     y: Pending | None = None
 
 
@@ -39,11 +43,20 @@ class AllGatherExchange(StoreExchange):
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis, counts = layout.moe_axis, layout.moe_rows
         picks = pack(self.store.slots(ids), weights)
-        return GatherTicket(axis, counts, axis.start_all_gather(x, counts), axis.start_all_gather(picks, counts), ids.dtype)
+        messages = axis.start_all_gather(x, counts), axis.start_all_gather(picks, counts)
+        return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)
 
-    def run_experts(self, ticket: GatherTicket) -> None:
+    def dense_rows(self, ticket: GatherTicket) -> Tensor | None:
+        if ticket.dense is None:
+            return None
+        ticket.x = Ready(ticket.x.wait())  # waited for once, put into shape once
+        return ticket.x.wait()[ticket.dense]
+
+    def run_experts(self, ticket: GatherTicket, dense: Tensor | None = None) -> None:
         slots, weights = unpack(ticket.picks.wait(), ticket.ids)
         y = self.store.run(ticket.x.wait(), self.store.here(slots), weights)
+        if dense is not None:
+            y[ticket.dense] += dense
         ticket.y = ticket.axis.start_reduce_scatter(y, ticket.counts)
 
     def wait(self, ticket: GatherTicket) -> Tensor:

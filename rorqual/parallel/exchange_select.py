@@ -46,8 +46,11 @@ class SelectedExchange(StoreExchange):
         exchange = self.made[layout.exchange]
         return exchange, exchange.submit(x, ids, weights, layout)
 
-    def run_experts(self, ticket: tuple[Exchange, Any]) -> None:
-        ticket[0].run_experts(ticket[1])
+    def dense_rows(self, ticket: tuple[Exchange, Any]) -> Tensor | None:
+        return ticket[0].dense_rows(ticket[1])
+
+    def run_experts(self, ticket: tuple[Exchange, Any], dense: Tensor | None = None) -> None:
+        ticket[0].run_experts(ticket[1], dense)
 
     def wait(self, ticket: tuple[Exchange, Any]) -> Tensor:
         return ticket[0].wait(ticket[1])

@@ -56,6 +56,11 @@ class Layout:
         """Rows of each rank of `moe_axis`; None on one device."""
         return None
 
+    @property
+    def dense_rows(self) -> slice | None:
+        """Where the rows that `dense` gathers lie among those of `moe_axis`; None where it gathers none."""
+        return None
+
     def enter(self, x: Tensor) -> Tensor:
         """Rows of all tokens of this data-parallel rank, the same on every rank of tp, to those of the residual stream here."""
         return x
@@ -85,10 +90,12 @@ class Layout:
 
 
 class Spread(Layout):
-    """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of `dense_axis`."""
+    """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of `dense_axis`, the first of which is number
+    `dense_first` of `moe_axis`."""
 
     dense_axis: Axis
     dense_counts: Sequence[int]
+    dense_first: int
 
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh)
@@ -98,6 +105,17 @@ class Spread(Layout):
     def rows(self) -> int:
         """Rows of the residual stream on this rank."""
         return self.tokens[self.mesh.dp_rank]
+
+    @property
+    def moe_rows(self) -> tuple[int, ...]:
+        return self.tokens
+
+    @property
+    def dense_rows(self) -> slice | None:
+        if self.dense_axis.size == 1:
+            return None
+        start = sum(self.moe_rows[: self.dense_first])
+        return slice(start, start + sum(self.dense_counts))
 
     def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         axis, counts = self.dense_axis, self.dense_counts
@@ -110,12 +128,9 @@ class Spread(Layout):
 class Replicated(Spread):
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
-        self.dense_axis = mesh.axes["dense_dp"]
-        self.dense_counts = [tokens[rank] for rank in mesh.dp_ranks("dense")]
-
-    @property
-    def moe_rows(self) -> tuple[int, ...]:
-        return self.tokens
+        others = mesh.dp_ranks("dense")
+        self.dense_axis, self.dense_first = mesh.axes["dense_dp"], others.start
+        self.dense_counts = [tokens[rank] for rank in others]
 
     def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, None if residual is None else self.mesh.tp)
@@ -138,8 +153,8 @@ class Sharded(Spread):
         self.shards = tuple(rows for count in tokens for rows in Cut(0, size).lengths(count))
         start = mesh.dp_rank * size
         self.counts = self.shards[start : start + size]
-        first = mesh.stage_rank - dense.rank
-        self.dense_axis, self.dense_counts = dense, self.shards[first : first + dense.size]
+        self.dense_first = mesh.stage_rank - dense.rank
+        self.dense_axis, self.dense_counts = dense, self.shards[self.dense_first : self.dense_first + dense.size]
 
     @property
     def rows(self) -> int:

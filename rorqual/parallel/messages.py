@@ -88,7 +88,8 @@ class StepMessages:
             if index:  # the first norm of all meets no partial sum
                 self.add("tp", "all_reduce", self.own * self.row, tp)
         sparse = self.model.moe_layers[index]
-        if not sparse or self.model.moe.num_shared:
+        gathered = self.exchange.startswith("allgather")  # with the experts' rows, and summed with their sums
+        if not sparse or (self.model.moe.num_shared and not gathered):
             self.dense()
         if sparse:
             self.experts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,7 @@ def test_fp8_dispatch_rounds_what_it_sends_and_halves_it(pool: RankPool) -> None
 
 
 V3 = MoEConfig(256, 8, 2048, n_group=8, topk_group=4, method="noaux_tc")
+V3_SHARED = replace(V3, num_shared=1)
 QWEN = MoEConfig(128, 8, 768)
 
 
@@ -116,6 +118,8 @@ QWEN = MoEConfig(128, 8, 768)
         ({"dp": 16, "ep": 16}, V3, 64, True, "low_latency"),
         ({"dp": 2, "ep": 2}, QWEN, 4096, False, "allgather_ep"),
         ({"tp": 8, "ep": 8, "sequence_parallel": True}, QWEN, 4096, False, "alltoall"),
+        ({"tp": 8, "ep": 8, "sequence_parallel": True}, V3_SHARED, 4096, False, "allgather_ep"),
+        ({"tp": 8, "ep": 8, "dense_tp": 1}, V3_SHARED, 4096, False, "alltoall"),
         ({"dp": 8, "ep": 8, "exchange": "low_latency"}, V3, 4096, False, "low_latency"),
     ],
 )

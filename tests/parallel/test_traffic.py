@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4, "head_tp": 2},
     {"dp": 4, "dense_tp": 4, "embed_tp": 2, "head_tp": 4},
     {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 4, "embed_tp": 4, "head_tp": 4},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 4, "sequence_parallel": True},
+    {"tp": 4, "ep": 2, "dense_tp": 2, "exchange": "allgather_ep"},
     {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency"},
     {"dp": 2, "ep": 2, "exchange": "low_latency", "fp8_dispatch": True},
     {"pp": 2, "dp": 2, "micro_batches": 2},
@@ -71,6 +74,20 @@ def test_sharded_attention_gathers_the_narrower_of_latents_and_hidden_states() -
         sent = step_messages(config, ParallelConfig(tp=8, sequence_parallel=True), 0, [800], decode=False, logits=[0])
         last = 7 * 100 * config.hidden_size * 2  # the norm behind the last layer
         assert sent["tp"]["all_gather"] == config.num_layers * 7 * 100 * columns * 2 + last, name
+
+
+def test_shared_experts_take_the_rows_that_routed_experts_gathered() -> None:
+    """Over 8 data-parallel ranks, then over pairs of ranks whose tokens are sharded: only the dense layers gather for themselves. An
+    exchange that does not gather leaves the shared experts to do it."""
+    config = ModelConfig.from_file(SHAPES / "deepseek-v3")
+    row, dense, sparse = 7168 * 2, 3, 58
+    wide = step_messages(config, ParallelConfig(dp=8, ep=8, dense_tp=8), 0, [100] * 8, decode=True)
+    assert wide["dense_dp"] == {"all_gather": dense * 7 * 100 * row, "reduce_scatter": dense * 7 * 100 * row}
+    pairs = ParallelConfig(tp=4, dp=2, ep=8, dense_tp=2)
+    narrow = step_messages(config, pairs, 0, [100, 100], decode=True)
+    assert narrow["dense"] == {"all_gather": dense * 25 * row, "reduce_scatter": dense * 25 * row}
+    sent = step_messages(config, replace(pairs, exchange="low_latency"), 0, [100, 100], decode=True)
+    assert sent["dense"]["all_gather"] == (dense + sparse) * 25 * row
 
 
 def test_data_parallel_dense_layers_and_heads_move_nothing(folder_of: Callable[[str], Path]) -> None:
