@@ -17,9 +17,10 @@ from rorqual.perf.roofline import StepTime
 from rorqual.perf.shards import stage_layers
 from rorqual.perf.split import SplitStep
 
-ONCE = ("embedding", "lm_head", "engine", "head_tp", "embed_tp", "pp")  # parts and axes that a step has once, not layer by layer
+ONCE = ("embedding", "lm_head", "engine")  # parts that a step has once, not layer by layer
+ONCE_SENT = ("embedding", "hidden states", "logits", "stage")
 BEFORE = ("dispatch", "experts gather")
-AFTER = ("combine", "experts output")
+AFTER = ("combine", "experts output", "feed-forward output")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> l
     for item in time.items:
         if item.limiter == "network":
             kind = "before" if item.name in BEFORE else "after" if item.name in AFTER else "messages"
-            sums["once sent" if item.part in ONCE else kind] += item.seconds
+            sums["once sent" if item.name in ONCE_SENT else kind] += item.seconds
         else:
             sums["once" if item.part in ONCE else "experts" if item.part == "routed_experts" else "own"] += item.seconds
     dense, moe = stage_layers(config, sizes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rorqual.errors import ConfigError
 from rorqual.hardware import DATA, Card
+from rorqual.perf.messages import DISPATCH
 from rorqual.perf.tables import KernelTables, load_tables
 
 
@@ -19,8 +20,9 @@ class Profile:
     prefill_kernels x prefill_launch_us: what launching one layer of an eager step costs the host. first_token_us: from the client to a
     prompt's step and back. queued_steps: decode steps already launched when a prompt arrives. max_chunk: prompt tokens in a step at
     most; mixed_chunks: prompts share steps with decoding requests. shared_fused: the shared expert is one more routed expert. routing:
-    `table` takes the kernel table's own, `natural` the one asked for. calibrated: stands on the card's own measured file. *_reached:
-    fractions of the card's peaks where nothing is measured.
+    `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency exchange sends, `blocks` of rows to
+    every rank as this engine does, or a copy for each of a token's `picks` as DeepEP does. calibrated: stands on the card's own measured
+    file. *_reached: fractions of the card's peaks where nothing is measured.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Profile:
     sources: Mapping[str, str]
     queued_steps: float = 0.0
     calibrated: bool = False
+    dispatch: str = "blocks"
     bandwidth_reached: float = 0.85
     flops_reached: float = 0.7
     link_reached: float = 0.8
@@ -81,7 +84,10 @@ def _read(name: str, entry: Mapping[str, Any]) -> Profile:
     if unknown:
         raise ConfigError(f"profile {name} has unknown fields {', '.join(unknown)}")
     lists = {key: tuple(entry.get(key, ())) for key in ("cards", "scales_to")}
-    return Profile(**{"name": name, **entry, **lists})
+    found = Profile(**{"name": name, **entry, **lists})
+    if found.dispatch not in DISPATCH:
+        raise ConfigError(f"profile {name} has dispatch={found.dispatch!r}; accepted: {', '.join(DISPATCH)}")
+    return found
 
 
 def load_profile(name: str) -> Profile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.errors import ConfigError
 from rorqual.hardware import load_card
 from rorqual.parallel_config import ParallelConfig
@@ -15,7 +16,8 @@ from rorqual.perf import costs
 from rorqual.perf.catalog import published
 from rorqual.perf.costs import Batch, Format
 from rorqual.perf.deployed import R1, Line, a3_decode, qwen_low_latency, sglang_96, small_clusters, speculation
-from rorqual.perf.parallel_costs import Work, rank_step
+from rorqual.perf.messages import RankMessages
+from rorqual.perf.parallel_costs import Work
 from rorqual.perf.profiles import load_profile
 from rorqual.perf.roofline import StepModel, compute_bound_tokens, expert_seconds, largest_batch, rpc_seconds, with_link
 from rorqual.perf.routing import UNIFORM, Routing, distinct_experts
@@ -197,10 +199,10 @@ def dense_layout() -> list[Line]:
     lines = []
     for title, sizes in (
         ("tp8: two all-reduces a dense layer", ParallelConfig(tp=8)),
-        ("tp8, dense_tp1: reduce-scatter + all-gather", ParallelConfig(tp=8, dense_tp=1)),
+        ("tp8, dense_tp1: reduce-scatter, all-gather of latents", ParallelConfig(tp=8, dense_tp=1)),
         ("dp8, dense_tp1: nothing", ParallelConfig(dp=8, dense_tp=1)),
     ):
-        sent = [m for m in rank_step(config, sizes, work).messages if m.layers == 3]
+        sent = list(RankMessages(config, sizes, work, DTYPE_BYTES[config.dtype]).layer(sparse=False))
         lines.append(
             Line(
                 title,

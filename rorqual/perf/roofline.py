@@ -14,10 +14,11 @@ from rorqual.errors import ConfigError
 from rorqual.hardware import Card, load_card
 from rorqual.parallel_config import ParallelConfig, check_parallel
 from rorqual.perf.costs import DEFAULT_FORMAT, Format
-from rorqual.perf.parallel_costs import Message, RankOp, Work, rank_step
+from rorqual.perf.messages import Message
+from rorqual.perf.parallel_costs import RankOp, Work, rank_step
 from rorqual.perf.profiles import Profile
 from rorqual.perf.routing import UNIFORM, Routing
-from rorqual.perf.shards import rank_kv_bytes_per_token, rank_weight_bytes
+from rorqual.perf.shards import rank_weight_bytes, stage_kv_bytes_per_token, stage_weight_bytes
 from rorqual.perf.tables import KernelTables, curve_seconds
 
 LIMITERS = ("compute", "memory", "network", "launch")
@@ -81,14 +82,21 @@ class StepModel:
         return rank_weight_bytes(self.config, self.sizes, self.fmt)
 
     def memory_left(self, tokens: int = 0, mtp: bool = False) -> float:
-        """Bytes of one rank for the cache: what the engine may use, less weights and activations of a step of `tokens` tokens."""
+        """Bytes of the fullest rank for the cache: what the engine may use, less weights and activations of a step of `tokens` tokens."""
         weights = rank_weight_bytes(self.config, self.sizes, self.fmt, mtp) if mtp else self.weight_bytes
-        return self.card.memory * self.utilisation - weights - activation_bytes(self.config, self.sizes, tokens)
+        return self._room(tokens) - weights
+
+    def _room(self, tokens: int) -> float:
+        return self.card.memory * self.utilisation - activation_bytes(self.config, self.sizes, tokens)
 
     def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
-        """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens."""
-        each = rank_kv_bytes_per_token(self.config, self.sizes, self.fmt, mtp)
-        return max(0, int(self.memory_left(tokens, mtp) // each))
+        """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens: the stage with the least room for them
+        decides."""
+        room, given = self._room(tokens), (self.config, self.sizes)
+        stages = range(self.sizes.pp)
+        left = [room - stage_weight_bytes(*given, stage, self.fmt, mtp) for stage in stages]
+        each = [stage_kv_bytes_per_token(*given, stage, self.fmt, mtp) for stage in stages]
+        return max(0, int(min(bytes_ // token for bytes_, token in zip(left, each, strict=True))))
 
     # ---- time
 
@@ -112,7 +120,7 @@ class StepModel:
     def _step(self, work: Work) -> StepTime:
         if not work.tokens:
             return StepTime(0.0, 0.0, ())
-        found = rank_step(self.config, self.sizes, work, self.fmt, self.routing)
+        found = rank_step(self.config, self.sizes, work, self.fmt, self.routing, self.profile.dispatch == "picks")
         items = [self._timed(op) for op in found.ops if not self._folded(op)]
         items += self._small(found.ops, work)
         items += [self._sent(message, bool(work.prefill)) for message in found.messages]

@@ -36,9 +36,9 @@ def shard(weight: Weight, config: ModelConfig, sizes: ParallelConfig) -> Weight:
         return replace(weight, rows=(weight.rows[0] // sizes.tp,))
     if name == "fused_qkv_a_proj_with_mqa" and isinstance(attention, MLAConfig) and attention.q_lora_rank is None and len(weight.rows) == 2:
         return replace(weight, rows=(weight.rows[0] // sizes.tp, weight.rows[1]))
-    if name == "qkv_proj" and isinstance(attention, GQAConfig):
+    if name in ("qkv_proj", "bias") and isinstance(attention, GQAConfig):
         kept = max(attention.num_kv_heads // sizes.tp, 1) * attention.head_dim
-        return replace(weight, rows=(weight.rows[0] // sizes.tp, kept, kept))
+        return replace(weight, rows=(weight.rows[0] // sizes.tp, kept, kept, *weight.rows[3:]))
     return weight
 
 
@@ -48,40 +48,55 @@ def _ffn_cut(weight: Weight, name: str, ranks: int) -> Weight:
     return replace(weight, rows=tuple(rows // ranks for rows in weight.rows))
 
 
-def stage_span(config: ModelConfig, sizes: ParallelConfig) -> tuple[int, int]:
-    """Layers [low, high) of the fullest pipeline stage: the one with most MoE layers, and among those most layers."""
-    cuts = [(config.num_layers * stage // sizes.pp, config.num_layers * (stage + 1) // sizes.pp) for stage in range(sizes.pp)]
-    return max(cuts, key=lambda cut: (sum(config.moe_layers[cut[0] : cut[1]]), cut[1] - cut[0]))
-
-
 def stage_layers(config: ModelConfig, sizes: ParallelConfig) -> tuple[int, int]:
-    """(dense, MoE) layers of the fullest pipeline stage."""
-    low, high = stage_span(config, sizes)
-    moe = sum(config.moe_layers[low:high])
-    return high - low - moe, moe
+    """(dense, MoE) layers of the fullest pipeline stage: the one with most MoE layers, and among those most layers."""
+    stages = [sizes.stage_layers(config.num_layers, stage) for stage in range(sizes.pp)]
+    moe, layers = max((sum(config.moe_layers[held.start : held.stop]), len(held)) for held in stages)
+    return layers - moe, moe
 
 
 @lru_cache(maxsize=1024)
-def rank_weight_bytes(config: ModelConfig, sizes: ParallelConfig, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:
-    """Bytes of weights on the fullest rank: its stage's layers, the embedding or the head with the first or last stage."""
-    dtype = fmt.dtype or config.dtype
-    low, high = stage_span(config, sizes)
+def stage_weight_bytes(config: ModelConfig, sizes: ParallelConfig, stage: int, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:
+    """Bytes of weights on a rank of one pipeline stage: its layers, the embedding on the first, norm, head and prediction modules on the
+    last. A tied head, and prediction modules, need the embedding there as well."""
+    dtype, last = fmt.dtype or config.dtype, stage == sizes.pp - 1
     held: list[Weight] = []
-    for layer in range(low, high):
-        held += layer_weights(config, layer, config.moe_layers[layer])
-        if fmt.form == "AM_CC_ME" and isinstance(config.attention, MLAConfig):
-            held += materialised(config, config.attention, f"model.layers.{layer}.self_attn")
-    if mtp:
+    for layer in sizes.stage_layers(config.num_layers, stage):
+        held += _with_products(config, layer_weights(config, layer, config.moe_layers[layer]), layer, fmt)
+    if mtp and last:
         held += mtp_weights(config)
-    ends = [shard(weight, config, sizes).bytes(dtype) for weight in weights(config) if weight.part in ("embedding", "lm_head")]
-    outer = sum(ends) if sizes.pp == 1 else max(ends)
-    return outer + config.hidden_size * DTYPE_BYTES[dtype] + sum(shard(weight, config, sizes).bytes(dtype) for weight in held)
+        for extra in range(config.num_mtp_layers):
+            held += _with_products(config, [], config.num_layers + extra, fmt)
+    ends = {"embedding": stage == 0 or (last and (config.tie_embeddings or mtp)), "lm_head": last}
+    held += [weight for weight in weights(config) if ends.get(weight.part)]
+    norm = config.hidden_size * DTYPE_BYTES[dtype] if last else 0
+    return norm + sum(shard(weight, config, sizes).bytes(dtype) for weight in held)
+
+
+def _with_products(config: ModelConfig, held: list[Weight], layer: int, fmt: Format) -> list[Weight]:
+    """AM_CC_ME's products lie beside what they were made of."""
+    if fmt.form != "AM_CC_ME" or not isinstance(config.attention, MLAConfig):
+        return held
+    return held + materialised(config, config.attention, f"model.layers.{layer}.self_attn")
+
+
+def rank_weight_bytes(config: ModelConfig, sizes: ParallelConfig, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:
+    """Bytes of weights on the fullest rank."""
+    return max(stage_weight_bytes(config, sizes, stage, fmt, mtp) for stage in range(sizes.pp))
+
+
+def stage_kv_bytes_per_token(
+    config: ModelConfig, sizes: ParallelConfig, stage: int, fmt: Format = DEFAULT_FORMAT, mtp: bool = False
+) -> float:
+    """Cache bytes of one token on a rank of one pipeline stage; prediction modules have theirs on the last. A latent has no heads to
+    split."""
+    layers = len(sizes.stage_layers(config.num_layers, stage)) + (config.num_mtp_layers if mtp and stage == sizes.pp - 1 else 0)
+    return layer_kv_bytes(config, sizes, fmt) * layers
 
 
 def rank_kv_bytes_per_token(config: ModelConfig, sizes: ParallelConfig, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:
-    """Cache bytes of one token on one rank of its group, over the layers of the fullest stage. A latent has no heads to split."""
-    layers = sum(stage_layers(config, sizes)) + (config.num_mtp_layers if mtp else 0)
-    return layer_kv_bytes(config, sizes, fmt) * layers
+    """Cache bytes of one token on the rank that has most of it."""
+    return max(stage_kv_bytes_per_token(config, sizes, stage, fmt, mtp) for stage in range(sizes.pp))
 
 
 def layer_kv_bytes(config: ModelConfig, sizes: ParallelConfig, fmt: Format) -> float:

@@ -16,7 +16,8 @@ from typing import Any
 
 from rorqual.errors import ConfigError
 from rorqual.hardware import DATA
-from rorqual.perf.parallel_costs import Message, RankOp
+from rorqual.perf.messages import Message
+from rorqual.perf.parallel_costs import RankOp
 
 Nest = dict[float, Any]
 

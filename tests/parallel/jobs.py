@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Groups, Mesh
 from rorqual.parallel.messages import step_messages
 from rorqual.parallel_config import ParallelConfig
+from rorqual.perf.costs import Batch, Format
+from rorqual.perf.parallel_costs import Work, rank_step
 from tests.parallel.driver import CPU, RankDriver, schedule, split, tokens_of
 
 TIE = 1e-4
@@ -106,20 +109,30 @@ def predict(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], 
     return found
 
 
-def count_bytes(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]) -> list[Any]:
-    """The counters of a whole schedule and what messages.py expects of them."""
+def count_bytes(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]) -> dict[str, Any]:
+    """The counters of a whole schedule, what messages.py expects of them, what the planner says of the first rank, and how many calls
+    there were."""
     model = model_of(sizes, world, folder, seed=0)
     mesh, driver = model.mesh, RankDriver(model, len(prompts), max(lengths))
-    ids, expected = torch.zeros(len(prompts), max(lengths), dtype=torch.int64), {}
+    ids, expected, planned = torch.zeros(len(prompts), max(lengths), dtype=torch.int64), {}, {}
     for turn in schedule(lengths, prompts):
         driver.turn(ids, turn, mesh.sizes.micro_batches, "chain", greedy=False)
         for part in split(turn, mesh.sizes.micro_batches):
             tokens = tokens_of(part, driver.home, mesh.sizes.dp)
             found = step_messages(model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4)
-            for axis, call, value in ((axis, call, value) for axis, calls in found.items() for call, value in calls.items()):
-                expected.setdefault(axis, {}).setdefault(call, 0)
-                expected[axis][call] += value
-    return [traffic(mesh), expected]
+            add(expected, ((axis, call, value) for axis, calls in found.items() for call, value in calls.items()))
+            batch = Batch(1, tokens[0], logits=tokens[0])
+            work = Work(batch if turn.decode else None, () if turn.decode else (batch,), sum(tokens))
+            messages = rank_step(model.config, mesh.sizes, work, Format("float32")).messages
+            add(planned, ((message.axis, message.kind, message.wire_bytes * message.layers) for message in messages))
+    calls = sum(sum(axis.traffic.calls.values()) for axis in mesh.axes.values())
+    return {"counted": traffic(mesh), "expected": expected, "planned": planned, "calls": calls}
+
+
+def add(sums: dict[str, dict[str, int]], found: Iterable[tuple[str, str, int]]) -> None:
+    for axis, call, value in found:
+        calls = sums.setdefault(axis, {})
+        calls[call] = calls.get(call, 0) + value
 
 
 def gathered(mesh: Mesh, layout: Layout, y: Tensor) -> Tensor:

@@ -61,9 +61,20 @@ def name_of(value: Any) -> str:
 def test_counted_bytes_are_the_expected_ones(pool: RankPool, folder_of: Callable[[str], Path], option: str, sizes: dict[str, Any]) -> None:
     world = ParallelConfig(**sizes).world
     results = pool.run("count_bytes", world, sizes=sizes, folder=str(folder_of(option)), prompts=PROMPTS, lengths=LENGTHS)
-    for rank, (counted, expected) in enumerate(results):
-        assert counted == expected, rank
-    assert any(counted for counted, _ in results)
+    for rank, found in enumerate(results):
+        assert found["counted"] == found["expected"], rank
+    assert any(found["counted"] for found in results)
+    if sizes.get("dp", 1) <= 2 and sizes.get("pp", 1) == 1:  # the planner knows one rank's tokens, and those of all others together
+        assert results[0]["counted"] == results[0]["planned"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_data_parallel_attention_and_dense_layers_call_nothing(pool: RankPool, folder_of: Callable[[str], Path], world: int) -> None:
+    """A model of dense layers alone: with attention and dense layers both data-parallel no rank makes a single collective call."""
+    given = {"folder": str(folder_of("v3-all-dense")), "prompts": PROMPTS, "lengths": LENGTHS}
+    for found in pool.run("count_bytes", world, sizes={"dp": world}, **given):
+        assert found == {"counted": {}, "expected": {}, "planned": {}, "calls": 0}
+    assert pool.run("count_bytes", world, sizes={"dp": world, "dense_tp": world}, **given)[0]["calls"] > 0
 
 
 def test_sharded_attention_gathers_the_narrower_of_latents_and_hidden_states() -> None:

@@ -23,9 +23,10 @@ from rorqual.parallel_config import ParallelConfig
 from rorqual.perf import costs
 from rorqual.perf.catalog import published
 from rorqual.perf.costs import Batch, Format
+from rorqual.perf.messages import RankMessages
 from rorqual.perf.parallel_costs import Work, rank_step
 from rorqual.perf.roofline import activation_bytes
-from rorqual.perf.shards import layer_kv_bytes, rank_kv_bytes_per_token, rank_weight_bytes, stage_layers, stage_span
+from rorqual.perf.shards import layer_kv_bytes, rank_kv_bytes_per_token, rank_weight_bytes, stage_layers
 from tests.perf.test_costs import decode_step, meta_model, small, unused_query
 
 LAYOUTS = [ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(tp=2, pp=2), ParallelConfig(dp=4, ep=4), ParallelConfig(tp=4, dp=2, ep=8)]
@@ -137,9 +138,10 @@ def test_the_cache_of_a_rank() -> None:
 
 
 def test_stages() -> None:
+    """The first of four stages has 16 layers, three of them dense; the others have 15."""
     config = published("deepseek-v3")
-    assert stage_span(config, ParallelConfig()) == (0, 61)
-    assert stage_layers(config, ParallelConfig(pp=4)) == (0, 16)
+    assert stage_layers(config, ParallelConfig()) == (3, 58)
+    assert stage_layers(config, ParallelConfig(pp=4)) == (0, 15)
     assert sum(stage_layers(config, ParallelConfig(pp=61))) == 1
 
 
@@ -155,31 +157,49 @@ def test_tensor_parallel_messages() -> None:
     found = sent(config, ParallelConfig(tp=8), Work(Batch.decode(64, 1000)))
     whole = 64 * 7168 * 2
     assert found["attention output/58"] == ("all_reduce", 8, whole, 58)
-    assert found["experts output/58"] == ("all_reduce", 8, whole, 58)
-    assert found["dense output/3"] == ("all_reduce", 8, whole, 3)
+    assert found["attention output/3"] == ("all_reduce", 8, whole, 3)
+    assert found["feed-forward output/60"] == ("all_reduce", 8, whole, 60)
+    assert found["feed-forward output/1"] == ("all_reduce", 8, whole, 1), "the last layer's, by the norm before the head"
     assert found["embedding/1"][:3] == ("all_reduce", 8, whole)
     assert found["logits/1"][2] == 64 * 129280 * 4
 
 
-def test_dense_data_parallelism_halves_what_is_sent() -> None:
-    config, work = published("deepseek-v3"), Work(Batch.decode(64, 1000))
+@pytest.mark.parametrize(("name", "share"), [("deepseek-v3", (1 + 2112 / 7168) / 4), ("deepseek-v2-lite", 1 / 2)])
+def test_dense_data_parallelism_sends_less(name: str, share: float) -> None:
+    """Of a dense layer: two all-reduces; a reduce-scatter and an all-gather, of latents where there are latents of queries; nothing."""
+    config, work = published(name), Work(Batch.decode(64, 1000))
 
     def dense(sizes: ParallelConfig) -> float:
-        return sum(m.wire_bytes for m in rank_step(config, sizes, work).messages if m.layers == 3)
+        return sum(m.wire_bytes for m in RankMessages(config, sizes, work, 2).layer(sparse=False))
 
-    two = dense(ParallelConfig(tp=8))
-    assert dense(ParallelConfig(tp=8, dense_tp=1)) == pytest.approx(two / 2)
+    assert dense(ParallelConfig(tp=8, dense_tp=1)) == pytest.approx(share * dense(ParallelConfig(tp=8)))
     assert dense(ParallelConfig(dp=8, dense_tp=1)) == 0
 
 
+def test_sharded_tokens_are_projected_down_once() -> None:
+    """Routers and projections to latents see a rank's share; heads, and the merged projection of a model without a query latent, every
+    token of the group."""
+    work, sharded = Work(None, (Batch(1, 800),)), ParallelConfig(tp=8, sequence_parallel=True)
+    for name, sizes, rows in (
+        ("deepseek-v3", sharded, 100),
+        ("deepseek-v2-lite", sharded, 800),
+        ("deepseek-v3", ParallelConfig(tp=8), 800),
+    ):
+        shapes = {op.name: op.shape for op in rank_step(published(name), sizes, work).ops if op.layers > 3}
+        assert shapes["fused_qkv_a_proj_with_mqa"][0] == rows
+        assert shapes["gate"][0] == (100 if sizes.sequence_parallel else 800)
+        assert shapes["kv_b_proj"][0] == shapes["o_proj"][0] == 800
+
+
 def test_expert_exchanges() -> None:
-    """128 tokens a rank at EP8, top-8: all-gather and reduce-scatter move as much as copies for each expert."""
+    """128 tokens a rank at EP8, top-8: all-gather and reduce-scatter move as much as blocks of rows to every rank."""
     config, work = published("deepseek-v3"), Work(Batch.decode(128, 1000))
     gather = sent(config, ParallelConfig(dp=8, ep=8, exchange="allgather_ep"), work)
-    assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * 7168 * 2, 58)
+    picks = 8 * 8
+    assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * (7168 * 2 + picks), 58)
     copies = sent(config, ParallelConfig(dp=8, ep=8, exchange="low_latency", fp8_dispatch=True), work)
-    assert copies["dispatch/58"][2] == 128 * 8 * 7 / 8 * (7168 + 56 * 4)
-    assert copies["combine/58"][2] == 128 * 8 * 7 / 8 * 7168 * 2
+    assert copies["dispatch/58"][2] == 128 * 7 * (7168 + 56 * 4 + picks)
+    assert copies["combine/58"][2] == 128 * 7 * 7168 * 2
     gathered = [
         m for m in rank_step(config, ParallelConfig(dp=8, ep=8, exchange="allgather_ep"), work).messages if m.name == "experts output"
     ]
@@ -188,7 +208,7 @@ def test_expert_exchanges() -> None:
 
 def test_a_pipeline_sends_hidden_states() -> None:
     found = sent(published("qwen3-30b-a3b"), ParallelConfig(tp=2, pp=2), Work(Batch.decode(8, 100)))
-    assert found["stage/1"][:3] == ("p2p", 2, 8 * 2048 * 2 / 2)
+    assert found["stage/1"][:3] == ("p2p", 2, 2 * 8 * 2048 * 2), "hidden states and the residual stream, on every rank of tp"
 
 
 def test_drafts_add_a_layer_and_a_head_each() -> None:

@@ -82,13 +82,16 @@ def test_drafts_that_are_taken_help() -> None:
 
 
 def test_home_cluster() -> None:
-    """32 RTX 4090: no layout of equal ranks fits; whole layers on 29 or 30 cards do, with attention on the rest."""
+    """32 RTX 4090: four stages fit by a hair, the first of 16 layers with the dense ones, the others of 15; so do whole layers on 29 cards
+    with attention on the rest."""
     found = search(question("rtx4090", 32, "roofline"))
-    assert {option.kind for option in found.options} == {"attention:experts"}
+    assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
+    tight = found.question.model(ParallelConfig(tp=8, pp=4))
+    assert 0 < tight.card.memory * tight.utilisation - tight.weight_bytes < 1.2e9
     assert any("3 attention : 29 expert cards (whole layers)" in option.detail for option in found.options)
     assert len(found.rejected) > 50
     assert found.rejected[0].short < 3e9
-    assert "more than the 23.2 that may be used" in found.rejected[0].reason
+    assert any("more than the 23.2 that may be used" in rejected.reason for rejected in found.rejected[:3])
     assert costs.weight_bytes(R1).total < 32 * 0.9 * found.question.card.memory, "together the cards would hold the weights"
 
 
