@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -92,6 +93,18 @@ def name_of(layout: dict[str, Any]) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_layouts_give_the_tokens_of_one_process(expected: list[Any], layout: dict[str, Any]) -> None:
     assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1}], ids=name_of)
+def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """A model whose latents are narrower than its hidden states (the bundled one's are not), with a prediction module."""
+    save("v3-narrow-latents", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    options = {**COMMON, "model": str(tmp_path), "weights": "random", "skip_tokenizer_init": True}
+    prompts = [[7, 3, 9, 11, 4, 4, 8], [5, 1], [40, 2, 60]]
+    assert everything(LLM(**options, **layout, next_n=2), prompts) == everything(LLM(**options), prompts)
 
 
 @pytest.mark.full_matrix
