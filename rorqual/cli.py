@@ -19,6 +19,7 @@ from rorqual.commands.options import (
     Dtype,
     Ep,
     Ignored,
+    KvDtype,
     Length,
     Model,
     NextN,
@@ -79,6 +80,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text alone, without the line of figures.")] = False,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KvDtype = "auto",
     device: Device = "auto",
     weights: Weights = "checkpoint",
     max_model_len: Length = None,
@@ -99,7 +101,7 @@ def generate(
     start = time.perf_counter()
     common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
-    sizes = {"tp": tp, "dp": dp, "pp": pp, "ep": ep}
+    sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
     llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms, **sizes)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from rorqual.bench import kernels_peer as peers
+from rorqual.ops import reference
 from rorqual.ops.triton import gqa_decode as gqa
+from rorqual.ops.triton import latent_fp8, prefill, tuning
 from rorqual.ops.triton import mla_decode as mla
-from rorqual.ops.triton import prefill, tuning
 
 BANDWIDTH = 4.3e12  # bytes a second, an H200's copy rate
 BF16_RATE = 735e12  # FLOP/s of an 8192^3 product on random data
@@ -111,9 +112,8 @@ def mla_case(requests: int, longest: int, heads: int, queries: int = 1, fp8: boo
         cache = values
         if fp8:
             cache = torch.empty(*values.shape[:2], 656, device=device, dtype=torch.uint8)
-            mla.write_fp8_latent(cache, torch.arange(cache.shape[0] * PAGE, device=device), values.flatten(0, 1))
-            latent, factors, _ = mla._fp8_views(cache, 512)
-            values[..., :512] = (latent.float().view(-1, 4, 128) * factors[..., None]).view(*values.shape[:2], 512)
+            latent_fp8.write(cache, torch.arange(cache.shape[0] * PAGE, device=device), values.flatten(0, 1), 512)
+            values = reference.unpack_latent(cache, 512, values.dtype)
         q_latent = torch.randn(copies, tokens, heads, 512, device=device, dtype=torch.bfloat16)
         q_rope = torch.randn(copies, tokens, heads, 64, device=device, dtype=torch.bfloat16)
         kv_lens = torch.tensor(lens, device=device)

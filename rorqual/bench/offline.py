@@ -118,6 +118,7 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "model": Path(engine.config.model).name,
         "weights": engine.config.weights,
         "dtype": engine.dtype,
+        "kv_cache_dtype": engine.config.kv_cache_dtype,
         "device": torch.cuda.get_device_name() if engine.platform.name == "cuda" else host.processor() or host.machine(),
         "threads": torch.get_num_threads(),
         "startup_seconds": {name: round(seconds, 3) for name, seconds in engine.stats.startup.items()},
@@ -146,7 +147,7 @@ def read_bandwidth(platform: Platform) -> float:
 def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
     """Of one step, its drafts and their verification included, under uniform routing."""
     engine, next_n = llm.engine, llm.engine.config.next_n
-    config, fmt = engine.model_config, Format(engine.dtype, form=engine.config.mla_decode)
+    config, fmt = engine.model_config, Format(engine.dtype, engine.config.kv_cache_dtype, engine.config.mla_decode)
     if not next_n:
         return decode_floor_seconds(config, batch, context, bandwidth, fmt=fmt)
     verify = Batch(batch, next_n + 1, context - next_n - 1)

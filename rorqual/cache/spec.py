@@ -8,7 +8,12 @@ from math import prod
 from rorqual.config import GQAConfig, MLAConfig, ModelConfig
 from rorqual.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
+FP8 = "float8_e4m3fn"
+KV_DTYPES = {
+    "auto": None, "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "fp8": FP8, "fp8_e4m3": FP8, "float8_e4m3fn": FP8,
+}  # fmt: skip
+LATENT_GROUP = 128  # latent columns that share a scale in an fp8 cache
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
@@ -55,12 +60,41 @@ class KVSpec:
         return replace(self, layers=tuple(tuple(plane.shard(tp) for plane in layer) for layer in held))
 
 
-def mla_planes(mla: MLAConfig, form: str, dtype: str) -> tuple[Plane, ...]:
+def kv_dtype(name: str | None) -> str | None:
+    """The cache's dtype by any of its names; None where it is the model's (`auto`). Raises ConfigError for a name that is none."""
+    if name is not None and name not in KV_DTYPES:
+        raise ConfigError(f"kv_cache_dtype={name!r} is not supported; accepted: {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[name or "auto"]
+
+
+def check_fp8_cache(model: ModelConfig, form: str) -> None:
+    """Raises ConfigError where the cache cannot be fp8: it is a format of MLA's latents."""
+    mla, others = model.attention, "auto, bfloat16, float16, float32"
+    if not isinstance(mla, MLAConfig):
+        reason = "is for the latent cache of MLA models, and this one has grouped-query attention"
+        raise ConfigError(f"kv_cache_dtype=fp8 {reason}; accepted: {others}")
+    if form == "CD":
+        raise ConfigError("kv_cache_dtype=fp8 does not go with MLA form CD, which caches no latent; accepted: CC, A_CC, A_CC_ME, AM_CC_ME")
+    if mla.kv_lora_rank % 4 or mla.rope_dim % 2:
+        sizes = f"kv_lora_rank={mla.kv_lora_rank} and qk_rope_head_dim={mla.rope_dim}"
+        raise ConfigError(f"kv_cache_dtype=fp8 wants a latent of a multiple of 4 columns, not {sizes}; accepted here: {others}")
+
+
+def fp8_latent_plane(mla: MLAConfig, rope_dtype: str) -> Plane:
+    """One token as one row of bytes: latent [C] e4m3 | scales [C / 128, rounded up] fp32 | rope key [rope] in the activations' dtype.
+
+    656 bytes at 512 + 64 columns in bf16, the row of FlashMLA: a page is one piece of memory, moved and addressed as one.
+    """
+    scales = -(-mla.kv_lora_rank // LATENT_GROUP) * DTYPE_BYTES["float32"]
+    return Plane("latent", "uint8", (mla.kv_lora_rank + scales + mla.rope_dim * DTYPE_BYTES[rope_dtype],))
+
+
+def mla_planes(mla: MLAConfig, form: str, dtype: str, activations: str) -> tuple[Plane, ...]:
     """CD keeps decompressed keys and values for each head, the other forms the latent and the shared rope key in one row."""
     if form == "CD":
         heads = mla.num_heads
         return Plane("k", dtype, (heads, mla.qk_dim), 0), Plane("v", dtype, (heads, mla.v_dim), 0)
-    return (Plane("latent", dtype, (mla.latent_dim,)),)
+    return (fp8_latent_plane(mla, activations) if dtype == FP8 else Plane("latent", dtype, (mla.latent_dim,)),)
 
 
 def gqa_planes(gqa: GQAConfig, dtype: str) -> tuple[Plane, ...]:
@@ -76,8 +110,16 @@ def check_forms(prefill: str, decode: str) -> None:
         raise ConfigError(f"mla_prefill={prefill} and mla_decode={decode} keep different caches; CD goes with CD alone")
 
 
-def kv_spec(model: ModelConfig, page_size: int, dtype: str, mla_form: str = "A_CC_ME", mtp_layers: int = 0) -> KVSpec:
-    """The cache of every layer of `model`, then of `mtp_layers` prediction modules; `mla_form` matters to MLA models only."""
-    attention = model.attention
-    planes = mla_planes(attention, mla_form, dtype) if isinstance(attention, MLAConfig) else gqa_planes(attention, dtype)
+def kv_spec(
+    model: ModelConfig, page_size: int, dtype: str | None, mla_form: str = "A_CC_ME", mtp_layers: int = 0, activations: str | None = None
+) -> KVSpec:
+    """The cache of every layer of `model`, then of `mtp_layers` prediction modules; `mla_form` matters to MLA models only.
+
+    dtype: any name in KV_DTYPES; `auto` or None is that of the `activations`, and these are the model's dtype unless it was overridden.
+    """
+    attention, activations = model.attention, activations or model.dtype
+    dtype = kv_dtype(dtype) or activations
+    if dtype == FP8:
+        check_fp8_cache(model, mla_form)
+    planes = mla_planes(attention, mla_form, dtype, activations) if isinstance(attention, MLAConfig) else gqa_planes(attention, dtype)
     return KVSpec((planes,) * (model.num_layers + mtp_layers), page_size)

@@ -12,6 +12,9 @@ from rorqual.request import SamplingParams
 
 Model = Annotated[str | None, typer.Argument(help="A folder or a Hugging Face id; the bundled checkpoint if left out.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+KvDtype = Annotated[
+    str, typer.Option("--kv-cache-dtype", help="The cache's dtype: auto (the model's), or as --dtype, or fp8 (MLA models: half the bytes).")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Weights = Annotated[str, typer.Option(help="checkpoint, or random: a config.json is enough.")]
 Length = Annotated[int | None, typer.Option(help="Longest sequence, prompt and output together.")]

@@ -26,7 +26,9 @@ def plan(
     routing: Annotated[str, typer.Option(help="uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect.")] = "uniform",
     profile: Annotated[str, typer.Option(help="Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds.")] = "auto",
     quant: Annotated[str, typer.Option(help="auto as published, fp8 or none.")] = "auto",
-    kv_dtype: Annotated[str | None, typer.Option(help="The cache's dtype; the model's if left out.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", "--kv-cache-dtype", help="The cache's dtype, say fp8; the model's if left out.")
+    ] = None,
     network: Annotated[float | None, typer.Option(help="Gbit/s a card between nodes, in place of the card's.")] = None,
     memory_utilization: Annotated[float, typer.Option(help="Share of a card's memory to use.")] = 0.9,
     splits: Annotated[bool, typer.Option(help="Also prefill and decode, attention and experts, on cards of their own.")] = True,

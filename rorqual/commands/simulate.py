@@ -58,7 +58,9 @@ def simulate(
     network_latency: Annotated[float | None, typer.Option(help="Microseconds of a message between nodes, likewise.")] = None,
     profile: Annotated[str, typer.Option(help="Engine: auto, rorqual, sglang, or roofline for lower bounds.")] = "auto",
     quant: Annotated[str, typer.Option(help="auto as published, fp8 or none.")] = "auto",
-    kv_dtype: Annotated[str | None, typer.Option(help="The cache's dtype; the model's if left out.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", "--kv-cache-dtype", help="The cache's dtype, say fp8; the model's if left out.")
+    ] = None,
     memory_utilization: Annotated[float, typer.Option(help="Share of a card's memory to use.")] = 0.9,
     warm_up: Annotated[float, typer.Option(help="Latencies are of requests that arrive after so many seconds.")] = 0.0,
     interval: Annotated[float, typer.Option(help="Seconds between two points of what is recorded over time.")] = 1.0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rorqual.cache.spec import check_forms
+from rorqual.cache.spec import check_forms, kv_dtype
 from rorqual.errors import ConfigError
 from rorqual.parallel_config import ParallelConfig
 
@@ -43,7 +43,9 @@ def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
 class EngineConfig:
     """None means: derived from the model, the device or the memory at hand.
 
-    kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one request in a step.
+    kv_cache_dtype: `fp8` (also fp8_e4m3, float8_e4m3fn) keeps the latents of MLA models as e4m3 with a scale for each 128 columns, and
+    the rope keys as they are. kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one
+    request in a step.
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
     (decode steps recorded and replayed), or `compile` (the forward pass of decode steps goes through torch.compile, with a cache that
     survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. steps_in_flight: launched
@@ -103,9 +105,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_forms(self.mla_prefill, self.mla_decode)
-        for name in ("dtype", "kv_cache_dtype"):
-            if getattr(self, name) not in DTYPES:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; accepted: {', '.join(DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is not supported; accepted: {', '.join(DTYPES)}")
+        kv_dtype(self.kv_cache_dtype)  # raises ConfigError
         if self.exe_mode not in EXE_MODES:
             raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported; accepted: {', '.join(EXE_MODES)}")
         if EXE_MODES[self.exe_mode] == "compile" and self.mla_decode == "CC":

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rorqual.cache.pool import KVPool
-from rorqual.cache.spec import KVSpec, kv_spec
+from rorqual.cache.spec import FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
 from rorqual.config import ModelConfig
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.graphs import RECORDED
@@ -42,6 +42,8 @@ def read_model(config: EngineConfig) -> ModelConfig:
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
     model = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
     check_parallel(model, config.parallel)
+    if kv_dtype(config.kv_cache_dtype) == FP8:
+        check_fp8_cache(model, config.mla_decode)
     return model
 
 
@@ -54,6 +56,9 @@ class Rank:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
+        if kv_dtype(config.kv_cache_dtype) == FP8 and not platform.converts_fp8:
+            others = "auto, bfloat16, float16, float32"
+            raise ConfigError(f"kv_cache_dtype=fp8 needs compute capability 8.9, not {platform.describe()}; accepted here: {others}")
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = self._max_model_len()
         self.depth = config.steps_in_flight or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
@@ -163,9 +168,10 @@ class Rank:
 
     def _spec(self) -> KVSpec:
         """Of this rank's heads and layers; prediction modules live on the last stage."""
-        dtype = self.dtype if self.config.kv_cache_dtype == "auto" else self.config.kv_cache_dtype
         page = self.config.page_size or self.platform.default_page_size
-        whole = kv_spec(self.model_config, page, dtype, self.config.mla_decode, self.mtp_layers)
+        whole = kv_spec(
+            self.model_config, page, self.config.kv_cache_dtype, self.config.mla_decode, self.mtp_layers, activations=self.dtype
+        )
         held = self.model.held
         return whole.shard(self.mesh.sizes.tp, range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage))
 

@@ -161,11 +161,11 @@ class MLA:
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
             return self.out.forward(heads.flatten(1))
         if form == "CC":
-            k, v = self.decompress(self.ops.gather(planes["latent"], segment))
+            k, v = self.decompress(self.ops.latent_entries(planes["latent"], segment, self.config.kv_lora_rank, q.dtype))
             return self.out.forward(self.ops.dense_attention(q, k, v, segment, self.scale).flatten(1))
         if form == "AM_CC_ME":
             return self._attend_materialised(query_in, planes["latent"], step, segment, part)
-        if form == "A_CC":
+        if form == "A_CC" and planes["latent"].dtype != torch.uint8:  # an fp8 cache keeps latent and rope key apart
             return self._attend_joined(q, planes["latent"], segment)
         return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale).flatten(1))
 

@@ -91,18 +91,26 @@ class CpuOps(Ops):
         self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
-        suits = plane is not None and plane.dtype == x.dtype and not w.keep_query_input
+        suits = plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
         native = self._native(x, *weights) if suits else None
         if native is None or plane is None:
             return super().mla_prologue(x, w, cos, sin, plane, slots)
+        if plane.dtype == torch.uint8:  # the kernel writes entries as they are; torch's calls quantise them
+            entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
+            q = native.mla_prologue(x, w, cos, sin, entries, torch.arange(x.shape[0]))
+            self.write_latent(plane, slots, entries[0], w.config.kv_lora_rank)
+            return x, q, None
         return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
 
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         segment = _one_query_each(segment)
-        native = self._native(q, w.kv_b.data) if plane.dtype == q.dtype and w.scratch is not None else None
+        native = self._native(q, w.kv_b.data) if plane.dtype in (q.dtype, torch.uint8) and w.scratch is not None else None
         if native is None or not _small_decode(segment, q):
             return super().mla_absorbed(q, w, plane, segment, scale)
-        return native.mla_absorbed(q, w, plane, segment.tables, segment.kv_lens, scale)
+        tables = segment.tables
+        if plane.dtype == torch.uint8:
+            plane, tables = _dequantised_pages(plane, segment, w.config.kv_lora_rank, q.dtype)
+        return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale)
 
     def gqa_prologue(
         self,
@@ -138,13 +146,15 @@ class CpuOps(Ops):
     def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         """One fused call with the cache rows as keys and as values; the rope columns of the result are cut off."""
         segment = _one_query_each(segment)
-        index = _decode_index(segment, plane)
+        index, rank = _decode_index(segment, plane), q_latent.shape[-1]
         if index is None:
-            q, keys = torch.cat((q_latent, q_rope), -1), self.gather(plane, segment)[:, None]
-            return self.dense_attention(q, keys, keys, segment, scale)[..., : q_latent.shape[-1]]
-        entries = _entries(plane, index)[:, None]  # [R, 1, L, C + rope]
+            q, keys = torch.cat((q_latent, q_rope), -1), self.latent_entries(plane, segment, rank, q_latent.dtype)[:, None]
+            return self.dense_attention(q, keys, keys, segment, scale)[..., :rank]
+        entries = _entries(plane, index)  # [R, L, C + rope]
+        if plane.dtype == torch.uint8:
+            entries = reference.unpack_latent(entries, rank, q_latent.dtype)
         q = torch.cat((q_latent, q_rope), -1)[:, None]
-        return _fused(q, entries, entries, scale, mask=index.mask).squeeze(1)[..., : q_latent.shape[-1]]
+        return _fused(q, entries[:, None], entries[:, None], scale, mask=index.mask).squeeze(1)[..., :rank]
 
     def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
         if not segment.exact:
@@ -273,6 +283,12 @@ def _entries(plane: Tensor, index: DecodeIndex) -> Tensor:
     if index.mask is not None:
         found.masked_fill_(index.beyond.view(*index.beyond.shape, *(1,) * (found.dim() - 2)), 0)
     return found
+
+
+def _dequantised_pages(plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The pages of a segment side by side in `dtype`, [R * P, page, C + rope], and their block tables [R, P]."""
+    tables = segment.tables[:, : -(-max(segment.kv_bounds) // plane.shape[1])]
+    return reference.unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(tables.numel()).view(tables.shape)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:

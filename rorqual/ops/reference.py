@@ -118,6 +118,29 @@ def read_cache(plane: Tensor, table: Tensor, length: int) -> Tensor:
     return plane[table[:pages]].flatten(0, 1)[:length]
 
 
+def pack_latent(entries: Tensor, rank: int) -> Tensor:
+    """Cache entries [T, C + rope] to rows of an fp8 cache, [T, bytes] uint8: latent e4m3 | fp32 scales | rope key as it is.
+
+    One scale a token and 128 columns, by the rule of `quantise_activation`; a latent of fewer columns has one.
+    """
+    data, scales = quantise_activation(entries[:, :rank])
+    rope = entries[:, rank:].contiguous()
+    return torch.cat([part.view(torch.uint8) for part in (data, scales, rope)], 1)
+
+
+def latent_parts(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of fp8 cache rows [..., bytes]: latent [..., C] e4m3, scales [..., C / 128] fp32, rope key [..., rope] in `dtype`."""
+    scales = rank + 4 * -(-rank // ACTIVATION_BLOCK)
+    return rows[..., :rank].view(FP8), rows[..., rank:scales].view(torch.float32), rows[..., scales:].view(dtype)
+
+
+def unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """Rows of an fp8 cache [..., bytes] to entries [..., C + rope] in `dtype`, in which the rope key was written."""
+    latent, scales, rope = latent_parts(rows, rank, dtype)
+    wide = latent.float() * scales.repeat_interleave(ACTIVATION_BLOCK, -1)[..., :rank]
+    return torch.cat((wide.to(dtype), rope), -1)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v [L, G, Dv]. Returns [Q, H, Dv]."""
     queries, heads, length, groups = q.shape[0], q.shape[1], k.shape[0], k.shape[1]

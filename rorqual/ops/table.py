@@ -124,6 +124,10 @@ class Ops:
     def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
         reference.write_cache(plane, slots, values)
 
+    def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
+        """Cache entries [T, C + rope] to a latent plane at `slots`. A plane of bytes is an fp8 cache, its rows those of `pack_latent`."""
+        self.write_cache(plane, slots, reference.pack_latent(entries, rank) if plane.dtype == torch.uint8 else entries)
+
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
         """x [T, H, a] times matrices [H, a, b], head by head: [T, H, b]. The absorb products of MLA."""
         return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
@@ -162,7 +166,7 @@ class Ops:
         q = torch.cat((nope, self.rope(turned, cos, sin, w.interleaved)), -1)
         if plane is None:
             return q, entries
-        self.write_cache(plane, slots, entries)
+        self.write_latent(plane, slots, entries, mla.kv_lora_rank)
         return q, None
 
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
@@ -205,13 +209,14 @@ class Ops:
         return torch.cat(out)
 
     def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
-        """MLA in the absorbed form over a latent cache [pages, page, C + rope]: each head scores q_latent [T, H, C] against the
-        latent and q_rope [T, H, rope] against the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
+        """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an fp8 one: each head scores q_latent [T, H, C] against
+        the latent and q_rope [T, H, rope] against the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
         lens, rank = segment.kv_lens.tolist(), q_latent.shape[-1]
         queries = torch.cat((q_latent, q_rope), -1).split(segment.query_lens)
         out = []
         for i, part in enumerate(queries):
-            entries = reference.read_cache(plane, segment.tables[i], lens[i])[:, None]
+            rows = reference.read_cache(plane, segment.tables[i], lens[i])
+            entries = (reference.unpack_latent(rows, rank, q_latent.dtype) if plane.dtype == torch.uint8 else rows)[:, None]
             out.append(reference.causal_attention(part, entries, entries[..., :rank], scale))
         return torch.cat(out)
 
@@ -225,6 +230,11 @@ class Ops:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""
         lens = segment.kv_lens.tolist()
         return torch.cat([reference.read_cache(plane, table, n) for table, n in zip(segment.tables, lens, strict=True)])
+
+    def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
+        """All cached latents and rope keys of the segment's requests, packed as by `gather`: [sum of KV lengths, C + rope] in `dtype`."""
+        rows = self.gather(plane, segment)
+        return reference.unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows
 
     # ---- experts
 

@@ -79,6 +79,7 @@ class TracedOps(Ops):
     route = entry(Ops.route)
     dense_attention = entry(Ops.dense_attention)
     gather = entry(Ops.gather)
+    latent_entries = entry(Ops.latent_entries)
     uniform = entry(Ops.uniform)
     distribution = entry(Ops.distribution)
     draw = entry(Ops.draw)
@@ -114,6 +115,13 @@ class TracedOps(Ops):
         if not self.inner.opaque("write_cache"):
             return super().write_cache(plane, slots, values)
         torch.ops.rorqual.write_cache(plane, slots, values)
+
+    @entry
+    def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
+        """Quantised in an operator, so that a compiled step writes the very bytes that others write."""
+        if plane.dtype != torch.uint8:
+            return super().write_latent(plane, slots, entries, rank)
+        torch.ops.rorqual.write_latent(plane, slots, entries, rank)
 
     # ---- attention
 
@@ -245,6 +253,11 @@ def _mlp(x: Tensor, *weights: Any) -> Tensor:
 @_operator("(Tensor(a!) plane, Tensor slots, Tensor values) -> ()", lambda plane, slots, values: None)
 def _write_cache(plane: Tensor, slots: Tensor, values: Tensor) -> None:
     _table().inner.write_cache(plane, slots, values)
+
+
+@_operator("(Tensor(a!) plane, Tensor slots, Tensor entries, int rank) -> ()", lambda plane, slots, entries, rank: None)
+def _write_latent(plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
+    _table().inner.write_latent(plane, slots, entries, rank)
 
 
 @_operator(

@@ -44,7 +44,8 @@ class ByPart:
 
 @dataclass(frozen=True)
 class Format:
-    """How weights and cache are held; None means the model's dtype. fp8 weights follow `ModelConfig.quant`."""
+    """How weights and cache are held; None means the model's dtype. fp8 weights follow `ModelConfig.quant`; kv_dtype takes the names of
+    the engine's kv_cache_dtype."""
 
     dtype: str | None = None
     kv_dtype: str | None = None
@@ -95,7 +96,7 @@ def weight_bytes(config: ModelConfig, where: str = "memory", fmt: Format = DEFAU
 
 def kv_bytes_per_token(config: ModelConfig, fmt: Format = DEFAULT_FORMAT) -> int:
     """Cache bytes of one token over all layers."""
-    return kv_spec(config, 1, fmt.kv_dtype or fmt.dtype or config.dtype, fmt.form).bytes_per_token
+    return kv_spec(config, 1, fmt.kv_dtype, fmt.form, activations=fmt.dtype).bytes_per_token
 
 
 def kv_tokens(config: ModelConfig, room: float, fmt: Format = DEFAULT_FORMAT, page_size: int = 1) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from rorqual.cache.spec import kv_dtype
 from rorqual.config import GQAConfig, ModelConfig
 from rorqual.errors import ConfigError
 from rorqual.hardware import Card, load_card
@@ -72,7 +73,7 @@ class StepModel:
     def __post_init__(self) -> None:
         check_parallel(self.config, self.sizes)
         self.profile.check(self.card)
-        if self.profile.tables and self.fmt.kv_dtype not in (None, "bfloat16", "float16"):
+        if self.profile.tables and kv_dtype(self.fmt.kv_dtype) not in (None, "bfloat16", "float16"):
             raise ConfigError(f"profile {self.profile.name} has attention times for a bf16 cache alone, not kv_dtype={self.fmt.kv_dtype}")
 
     # ---- memory

@@ -30,6 +30,11 @@ class Platform:
         """The device's model and what it can do: what compiled code depends on."""
         return self.name
 
+    @property
+    def converts_fp8(self) -> bool:
+        """Whether kernels can read and write e4m3."""
+        return True
+
     def total_memory(self) -> int:
         """Bytes of device memory."""
         raise AssertionError("platforms say how much memory they have")

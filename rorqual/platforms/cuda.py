@@ -29,6 +29,10 @@ class CudaPlatform(Platform):
     def describe(self) -> str:
         return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_capability(self.device)}"
 
+    @property
+    def converts_fp8(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= (8, 9)
+
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
 

@@ -18,8 +18,8 @@ from tests.ops.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
 
 if SKIP_REASON is None:
     from rorqual.ops.triton import gqa_decode as gqa
+    from rorqual.ops.triton import latent_fp8, prefill
     from rorqual.ops.triton import mla_decode as mla
-    from rorqual.ops.triton import prefill
 
 pytestmark = needs_triton
 GARBAGE = 2147480000
@@ -105,7 +105,7 @@ def fp8_cache(lens: list[int], rank: int, page: int) -> tuple[Tensor, Tensor, li
     slots = flat.isfinite().nonzero().flatten()
     values = torch.cat(entries).to(DEVICE)[flat[slots].long()]
     plane = torch.full((*numbers.shape[:2], rank + rank // 32 + 128), 255, dtype=torch.uint8, device=DEVICE)
-    mla.write_fp8_latent(plane, slots, values)
+    latent_fp8.write(plane, slots, values, rank)
     return plane, tables, entries
 
 
@@ -187,7 +187,7 @@ def test_paged_prefill_behind_a_cached_prefix(dtype: torch.dtype, page: int, tma
 
 COMPILE = """
 import sys, torch
-from rorqual.ops.triton import gqa_decode as gqa, mla_decode as mla, prefill
+from rorqual.ops.triton import gqa_decode as gqa, latent_fp8, mla_decode as mla, prefill
 from tests.ops.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)
@@ -196,7 +196,8 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
         mla.mla_decode(m(4, heads, 512), m(4, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=mla_config)
     if fp8:
         mla.mla_decode(m(4, 16, 512), m(4, 16, 64), m(9, 64, 656, t=torch.uint8), i(4, 9), i(4), 0.1, 512, config=mla_config)
-        mla.write_fp8_latent(m(9, 64, 656, t=torch.uint8), i(4), m(4, 576))
+        latent_fp8.write(m(9, 64, 656, t=torch.uint8), i(4), m(4, 576), 512)
+        latent_fp8.read(m(9, 64, 656, t=torch.uint8), i(4), 512, torch.bfloat16)
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=gqa_config)
     prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1, config=prefill_config)
     prefill.paged_prefill(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(1, 9), i(2), i(1), 4096, 0.1, config=prefill_config)

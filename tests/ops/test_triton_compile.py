@@ -26,7 +26,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config import MoEConfig
     from rorqual.ops.reference import FP8, Weight
-    from rorqual.ops.triton import embedding, experts, linear_fp8, linear_small, norm, rope_cache, route, sampling
+    from rorqual.ops.triton import embedding, experts, latent_fp8, linear_fp8, linear_small, norm, rope_cache, route, sampling
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -65,9 +65,14 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     slots, angle = x(4, dtype=torch.int64), x(4, 32, dtype=wide)
     yield "latent", lambda: rope_cache.latent_epilogue(
         x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3)  # fmt: skip
-    angle = x(4, 64, dtype=wide)
+    if v3:
+        rows = x(9, 64, 656, dtype=torch.uint8)
+        yield "latent to an fp8 cache", lambda: rope_cache.latent_epilogue(
+            x(4, 2112), x(1536), x(512), angle, angle, slots, rows, 1e-6, True, quant=True)  # fmt: skip
+        yield "fp8 cache", lambda: (latent_fp8.write(rows, slots, x(4, 576), 512), latent_fp8.read(rows, slots, 512, torch.bfloat16))
+    wider = x(4, 64, dtype=wide)
     yield "heads", lambda: rope_cache.heads_epilogue(
-        x(4, 40 * 128), x(128), x(128), angle, angle, slots, x(9, 64, 4, 128), x(9, 64, 4, 128), 1e-6)  # fmt: skip
+        x(4, 40 * 128), x(128), x(128), wider, wider, slots, x(9, 64, 4, 128), x(9, 64, 4, 128), 1e-6)  # fmt: skip
     exact, index = x(4, dtype=torch.float64), x(4, dtype=torch.int64)
     for vocab in (4096, 151936):
         logits = x(4, vocab, dtype=wide)

@@ -120,7 +120,8 @@ def test_mla_forms_at_v3_size() -> None:
     assert flops == {"CD": 0.08, "CC": 33.64, "A_CC": 0.28, "A_CC_ME": 0.28, "AM_CC_ME": 0.28}
     assert costs.kv_bytes_per_token(config) == 61 * 1152
     assert costs.kv_bytes_per_token(config, Format(form="CD")) == 61 * 81_920
-    assert costs.kv_bytes_per_token(config, Format(kv_dtype="float8_e4m3fn")) == 61 * 576
+    for name in ("fp8", "fp8_e4m3", "float8_e4m3fn"):  # 512 latent columns, 4 scales, 64 columns of rope in bf16
+        assert costs.kv_bytes_per_token(config, Format(kv_dtype=name)) == 61 * 656
 
 
 def test_tokens_in_ten_gib() -> None:

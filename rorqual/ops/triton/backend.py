@@ -10,7 +10,8 @@ attention and experts wait for the device: a step that meets such a fallback can
 | mla_prologue            | no latent plane, or latent or rope size is no power of two                               |
 | mla_down, mla_up        | latent or rope size is no power of two; mla_up without a query latent as well            |
 | gqa_prologue            | the head size is no power of two                                                         |
-| latent_attention        | latent or rope size is no power of two of at least 16; the cache's format is not the queries' |
+| latent_attention        | latent or rope size is no power of two of at least 16; the cache's format is neither the queries' nor fp8 |
+| write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two                           |
 | attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
 
 Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's logits.
@@ -26,7 +27,7 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
-from rorqual.ops.triton import embedding, linear_fp8, linear_small, prefill, rope_cache, sampling
+from rorqual.ops.triton import embedding, latent_fp8, linear_fp8, linear_small, prefill, rope_cache, sampling
 from rorqual.ops.triton import experts as experts_kernels
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
@@ -86,12 +87,12 @@ class TritonOps(Ops):
             return super().rope(x, cos, sin, interleaved)
         return rope_cache.rope(x, cos, sin, interleaved)
 
-    def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
-        """Rows of the fp8 latent format (mla_decode.py) are quantised on the way."""
-        if plane.dtype == torch.uint8:
-            mla.write_fp8_latent(plane, slots, values)
+    def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
+        """Only where the prologue could not write: it quantises on the way."""
+        if plane.dtype == torch.uint8 and latent_fp8.supported(rank, entries.shape[1] - rank):
+            latent_fp8.write(plane, slots, entries, rank)
         else:
-            super().write_cache(plane, slots, values)
+            super().write_latent(plane, slots, entries, rank)
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Written token by token, so that what follows needs no copy."""
@@ -106,7 +107,7 @@ class TritonOps(Ops):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One or two products and what lies between and behind them. The query input is x unless `keep_query_input` asks for the latent."""
         sizes = w.config.kv_lora_rank, w.config.rope_dim
-        if plane is None or plane.dtype == torch.uint8 or not all(map(_power, sizes)):
+        if plane is None or not all(map(_power, sizes)):
             return super().mla_prologue(x, w, cos, sin, plane, slots)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
@@ -182,9 +183,8 @@ class TritonOps(Ops):
 
     def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         """The decode kernel. Chunks of prompt go through it as well, each token as a request of its own: many passes over the cache."""
-        wide = torch.bfloat16 if plane.dtype == torch.uint8 else plane.dtype
         fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
-        if not fits or wide != q_latent.dtype:
+        if not fits or plane.dtype not in (q_latent.dtype, torch.uint8):
             return super().latent_attention(q_latent, q_rope, plane, segment, scale)
         known = derived(segment)
         if not known.decodes:
@@ -201,8 +201,14 @@ class TritonOps(Ops):
 
     def gather(self, plane: Tensor, segment: Segment) -> Tensor:
         """Packed by host bounds: [sum of kv_bounds, *shape]. What lies past a request's length is page 0's content, never attended."""
-        rows = plane.flatten(0, 1).index_select(0, derived(segment).gather_slots(plane.shape[1]))
-        return mla.dequantised(rows) if plane.dtype == torch.uint8 else rows
+        return plane.flatten(0, 1).index_select(0, derived(segment).gather_slots(plane.shape[1]))
+
+    def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
+        """Packed as by `gather`; an fp8 cache is read once and dequantised on the way."""
+        rope = plane.shape[2] - rank - 4 * latent_fp8.groups_of(rank)
+        if plane.dtype != torch.uint8 or not latent_fp8.supported(rank, rope // dtype.itemsize):
+            return super().latent_entries(plane, segment, rank, dtype)
+        return latent_fp8.read(plane, derived(segment).gather_slots(plane.shape[1]), rank, dtype)
 
     # ---- experts
 

@@ -4,7 +4,7 @@ One latent tile serves as keys and as values and is loaded once. Query tokens of
 so speculative tokens share the pass over the cache. Two cache formats:
 
     bf16 (or fp32 for tests)  plane [pages, page, 512 + 64]
-    fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per 128 columns), 64 bf16 rope
+    fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per 128 columns), 64 rope as the queries
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.reference import latent_parts
 from rorqual.ops.triton import tuning
+from rorqual.ops.triton.latent_fp8 import groups_of
 from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
 
-FP8 = torch.float8_e4m3fn
-FP8_GROUP = 128  # latent columns that share a scale
-FP8_ROPE = 64
 LOG2E = 1.4426950408889634
 
 
@@ -191,22 +190,6 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
         request += 1
 
 
-def _fp8_views(cache: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of an fp8 cache as (latent e4m3, scales fp32, rope bf16), all views."""
-    groups = rank // FP8_GROUP
-    rows = cache.flatten(0, 1)
-    wide, half = rows.view(torch.float32), rows.view(torch.bfloat16)
-    return rows[:, :rank].view(FP8), wide[:, rank // 4 : rank // 4 + groups], half[:, rank // 2 + 2 * groups :]
-
-
-def dequantised(rows: Tensor) -> Tensor:
-    """Cache rows [N, C + C / 32 + 2 rope] uint8 to bf16 entries [N, C + rope]: once for a prompt, whose attention reads them often."""
-    rank = (rows.shape[1] - 2 * FP8_ROPE) * 32 // 33
-    latent, scales, rope = _fp8_views(rows[:, None], rank)
-    wide = latent.float().unflatten(1, (-1, FP8_GROUP)) * scales[..., None]
-    return torch.cat((wide.flatten(1).to(rope.dtype), rope), 1)
-
-
 def _descriptor(rows: Tensor, block_n: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, rows.shape[1]])
 
@@ -223,7 +206,7 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     """Latent attention of R requests with the same number of query tokens each (T / R, at most 4 in use), causal among them.
 
     q_latent [T, H, C], q_rope [T, H, rope] in bf16 or fp32, any token and head strides; cache [pages, page, C + rope] in the same dtype or
-    [pages, page, C + C / 32 + 2 rope] uint8 (fp8, see above); tables [R, columns] int, entries past a request's end are never used; kv_lens
+    rows of bytes (fp8, latent_fp8.py); tables [R, columns] int, entries past a request's end are never used; kv_lens
     [R] int, cached tokens including this step's. Length 0 gives zeros. Returns [T, H, C] in the queries' dtype.
     Nothing is read back to the host. `plan` (from mla_plan, same config) saves making it anew in each layer.
     """
@@ -234,42 +217,17 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     plan = plan or mla_plan(kv_lens, max_kv_len, queries, heads, rank, config)
     out = torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
     rows = cache.flatten(0, 1)
-    latent, scales, rope = _fp8_views(cache, rank) if fp8 else (rows[:, :rank], None, rows[:, rank:])
+    latent, scales, rope = latent_parts(rows, rank, q_latent.dtype) if fp8 else (rows[:, :rank], None, rows[:, rank:])
     tma = config.tma and page % config.block_n == 0 and cache.stride(1) * cache.element_size() % 16 == 0
+    tma = tma and (not fp8 or rank % 512 == 0)  # a bulk copy of scales takes 16 bytes, and what follows them begins on 16
     describe = [_descriptor(x, config.block_n) if tma and x is not None else None for x in (latent, rope, scales)]
     grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
     _mla_decode_kernel[grid](
         q_latent, q_rope, latent, rope, scales, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse,
         scale * LOG2E, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), rope.stride(0),
         0 if scales is None else scales.stride(0), tables.stride(0), out.stride(0), out.stride(1), requests, plan.min_tiles,
-        heads, queries, rank, rope_dim, rank // FP8_GROUP if fp8 else 0, page, config.block_h, config.block_n, config.stages, tma,
+        heads, queries, rank, rope_dim, groups_of(rank) if fp8 else 0, page, config.block_h, config.block_n, config.stages, tma,
         "ieee" if q_latent.dtype == torch.float32 else "tf32", num_warps=config.warps,
     )  # fmt: skip
     combine(plan, out, requests)
     return out
-
-
-@triton.jit
-def _write_fp8_kernel(values, latent, scales, rope, slots, value_row, latent_row, scale_row, rope_row, RANK: tl.constexpr,
-                      GROUPS: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    columns, group = tl.arange(0, RANK // GROUPS), tl.arange(0, GROUPS)
-    inside = group[:, None] * (RANK // GROUPS) + columns[None, :]
-    wide = tl.load(values + token * value_row + inside).to(tl.float32)
-    factor = tl.maximum(tl.max(tl.abs(wide), 1), 1e-4) / 448.0
-    tl.store(latent + slot * latent_row + inside, (wide / factor[:, None]).to(tl.float8e4nv))
-    tl.store(scales + slot * scale_row + group, factor)
-    rope_columns = tl.arange(0, ROPE)
-    tl.store(rope + slot * rope_row + rope_columns, tl.load(values + token * value_row + RANK + rope_columns))
-
-
-def write_fp8_latent(cache: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Quantise and write cache rows. cache [pages, page, 656] uint8; slots [T] int, flat positions; values [T, 512 + 64] bf16.
-
-    One scale = max(amax, 1e-4) / 448 for 128 columns (the rule of `reference.quantise_activation`); the rope part is kept as it is.
-    """
-    rank = values.shape[1] - FP8_ROPE
-    latent, scales, rope = _fp8_views(cache, rank)
-    _write_fp8_kernel[(values.shape[0],)](values, latent, scales, rope, slots, values.stride(0), latent.stride(0), scales.stride(0),
-                                          rope.stride(0), rank, rank // FP8_GROUP, FP8_ROPE, num_warps=1)  # fmt: skip

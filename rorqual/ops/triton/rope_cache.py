@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.triton.fp8 import Quantised, store_fp8
+from rorqual.ops.triton.latent_fp8 import store_row
 from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
 from rorqual.ops.triton.norm import normed
 
@@ -74,15 +75,18 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | N
 
 @triton.jit
 def _store_entry(base, weight, cos, sin, target, write, eps, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """[norm(latent) | rotated key] of one token, from base [RANK + ROPE] to target."""
+    """[norm(latent) | rotated key] of one token, from base [RANK + ROPE] to target, where a cache of bytes is an fp8 one."""
     dtype: tl.constexpr = base.dtype.element_ty
     offsets, rotary = tl.arange(0, RANK), tl.arange(0, ROPE)
     latent = normed(tl.load(base + offsets).to(tl.float32), tl.load(weight + offsets), RANK, eps, dtype)
     partner, pair, sign = _pair(rotary, ROPE, INTERLEAVED)
     value, other = tl.load(base + RANK + rotary).to(tl.float32), tl.load(base + RANK + partner).to(tl.float32)
     key = _rotated(value, other, tl.load(cos + pair), tl.load(sin + pair), sign).to(dtype)
-    tl.store(target + offsets, latent.to(target.dtype.element_ty), mask=write & (offsets >= 0))
-    tl.store(target + RANK + rotary, key.to(target.dtype.element_ty), mask=write & (rotary >= 0))
+    if target.dtype.element_ty == tl.uint8:
+        store_row(latent.to(tl.float32), key, target, write, RANK, ROPE)
+    else:
+        tl.store(target + offsets, latent.to(target.dtype.element_ty), mask=write & (offsets >= 0))
+        tl.store(target + RANK + rotary, key.to(target.dtype.element_ty), mask=write & (rotary >= 0))
 
 
 @triton.jit(do_not_specialize=["scale_block"])
@@ -117,9 +121,9 @@ def latent_epilogue(x: Tensor, q_weight: Tensor | None, kv_weight: Tensor, cos: 
                     eps: float, interleaved: bool, quant: bool = False, heads: int = 0) -> Tensor | Quantised | None:  # fmt: skip
     """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its latent), the kv latent and the rope key.
 
-    Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope] at slots [T]. With q_weight [query] returns norm(query
-    latent) [T, query], quantised if `quant`; without it None: the query needs no norm, and the last rope columns of each of its `heads`
-    are rotated where they are. rank and rope must be powers of two.
+    Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an fp8 one (latent_fp8.py), at slots [T]. With q_weight
+    [query] returns norm(query latent) [T, query], quantised if `quant`; without it None: the query needs no norm, and the last rope
+    columns of each of its `heads` are rotated where they are. rank and rope must be powers of two.
     """
     tokens, rank, rotary, device = x.shape[0], kv_weight.shape[0], 2 * cos.shape[1], x.device
     query = x.shape[1] - rank - rotary
