@@ -100,14 +100,15 @@ class Text:
 
 
 class Reader:
-    """Runs the engine's model over one window of known tokens, through a cache of its own."""
+    """Runs the engine's model over one window of known tokens, through a cache of its own; kv_dtype as the engine's kv_cache_dtype."""
 
-    def __init__(self, llm: LLM, length: int):
+    def __init__(self, llm: LLM, length: int, kv_dtype: str = "auto"):
         self.model: Transformer = llm.engine.model
         self.device = self.model.embedding.device
         dtype = str(self.model.dtype).removeprefix("torch.")
         pages = -(-length // PAGE)
-        self.pool = KVPool(kv_spec(self.model.config, PAGE, dtype, llm.engine.config.mla_decode), pages + 1, self.device)
+        spec = kv_spec(self.model.config, PAGE, kv_dtype, llm.engine.config.mla_decode, activations=dtype)
+        self.pool = KVPool(spec, pages + 1, self.device)
         self.table = torch.arange(1, pages + 1, device=self.device)
 
     def hidden(self, ids: Tensor) -> Tensor:

@@ -54,6 +54,14 @@ def test_bench_offline_writes_json(tmp_path: Path):
     assert all(row["tokens_per_s"] > 0 and row["floor_ms"] > 0 for row in rows)
 
 
+def test_bench_offline_of_an_fp8_cache(tmp_path: Path):
+    target = tmp_path / "out.json"
+    sizes = ("--concurrency", "1", "--prompt-len", "8", "--output-len", "4", "--repeats", "1")
+    done = run("bench", "offline", *sizes, "--kv-cache-dtype", "fp8", "--next-n", "1", "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(target.read_text())["kv_cache_dtype"] == "fp8"
+
+
 def test_bench_layers_runs(tmp_path: Path):
     target = tmp_path / "out.json"
     done = run("bench", "layers", "--modules", "mla,moe", "--tokens", "1,4", "--repeats", "1", "--json", str(target))
@@ -107,6 +115,8 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["generate", "--max-model-len", "8", "-p", "one two three four five six seven eight nine ten"], "max_model_len=8"),
         (["generate", "--dtype", "int3"], "int3"),
         (["generate", "--mla-decode", "XX"], "XX"),
+        (["generate", "--kv-cache-dtype", "fp8", "--mla-prefill", "CD", "--mla-decode", "CD"], "accepted: CC, A_CC, A_CC_ME, AM_CC_ME"),
+        (["bench", "offline", "--kv-cache-dtype", "fp4"], "accepted: auto, bfloat16, float16, float32, fp8"),
         (["generate", "--device", "cuda:99"], "cuda:99"),
         (["bench", "offline", "--exe-mode", "warp"], "warp"),
     ],

@@ -27,6 +27,7 @@ MANY_ROWS = 4096
 NATIVE_ELEMENTS = 4 * 2**20
 NATIVE_ENTRIES = ("add_norm", "linear", "mlp", "mla_prologue", "mla_absorbed", "gqa_prologue", "router")
 NATIVE_SCORES = 32 * 2**20
+E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()  # what each byte reads as: a look-up is faster than torch's cast
 
 
 class CpuOps(Ops):
@@ -152,7 +153,7 @@ class CpuOps(Ops):
             return self.dense_attention(q, keys, keys, segment, scale)[..., :rank]
         entries = _entries(plane, index)  # [R, L, C + rope]
         if plane.dtype == torch.uint8:
-            entries = reference.unpack_latent(entries, rank, q_latent.dtype)
+            entries = _unpack_latent(entries, rank, q_latent.dtype)
         q = torch.cat((q_latent, q_rope), -1)[:, None]
         return _fused(q, entries[:, None], entries[:, None], scale, mask=index.mask).squeeze(1)[..., :rank]
 
@@ -174,6 +175,10 @@ class CpuOps(Ops):
             return plane[pages].flatten(1, 2)[:, :length].flatten(0, 1)
         rows = zip(segment.tables, segment.kv_bounds, strict=True)
         return torch.cat([reference.read_cache(plane, table, length) for table, length in rows])
+
+    def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
+        rows = self.gather(plane, segment)
+        return _unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows
 
     # ---- experts
 
@@ -285,10 +290,18 @@ def _entries(plane: Tensor, index: DecodeIndex) -> Tensor:
     return found
 
 
+def _unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """reference.unpack_latent by look-up, the same bits."""
+    _, scales, rope = reference.latent_parts(rows, rank, dtype)
+    wide = E4M3.index_select(0, rows[..., :rank].reshape(-1).int()).view(*rows.shape[:-1], rank)
+    wide *= scales.repeat_interleave(reference.ACTIVATION_BLOCK, -1)[..., :rank]
+    return torch.cat((wide.to(dtype), rope), -1)
+
+
 def _dequantised_pages(plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The pages of a segment side by side in `dtype`, [R * P, page, C + rope], and their block tables [R, P]."""
     tables = segment.tables[:, : -(-max(segment.kv_bounds) // plane.shape[1])]
-    return reference.unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(tables.numel()).view(tables.shape)
+    return _unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(tables.numel()).view(tables.shape)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:

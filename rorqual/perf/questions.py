@@ -59,7 +59,7 @@ def kv_tokens() -> list[Line]:
         Line("MLA, bf16 latent", f"{costs.kv_tokens(config, room):,} tokens", f"10 GiB / {latent:,} B = 61 layers x (512 + 64) x 2"),
         Line("MHA, keys 192 and values 128 wide", f"{costs.kv_tokens(config, room, Format(form='CD')):,} tokens", f"10 GiB / {plain:,} B"),
         Line("MHA, values counted 192 wide", f"{room // (128 * 192 * 61 * 2 * 2):,} tokens", "as the home-cluster study divides"),
-        Line("MLA, fp8 latent", f"{costs.kv_tokens(config, room, Format(kv_dtype='fp8')):,} tokens", "656 B a layer: 512 + 4 scales x 4 + 64 x 2"),
+        Line("MLA, fp8 latent", f"{costs.kv_tokens(config, room, Format(kv_dtype='fp8')):,} tokens", "61 layers x (512 + 4 x 4 + 64 x 2)"),
     ]
 
 

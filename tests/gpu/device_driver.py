@@ -52,15 +52,15 @@ def with_ops(model: Transformer, ops: Ops) -> Transformer:
 
 
 class DeviceDriver:
-    def __init__(self, model: Transformer, requests: int, max_len: int, page: int):
+    def __init__(self, model: Transformer, requests: int, max_len: int, page: int, kv_dtype: str = "auto"):
         self.model, self.page, self.device = model, page, model.embedding.device
         decode = getattr(model.layers[0].attention, "decode_form", "A_CC_ME")
         pages = -(-max_len // page)
         dtype = str(model.dtype).removeprefix("torch.")
-        self.pool = KVPool(kv_spec(model.config, page, dtype, decode), requests * pages + 1, self.device)
+        self.pool = KVPool(kv_spec(model.config, page, kv_dtype, decode, activations=dtype), requests * pages + 1, self.device)
         for planes in self.pool.layers:
             for plane in planes.values():
-                plane[1:] = float("nan")
+                plane[1:] = 255 if plane.dtype == torch.uint8 else float("nan")
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 
@@ -87,11 +87,11 @@ class DeviceDriver:
         return self.model.logits(straight(self.model.forward(step)))
 
 
-def all_logits(model: Transformer, ids: Tensor, cuts: list[int], page: int, queries: int = 1) -> Tensor:
+def all_logits(model: Transformer, ids: Tensor, cuts: list[int], page: int, queries: int = 1, kv_dtype: str = "auto") -> Tensor:
     """ids [requests, length]: chunks that end at `cuts` (the second request's one token earlier), the rest `queries` tokens a step.
     Logits of the positions after the last cut and of all before it, [requests, length, V] on the host."""
     requests, length = ids.shape
-    driver = DeviceDriver(model, requests, length, page)
+    driver = DeviceDriver(model, requests, length, page, kv_dtype)
     out = torch.empty(requests, length, model.config.vocab_size)
     done = [0] * requests
     for cut in [*cuts, *range(cuts[-1] + queries, length + 1, queries)]:

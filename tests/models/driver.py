@@ -34,14 +34,14 @@ def load(folder: Path, ops: Ops, dtype: str = "float32", forms: tuple[str, str] 
 class Driver:
     """Several requests share one pool with scattered pages; unused memory is NaN so that a stray read shows."""
 
-    def __init__(self, model: Transformer, requests: int, max_len: int, dtype: str = "float32"):
+    def __init__(self, model: Transformer, requests: int, max_len: int, dtype: str = "float32", kv_dtype: str = "auto"):
         decode = getattr(model.layers[0].attention, "decode_form", "A_CC_ME")
         self.model = model
         pages = -(-max_len // PAGE)
-        self.pool = KVPool(kv_spec(model.config, PAGE, dtype, decode), requests * pages + 1, CPU)
+        self.pool = KVPool(kv_spec(model.config, PAGE, kv_dtype, decode, activations=dtype), requests * pages + 1, CPU)
         for planes in self.pool.layers:
             for plane in planes.values():
-                plane.fill_(float("nan"))
+                plane.fill_(255 if plane.dtype == torch.uint8 else float("nan"))  # NaN as fp8, bf16 and fp32 alike
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 
@@ -68,10 +68,10 @@ class Driver:
         return [self.model.logits(hidden) for hidden in run([self.model.forward(step) for step in steps])]
 
 
-def all_logits(model: Transformer, ids: Tensor, cuts: list[int], dtype: str = "float32") -> Tensor:
+def all_logits(model: Transformer, ids: Tensor, cuts: list[int], dtype: str = "float32", kv_dtype: str = "auto") -> Tensor:
     """ids [requests, length]: the prompt in chunks that end at `cuts`, the rest token by token as decode steps. [requests, length, V]."""
     requests, length = ids.shape
-    driver = Driver(model, requests, length, dtype)
+    driver = Driver(model, requests, length, dtype, kv_dtype)
     bounds = [0, *cuts]
     outs = []
     for start, stop in pairwise(bounds):

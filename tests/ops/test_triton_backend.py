@@ -40,12 +40,13 @@ WIDE = {
 }  # fmt: skip
 
 
-def both(config: dict[str, Any], dtype: str = "float32", forms: tuple[str, str] = ("CC", "A_CC_ME"), queries: int = 1):
+def both(config: dict[str, Any], dtype: str = "float32", forms: tuple[str, str] = ("CC", "A_CC_ME"), queries: int = 1,
+         kv_dtype: str = "auto"):  # fmt: skip
     """(logits by the kernels, logits by the reference), [2, LENGTH, vocabulary]."""
     ids = torch.randint(0, config["vocab_size"], (2, LENGTH), generator=torch.Generator().manual_seed(3))
     model = random_model(config, TritonOps(), dtype, torch.device(DEVICE), forms)
-    got = all_logits(model, ids, CUTS, PAGE, queries)
-    return got, all_logits(with_ops(model, Ops()), ids, CUTS, PAGE, queries)
+    got = all_logits(model, ids, CUTS, PAGE, queries, kv_dtype)
+    return got, all_logits(with_ops(model, Ops()), ids, CUTS, PAGE, queries, kv_dtype)
 
 
 @pytest.mark.parametrize("columns", [64, 100, 4100])
@@ -69,6 +70,24 @@ def test_tiny_models_in_fp32(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("forms", [("CD", "CD"), ("A_CC_ME", "AM_CC_ME"), ("A_CC", "CC")], ids="-".join)
 def test_other_forms_and_three_queries_a_step(forms: tuple[str, str]) -> None:
     got, want = both({**DEEPSEEK, **ONE}, forms=forms, queries=3)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+SMALL = {**DEEPSEEK, **ONE, "vocab_size": 32, "hidden_size": 32}
+
+
+@pytest.mark.parametrize(("forms", "queries"), [(("CC", "A_CC_ME"), 3), (("A_CC", "AM_CC_ME"), 1)], ids=str)
+def test_fp8_latent_cache(forms: tuple[str, str], queries: int) -> None:
+    """Written by the prologue, read by the decode kernel or gathered; the reference quantises alike."""
+    got, want = both(SMALL, forms=forms, queries=queries, kv_dtype="fp8")
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    ids = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    plain = all_logits(random_model(SMALL, Ops(), "float32", torch.device(DEVICE), forms), ids, CUTS, PAGE)
+    assert (got - plain).abs().max() > 1e-3, "nothing was quantised"
+
+
+def test_fp8_latent_cache_of_odd_sizes_falls_back() -> None:
+    got, want = both({**SMALL, "kv_lora_rank": 36}, kv_dtype="fp8")
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 

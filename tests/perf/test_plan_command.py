@@ -50,6 +50,12 @@ def test_instead_of_a_plan() -> None:
     assert "mean absolute error" in run("--validate", "--group", "own-v3")
 
 
+def test_an_fp8_cache_counts_scales_and_rope_keys() -> None:
+    for name in ("fp8", "float8_e4m3fn"):
+        text = run("deepseek-v3", "--gpu", "h200", "--count", "8", "--profile", "roofline", "--kv-dtype", name, "--no-splits", "--top", "1")
+        assert "cache 40,016 B a token" in text  # 61 x 656
+
+
 def test_mistakes() -> None:
     for arguments, message in (
         ((), "name a model"),
@@ -58,6 +64,8 @@ def test_mistakes() -> None:
         (("deepseek-v3", "--routing", "odd"), "kind='odd'"),
         (("deepseek-v3", "--count", "0"), "count=0"),
         (("deepseek-v3", "--kv-dtype", "float8_e4m3fn"), "bf16 cache alone"),
+        (("deepseek-v3", "--kv-dtype", "fp4"), "accepted: auto, bfloat16, float16, float32, fp8"),
+        (("qwen3-30b-a3b", "--kv-dtype", "fp8", "--profile", "roofline"), "grouped-query"),
     ):
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
