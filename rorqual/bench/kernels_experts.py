@@ -398,11 +398,13 @@ def router_setup(model: str, tokens: int, joint: bool, device: torch.device) -> 
     return Setup(calls, error, gates[0].numel() * gates[0].element_size())
 
 
-def latent_setup(tokens: int, device: torch.device) -> Setup:
+def latent_setup(tokens: int, fp8: bool, device: torch.device) -> Setup:
+    """`fp8`: into an fp8 cache."""
     q_weight, kv_weight = (torch.rand(n, device=device, dtype=torch.bfloat16) + 0.5 for n in (1536, 512))
     cos, sin = torch.randn(2, tokens, 32, device=device)
     pages = 2 + tokens // 64
     plane = torch.empty(pages, 64, 576, device=device, dtype=torch.bfloat16).fill_(float("nan"))
+    plane = torch.full((pages, 64, 656), 255, device=device, dtype=torch.uint8) if fp8 else plane
     slots = torch.randperm(pages * 64, device=device)[:tokens]
     sets = rotated(tokens * 2112 * 2, lambda: torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16), device)
 
@@ -413,9 +415,11 @@ def latent_setup(tokens: int, device: torch.device) -> Setup:
         got = call(sets[0])
         first, latent, key = sets[0].split((1536, 512, 64), -1)
         entry = torch.cat((reference.norm(latent, kv_weight, 1e-6), reference.rope(key[:, None], cos, sin, True)[:, 0]), -1)
-        return difference(torch.cat((got, plane.flatten(0, 1)[slots]), 1), torch.cat((reference.norm(first, q_weight, 1e-6), entry), 1))
+        rows, packed = plane.flatten(0, 1)[slots], reference.pack_latent(entry, 512)
+        rows, entry = (reference.unpack_latent(x, 512, got.dtype) for x in (rows, packed)) if fp8 else (rows, entry)
+        return difference(torch.cat((got, rows), 1), torch.cat((reference.norm(first, q_weight, 1e-6), entry), 1))
 
-    return Setup([partial(call, x) for x in sets], error, tokens * 2112 * 4)
+    return Setup([partial(call, x) for x in sets], error, tokens * (2112 * 2 + 1536 * 2 + plane.shape[2] * plane.element_size()))
 
 
 def heads_setup(tokens: int, device: torch.device) -> Setup:
@@ -468,7 +472,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"swiglu+fp8 2x2048 T{t}", "bf16", partial(swiglu_setup, t))
         yield Case(f"route V3 T{t}", "bf16", partial(route_setup, "V3", t))
         yield Case(f"route Qwen3 T{t}", "bf16", partial(route_setup, "Qwen3", t))
-        yield Case(f"latent epilogue T{t}", "bf16", partial(latent_setup, t))
+        yield Case(f"latent epilogue T{t}", "bf16", partial(latent_setup, t, False))
+        yield Case(f"latent epilogue, fp8 cache T{t}", "bf16", partial(latent_setup, t, True))
         yield Case(f"heads epilogue T{t}", "bf16", partial(heads_setup, t))
 
 
