@@ -137,8 +137,9 @@ class CpuOps(Ops):
             return native.gqa_decode(q, planes, segment.tables, segment.kv_lens, scale)
         index = _decode_index(segment, k_plane)
         if index is None:
-            return self.dense_attention(q, self.gather(k_plane, segment), self.gather(v_plane, segment), segment, scale)
-        k, v = (_entries(plane, index).transpose(1, 2) for plane in (k_plane, v_plane))  # [R, G, L, D]
+            k, v = (self.gather(plane, segment).to(q.dtype) for plane in (k_plane, v_plane))
+            return self.dense_attention(q, k, v, segment, scale)
+        k, v = (_entries(plane, index).to(q.dtype).transpose(1, 2) for plane in (k_plane, v_plane))  # [R, G, L, D]
         rows, heads, groups = len(segment), q.shape[1], k.shape[1]
         # The heads that share a key are its queries: nothing is repeated.
         out = _fused(q.view(rows, groups, heads // groups, -1), k, v, scale, mask=index.mask)
@@ -152,8 +153,7 @@ class CpuOps(Ops):
             q, keys = torch.cat((q_latent, q_rope), -1), self.latent_entries(plane, segment, rank, q_latent.dtype)[:, None]
             return self.dense_attention(q, keys, keys, segment, scale)[..., :rank]
         entries = _entries(plane, index)  # [R, L, C + rope]
-        if plane.dtype == torch.uint8:
-            entries = _unpack_latent(entries, rank, q_latent.dtype)
+        entries = _unpack_latent(entries, rank, q_latent.dtype) if plane.dtype == torch.uint8 else entries.to(q_latent.dtype)
         q = torch.cat((q_latent, q_rope), -1)[:, None]
         return _fused(q, entries[:, None], entries[:, None], scale, mask=index.mask).squeeze(1)[..., :rank]
 
@@ -178,7 +178,7 @@ class CpuOps(Ops):
 
     def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
         rows = self.gather(plane, segment)
-        return _unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows
+        return _unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
 
     # ---- experts
 

@@ -234,7 +234,7 @@ class Ops:
     def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
         """All cached latents and rope keys of the segment's requests, packed as by `gather`: [sum of KV lengths, C + rope] in `dtype`."""
         rows = self.gather(plane, segment)
-        return reference.unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows
+        return reference.unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
 
     # ---- experts
 

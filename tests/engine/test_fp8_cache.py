@@ -153,6 +153,16 @@ def test_logits_stay_near_those_of_fp32(tmp_path: Path, option: str, worst: floa
     torch.testing.assert_close(ours, whole, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("option", ["v3", "qwen"])
+def test_a_cache_of_another_width_than_the_activations(tmp_path: Path, option: str) -> None:
+    """fp32 with a bf16 cache: every form reads it alike."""
+    save(option, tmp_path)
+    forms: list[dict[str, Any]] = [{}, {"mla_prefill": "A_CC", "mla_decode": "A_CC"}, {"prefill_chunk": 3, "mla_decode": "CC"}]
+    found = [greedy(engine(tmp_path, kv_cache_dtype="bfloat16", **more), BATCH) for more in forms]
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
 # ---- sizes and refusals
 
 
