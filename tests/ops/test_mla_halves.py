@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rorqual.config import MLAConfig
+from rorqual.ops import reference
 from rorqual.ops.cpu import CpuOps
 from rorqual.ops.reference import Weight
 from rorqual.ops.table import MLAWeights, Ops
@@ -62,3 +63,18 @@ def test_halves_of_the_prologue(name: str, q_lora: int | None, interleaved: bool
     torch.testing.assert_close(planes[1], planes[0], atol=1e-5, rtol=1e-5)
     _, kept = ops.mla_up(query, entries, w, cos, sin, None, slots)
     assert kept is entries, "without a latent plane the caller decompresses them"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_second_half_fills_an_fp8_cache(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    ops, device = backend(name)
+    w = weights_of(40, True, device, generator)
+    rank, dim = w.config.kv_lora_rank, w.config.latent_dim
+    query, entries = (torch.randn(ROWS, n, generator=generator).bfloat16().float().to(device) for n in (40, dim))
+    angles, slots = torch.rand(ROWS, w.config.rope_dim // 2, generator=generator).to(device), torch.arange(1, ROWS + 1, device=device)
+    want = reference.pack_latent(entries, rank)
+    plane = torch.zeros(3, PAGE, want.shape[-1], dtype=torch.uint8, device=device)
+    ops.mla_up(query, entries, w, angles.cos(), angles.sin(), plane, slots)
+    assert torch.equal(plane.flatten(0, 1)[1 : ROWS + 1], want)
+    assert not plane.flatten(0, 1)[ROWS + 1 :].any()

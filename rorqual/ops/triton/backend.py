@@ -150,7 +150,7 @@ class TritonOps(Ops):
         rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
         if plane is None:
             return q, entries
-        self.write_cache(plane, slots, entries)
+        self.write_latent(plane, slots, entries, w.config.kv_lora_rank)
         return q, None
 
     def gqa_prologue(
