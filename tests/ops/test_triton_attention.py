@@ -206,6 +206,9 @@ capability = int(sys.argv[1])
 with compiling(capability) as launched:
     everything(*(older if capability < 90 else (None, None, None)), fp8=capability >= 89)
 assert all(k.kernel.metadata.shared <= SHARED[capability] for k in launched)
+for k in launched:
+    if k.name in ("_mla_decode_kernel", "_gqa_decode_kernel", "_combine_kernel"):
+        assert ("griddepcontrol.wait" in k.ptx) == (capability >= 90), k.name
 print(len(launched), sum("wgmma" in k.ptx for k in launched))
 """
 

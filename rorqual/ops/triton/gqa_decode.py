@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.triton import tuning
+from rorqual.ops.triton.launch import dependent, wait_for_inputs
 from rorqual.ops.triton.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
 from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
 
@@ -54,9 +55,11 @@ def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[Conf
 def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, starts, first, out, partial, lse, factor, q_token, q_head,
                        kv_row, kv_head, table_row, out_token, out_head, requests, min_tiles, HEADS: tl.constexpr, SHARE: tl.constexpr,
                        QUERIES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-                       BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                       BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
     """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a head, padded to WIDTH; `factor` is the
     softmax scale times log2(e)."""
+    wait_for_inputs(DEPENDENT)
     DTYPE: tl.constexpr = q.dtype.element_ty
     group, worker = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, BLOCK_H)
@@ -166,7 +169,7 @@ def gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, kv_l
         q, k_plane, v_plane, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * LOG2E,
         q.stride(0), q.stride(1), k_plane.stride(1), k_plane.stride(2), tables.stride(0), out.stride(0), out.stride(1), requests,
         plan.min_tiles, heads, share, queries, width, padded(width), page, block_h, config.block_n, config.stages, tma,
-        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps, **dependent(q.device),
     )  # fmt: skip
     combine(plan, out, requests)
     return out

@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rorqual.ops.reference import latent_parts
 from rorqual.ops.triton import tuning
 from rorqual.ops.triton.latent_fp8 import groups_of
+from rorqual.ops.triton.launch import dependent, is_hopper, wait_for_inputs
 from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
 
 LOG2E = 1.4426950408889634
@@ -27,7 +28,8 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Config:
-    """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies."""
+    """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies;
+    gluon: the kernel of mla_hopper.py, where it takes the call."""
 
     block_h: int
     block_n: int
@@ -36,6 +38,7 @@ class Config:
     per_sm: int = 1
     min_tiles: int = 2
     tma: bool = True
+    gluon: bool = False
 
 
 def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int) -> Config:
@@ -57,7 +60,8 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
     narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
               Config(few, 64, 8, 5, min_tiles=1), Config(64, 64, 8, 2)]  # fmt: skip
     wide = [Config(64, 64, 8, 2), Config(64, 64, 8, 2, tma=False), Config(64, 32, 8, 5), Config(64, 32, 8, 7),
-            Config(64, 64, 8, 2, min_tiles=1), Config(64, 64, 8, 2, min_tiles=4)]  # fmt: skip
+            Config(64, 64, 8, 2, min_tiles=1), Config(64, 64, 8, 2, min_tiles=4), Config(64, 64, 8, 2, gluon=True),
+            Config(64, 64, 8, 2, min_tiles=1, gluon=True)]  # fmt: skip
     return narrow if rows <= 32 else wide
 
 
@@ -109,8 +113,9 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                        out, partial, lse, factor, q_token, q_head, qr_token, qr_head, latent_row, rope_row, scale_row, table_row,
                        out_token, out_head, requests, min_tiles, HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
                        ROPE: tl.constexpr, GROUPS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-                       STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                       STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Grid (row blocks, workers). `factor` is the softmax scale times log2(e). GROUPS > 0 marks an fp8 cache."""
+    wait_for_inputs(DEPENDENT)
     ROWS: tl.constexpr = HEADS * QUERIES
     DTYPE: tl.constexpr = q_latent.dtype.element_ty
     worker = tl.program_id(1)
@@ -222,12 +227,19 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     tma = tma and (not fp8 or rank % 512 == 0)  # a bulk copy of scales takes 16 bytes, and what follows them begins on 16
     describe = [_descriptor(x, config.block_n) if tma and x is not None else None for x in (latent, rope, scales)]
     grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
+    if config.gluon and is_hopper(q_latent.device):
+        from rorqual.ops.triton import mla_hopper
+
+        if mla_hopper.supported(q_latent, cache, config.block_h, config.block_n):
+            mla_hopper.launch(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid)
+            combine(plan, out, requests)
+            return out
     _mla_decode_kernel[grid](
         q_latent, q_rope, latent, rope, scales, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse,
         scale * LOG2E, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), rope.stride(0),
         0 if scales is None else scales.stride(0), tables.stride(0), out.stride(0), out.stride(1), requests, plan.min_tiles,
         heads, queries, rank, rope_dim, groups_of(rank) if fp8 else 0, page, config.block_h, config.block_n, config.stages, tma,
-        "ieee" if q_latent.dtype == torch.float32 else "tf32", num_warps=config.warps,
+        "ieee" if q_latent.dtype == torch.float32 else "tf32", num_warps=config.warps, **dependent(q_latent.device),
     )  # fmt: skip
     combine(plan, out, requests)
     return out

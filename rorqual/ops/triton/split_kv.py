@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.triton.launch import dependent, wait_for_inputs
+
 
 @dataclass(frozen=True)
 class SplitPlan:
@@ -75,9 +77,11 @@ def split_plan(kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows
 
 @triton.jit(do_not_specialize=["requests", "workers", "min_tiles"])
 def _combine_kernel(partial, lse, starts, out, out_token, out_head, requests, workers, min_tiles, HEADS: tl.constexpr,
-                    ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+                    ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr,
+                    DEPENDENT: tl.constexpr):  # fmt: skip
     """Rows of one request: the weighted sum of its partials; zeros for a request of length 0; nothing if one worker did it all.
     The output has SIZE columns, the partials WIDTH."""
+    wait_for_inputs(DEPENDENT)  # also where nothing is done: whoever waits for this kernel relies on what came before it
     request = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     begin, end = tl.load(starts + request), tl.load(starts + request + 1)
@@ -117,4 +121,5 @@ def combine(plan: SplitPlan, out: Tensor, requests: int) -> None:
     block_r, step = (1, 16) if few else (8, 2)
     grid = (requests, triton.cdiv(rows, block_r))
     _combine_kernel[grid](plan.partial, plan.lse, plan.starts, out, out.stride(0), out.stride(1), requests, plan.workers,
-                          plan.min_tiles, heads, rows, out.shape[2], width, block_r, step, num_warps=4)  # fmt: skip
+                          plan.min_tiles, heads, rows, out.shape[2], width, block_r, step, num_warps=4,
+                          **dependent(out.device))  # fmt: skip

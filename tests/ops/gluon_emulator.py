@@ -1,0 +1,226 @@
+"""Runs a Gluon kernel's Python on torch tensors, one program after the other: Triton's interpreter does not take Gluon.
+
+Layouts are ignored. What is asynchronous on a card fails here if it is used wrongly: a bulk copy fills its place with NaN when it is
+issued and brings its data when its barrier is waited for, in the right phase; a product must find, when it is waited for, the
+operands it found when it was issued.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Pointer:
+    """Elements of a storage; `offset` in elements."""
+
+    flat: Tensor
+    offset: Any = 0
+
+    @staticmethod
+    def of(tensor: Tensor) -> Pointer:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return Pointer(torch.as_strided(tensor, (size,), (1,), 0), tensor.storage_offset())
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.flat, self.offset + more)
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.flat.dtype)
+
+
+class Shared:
+    """A piece of shared memory, full of NaN at first."""
+
+    def __init__(self, data: Tensor):
+        self.data, self.shape = data, list(data.shape)
+        self.pending: list[Callable[[], None]] = []
+        self.filled = 0
+        self.expected = self.arriving = 0
+        self.parts: dict[int, Shared] = {}
+
+    def index(self, i: Any) -> Shared:
+        return self.parts.setdefault(int(i), Shared(self.data[int(i)]))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(*order))
+
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
+
+    def store(self, value: Tensor) -> None:
+        assert value.dtype == self.data.dtype, (value.dtype, self.data.dtype)
+        self.data.copy_(value)
+
+
+@dataclass
+class Descriptor:
+    base: Tensor
+    block: list[int]
+    layout: Any = None
+
+
+@dataclass
+class Sum:
+    """A product under way."""
+
+    compute: Callable[[], Tensor]
+    seen: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seen = self.compute()
+
+    def finish(self) -> Tensor:
+        now = self.compute()
+        assert torch.equal(now.nan_to_num(7e7), self.seen.nan_to_num(7e7)), "an operand changed under a product"
+        return now
+
+
+def _value(x: Any) -> Tensor:
+    return x.data if isinstance(x, Shared) else x
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    start = acc.compute if isinstance(acc, Sum) else (lambda: acc)
+    made = Sum(lambda: _value(a).float() @ b.data.float() + (start() if use_acc else 0))
+    return made if is_async else made.finish()
+
+
+def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
+    found = [dep.finish() if isinstance(dep, Sum) else dep for dep in deps]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+class Barriers:
+    """mbarrier"""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    @staticmethod
+    def init(barrier: Shared, count: int) -> None:
+        barrier.filled = 0
+
+    @staticmethod
+    def expect(barrier: Shared, size: int) -> None:
+        assert not barrier.pending, "the barrier still waits for an earlier fill"
+        barrier.expected, barrier.arriving = size, 0
+
+    @staticmethod
+    def wait(barrier: Shared, phase: Any) -> None:
+        assert barrier.pending, "nothing is on its way"
+        assert barrier.arriving == barrier.expected, (barrier.arriving, barrier.expected)
+        assert int(phase) == barrier.filled % 2, "the phase of another fill"
+        for bring in barrier.pending:
+            bring()
+        barrier.pending.clear()
+        barrier.filled += 1
+
+
+class Copies:
+    """tma"""
+
+    @staticmethod
+    def async_copy_global_to_shared(source: Descriptor, place: list[Any], barrier: Shared, target: Shared) -> None:
+        row, column = (int(x) for x in place)
+        data = torch.zeros(source.block, dtype=source.base.dtype)
+        part = source.base[row : row + source.block[0], column : column + source.block[1]]
+        assert row >= 0
+        data[: part.shape[0], : part.shape[1]] = part
+        target.data.fill_(float("nan"))
+        barrier.arriving += data.numel() * data.element_size()
+        barrier.pending.append(lambda: target.data.copy_(data))  # type: ignore[arg-type, return-value]
+
+
+class Language:
+    """gluon.language"""
+
+    bfloat16, float32, int32, int64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+    exp2, log2, where = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.where)
+
+    def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):
+        self.programs, self.program = programs, program
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *a, **k: None
+        raise AttributeError(f"the emulator has no {name}")
+
+    def program_id(self, axis: int) -> Tensor:
+        return torch.tensor(self.program[axis], dtype=torch.int32)
+
+    def num_programs(self, axis: int) -> Tensor:
+        return torch.tensor(self.programs[axis], dtype=torch.int32)
+
+    @staticmethod
+    def load(where: Pointer, mask: Any = None, other: Any = None) -> Tensor:
+        offset = torch.as_tensor(where.offset)
+        if mask is None:
+            return where.flat[offset.long()]
+        mask = mask.expand(offset.shape)
+        return torch.where(mask, where.flat[offset.long().masked_fill(~mask, 0)], torch.tensor(other, dtype=where.flat.dtype))
+
+    @staticmethod
+    def store(where: Pointer, value: Tensor, mask: Any = None) -> None:
+        offset = torch.as_tensor(where.offset)
+        mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
+        assert value.dtype == where.flat.dtype
+        where.flat[offset[mask].long()] = value.expand(offset.shape)[mask]
+
+    @staticmethod
+    def arange(start: int, stop: int, layout: Any) -> Tensor:
+        return torch.arange(start, stop, dtype=torch.int32)
+
+    @staticmethod
+    def full(shape: list[int], value: float, dtype: torch.dtype, layout: Any) -> Tensor:
+        return torch.full(shape, value, dtype=dtype)
+
+    @staticmethod
+    def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(torch.full(shape, float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype))
+
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Tensor:
+        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b, dtype=a.dtype))
+
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Tensor:
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b, dtype=a.dtype))
+
+    @staticmethod
+    def max(x: Tensor, axis: int) -> Tensor:
+        return x.amax(axis)
+
+    @staticmethod
+    def sum(x: Tensor, axis: int) -> Tensor:
+        return x.sum(axis)
+
+    @staticmethod
+    def convert_layout(x: Tensor, layout: Any) -> Tensor:
+        return x
+
+    @staticmethod
+    def thread_barrier() -> None:
+        """Programs here are never apart."""
+
+
+def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list[Any]) -> None:
+    """Every program of `grid`, `args` in the kernel's order: tensors become pointers, Descriptors and numbers stay."""
+    given = [Pointer.of(x) if isinstance(x, Tensor) else x for x in args]
+    for program in itertools.product(*(range(n) for n in grid)):
+        tools = {
+            "gl": Language(grid, program), "tma": Copies, "mbarrier": Barriers, "fence_async_shared": lambda: None,
+            "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "warpgroup_mma_init": lambda x: x,
+        }  # fmt: skip
+        names: dict[str, Any] = {**vars(module), **tools}
+        for name, value in vars(module).items():
+            if hasattr(value, "is_gluon"):
+                names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+        names[kernel](*given)
