@@ -14,8 +14,9 @@ test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -n 2
 
 # Every valid combination of parallel sizes on two and four local processes: minutes. `make test` runs a choice with every pair of settings.
+# Launchers too: two hosts need root (network namespaces), Ray its package; tests without them are skipped.
 test-parallel: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/parallel tests/engine/test_ranks.py -m "full_matrix or not full_matrix"
+	$(BIN)/python -m pytest tests/parallel $(addprefix tests/engine/test_,ranks.py launchers.py hosts.py ray.py) -m "full_matrix or not full_matrix"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check rorqual tests demo

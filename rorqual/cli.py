@@ -19,13 +19,16 @@ from rorqual.commands.options import (
     Dtype,
     Ep,
     Ignored,
+    Interface,
     KvDtype,
+    Launcher,
     Length,
     Model,
     NextN,
     Pp,
     Prefill,
     Recipe,
+    SecretFile,
     Settings,
     Threads,
     Tp,
@@ -93,6 +96,9 @@ def generate(
     dp: Dp = 1,
     pp: Pp = 1,
     ep: Ep = 1,
+    launcher: Launcher = "local",
+    interface: Interface = None,
+    secret_file: SecretFile = None,
     ignore_config_field: Ignored = None,
     config: Recipe = None,
     settings: Settings = None,
@@ -102,7 +108,8 @@ def generate(
     common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
     sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
-    llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms, **sizes)
+    launch = {"launcher": launcher, "interface": interface, "secret_file": secret_file}
+    llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms, **sizes, **launch)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     loaded = time.perf_counter()

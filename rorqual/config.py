@@ -1,6 +1,6 @@
 """What a model is: frozen data with the formulas that belong to it. No torch. `hf_config` reads it from a config.json.
 
-Also the few things the environment decides: where caches live and which compiler there is.
+Also the few things the environment decides: where caches live, which compiler there is, and what whoever started this process says of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from rorqual.errors import ConfigError
 
 TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SHORTEST_SECRET = 16
 
 
 @dataclass(frozen=True)
@@ -186,10 +187,39 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else folder}
 
 
-def collectives_on_loopback() -> None:
-    """Ranks of one host talk over its loopback interface, unless the environment names another."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
+def collectives_on(interface: str) -> None:
+    """Collectives between ranks take this network interface, unless the environment names another."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign NCCL takes all names that begin so
+
+
+def visible_card(number: int) -> int:
+    """Where the host's card `number` stands among those that this process sees (CUDA_VISIBLE_DEVICES)."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else []
+    return names.index(str(number)) if str(number) in names else number
+
+
+def torchrun_variables() -> dict[str, str]:
+    """What torchrun, or whoever starts ranks in its way, tells a process about its place; those that are set."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def shared_secret(file: str | None) -> bytes | None:
+    """What all ranks of an engine on several hosts know: the content of `file`, else RORQUAL_SECRET, else None. Raises ConfigError."""
+    text = os.environ.get("RORQUAL_SECRET", "")
+    if file is not None:
+        try:
+            if Path(file).stat().st_mode & 0o077:
+                raise ConfigError(f"secret_file={file!r} can be read by other users; accepted: mode 600 or 400")
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"secret_file={file!r} cannot be read: {getattr(error, 'strerror', error)}") from None
+    secret = text.strip().encode()
+    if (secret or file is not None) and len(secret) < SHORTEST_SECRET:
+        raise ConfigError(f"the secret has {len(secret)} bytes; accepted: at least {SHORTEST_SECRET}")
+    return secret or None
 
 
 def die_with_parent() -> None:

@@ -16,13 +16,16 @@ from rorqual.commands.options import (
     Dtype,
     Embed,
     Ep,
+    Interface,
     Json,
     KvDtype,
+    Launcher,
     Mode,
     Model,
     Policy,
     Pp,
     Recipe,
+    SecretFile,
     Settings,
     Threads,
     Tp,
@@ -70,6 +73,9 @@ def bench_offline(
     dp: Dp = 1,
     pp: Pp = 1,
     ep: Ep = 1,
+    launcher: Launcher = "local",
+    interface: Interface = None,
+    secret_file: SecretFile = None,
     config: Recipe = None,
     settings: Settings = None,
     profile: Annotated[int, typer.Option(min=0, help="Decode steps to look at in a profiler: time by kernel, waits between them.")] = 0,
@@ -82,7 +88,10 @@ def bench_offline(
         raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
     batches, rates = numbers(concurrency), shares(simulated_acceptance)
     report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature, profile)
-    for count in numbers(next_n, least=0):
+    counts = numbers(next_n, least=0)
+    if launcher == "torchrun" and len(counts) > 1:
+        raise typer.BadParameter(f"next_n={next_n}: torchrun starts the ranks of one engine; accepted: one number")
+    for count in counts:
         llm = load(
             model,
             config,
@@ -99,6 +108,9 @@ def bench_offline(
             dp=dp,
             pp=pp,
             ep=ep,
+            launcher=launcher,
+            interface=interface,
+            secret_file=secret_file,
             max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
             max_num_seqs=max(batches),
             max_num_batched_tokens=max(max_num_batched_tokens, max(batches) * (count + 1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,9 @@ Tp = Annotated[int, typer.Option(help="Ranks that split attention, and all else 
 Dp = Annotated[int, typer.Option(help="Ranks with sequences of their own; experts are shared among them.")]
 Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
 Ep = Annotated[int, typer.Option(help="Groups of ranks with whole experts of their own; 1 splits every expert.")]
+Launcher = Annotated[str, typer.Option(help="Who starts the other ranks: local (this process, on this host), torchrun or ray.")]
+Interface = Annotated[str | None, typer.Option(help="torchrun, ray: the network interface, or its address, that ranks meet on.")]
+SecretFile = Annotated[str | None, typer.Option(help="torchrun, ray: a file of mode 600 on every host; else RORQUAL_SECRET is read.")]
 Recipe = Annotated[Path | None, typer.Option("--config", help="A YAML recipe: the model and engine options. Flags go before it.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Any engine option as name=value, say tp=2; may be repeated.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
@@ -47,7 +51,20 @@ def load(model: str | None, recipe: Path | None = None, settings: list[str] | No
     from rorqual.serve.llm import LLM
 
     named, found = engine_options(recipe, settings, options)
+    become_rank(model or named, found)
     return LLM(model or named, **found)
+
+
+def become_rank(model: str | None, options: dict[str, Any]) -> None:
+    """In a process that torchrun started with a rank above 0: be that rank of rank 0's engine, and exit with it. Elsewhere nothing."""
+    if options.get("launcher") != "torchrun":
+        return
+    from rorqual.engine.config import EngineConfig
+    from rorqual.engine.launchers.torchrun import take_part
+
+    status = take_part(EngineConfig.from_dict({"model": "", **options}), model)
+    if status is not None:
+        sys.exit(status)
 
 
 def engine_options(recipe: Path | None, settings: list[str] | None, options: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:

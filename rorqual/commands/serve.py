@@ -17,7 +17,9 @@ from rorqual.commands.options import (
     Dtype,
     Ep,
     Ignored,
+    Interface,
     KvDtype,
+    Launcher,
     Length,
     Mode,
     Model,
@@ -25,10 +27,12 @@ from rorqual.commands.options import (
     Pp,
     Prefill,
     Recipe,
+    SecretFile,
     Settings,
     Threads,
     Tp,
     Weights,
+    become_rank,
     engine_options,
 )
 from rorqual.errors import ConfigError
@@ -85,6 +89,9 @@ def serve(
     dp: Dp = 1,
     pp: Pp = 1,
     ep: Ep = 1,
+    launcher: Launcher = "local",
+    interface: Interface = None,
+    secret_file: SecretFile = None,
     mla_prefill: Prefill = "CC",
     mla_decode: Decode = "A_CC_ME",
     ignore_config_field: Ignored = None,
@@ -115,11 +122,15 @@ def serve(
         "dp": dp,
         "pp": pp,
         "ep": ep,
+        "launcher": launcher,
+        "interface": interface,
+        "secret_file": secret_file,
         "mla_prefill": mla_prefill,
         "mla_decode": mla_decode,
         "ignore_config_fields": tuple(ignore_config_field or ()),
     }
     named, engine = engine_options(config, settings, options)
+    become_rank(model or named, engine)
     serving = launch.ServeConfig(
         model=model or named,
         host=host,

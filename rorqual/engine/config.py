@@ -19,6 +19,7 @@ EMBED_DEVICES = ("auto", "cpu")
 DRAFTERS = ("auto", "mtp", "ngram")
 NEXT_N_POLICIES = ("fixed", "adaptive")
 MOST_NEXT_N = 8
+LAUNCHERS = ("local", "torchrun", "ray")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -58,7 +59,9 @@ class EngineConfig:
     simulated_acceptance: probabilities by place that a draft is taken, whatever it says; for benchmarks with random weights.
 
     Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank.
-    watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine.
+    watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine. first_card: the ranks of a host take
+    its cards in order from this one on. launcher: who starts the other ranks (docs/parallelism.md). interface: where ranks of other hosts
+    reach this one, an interface's name or its address; secret_file: what all hosts know, in place of RORQUAL_SECRET.
     """
 
     model: str
@@ -99,6 +102,10 @@ class EngineConfig:
     sequence_parallel: bool = False
     fp8_dispatch: bool = False
     watchdog_seconds: float = 60.0
+    first_card: int = 0
+    launcher: str = "local"
+    interface: str | None = None
+    secret_file: str | None = None
     record_expert_load: bool = False
     threads: int | None = None
     ignore_config_fields: tuple[str, ...] = ()
@@ -134,6 +141,7 @@ class EngineConfig:
         self._check_speculation()
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600")
+        self._check_launch()
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
         if (self.micro_batches or 1) > 1 and self.pp == 1:
             raise ConfigError(f"micro_batches={self.micro_batches} needs pipeline stages to work on them: pp=1")
@@ -141,6 +149,17 @@ class EngineConfig:
             raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: auto, eager, graph")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
+
+    def _check_launch(self) -> None:
+        if self.launcher not in LAUNCHERS:
+            raise ConfigError(f"launcher={self.launcher!r} is not supported; accepted: {', '.join(LAUNCHERS)}")
+        for name in ("interface", "secret_file"):
+            if getattr(self, name) is not None and self.launcher == "local":
+                raise ConfigError(f"{name}={getattr(self, name)!r} does not go with launcher='local'; accepted: torchrun, ray")
+        if isinstance(self.first_card, bool) or not isinstance(self.first_card, int) or self.first_card < 0:
+            raise ConfigError(f"first_card={self.first_card!r} must be an integer of at least 0")
+        if ":" in self.device and (self.first_card or not self.parallel.is_single):
+            raise ConfigError(f"device={self.device!r} names one card; several ranks, and first_card, take: auto, cpu, cuda")
 
     @property
     def parallel(self) -> ParallelConfig:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.grammar import Grammars
 from rorqual.engine.group import GroupInFlight, GroupScheduler
+from rorqual.engine.launchers import check_alone
 from rorqual.engine.next_n import Controller
 from rorqual.engine.rank import Rank
 from rorqual.engine.ranks import RankGroup
 from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, TokenOut
+from rorqual.engine.worker import rank_device
 from rorqual.errors import RequestError
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
@@ -51,7 +53,8 @@ class Engine:
         sizes = config.parallel
         self.group = None if sizes.is_single else RankGroup(config)
         if self.group is None:
-            self.rank = Rank(config, make_platform(config.device), Mesh.single())
+            check_alone(config)
+            self.rank = Rank(config, make_platform(rank_device(config, config.first_card)), Mesh.single())
             self.scheduler: Scheduler | GroupScheduler = Scheduler(self._scheduler_config())
         else:
             self.rank = self.group.start()

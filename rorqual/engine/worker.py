@@ -1,53 +1,85 @@
-"""A rank other than 0: `python -m rorqual.engine.worker FD`, started by RankGroup. It computes the plans that arrive on its link."""
+"""A rank other than 0: it computes the plans that arrive on its link, and ends when its link does.
+
+Started by rank 0 on its own host (`python -m rorqual.engine.worker --fd FD`), by a launcher on another (`--connect ADDRESS PORT RANK
+WORLD`, the secret as one line on standard input), or a process of torchrun's that becomes one (launchers/torchrun.py).
+"""
 
 from __future__ import annotations
 
 import json
-import select
+import os
+import queue
+import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
-from datetime import timedelta
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from rorqual.config import die_with_parent
+from rorqual.config import collectives_on, die_with_parent
+from rorqual.engine.address import interface_of, named_address
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.group import GroupPlan
-from rorqual.engine.link import Kind, Link
+from rorqual.engine.handshake import Badge
+from rorqual.engine.link import FrameError, Kind, Link
+from rorqual.engine.listener import join
+from rorqual.engine.meeting import START_SECONDS, Meeting
 from rorqual.engine.rank import Rank
 from rorqual.engine.wire import decode_plan, encode_result
 from rorqual.engine.xmatcher import ReceivedGrammars
-from rorqual.parallel.mesh import Groups, Mesh
+from rorqual.errors import RorqualError
+from rorqual.models.hub import model_folder
+from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
-from rorqual.platforms.base import Platform
 
 ALIVE_SECONDS = 1.0
-START_SECONDS = 1800.0  # until a rank can compute: imports and loading may keep it silent for long
+LEAVE_SECONDS = 3.0  # from STOP until the process must have left, in whatever collective it is
+ORPHANED = 1  # exit status: rank 0 went without a word
 
 
-def meet(platform: Platform, store: str, rank: int, world: int, watchdog: float) -> Groups:
-    """Join the ranks of this host through a file that only they can read; returns the maker of groups whose collectives may take
-    `watchdog` seconds. The group of all waits for those that are still loading."""
-    file, patience = dist.FileStore(store, world), timedelta(seconds=START_SECONDS)
-    dist.init_process_group(platform.collectives, store=file, rank=rank, world_size=world, timeout=patience)
-    return Groups(timedelta(seconds=watchdog))
+def rank_device(config: EngineConfig, card: int) -> str:
+    """One card of several; on a CPU there is one device for all. `device` may name a card only where there is one rank."""
+    return f"cuda:{card}" if config.device in ("auto", "cuda") and make_platform(config.device).name == "cuda" else config.device
 
 
-def rank_device(config: EngineConfig, rank: int) -> str:
-    """Cards are taken in order; on a CPU there is one device for all."""
-    return f"cuda:{rank}" if config.device in ("auto", "cuda") and make_platform(config.device).name == "cuda" else config.device
+class Inbox:
+    """Plans and grammars, read by a thread that also sees rank 0 leave: then it ends the process, which may be stuck in a collective for
+    want of that very rank."""
+
+    def __init__(self, link: Link, rank: int, watchdog: float):
+        self.link, self.rank, self.watchdog = link, rank, watchdog
+        self.work: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
+        link.patience(START_SECONDS)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while (frame := self.link.receive()) is not None:
+                if frame[0] is Kind.READY:
+                    self.link.patience(self.watchdog)
+                elif frame[0] is not Kind.ALIVE:
+                    self.work.put(frame)
+                if frame[0] is Kind.STOP:
+                    time.sleep(LEAVE_SECONDS)
+                    os._exit(0)
+            reason = "rank 0 has gone, or has been silent for too long"
+        except FrameError as error:
+            reason = str(error)
+        print(f"rorqual: rank {self.rank} ends: {reason}", file=sys.stderr, flush=True)
+        os._exit(ORPHANED)
 
 
 class Worker:
-    def __init__(self, link: Link, hello: dict[str, Any]):
+    def __init__(self, link: Link, hello: dict[str, Any], config: EngineConfig):
         self.link = link
-        config = EngineConfig.from_dict(hello["config"])
         number = hello["rank"]
-        platform = make_platform(rank_device(config, number))
-        groups = meet(platform, hello["store"], number, config.parallel.world, config.watchdog_seconds)
+        self.inbox = Inbox(link, number, config.watchdog_seconds)
+        platform = make_platform(rank_device(config, hello["card"]))
+        groups = Meeting(**hello["meeting"]).join(platform, number, config.parallel.world, config.watchdog_seconds)
         self.rank = Rank(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.rank.mesh
         self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
@@ -56,17 +88,18 @@ class Worker:
 
     def run(self) -> None:
         """Launch what arrives; while nothing does, bring home what was launched."""
+        work = self.inbox.work
         while True:
-            if self.pending and not select.select([self.link.socket], [], [], 0)[0]:
+            if self.pending and work.empty():
                 self._collect()
                 continue
-            frame = self.link.receive()
-            if frame is None or frame[0] is Kind.STOP:
+            kind, data = work.get()
+            if kind is Kind.STOP:
                 return
-            if frame[0] is Kind.GRAMMAR:
-                self.grammars.receive(frame[1])
+            if kind is Kind.GRAMMAR:
+                self.grammars.receive(data)
             else:
-                self._launch(decode_plan(frame[1]))
+                self._launch(decode_plan(data))
 
     def _launch(self, plan: GroupPlan) -> None:
         while plan.host and self.pending:
@@ -83,24 +116,33 @@ class Worker:
             self.link.send(Kind.RESULT, encode_result(result))
 
 
-def beat(link: Link, stopped: threading.Event) -> None:
+def beat(links: list[Link], stopped: threading.Event) -> None:
+    """Tell the other ends, again and again, that this process lives."""
     while not stopped.wait(ALIVE_SECONDS):
-        try:
-            link.send(Kind.ALIVE)
-        except OSError:
-            return
+        for link in links:
+            try:
+                link.send(Kind.ALIVE)
+            except OSError:
+                continue  # whoever reads from the link sees that it has ended
 
 
-def main() -> int:
-    die_with_parent()
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+def serve(link: Link, interface: str | None = None, card: int | None = None, model: str | None = None) -> int:
+    """Be the rank that rank 0 says, until told to stop; returns the exit status. interface, card, model: this host's own, where rank 0
+    cannot know them; a model as it was named to this process."""
     frame = link.receive()
-    if frame is None:
-        return 1
+    if frame is None or frame[0] is not Kind.HELLO:
+        return ORPHANED
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they reach all processes of a job; rank 0 drains, then says when to leave
     stopped = threading.Event()
-    threading.Thread(target=beat, args=(link, stopped), daemon=True).start()
+    threading.Thread(target=beat, args=([link], stopped), daemon=True).start()
     try:
-        worker = Worker(link, json.loads(frame[1]))
+        hello = json.loads(frame[1])
+        config = EngineConfig.from_dict(hello["config"])
+        if model is not None:
+            config = replace(config, model=str(model_folder(model)))
+        collectives_on(interface or "lo")
+        worker = Worker(link, {**hello, "card": hello["card"] if card is None else card}, config)
         link.send(Kind.READY)
         worker.run()
         dist.destroy_process_group()
@@ -110,6 +152,28 @@ def main() -> int:
         return 1
     finally:
         stopped.set()
+
+
+def connected(address: str, port: int, secret: bytes, place: tuple[int, int], named: str | None = None) -> tuple[Link, str]:
+    """(link to rank 0, the interface it takes). place: rank and world."""
+    link = join(address, port, secret, Badge(*place, os.getpid(), socket.gethostname()))
+    link.patience(START_SECONDS)
+    return link, interface_of(named_address(named) if named else link.own) or "lo"
+
+
+def main() -> int:
+    die_with_parent()
+    kind, *rest = sys.argv[1:]
+    if kind == "--fd":
+        return serve(Link(socket.socket(fileno=int(rest[0]))))
+    assert kind == "--connect"
+    secret = sys.stdin.buffer.readline().strip()
+    try:
+        link, interface = connected(rest[0], int(rest[1]), secret, (int(rest[2]), int(rest[3])))
+    except RorqualError as error:
+        print(f"rorqual: {error}", file=sys.stderr, flush=True)
+        return 2
+    return serve(link, interface)
 
 
 if __name__ == "__main__":
