@@ -22,7 +22,7 @@ log = logging.getLogger("rorqual.serve")
 class EngineClient:
     """Bound to one life of an engine process; a restarted engine gets a new client.
 
-    `live` holds, by the engine's request id, the job, the choice and the most tokens the sequence may come to: `load` is their sum.
+    `live` holds, by the engine's request id, the job, the choice and the tokens that the sequence counts for: `load` is their sum.
     """
 
     def __init__(self, folder: Path, name: str, index: int):

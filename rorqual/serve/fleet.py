@@ -37,6 +37,7 @@ AFFINITY_BLOCK = 64  # tokens of prompt by which engines are told apart
 AFFINITY_BLOCKS = 32
 AFFINITY_KEPT = 50_000
 SLACK = 4096  # tokens by which the engine that knows a prefix may be busier than the least busy
+EXPECTED = 1024  # tokens that a request counts as about to write, at most: few come near their limit, and many name none
 
 
 class EngineFailure(RorqualError):
@@ -105,6 +106,7 @@ class Fleet:
             client.ready.clear()
             client.close()
             _kill(engine.child)
+            self.known = {key: index for key, index in self.known.items() if index != engine.index}  # the next life knows no prefix
         return engine.child.returncode
 
     def _spawn(self, engine: Engine, client: EngineClient) -> subprocess.Popen[bytes]:
@@ -194,7 +196,7 @@ class Fleet:
             assert client.info is not None
             most = request.params.max_tokens or client.info.max_model_len
             job.placed.append((client, request.id))
-            client.add(request, every_step, job, choice, len(request.prompt) + most)
+            client.add(request, every_step, job, choice, len(request.prompt) + min(most, EXPECTED))
 
     def _choose(self, request: Request) -> EngineClient:
         """The engine that last saw the longest beginning of this prompt, unless it is much busier than the least busy by live tokens."""

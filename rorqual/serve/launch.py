@@ -20,6 +20,7 @@ from typing import Any
 import uvicorn
 
 from rorqual.config import ModelConfig
+from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, model_folder
 from rorqual.serve.api import Api, create_app
@@ -82,6 +83,7 @@ def run(config: ServeConfig, version: str) -> int:
     """Serve until told to stop; returns the exit status."""
     folder = model_folder(config.model)
     served = read_served(config, folder)
+    options = engine_options(config, folder)
     sock = _bind(config)
     try:
         import uvloop
@@ -90,7 +92,7 @@ def run(config: ServeConfig, version: str) -> int:
     except ImportError:
         factory = None
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(serve(config, folder, served, sock, version))
+        return runner.run(serve(config, options, served, sock, version))
 
 
 def read_served(config: ServeConfig, folder: Path) -> Served:
@@ -130,16 +132,23 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
-    """One set a replica; on cards each replica has its own."""
+    """One set a replica; on cards replica i of an engine with W ranks takes W cards from first_card + i * W on.
+
+    Raises ConfigError for options that no engine could have, and for launchers that start the ranks of one engine alone."""
     base = {**config.engine, "model": str(folder)}
-    several = config.replicas > 1 and str(base.get("device", "auto")) == "cuda"
-    return [{**base, "device": f"cuda:{i}"} if several else base for i in range(config.replicas)]
+    engine = EngineConfig.from_dict(base)
+    if config.replicas > 1 and ":" in engine.device:
+        raise ConfigError(f"device={engine.device!r} names one card for {config.replicas} replicas; accepted: auto, cpu, cuda")
+    if engine.launcher == "torchrun" and (config.replicas > 1 or config.restart):
+        raise ConfigError("launcher='torchrun' starts the ranks of one engine, once: it goes with neither replicas nor restart")
+    return [{**base, "first_card": engine.first_card + i * engine.parallel.world} for i in range(config.replicas)]
 
 
-async def serve(config: ServeConfig, folder: Path, served: Served, sock: socket.socket, version: str) -> int:
+async def serve(config: ServeConfig, options: list[dict[str, Any]], served: Served, sock: socket.socket, version: str) -> int:
+    """options: those of each replica's engine."""
     limits = config.limits
-    fleet = Fleet(engine_options(config, folder), limits, config.restart, config.stall, config.structured)
-    api = Api(served, fleet, limits, version, _shown(config, folder))
+    fleet = Fleet(options, limits, config.restart, config.stall, config.structured)
+    api = Api(served, fleet, limits, version, _shown(config, options[0]["model"]))
     server = HttpServer(_uvicorn(create_app(api, config.api_key), limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -228,6 +237,6 @@ def _uvicorn(app: Any, limits: Limits) -> uvicorn.Config:
     )
 
 
-def _shown(config: ServeConfig, folder: Path) -> dict[str, Any]:
+def _shown(config: ServeConfig, folder: str) -> dict[str, Any]:
     """What /server_info tells; never the key."""
-    return {"model": str(folder), "pid": os.getpid(), "replicas": config.replicas, "restart": config.restart, "engine": config.engine}
+    return {"model": folder, "pid": os.getpid(), "replicas": config.replicas, "restart": config.restart, "engine": config.engine}
