@@ -103,9 +103,11 @@ def _softmax_step(scores, factor, peak, total):
 
 
 @triton.jit
-def _dequantise(packed, scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr):
-    wide = tl.reshape(packed.to(tl.float32), (BLOCK_N, GROUPS, RANK // GROUPS)) * scales[:, :, None]
-    return tl.reshape(wide, (BLOCK_N, RANK)).to(DTYPE)
+def _dequantise(packed, scales, DTYPE: tl.constexpr, GAIN: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr):
+    """GAIN times the values. In fp16 e4m3 is exact and one instruction converts two; in fp32 nothing is rounded before the end."""
+    WIDE: tl.constexpr = tl.float16 if tl.float16 == DTYPE else tl.float32
+    blocks = tl.reshape(packed.to(WIDE), (BLOCK_N, GROUPS, RANK // GROUPS)) * (scales * GAIN).to(WIDE)[:, :, None]
+    return tl.reshape(blocks, (BLOCK_N, RANK)).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
@@ -117,7 +119,10 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
     """Grid (row blocks, workers). `factor` is the softmax scale times log2(e). GROUPS > 0 marks an fp8 cache."""
     wait_for_inputs(DEPENDENT)
     ROWS: tl.constexpr = HEADS * QUERIES
-    DTYPE: tl.constexpr = q_latent.dtype.element_ty
+    KIND: tl.constexpr = q_latent.dtype.element_ty
+    HALF: tl.constexpr = GROUPS > 0 and tl.bfloat16 == KIND
+    DTYPE: tl.constexpr = tl.float16 if HALF else KIND
+    GAIN: tl.constexpr = 16.0 if HALF else 1.0  # of keys, against queries divided by it
     worker = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     row_ok = rows < ROWS
@@ -138,6 +143,7 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
             token = request.to(tl.int64) * QUERIES + query
             q_rows = q_latent + token * q_token + head * q_head
             q = tl.load(q_rows[:, None] + columns[None, :], mask=row_ok[:, None], other=0.0)
+            q = (q.to(tl.float32) / GAIN).to(DTYPE)
             qr_rows = q_rope + token * qr_token + head * qr_head
             qr = tl.load(qr_rows[:, None] + rope_columns[None, :], mask=row_ok[:, None], other=0.0)
             acc = tl.zeros((BLOCK_H, RANK), tl.float32)
@@ -152,7 +158,7 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                     k = latent_tma.load([here, 0])
                     kr = rope_tma.load([here, 0])
                     if GROUPS > 0:
-                        k = _dequantise(k, scale_tma.load([here, 0]), DTYPE, BLOCK_N, RANK, GROUPS)
+                        k = _dequantise(k, scale_tma.load([here, 0]), DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
                 else:
                     if PAGE % BLOCK_N == 0:
                         slots = _row(table, j * BLOCK_N, PAGE) + offsets
@@ -162,7 +168,7 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                     kr = tl.load(rope + slots[:, None] * rope_row + rope_columns[None, :])
                     if GROUPS > 0:
                         s8 = tl.load(scales + slots[:, None] * scale_row + tl.arange(0, GROUPS)[None, :])
-                        k = _dequantise(k, s8, DTYPE, BLOCK_N, RANK, GROUPS)
+                        k = _dequantise(k, s8, DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
                 scores = tl.dot(q, k.T, input_precision=PRECISION)
                 scores = tl.dot(qr, kr.T, scores, input_precision=PRECISION)
                 weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
@@ -176,17 +182,17 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                 kr = tl.load(rope + slots[:, None] * rope_row + rope_columns[None, :], mask=ok, other=0.0)
                 if GROUPS > 0:
                     s8 = tl.load(scales + slots[:, None] * scale_row + tl.arange(0, GROUPS)[None, :], mask=ok, other=0.0)
-                    k = _dequantise(k, s8, DTYPE, BLOCK_N, RANK, GROUPS)
+                    k = _dequantise(k, s8, DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
                 scores = tl.dot(q, k.T, input_precision=PRECISION)
                 scores = tl.dot(qr, kr.T, scores, input_precision=PRECISION)
                 seen = n[None, :] <= (length - QUERIES + query)[:, None]
                 weights, shrink, peak, total = _softmax_step(tl.where(seen, scores, float("-inf")), factor, peak, total)
                 acc = tl.dot(weights.to(DTYPE), k, acc * shrink[:, None], input_precision=PRECISION)
 
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            acc = acc / tl.where(total > 0, total * GAIN, 1.0)[:, None]
             if (position == begin) & (stop == end):
                 place = out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
-                tl.store(place, acc.to(DTYPE), mask=row_ok[:, None])
+                tl.store(place, acc.to(KIND), mask=row_ok[:, None])
             else:
                 slot = (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * ROWS + rows
                 tl.store(lse + slot, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")), mask=row_ok)
