@@ -5,6 +5,9 @@ so speculative tokens share the pass over the cache. Two cache formats:
 
     bf16 (or fp32 for tests)  plane [pages, page, 512 + 64]
     fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per 128 columns), 64 rope as the queries
+
+With bf16 queries an fp8 latent is dequantised in fp16, times 16, and must stay below 4,094. A normed latent is at most 22.6 (the root of
+512) times its norm's weight.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rorqual.ops.reference import latent_parts
 from rorqual.ops.triton import tuning
 from rorqual.ops.triton.latent_fp8 import groups_of
-from rorqual.ops.triton.launch import dependent, is_hopper, wait_for_inputs
+from rorqual.ops.triton.launch import INTERPRETED, dependent, is_hopper, wait_for_inputs
 from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
 
 LOG2E = 1.4426950408889634
+ASSEMBLER = tl.constexpr(not INTERPRETED)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
         return [Config(16, 16, 4, 1, tma=False)]
     few = 16 if rows <= 16 else 32
     if fp8_cache:
-        narrow = [Config(few, 64, 8, 2), Config(few, 64, 8, 5), Config(few, 64, 8, 2, tma=False), Config(few, 32, 4, 3, per_sm=2)]
+        narrow = [Config(few, 64, 8, 2), Config(few, 64, 8, 3), Config(few, 64, 4, 2), Config(few, 64, 8, 2, tma=False),
+                  Config(few, 32, 4, 3, per_sm=2), Config(few, 32, 4, 4, per_sm=2), Config(few, 32, 4, 2, per_sm=3),
+                  Config(few, 32, 8, 4, per_sm=2), Config(few, 64, 8, 2, min_tiles=1)]  # fmt: skip
         wide = [Config(64, 64, 8, 2, tma=False), Config(64, 64, 8, 2)]
         return narrow + wide if rows <= 32 else wide
     narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
@@ -104,9 +110,29 @@ def _softmax_step(scores, factor, peak, total):
 
 @triton.jit
 def _dequantise(packed, scales, DTYPE: tl.constexpr, GAIN: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr):
-    """GAIN times the values. In fp16 e4m3 is exact and one instruction converts two; in fp32 nothing is rounded before the end."""
+    """GAIN times the values. In fp16 e4m3 is exact and one instruction converts two; in fp32 nothing is rounded before the end.
+
+    The conversion is written out because the compiler would make it twice, once for each product's layout, with byte loads for one of
+    them; an instruction it does not know it leaves where it is, and both products read its result from shared memory.
+    """
     WIDE: tl.constexpr = tl.float16 if tl.float16 == DTYPE else tl.float32
-    blocks = tl.reshape(packed.to(WIDE), (BLOCK_N, GROUPS, RANK // GROUPS)) * (scales * GAIN).to(WIDE)[:, :, None]
+    if ASSEMBLER and tl.float16 == DTYPE:
+        wide = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+            "=r,=r,r",
+            [packed],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        wide = packed.to(WIDE)
+    blocks = tl.reshape(wide, (BLOCK_N, GROUPS, RANK // GROUPS)) * (scales * GAIN).to(WIDE)[:, :, None]
     return tl.reshape(blocks, (BLOCK_N, RANK)).to(DTYPE)
 
 
