@@ -63,7 +63,8 @@ class MoE:
         self.held = self.slots.local(build.mesh.axes["ep"].cut)
         self.columns = range(*build.mesh.axes["expert_tp"].cut.span(moe.intermediate_size))
         gate_up, down = self._expert_weights(build, hidden)
-        store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, build.mesh.axes["ep"].cut)
+        cut = build.mesh.axes["ep"].cut
+        store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, cut, self.ops.experts_fp8)
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
 

@@ -51,16 +51,20 @@ def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
 def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns, amax clamped at 1e-4 (DeepGEMM)."""
     tokens, columns = x.shape
-    blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(tokens, -1, ACTIVATION_BLOCK)
+    blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK)
     scale = blocks.abs().amax(-1).clamp(1e-4) / FP8_MAX
-    data = (blocks / scale[..., None]).to(FP8).view(tokens, -1)
+    data = (blocks / scale[..., None]).to(FP8).flatten(1)
     return data[:, :columns], scale
+
+
+def dequantise_activation(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantise_activation`, up to its rounding."""
+    return (data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : data.shape[1]]).to(dtype)
 
 
 def rounded_to_fp8(x: Tensor) -> Tensor:
     """x after a round trip through `quantise_activation`, in fp32."""
-    data, scale = quantise_activation(x)
-    return data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : x.shape[1]]
+    return dequantise_activation(*quantise_activation(x), torch.float32)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -252,6 +252,13 @@ class Ops:
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         return reference.experts(x, ids, weights, gate_up, down)
 
+    def experts_fp8(
+        self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
+    ) -> Tensor:
+        """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T, hidden] in `dtype`. Where they meet fp8
+        weights a backend may take them as they are, instead of widening and rounding them again."""
+        return self.experts(reference.dequantise_activation(x, scale, dtype), ids, weights, gate_up, down)
+
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:

@@ -8,7 +8,7 @@ of an axis make the same calls in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ class FusedAddNorm(Protocol):
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
 
+class ExpertRows(Protocol):
+    """Rows to experts and sums back through memory that the ranks of an axis share (parallel/peer_rows.py)."""
+
+    def takes(self, x: Tensor, capacity: int, top_k: int) -> bool: ...
+
+    def send(self, x: Tensor, slots: Tensor, weights: Tensor, capacity: int, place: Any, fp8: bool = False) -> Any: ...
+
+    def receive(self, flight: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]: ...
+
+    def send_back(self, flight: Any, y: Tensor) -> None: ...
+
+    def finish(self, flight: Any) -> Tensor: ...
+
+
 class Axis(Protocol):
     """What layers and exchanges may ask of a group of ranks. `cut` is this rank's part of an axis split over the group."""
 
@@ -49,6 +63,11 @@ class Axis(Protocol):
     rank: int
     cut: Cut
     traffic: Traffic
+    peers: ExpertRows | None
+
+    def count(self, call: str, message: int) -> None:
+        """Add a call with a message of so many bytes, as traffic.py defines it, to `traffic`."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks; x may be overwritten."""
@@ -103,10 +122,13 @@ class Alone:
     """An axis of one rank."""
 
     size, rank, cut = 1, 0, Cut()
+    peers: ExpertRows | None = None
 
     def __init__(self, name: str):
         self.name = name
         self.traffic = Traffic()  # stays empty
+
+    def count(self, call: str, message: int) -> None: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from rorqual.errors import ConfigError
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import FP8, Weight
 from rorqual.parallel.cut import WHOLE, Cut
 from rorqual.parallel.layout import Layout
 
 ExpertsFn = Callable[[Tensor, Tensor, Tensor, Weight, Weight], Tensor]
+ExpertsFp8Fn = Callable[[Tensor, Tensor, torch.dtype, Tensor, Tensor, Weight, Weight], Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,21 @@ class ExpertStore:
     """The experts of this rank and how to find any expert: what all exchanges of a layer share.
 
     `cut` is the expert-parallel part: this rank holds the slots slots.local(cut). `table` [E, R] int64 names physical slots; a token
-    in row i of its step takes replica i mod R, so ranks that hold the same tokens agree.
+    in row i of its step takes replica i mod R, so ranks that hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts`
+    and `experts_fp8`.
     """
 
-    def __init__(self, slots: SlotMap, gate_up: Weight, down: Weight, compute: ExpertsFn, device: torch.device, cut: Cut = WHOLE):
-        self.gate_up, self.down, self.compute, self.cut = gate_up, down, compute, cut
+    def __init__(
+        self,
+        slots: SlotMap,
+        gate_up: Weight,
+        down: Weight,
+        compute: ExpertsFn,
+        device: torch.device,
+        cut: Cut = WHOLE,
+        compute_fp8: ExpertsFp8Fn | None = None,
+    ):
+        self.gate_up, self.down, self.compute, self.compute_fp8, self.cut = gate_up, down, compute, compute_fp8, cut
         self.mine = slots.local(cut)
         self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
         self.load = torch.zeros(slots.num_experts, dtype=torch.int64, device=device)
@@ -144,6 +155,13 @@ class ExpertStore:
         if not x.shape[0]:
             return x
         return self.compute(x, places, weights, self.gate_up, self.down)
+
+    def run_sent(self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor) -> Tensor:
+        """The same for rows as they travelled: (rows,), or (e4m3 rows, scales)."""
+        if len(parts) == 1:
+            return self.run(parts[0], places, weights)
+        assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
+        return self.compute_fp8(parts[0].view(FP8), parts[1], dtype, places, weights, self.gate_up, self.down)
 
 
 class StoreExchange:

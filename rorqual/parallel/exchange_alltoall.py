@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rorqual.ops.reference import ACTIVATION_BLOCK, FP8, quantise_activation
+from rorqual.ops.reference import quantise_activation
 from rorqual.parallel.collectives import Axis, Pending
 from rorqual.parallel.exchange import ExpertStore, StoreExchange
 from rorqual.parallel.exchange_gather import pack, unpack
@@ -137,14 +137,8 @@ class LowLatencyExchange(StoreExchange):
             return
         *parts, picks = (message.wait() for message in ticket.messages)
         places, weights = unpack(picks.flatten(0, 1), ticket.ids)
-        y = self.store.run(self._unpacked([part.flatten(0, 1) for part in parts], ticket.like.dtype), places, weights)
+        y = self.store.run_sent([part.flatten(0, 1) for part in parts], ticket.like.dtype, places, weights)
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
-
-    def _unpacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        if not self.fp8:
-            return parts[0]
-        data, scale = parts[0].view(FP8), parts[1]
-        return (data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : data.shape[1]]).to(dtype)
 
     def wait(self, ticket: Sent) -> Tensor:
         if ticket.y is None:

@@ -11,6 +11,7 @@ from rorqual.parallel.choice import chosen_exchange, possible_exchanges
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, StoreExchange
 from rorqual.parallel.exchange_alltoall import AllToAllExchange, LowLatencyExchange
 from rorqual.parallel.exchange_gather import AllGatherExchange
+from rorqual.parallel.exchange_peer import PeerExchange
 from rorqual.parallel.layout import Layout
 from rorqual.parallel_config import ParallelConfig
 
@@ -31,8 +32,8 @@ def _make(name: str, sizes: ParallelConfig, store: ExpertStore) -> Exchange:
     if name == "alltoall":
         return AllToAllExchange(store)
     if name == "low_latency":
-        return LowLatencyExchange(store, sizes.fp8_dispatch)
-    return AllGatherExchange(store)
+        return PeerExchange(store, LowLatencyExchange(store, sizes.fp8_dispatch), gathers=False, fp8=sizes.fp8_dispatch)
+    return PeerExchange(store, AllGatherExchange(store), gathers=True)
 
 
 class SelectedExchange(StoreExchange):

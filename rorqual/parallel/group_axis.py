@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.parallel.collectives import AddNormFn, FusedAddNorm, Pending, Ready
+from rorqual.parallel.collectives import AddNormFn, ExpertRows, FusedAddNorm, Pending, Ready
 from rorqual.parallel.cut import Cut
 from rorqual.parallel.traffic import Traffic
 
@@ -37,10 +37,11 @@ class GroupAxis:
         self.cut = Cut(self.rank, self.size)
         self.traffic = Traffic()
         self.fused: FusedAddNorm | None = None
+        self.peers: ExpertRows | None = None
         self.last_call = ""
         self.sent: list[tuple[dist.Work, Tensor]] = []
 
-    def _count(self, call: str, message: int) -> None:
+    def count(self, call: str, message: int) -> None:
         self.last_call = call
         self.traffic.count(call, message, self.size)
 
@@ -48,14 +49,14 @@ class GroupAxis:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.numel():
-            self._count("all_reduce", x.nbytes)
+            self.count("all_reduce", x.nbytes)
             x = x.contiguous()
             dist.all_reduce(x, group=self.group)
         return x
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn) -> tuple[Tensor, Tensor]:
         if self.fused is not None and self.fused.takes(x, residual):
-            self._count("all_reduce", x.nbytes)
+            self.count("all_reduce", x.nbytes)
             return self.fused.add_norm(x, residual, weight, eps)
         return plain(self.all_reduce(x), residual, weight, eps)
 
@@ -69,7 +70,7 @@ class GroupAxis:
             return Ready(x)
         own = most if counts is None else counts[self.rank]
         padded = x.contiguous() if even or counts is None else _padded(x, counts, most)
-        self._count("reduce_scatter", padded.nbytes)
+        self.count("reduce_scatter", padded.nbytes)
         out = x.new_empty(most, *x.shape[1:])
         work = _scatter(out, padded, group=self.group, async_op=True)
         return Started(work, lambda: out if own == most else out[:own])
@@ -89,7 +90,7 @@ class GroupAxis:
         if most == 0:
             return Ready(x)
         out = x.new_empty(self.size * most, *x.shape[1:])
-        self._count("all_gather", out.nbytes)
+        self.count("all_gather", out.nbytes)
         own = _longer(x, most).contiguous()
         work = _gather(_bits(out), _bits(own), group=self.group, async_op=True)
         return Started(work, lambda: out if even or counts is None else _trimmed(out, counts, most))
@@ -106,7 +107,7 @@ class GroupAxis:
     def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
         assert sum(send) == x.shape[0], (tuple(send), x.shape)
         row = x[:1].nbytes if x.shape[0] else 0
-        self._count("all_to_all", (x.shape[0] - send[self.rank]) * row)
+        self.count("all_to_all", (x.shape[0] - send[self.rank]) * row)
         out = x.new_empty(sum(receive), *x.shape[1:])
         bits = _bits(x.contiguous())
         work = dist.all_to_all_single(_bits(out), bits, list(receive), list(send), group=self.group, async_op=True)
@@ -119,13 +120,13 @@ class GroupAxis:
         assert x.shape[0] == self.size, x.shape
         if x.numel() == 0:
             return Ready(x)
-        self._count("all_to_all", x.nbytes * (self.size - 1) // self.size)
+        self.count("all_to_all", x.nbytes * (self.size - 1) // self.size)
         out = torch.empty_like(x)
         work = dist.all_to_all_single(_bits(out), _bits(x.contiguous()), group=self.group, async_op=True)
         return Started(work, lambda: out)
 
     def start_broadcast(self, x: Tensor, root: int) -> Pending:
-        self._count("broadcast", x.nbytes)
+        self.count("broadcast", x.nbytes)
         work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
         assert work is not None, "this rank is part of the group"
         return Started(work, lambda: x)
@@ -135,7 +136,7 @@ class GroupAxis:
     def send(self, x: Tensor, to: int) -> None:
         if not x.numel():
             return
-        self._count("send", x.nbytes)
+        self.count("send", x.nbytes)
         x = x.contiguous()
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a recorded event cannot be asked
             self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]

@@ -27,9 +27,10 @@ from rorqual.parallel.choice import chosen_exchange, shards_tokens
 from rorqual.parallel.collectives import Alone, Axis
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout, Replicated, Sharded
-from rorqual.parallel.symmetric import SymmetricAddNorm
+from rorqual.parallel.symmetric import PeerMemory, SymmetricAddNorm, why_not_shared
 from rorqual.parallel_config import ParallelConfig
 
+ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")  # exchanges that PeerExchange can take over
 PARTS = ("dense", "embed", "head")
 AXES = ("tp", "dp", "stage", *PARTS, *(f"{part}_dp" for part in PARTS), "expert_tp", "ep", "pp", "tokens")
 
@@ -127,6 +128,23 @@ class Mesh:
         """On cards of one host: norms over tp take messages of up to rows x columns through symmetric memory. Collective."""
         if isinstance(self.tp, GroupAxis):
             self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device)
+
+    def share_rows(self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, flights: int = 1) -> str:
+        """On cards of one host: decode steps of up to `rows` rows a data-parallel rank, `flights` of them at a time, reach their experts
+        through memory that the cards share. Collective. Returns the way that such steps take, for whoever wants to know."""
+        layout = self.layout([1] * self.sizes.dp, True, moe)
+        axis = layout.moe_axis
+        if layout.exchange not in ON_PEERS or not isinstance(axis, GroupAxis):
+            return layout.exchange
+        if reason := why_not_shared(axis, device):
+            return f"{layout.exchange} (process group: {reason})"
+        from rorqual.ops.triton.dispatch import Areas
+        from rorqual.parallel.peer_rows import PeerRows
+
+        most = -(-rows // self.sizes.tp) if layout.sharded else rows
+        areas = Areas(axis.size, most, hidden, moe.top_k, dtype.itemsize)
+        axis.peers = PeerRows(PeerMemory.of(axis, flights * areas.size, device), axis.rank, areas, dtype, flights)
+        return f"{layout.exchange} (memory shared by the cards, {axis.peers.nbytes / 2**20:.0f} MiB)"
 
     def dp_ranks(self, part: str) -> range:
         """The data-parallel ranks whose tokens meet in this rank's group of dense, embed or head."""

@@ -1,10 +1,15 @@
-"""Small all-reduces over torch symmetric memory (unicast), with residual addition and RMSNorm fused in: what NCCL's latency would dominate.
+"""Memory that the cards of one host share (torch symmetric memory, unicast), and small all-reduces over it, with residual addition and
+RMSNorm fused in: what NCCL's latency would dominate.
 
 Runs inside captured graphs. All calls of a group stay on one stream. Not yet timed on cards: ONE_SHOT_BYTES comes from published figures.
 """
 
 from __future__ import annotations
 
+import hashlib
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,28 +19,63 @@ from torch import Tensor
 from rorqual.parallel.group_axis import GroupAxis
 
 ONE_SHOT_BYTES = 256 * 1024
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """`own`: this rank's bytes, zero at first; `table` [world] int64: the addresses of all ranks' as this rank's device sees them."""
+
+    own: Tensor
+    table: Tensor
+    handle: Any = None  # keeps the mapping
+
+    @staticmethod
+    def of(axis: GroupAxis, size: int, device: torch.device) -> PeerMemory:
+        """`size` bytes on each rank's card. Collective: all ranks of the axis make it at the same time, with the same size."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        own = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        handle: Any = symm_mem.rendezvous(own, axis.group)
+        own.zero_()
+        table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        torch.cuda.synchronize(device)
+        dist.barrier(group=axis.group)  # no rank raises a flag before all flags are zero
+        return PeerMemory(own, table, handle)
+
+
+def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
+    """Why the ranks of the axis cannot share memory; empty where they can. Collective on cards, the same answer on all ranks."""
+    if device.type != "cuda":
+        return f"{device.type} has no symmetric memory"
+    here = torch.tensor([[_host(), device.index or 0]], device=device)
+    hosts, devices = axis.all_gather(here).t().tolist()
+    if len(set(hosts)) > 1:
+        return f"{len(set(hosts))} hosts"
+    reach = all(torch.cuda.can_device_access_peer(device, other) for other in devices if other != device.index)
+    missing = axis.all_reduce(torch.tensor(int(not reach), device=device))
+    return "cards that cannot reach one another's memory" if int(missing) else ""
+
+
+def _host() -> int:
+    """A number that processes of one running host share."""
+    name = BOOT_ID.read_bytes() if BOOT_ID.exists() else uuid.getnode().to_bytes(8, "big")
+    return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
 
 
 class SymmetricAddNorm:
     """A FusedAddNorm for messages of up to `rows` x `columns`. Collective: all ranks of the axis make it at the same time."""
 
     def __init__(self, axis: GroupAxis, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
-        import torch.distributed._symmetric_memory as symm_mem
-
         from rorqual.ops.triton.all_reduce import all_reduce_norm, buffer_bytes
 
         self.kernel, self.rank, self.dtype, self.columns = all_reduce_norm, axis.rank, dtype, columns
-        self.buffer = symm_mem.empty(buffer_bytes(rows, columns, axis.size, dtype.itemsize), dtype=torch.uint8, device=device)
-        self.handle: Any = symm_mem.rendezvous(self.buffer, axis.group)
-        self.buffer.zero_()
-        self.table = torch.tensor(self.handle.buffer_ptrs, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(device)
-        dist.barrier(group=axis.group)  # no rank raises a flag before all flags are zero
+        self.memory = PeerMemory.of(axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device)
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
         return residual is not None and x.dtype == self.dtype and x.shape[1] == self.columns and 0 < x.shape[0] <= self.epochs.shape[0]
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         assert residual is not None
-        return self.kernel(self.table, self.epochs, self.rank, x, residual, weight, eps, two_shot=x.nbytes > ONE_SHOT_BYTES)
+        return self.kernel(self.memory.table, self.epochs, self.rank, x, residual, weight, eps, two_shot=x.nbytes > ONE_SHOT_BYTES)

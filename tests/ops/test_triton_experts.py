@@ -18,6 +18,7 @@ from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import experts, fp8, linear_fp8, linear_small, norm, picks, rope_cache
 from rorqual.ops.triton import route as routing
+from rorqual.ops.triton.backend import TritonOps
 
 KINDS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
 
@@ -104,6 +105,21 @@ def test_direct_form_takes_any_number_of_picks() -> None:
         x, (ids, weights) = random(5, hidden, dtype=KINDS[kind]), draw(5, 3, slots)
         got = experts.direct_experts(x, ids, weights, gate_up, down)
         assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [2, 37])
+def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
+    """With fp8 weights the grouped form is that of the rows before they were quantised, bit for bit: nothing is rounded twice."""
+    hidden, inner, slots = SIZES[kind]
+    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
+    x, (ids, weights) = random(tokens, hidden, dtype=torch.bfloat16), draw(tokens, 3, slots)
+    data, scale = reference.quantise_activation(x)
+    got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, gate_up, down)
+    wide = reference.dequantise_activation(data, scale, torch.bfloat16)
+    assert difference(got, reference.experts(wide, ids, weights, gate_up, down)) < LIMITS[kind]
+    if kind == "fp8" and ids.numel() > experts.DIRECT_PICKS["fp8"]:
+        assert torch.equal(got, experts.experts(x, ids, weights, gate_up, down))
 
 
 def test_all_picks_elsewhere() -> None:

@@ -154,7 +154,9 @@ def exchange(
     columns = slice(*mesh.axes["expert_tp"].cut.span(size))
     gate_up = Weight(torch.cat((up[held, :size][:, columns], up[held, size:][:, columns]), 1).contiguous())
     ops = CpuOps()
-    store = ExpertStore(slot_map, gate_up, Weight(down[held][:, :, columns].contiguous()), ops.experts, CPU, mesh.axes["ep"].cut)
+    store = ExpertStore(
+        slot_map, gate_up, Weight(down[held][:, :, columns].contiguous()), ops.experts, CPU, mesh.axes["ep"].cut, ops.experts_fp8
+    )
     made = make_exchange(mesh.sizes, moe, store)
     made.record_load, worst, rows = True, 0.0, 0
     for step in range(steps):
@@ -244,6 +246,12 @@ def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[
         digest.update(normed.numpy().tobytes() + total.numpy().tobytes())
     axis.all_reduce(torch.ones(1))
     return worst, digest.hexdigest()
+
+
+def peer_exchange(world: int, sizes: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    from tests.parallel import peer_jobs
+
+    return peer_jobs.compare(mesh_of(sizes, world), **arguments)
 
 
 def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
 from rorqual.ops.triton.norm import normed
+from rorqual.ops.triton.peers import at, await_flags
 
 
 def buffer_bytes(rows: int, columns: int, world: int, itemsize: int) -> int:
@@ -44,19 +45,7 @@ def _meet(table, row, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
     theirs = tl.load(table + peer, mask=real, other=0).to(tl.pointer_type(tl.int32))
     epochs = tl.full([PEERS], 0, tl.int32) + epoch
     tl.atomic_xchg(theirs + row * WORLD + rank, epochs, mask=real, sem="release", scope="sys")
-    mine = tl.load(table + rank).to(tl.pointer_type(tl.int32)) + row * WORLD + peer
-    nothing = tl.full([PEERS], 0, tl.int32)
-    behind = tl.full([], 1, tl.int32)
-    while behind > 0:
-        seen = tl.atomic_add(mine, nothing, mask=real, sem="acquire", scope="sys")
-        behind = tl.sum(tl.where(real & (seen - epoch < 0), 1, 0))
-    tl.debug_barrier()  # no thread reads before the slowest has seen all flags
-
-
-@triton.jit
-def _values_of(table, peer, start, kind: tl.constexpr):
-    """Where a rank's data begins: on a multiple of 256 bytes, which nobody could know from an address read from memory."""
-    return tl.multiple_of((tl.load(table + peer) + start).to(tl.pointer_type(kind)), 16)
+    await_flags(tl.load(table + rank).to(tl.pointer_type(tl.int32)) + row * WORLD, peer, real, epoch)
 
 
 @triton.jit
@@ -70,24 +59,24 @@ def _all_reduce_norm_kernel(table, epochs, x, residual, weight, out, total, colu
     epoch = tl.load(epochs + row)
     place = ((epoch >> 1) & 1) * half + row * columns  # of this row in data; in sums two halves further
     values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
-    mine = _values_of(table, rank, start, kind)
+    mine = at(table, rank, start, kind)
     tl.store(mine + place + offsets, values, mask=inside)
     added = tl.full([SIZE], 0.0, tl.float32)
     if TWO_SHOT:
         _meet(table, row, epoch + 1, rank, WORLD, PEERS)
         if row % WORLD == rank:
             for peer in tl.static_range(WORLD):
-                theirs = _values_of(table, peer, start, kind) + place
+                theirs = at(table, peer, start, kind) + place
                 added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
             for peer in tl.static_range(WORLD):
-                theirs = _values_of(table, peer, start, kind) + place + 2 * half
+                theirs = at(table, peer, start, kind) + place + 2 * half
                 tl.store(theirs + offsets, added.to(kind), mask=inside)
         _meet(table, row, epoch + 2, rank, WORLD, PEERS)
         added = tl.load(mine + place + 2 * half + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     else:
         _meet(table, row, epoch + 2, rank, WORLD, PEERS)
         for peer in tl.static_range(WORLD):
-            theirs = _values_of(table, peer, start, kind) + place
+            theirs = at(table, peer, start, kind) + place
             added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     other = tl.load(residual + row * r_row + offsets, mask=inside, other=0.0)
     values = (added.to(kind).to(tl.float32) + other.to(tl.float32)).to(kind)

@@ -228,6 +228,16 @@ class TritonOps(Ops):
             return super().experts(x, ids, weights, gate_up, down)
         return experts_kernels.experts(x, ids, weights, gate_up, down)
 
+    def experts_fp8(
+        self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
+    ) -> Tensor:
+        """As they are where the grouped kernels meet fp8 weights; the direct ones for a few picks take wide rows."""
+        direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
+        if direct or not gate_up.quantised or not experts_kernels.supported(gate_up, down) or not takes_fp8(x.device):
+            return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down)
+        plan = experts_kernels.plan_for(down, ids.numel())
+        return experts_kernels.grouped_experts(Quantised(x, scale), ids, weights, gate_up, down, plan, dtype)
+
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:

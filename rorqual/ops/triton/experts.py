@@ -356,26 +356,33 @@ def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, dow
     return out
 
 
-def grouped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan) -> Tensor:
-    """Sort, two grouped GEMMs, weighted sum."""
+def grouped_experts(
+    x: Tensor | Quantised, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype."""
+    kind = x.dtype if isinstance(x, Tensor) else dtype
+    assert kind is not None
+    assert dtype in (None, kind)
     blocks = sort_picks(ids, gate_up.data.shape[0], plan.rows)
     h = gate_up_product(x, gate_up, blocks, ids.shape[1], plan.up)
-    y = down_product(h, down, blocks, x.dtype, plan.down)
+    y = down_product(h, down, blocks, kind, plan.down)
     return combine(y, ids, weights)
 
 
-def gate_up_product(x: Tensor, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
+def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
     """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantised when the weights are."""
     slots, rows, hidden = weight.data.shape
     inner, picks = rows // 2, blocks.order.numel()
-    data, scale, strides = _activation(quantise(x) if weight.quantised else x)
-    h = Quantised.empty(picks, inner, x.device) if weight.quantised else torch.empty(picks, inner, dtype=x.dtype, device=x.device)
+    packed = quantise(x) if weight.quantised and isinstance(x, Tensor) else x
+    data, scale, strides = _activation(packed)
+    device = weight.data.device
+    h = Quantised.empty(picks, inner, device) if weight.quantised else torch.empty(picks, inner, dtype=data.dtype, device=device)
     h_data, h_scale, h_strides = _activation(h)
     tile = _fitting(tile, weight)
     w = TensorDescriptor.from_tensor(weight.data.view(slots * rows, hidden), [tile.n, tile.k]) if tile.tma else weight.data
-    _gate_up_kernel[_programs(blocks, triton.cdiv(inner, tile.n), tile, x.device),](
+    _gate_up_kernel[_programs(blocks, triton.cdiv(inner, tile.n), tile, device),](
         data, scale, w, weight.scale, h_data, h_scale, blocks.order, blocks.blocks, blocks.count, blocks.limit, *strides, *h_strides,
-        hidden, inner, top_k, blocks.rows, **_constants(weight, tile), **dependent(x.device))  # fmt: skip
+        hidden, inner, top_k, blocks.rows, **_constants(weight, tile), **dependent(device))  # fmt: skip
     return h
 
 

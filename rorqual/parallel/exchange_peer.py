@@ -1,0 +1,75 @@
+"""An exchange by way of memory that the ranks' cards share, in place of collectives of a process group.
+
+Only the way changes: rows meet the same experts, and partial sums are added in fp32 in the order of ranks, as `low_latency` does over
+collectives, bit for bit. A row goes only to ranks that hold one of its experts, also where `plain` is an all-gather.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.parallel.collectives import Axis
+from rorqual.parallel.exchange import Exchange, ExpertStore, StoreExchange
+from rorqual.parallel.layout import Layout
+
+
+@dataclass
+class PeerTicket:
+    axis: Axis
+    flight: Any
+    dtype: torch.dtype
+
+
+class PeerExchange(StoreExchange):
+    """Steps whose rows fit go through `axis.peers`, where the axis has them; all others as `plain` goes. Ranks decide alike, since all
+    know the longest rank's rows. Traffic is counted as `plain` counts it: the most that can leave, as only the device knows more.
+    """
+
+    def __init__(self, store: ExpertStore, plain: Exchange, gathers: bool, fp8: bool = False):
+        super().__init__(store)
+        self.plain, self.gathers, self.fp8, self.capturable = plain, gathers, fp8, plain.capturable
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
+        axis, capacity = layout.moe_axis, max(layout.moe_rows or (x.shape[0],))
+        if axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
+            return self.plain.submit(x, ids, weights, layout)
+        flight = axis.peers.send(x, self.store.slots(ids), weights, capacity, self._place(layout), self.fp8)
+        row = x.shape[1] + 4 * -(-x.shape[1] // 128) if self.fp8 else x.shape[1] * x.element_size()
+        self._count(axis, "all_gather", capacity * (row + 8 * ids.shape[1]))
+        return PeerTicket(axis, flight, x.dtype)
+
+    def _place(self, layout: Layout) -> Any:
+        """Which experts the ranks of this step's axis hold: those of a stage, or, with tokens replicated over tp, every tp-th of them."""
+        from rorqual.ops.triton.dispatch import Place
+
+        mesh = layout.mesh
+        share = mesh.sizes.stage // self.store.cut.count
+        return Place(len(self.store.mine), share) if layout.sharded else Place(len(self.store.mine), share, mesh.sizes.tp, mesh.tp_rank)
+
+    def _count(self, axis: Axis, call: str, block: int) -> None:
+        """A message with one block of so many bytes from, or to, every rank."""
+        if self.gathers:
+            axis.count(call, axis.size * block)
+        else:
+            axis.count("all_to_all", (axis.size - 1) * block)
+
+    def run_experts(self, ticket: Any) -> None:
+        if not isinstance(ticket, PeerTicket):
+            return self.plain.run_experts(ticket)
+        peers, flight = ticket.axis.peers, ticket.flight
+        assert peers is not None
+        parts, places, weights = peers.receive(flight)
+        y = self.store.run_sent(parts, ticket.dtype, places, weights)
+        self._count(ticket.axis, "reduce_scatter", y.nbytes // ticket.axis.size)
+        peers.send_back(flight, y)
+        return None
+
+    def wait(self, ticket: Any) -> Tensor:
+        if not isinstance(ticket, PeerTicket):
+            return self.plain.wait(ticket)
+        assert ticket.axis.peers is not None
+        return ticket.axis.peers.finish(ticket.flight)
