@@ -2,7 +2,7 @@
 
 Starts its ranks as processes of this host, joined over loopback, or takes part in a group that torchrun has started (RANK is set). Experts
 cost nothing here: each exchange returns what it was sent, so its time is that of the network and of sorting tokens. On cards calls that
-can be captured are timed inside a CUDA graph.
+can be captured are timed inside a CUDA graph; what goes through memory that the cards share has rows of its own (`symm`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -25,13 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rorqual.config import MoEConfig
+from rorqual.bench.comm_exchanges import Call, Case, Share, Sizes, exchanges, share_cards
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
-from rorqual.parallel.exchange import ExpertStore, SlotMap
-from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.mesh import Groups, Mesh
 from rorqual.parallel_config import ParallelConfig
@@ -54,7 +51,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Row:
-    """Median of the slowest rank. `sent`: bytes that leave a rank, as parallel/traffic.py counts them."""
+    """Median of the slowest rank. `sent`: bytes that leave a rank, as parallel/traffic.py counts them; over shared memory those of the rows
+    that were routed away. peer_us: what DeepEP takes, as published."""
 
     name: str
     ranks: int
@@ -62,6 +60,7 @@ class Row:
     us: float
     sent: int
     captured: bool = False
+    peer_us: float | None = None
 
     @property
     def gb_s(self) -> float:
@@ -118,74 +117,54 @@ def _backend(setup: Setup) -> str:
 
 # ---- what is measured
 
-Call = Callable[[], object]
-
 
 @torch.inference_mode()
-def measure(setup: Setup) -> list[Row]:
-    """On every rank at once; the rows are the same on all."""
+def measure(setup: Setup, share: Share | None = None) -> list[Row]:
+    """On every rank at once; the rows are the same on all. `share` gives ranks memory in common, where they are no cards."""
     groups, found = Groups(), []
+    sizes = Sizes(setup.ranks, setup.hidden, setup.experts, setup.top_k, min(10, setup.calls))
+    share = share_cards if setup.device == "cuda" else share
     device = torch.device("cuda", torch.cuda.current_device()) if setup.device == "cuda" else torch.device("cpu")
     mesh = Mesh.of(ParallelConfig(tp=setup.ranks), groups=groups)
     for rows in setup.rows:
         x = torch.randn(rows, setup.hidden, dtype=getattr(torch, setup.dtype), device=device)
-        for name, axis, call, capturable in chain(_collectives(mesh.tp, x), _fused(mesh, x), _exchanges(setup, groups, x)):
-            found.append(_timed(setup, name, axis, call, rows, capturable and setup.device == "cuda"))
+        for case in chain(_collectives(mesh.tp, x), _fused(mesh, x), exchanges(sizes, groups, x, share)):
+            found.append(_timed(setup, case, rows))
     return found
 
 
-def _collectives(axis: Axis, x: Tensor) -> Iterator[tuple[str, Axis, Call, bool]]:
+def _collectives(axis: Axis, x: Tensor) -> Iterator[Case]:
     zeros, every = torch.zeros_like(x), x.repeat(axis.size, 1)  # sums in place stay zero
-    yield "all_reduce", axis, lambda: axis.all_reduce(zeros), True
-    yield "all_reduce + add + norm", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm), True
-    yield "all_gather", axis, lambda: axis.all_gather(x), True
-    yield "reduce_scatter", axis, lambda: axis.reduce_scatter(every), True
-    yield "all_to_all", axis, lambda: axis.all_to_all_fixed(every.view(axis.size, -1, x.shape[1])), True
+    yield Case("all_reduce", axis, lambda: axis.all_reduce(zeros))
+    yield Case("all_reduce + add + norm", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
+    yield Case("all_gather", axis, lambda: axis.all_gather(x))
+    yield Case("reduce_scatter", axis, lambda: axis.reduce_scatter(every))
+    yield Case("all_to_all", axis, lambda: axis.all_to_all_fixed(every.view(axis.size, -1, x.shape[1])))
 
 
-def _fused(mesh: Mesh, x: Tensor) -> Iterator[tuple[str, Axis, Call, bool]]:
+def _fused(mesh: Mesh, x: Tensor) -> Iterator[Case]:
     """The same in one kernel over symmetric memory, on cards."""
     if not x.is_cuda or not isinstance(mesh.tp, GroupAxis):
         return
     axis, zeros = mesh.tp, torch.zeros_like(x)
     mesh.fuse_all_reduce(x.shape[0], x.shape[1], x.dtype, x.device)
-    yield "all_reduce + add + norm, fused", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm), True
+    yield Case("all_reduce + add + norm, fused", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
     axis.fused = None
-
-
-def _exchanges(setup: Setup, groups: Groups, x: Tensor) -> Iterator[tuple[str, Axis, Call, bool]]:
-    """Data-parallel attention over all ranks, whole experts on each, tokens routed at random."""
-    moe, generator = MoEConfig(setup.experts, setup.top_k, 1), torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.rand(x.shape[0], setup.experts, generator=generator).topk(setup.top_k).indices.to(x.device)
-    weights, nothing = torch.ones(ids.shape, device=x.device), Weight(torch.empty(0))
-    ways = (("allgather_ep", False), ("alltoall", False), ("low_latency", False), ("low_latency", True))
-    for name, fp8 in ways:
-        sizes = ParallelConfig(dp=setup.ranks, ep=setup.ranks, exchange=name, fp8_dispatch=fp8)
-        mesh = Mesh.of(sizes, groups=groups)
-        store = ExpertStore(SlotMap.identity(setup.experts), nothing, nothing, lambda x, *_: x, x.device, mesh.axes["ep"].cut)
-        exchange = make_exchange(sizes, moe, store)
-        layout = mesh.layout([x.shape[0]] * setup.ranks, True, moe)
-
-        def call(exchange: object = exchange, layout: object = layout) -> Tensor:
-            ticket = exchange.submit(x, ids, weights, layout)  # type: ignore[attr-defined]
-            exchange.run_experts(ticket)  # type: ignore[attr-defined]
-            return exchange.wait(ticket)  # type: ignore[attr-defined]
-
-        yield f"exchange {name}{' fp8' * fp8}", mesh.dp, call, exchange.capturable
 
 
 # ---- how
 
 
-def _timed(setup: Setup, name: str, axis: Axis, call: Call, rows: int, capture: bool) -> Row:
-    call()
-    axis.traffic.reset()
-    call()
-    sent = axis.traffic.total
-    seconds = _captured(call, setup) if capture else _called(call, setup)
+def _timed(setup: Setup, case: Case, rows: int) -> Row:
+    capture = case.capturable and setup.device == "cuda"
+    case.call()
+    case.axis.traffic.reset()
+    case.call()
+    sent = case.axis.traffic.total if case.sent is None else case.sent
+    seconds = _captured(case.call, setup) if capture else _called(case.call, setup)
     slowest = torch.tensor([seconds], dtype=torch.float64, device="cuda" if setup.device == "cuda" else "cpu")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return Row(name, axis.size, rows, slowest.item() * 1e6, sent, capture)
+    return Row(case.name, case.axis.size, rows, slowest.item() * 1e6, sent, capture, case.peer_us)
 
 
 def _called(call: Call, setup: Setup) -> float:
@@ -203,6 +182,7 @@ def _called(call: Call, setup: Setup) -> float:
 
 def _captured(call: Call, setup: Setup) -> float:
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()  # calls of a group follow one another, also from stream to stream
     with torch.cuda.stream(side):
         call()
     torch.cuda.synchronize()
@@ -227,10 +207,11 @@ def print_table(rows: Sequence[Row], setup: Setup, console: Console | None = Non
     layer = f"{setup.experts} experts, {setup.top_k} a token"
     title = f"{rows[0].ranks} ranks, {_backend(setup)}, rows of {setup.hidden} {setup.dtype}, {layer}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("call", "rows a rank", "us", "bytes sent", "GB/s", ""):
+    for column in ("call", "rows a rank", "us", "DeepEP us", "bytes sent", "GB/s", ""):
         table.add_column(column, justify="left" if column == "call" else "right")
     for row in rows:
-        table.add_row(row.name, str(row.rows), f"{row.us:.1f}", f"{row.sent:,}", f"{row.gb_s:.2f}", "graph" if row.captured else "")
+        peer = "" if row.peer_us is None else f"{row.peer_us:.1f}"
+        table.add_row(row.name, str(row.rows), f"{row.us:.1f}", peer, f"{row.sent:,}", f"{row.gb_s:.2f}", "graph" if row.captured else "")
     (console or Console()).print(table)
 
 

@@ -58,7 +58,8 @@ class EngineConfig:
     next_n by batch size. draft_window: the prediction module sees every row of a step, not the last alone.
     simulated_acceptance: probabilities by place that a draft is taken, whatever it says; for benchmarks with random weights.
 
-    Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank.
+    Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank. peer_memory:
+    decode steps reach their experts through memory that the cards of a host share, where they can; if false, by collectives.
     watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine. first_card: the ranks of a host take
     its cards in order from this one on. launcher: who starts the other ranks (docs/parallelism.md). interface: where ranks of other hosts
     reach this one, an interface's name or its address; secret_file: what all hosts know, in place of RORQUAL_SECRET.
@@ -101,6 +102,7 @@ class EngineConfig:
     micro_batches: int | None = None
     sequence_parallel: bool = False
     fp8_dispatch: bool = False
+    peer_memory: bool = True
     watchdog_seconds: float = 60.0
     first_card: int = 0
     launcher: str = "local"

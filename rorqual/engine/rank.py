@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from rorqual.platforms.base import Platform
 if TYPE_CHECKING:
     from rorqual.engine.compiled import CompiledForward
 
+log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden states stay the token's own and
@@ -66,6 +68,7 @@ class Rank:
         # A row may run past its request's end by what the steps in flight accept and draft.
         self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
         self.model = self._phase("weights", self._load)
+        self.way_to_experts = "local" if mesh.is_single else self._phase("links", self._links)
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
@@ -163,6 +166,18 @@ class Rank:
         free = self.platform.available_memory()
         if need > free:
             raise CapacityError(f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {self.platform.name}")
+
+    def _links(self) -> str:
+        """How decode steps reach their experts; the memory for it is taken before the cache is."""
+        config, model = self.config, self.model_config
+        rows = config.max_num_seqs * (config.next_n + 1)
+        if not any(model.moe_layers):
+            return "no experts"
+        sizes = rows, model.hidden_size, model.moe, getattr(torch, self.dtype)
+        way = self.mesh.way_to_experts(*sizes, self.platform.device, config.peer_memory)
+        if self.mesh.rank == 0:
+            log.info("decode steps reach their experts by %s", way)
+        return way
 
     # ---- the cache
 

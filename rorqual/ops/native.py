@@ -221,6 +221,7 @@ class Native:
         y = torch.empty_like(x)
         slots, hidden, size = down.data.shape
         packed = (self.weight(gate_up.data), self.weight(down.data))
+        ids = ids.long()  # int32 as well, which is how picks travel
         self.lib.rq_experts(_wide(x), *_pointers(x, ids, weights), *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
         return y
 

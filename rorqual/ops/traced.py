@@ -77,6 +77,7 @@ class TracedOps(Ops):
     rope = entry(Ops.rope)
     heads_matmul = entry(Ops.heads_matmul)
     route = entry(Ops.route)
+    experts_fp8 = entry(Ops.experts_fp8)
     dense_attention = entry(Ops.dense_attention)
     gather = entry(Ops.gather)
     latent_entries = entry(Ops.latent_entries)

@@ -129,14 +129,16 @@ class Mesh:
         if isinstance(self.tp, GroupAxis):
             self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device)
 
-    def share_rows(self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, flights: int = 1) -> str:
-        """On cards of one host: decode steps of up to `rows` rows a data-parallel rank, `flights` of them at a time, reach their experts
-        through memory that the cards share. Collective. Returns the way that such steps take, for whoever wants to know."""
+    def way_to_experts(
+        self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True, flights: int = 1
+    ) -> str:
+        """The way that decode steps take, in words, decided here: through memory that the cards of a host share for up to `rows` rows a
+        data-parallel rank, `flights` exchanges at a time, if the cards can and `share` allows it. Collective."""
         layout = self.layout([1] * self.sizes.dp, True, moe)
         axis = layout.moe_axis
         if layout.exchange not in ON_PEERS or not isinstance(axis, GroupAxis):
             return layout.exchange
-        if reason := why_not_shared(axis, device):
+        if reason := why_not_shared(axis, device) if share else "as configured":
             return f"{layout.exchange} (process group: {reason})"
         from rorqual.ops.triton.dispatch import Areas
         from rorqual.parallel.peer_rows import PeerRows

@@ -80,11 +80,17 @@ def compare(
     way: str = "straight",
     forms: Forms = DEFAULT_FORMS,
     seed: int | None = None,
+    peers: str = "",
 ) -> dict[str, Any]:
     """Walk through the schedule and compare with the logits of one process: the largest difference, greedy tokens that differ beyond
-    a tie, and how many positions were compared here."""
+    a tie, and how many positions were compared here. peers: a folder for memory that the ranks share, taken by steps of few rows."""
     known = load_file(answers)
     model = model_of(sizes, world, folder, forms, seed)
+    shared = None
+    if peers:
+        from tests.parallel import peer_jobs
+
+        shared = peer_jobs.attach(model, peers, rows=4)
     driver = RankDriver(model, len(prompts), max(lengths))
     worst, differ, positions = 0.0, 0, 0
     for turn in schedule(lengths, prompts):
@@ -93,7 +99,8 @@ def compare(
             worst = max(worst, float((logits - want).abs().max()))
             differ += bool(logits.argmax() != want.argmax()) and bool(want.topk(2).values.diff().abs() > TIE)
             positions += 1
-    return {"worst": worst, "differ": differ, "positions": positions, "traffic": traffic(model.mesh)}
+    taken = int(sum(buffer.totals[0] for buffer in shared.buffers)) if shared else 0
+    return {"worst": worst, "differ": differ, "positions": positions, "traffic": traffic(model.mesh), "taken": taken}
 
 
 def predict(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]) -> dict[str, list[float]]:
@@ -254,5 +261,9 @@ def peer_exchange(world: int, sizes: dict[str, Any], **arguments: Any) -> dict[s
     return peer_jobs.compare(mesh_of(sizes, world), **arguments)
 
 
-def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in comm.measure(comm.Setup(**setup))]
+def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any], peers: str = "") -> list[dict[str, Any]]:
+    if not peers:
+        return [asdict(row) for row in comm.measure(comm.Setup(**setup))]
+    from tests.parallel import peer_jobs
+
+    return [asdict(row) for row in comm.measure(comm.Setup(**setup), peer_jobs.sharing(peers))]

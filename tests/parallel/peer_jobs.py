@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 import tests.ops.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.config import MoEConfig
+from rorqual.models.transformer import Transformer
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.dispatch import Areas
@@ -38,12 +41,15 @@ def shared_memory(rank: int, world: int, folder: str, size: int, meet: Any) -> P
     return PeerMemory(own, torch.tensor([file.data_ptr() for file in files]), files)
 
 
-def peers_of(layout: Layout, rows: int, folder: str, dtype: torch.dtype, flights: int, start: int) -> PeerRows:
+def peers_of(
+    layout: Layout, rows: int, folder: str, dtype: torch.dtype, flights: int, start: int = 0, hidden: int = HIDDEN, top_k: int = TOP_K
+) -> PeerRows:
     """`start`: what all counters have come to already."""
     axis = layout.moe_axis
-    areas = Areas(axis.size, rows, HIDDEN, TOP_K, dtype.itemsize)
+    areas = Areas(axis.size, rows, hidden, top_k, dtype.itemsize)
     stage_rank = layout.mesh.stage_rank
     where = f"{folder}/{axis.name}{stage_rank - axis.rank * (layout.mesh.stage.size // axis.size)}"
+    Path(where).mkdir(exist_ok=True)
     memory = shared_memory(axis.rank, axis.size, where, flights * areas.size, lambda: layout.mesh.stage.all_reduce(torch.ones(1)))
     peers = PeerRows(memory, axis.rank, areas, dtype, flights)
     for buffer in peers.buffers:
@@ -51,6 +57,27 @@ def peers_of(layout: Layout, rows: int, folder: str, dtype: torch.dtype, flights
         buffer.totals.fill_(start)
     layout.mesh.stage.all_reduce(torch.ones(1))
     return peers
+
+
+def attach(model: Transformer, folder: str, rows: int) -> PeerRows:
+    """Steps of up to `rows` rows a rank reach the model's experts through shared memory, two of them at once."""
+    moe, config = model.config.moe, model.config
+    layout = model.mesh.layout([1] * model.mesh.sizes.dp, True, moe)
+    peers = peers_of(layout, rows, folder, torch.float32, 2, 0, config.hidden_size, moe.top_k)
+    layout.moe_axis.peers = peers
+    return peers
+
+
+def sharing(folder: str) -> Callable[[Mesh, MoEConfig, Tensor], None]:
+    """Memory in files for each layer of the bench."""
+    made = itertools.count()
+
+    def share(mesh: Mesh, moe: MoEConfig, x: Tensor) -> None:
+        where = f"{folder}/{next(made)}"
+        Path(where).mkdir(exist_ok=True)
+        mesh.dp.peers = peers_of(mesh.layout([1] * mesh.sizes.dp, True, moe), len(x), where, x.dtype, 1, 0, x.shape[1], moe.top_k)
+
+    return share
 
 
 def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype) -> Exchange:

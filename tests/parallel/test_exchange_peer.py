@@ -35,14 +35,11 @@ def counts(dp: int, calls: int, most: int = 4) -> list[list[int]]:
     """Rows of each rank in each call: uneven, some with none, some calls without any at all, capacities that come and go."""
     dice = random.Random(dp)
     fixed = [[most] * dp, [0] * dp, [most] + [0] * (dp - 1), [0] * (dp - 1) + [1]]
-    return (fixed + [[dice.choice((0, 1, 1, 2, most)) for _ in range(dp)] for _ in range(calls)])[:calls]
+    return (fixed + [[min(dice.choice((0, 1, 1, 2, most)), most) for _ in range(dp)] for _ in range(calls)])[:calls]
 
 
 def go(pool: RankPool, folder: Path, sizes: dict[str, Any], tokens: list[list[int]], **changes: Any) -> list[dict[str, Any]]:
     arguments = {"dtype": "float32", "slots": None, "at_once": 1, "start": 0, "rows": 4, **changes}
-    for axis in ("dp", "stage"):
-        for first in range(2):
-            (folder / f"{axis}{first}").mkdir()
     return pool.run("peer_exchange", ParallelConfig(**sizes).world, sizes=sizes, folder=str(folder), tokens=tokens, **arguments)
 
 
@@ -55,7 +52,7 @@ def check(results: list[dict[str, Any]], sizes: dict[str, Any], tokens: list[lis
 
 @pytest.mark.parametrize("sizes", LOW_LATENCY, ids=name_of)
 def test_the_bits_of_the_process_group(pool: RankPool, tmp_path: Path, sizes: dict[str, Any]) -> None:
-    tokens = counts(sizes["dp"], 12)
+    tokens = counts(sizes["dp"], 9)
     results = go(pool, tmp_path, sizes, tokens)
     check(results, sizes, tokens)
     assert all(all(result["equal"]) for result in results), [result["equal"] for result in results]
@@ -67,7 +64,7 @@ def test_the_bits_of_the_process_group(pool: RankPool, tmp_path: Path, sizes: di
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_calls_without_a_barrier(pool: RankPool, tmp_path: Path, world: int) -> None:
     """Ranks dawdle at random; replicas; counters that pass 2^31 on the way; bf16."""
-    sizes, tokens = {"dp": world, "ep": world, "exchange": "low_latency"}, counts(world, 60, most=2)
+    sizes, tokens = {"dp": world, "ep": world, "exchange": "low_latency"}, counts(world, 52, most=3 - world // 2)
     results = go(pool, tmp_path, sizes, tokens, dtype="bfloat16", slots=REPLICAS, start=2**31 - 20, rows=2)
     check(results, sizes, tokens)
     assert all(all(result["equal"]) for result in results), [result["equal"] for result in results]
@@ -75,7 +72,7 @@ def test_many_calls_without_a_barrier(pool: RankPool, tmp_path: Path, world: int
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_two_exchanges_under_way(pool: RankPool, tmp_path: Path, world: int) -> None:
-    sizes, tokens = {"dp": world, "ep": world, "exchange": "low_latency"}, counts(world, 20, most=3)
+    sizes, tokens = {"dp": world, "ep": world, "exchange": "low_latency"}, counts(world, 12, most=3)
     results = go(pool, tmp_path, sizes, tokens, at_once=2)
     check(results, sizes, tokens)
     assert all(all(result["equal"]) for result in results), [result["equal"] for result in results]
@@ -84,7 +81,7 @@ def test_two_exchanges_under_way(pool: RankPool, tmp_path: Path, world: int) -> 
 @pytest.mark.parametrize("sizes", GATHERS, ids=name_of)
 def test_sums_of_an_all_gather(pool: RankPool, tmp_path: Path, sizes: dict[str, Any]) -> None:
     """A process group adds in its own order, so sums differ in their last bits."""
-    tokens = counts(sizes["dp"], 10)
+    tokens = counts(sizes["dp"], 7)
     results = go(pool, tmp_path, sizes, tokens)
     check(results, sizes, tokens)
     assert all(result["worst"] <= 1e-6 * result["largest"] for result in results)

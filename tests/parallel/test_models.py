@@ -15,6 +15,7 @@ from rorqual.models.hub import BUNDLED
 from rorqual.ops.cpu import CpuOps
 from tests.models.checkpoints import CLASSES, OPTIONS, VOCAB, save
 from tests.models.driver import all_logits, load
+from tests.ops.triton_interpreter import DEVICE, needs_triton
 from tests.parallel import jobs, matrix
 from tests.parallel.driver import homes
 from tests.parallel.pool import RankPool
@@ -152,3 +153,13 @@ def test_the_bundled_checkpoint(pool: RankPool, tmp_path: Path, sizes: dict[str,
     ids = torch.randint(model.config.vocab_size, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5))
     save_file({"ids": ids, "logits": all_logits(model, ids, [max(LENGTHS)])}, tmp_path / "answers")
     check(pool, sizes, {"folder": str(BUNDLED), "answers": str(tmp_path / "answers"), "prompts": PROMPTS, "lengths": LENGTHS})
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")
+@pytest.mark.parametrize("exchange", ["low_latency", "allgather_ep"])
+def test_decode_steps_through_shared_memory(pool: RankPool, saved: Any, tmp_path: Path, exchange: str) -> None:
+    """Prompts take the process group, single tokens the kernels; two micro-batches are under way at once."""
+    sizes = {"dp": 2, "ep": 2, "exchange": exchange, "micro_batches": 2}
+    results = check(pool, sizes, saved("v3"), way="run", peers=str(tmp_path))
+    assert all(result["taken"] > 0 for result in results)

@@ -108,7 +108,7 @@ class Buffer:
 
 
 @triton.jit
-def _goes(slots, token, tokens, part, TOP_K: tl.constexpr, PICKS: tl.constexpr, EACH: tl.constexpr):
+def _wants(slots, token, tokens, part, TOP_K: tl.constexpr, PICKS: tl.constexpr, EACH: tl.constexpr):
     """[tokens, peers] int32: 1 where a token has picked a slot of the peer's part."""
     pick = tl.arange(0, PICKS)
     real = (token < tokens)[:, None] & (pick < TOP_K)[None, :]
@@ -126,46 +126,54 @@ def _dispatch_kernel(table, totals, x, slots, weights, rows, tokens, capacity, c
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     peer, pick, offsets = tl.arange(0, PEERS), tl.arange(0, PICKS), tl.arange(0, SIZE)
-    part = tl.where(peer < WORLD, (peer * stride + first) // SHARE, -2)
-    before, mine, count = tl.zeros([PEERS], tl.int32), tl.zeros([PEERS], tl.int32), tl.zeros([PEERS], tl.int32)
+    real, mine, inside = peer < WORLD, pick < TOP_K, offsets < columns
+    kind: tl.constexpr = x.dtype.element_ty
+    values = tl.load(x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0)  # on its way meanwhile
+    part = tl.where(real, (peer * stride + first) // SHARE, -2)
+    none = tl.full([PEERS], 0, tl.int32)
+    before, goes, count = none, none, none
     for start in range(0, tokens, CHUNK):
         token = start + tl.arange(0, CHUNK)
-        goes = _goes(slots, token, tokens, part, TOP_K, PICKS, EACH)
-        count += tl.sum(goes, 0)
-        before += tl.sum(tl.where((token < block)[:, None], goes, 0), 0)
-        mine += tl.sum(tl.where((token == block)[:, None], goes, 0), 0)
-    tl.store(rows + block * WORLD + peer, tl.where(mine > 0, peer * capacity + before, -1), mask=peer < WORLD)
+        wants = _wants(slots, token, tokens, part, TOP_K, PICKS, EACH)
+        count += tl.sum(wants, 0)
+        before += tl.sum(tl.where((token < block)[:, None], wants, 0), 0)
+        goes += tl.sum(tl.where((token == block)[:, None], wants, 0), 0)
+    tl.store(rows + block * WORLD + peer, tl.where(goes > 0, peer * capacity + before, -1), mask=real)
 
-    kind: tl.constexpr = x.dtype.element_ty
-    inside, chosen = offsets < columns, (pick < TOP_K) & (block < tokens)
-    values = tl.load(x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0)
-    slot = tl.load(slots + block * TOP_K + pick, mask=chosen, other=0).to(tl.int32)
-    weight = tl.load(weights + block * TOP_K + pick, mask=chosen, other=0.0)
+    bases = tl.load(table + peer, mask=real, other=0)
+    slot = tl.load(slots + block * TOP_K + pick, mask=mine & (block < tokens), other=0).to(tl.int32)
+    weight = tl.load(weights + block * TOP_K + pick, mask=mine & (block < tokens), other=0.0)
+    local = slot[None, :] - (part * EACH)[:, None]
+    local = tl.where((local >= 0) & (local < EACH), local, -1)
+    picks = ((rank * capacity + before) * TOP_K)[:, None] + pick[None, :]
+    sent = (goes > 0)[:, None] & mine[None, :]
+    tl.store((bases + places_at).to(tl.pointer_type(tl.int32))[:, None] + picks, local, mask=sent)
+    shown = tl.broadcast_to(weight[None, :], (PEERS, PICKS))
+    tl.store((bases + weights_at).to(tl.pointer_type(tl.float32))[:, None] + picks, shown, mask=sent)
+    empty = (bases + places_at).to(tl.pointer_type(tl.int32)) + (rank * capacity + block) * TOP_K
+    absent = tl.full([PEERS, PICKS], -1, tl.int32)
+    tl.store(empty[:, None] + pick[None, :], absent, mask=(real & (count <= block))[:, None] & mine[None, :])
+
     if QUANT:
-        scale_columns = (columns + 127) // 128
-        scale_offsets = tl.arange(0, SIZE // 128)
+        blocks, scale_columns = tl.arange(0, SIZE // 128), (columns + 127) // 128
         rounded, scales = to_fp8(values.to(tl.float32), SIZE // 128)
         rounded = tl.reshape(rounded, (SIZE,))
     for step in tl.static_range(WORLD):
         to = (rank + block + step) % WORLD  # ranks and blocks begin with different peers
-        if tl.sum(tl.where(peer == to, mine, 0)) > 0:
-            place = (rank * capacity + tl.sum(tl.where(peer == to, before, 0))).to(tl.int64)
+        place = tl.sum(tl.where(peer == to, tl.where(goes > 0, before, -1), 0)).to(tl.int64)
+        if place >= 0:
+            base, place = tl.load(table + to), rank * capacity + place
             if QUANT:
-                tl.store(at(table, to, data_at, tl.float8e4nv) + place * columns + offsets, rounded, mask=inside)
-                tl.store(at(table, to, scales_at, tl.float32) + place * scale_columns + scale_offsets, scales,
-                         mask=scale_offsets < scale_columns)  # fmt: skip
+                data = tl.multiple_of((base + data_at).to(tl.pointer_type(tl.float8e4nv)), 16) + place * columns
+                tl.store(data + offsets, rounded, mask=inside)
+                factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + place * scale_columns
+                tl.store(factors + blocks, scales, mask=blocks < scale_columns)
             else:
-                tl.store(at(table, to, data_at, kind) + place * columns + offsets, values, mask=inside)
-            local = slot - tl.sum(tl.where(peer == to, part, 0)) * EACH
-            local = tl.where((local >= 0) & (local < EACH), local, -1)
-            tl.store(at(table, to, places_at, tl.int32) + place * TOP_K + pick, local, mask=pick < TOP_K)
-            tl.store(at(table, to, weights_at, tl.float32) + place * TOP_K + pick, weight, mask=pick < TOP_K)
-        if tl.sum(tl.where(peer == to, count, 0)) <= block:
-            place = (rank * capacity + block).to(tl.int64)
-            tl.store(at(table, to, places_at, tl.int32) + place * TOP_K + pick, tl.full([PICKS], -1, tl.int32), mask=pick < TOP_K)
+                data = tl.multiple_of((base + data_at).to(tl.pointer_type(kind)), 16) + place * columns
+                tl.store(data + offsets, values, mask=inside)
     tl.debug_barrier()  # every thread's stores come before the flags
-    theirs = (tl.load(table + peer, mask=peer < WORLD, other=0) + flags_at).to(tl.pointer_type(tl.int32))
-    tl.atomic_add(theirs + rank, tl.full([PEERS], 1, tl.int32), mask=peer < WORLD, sem="release", scope="sys")
+    flags = (bases + flags_at).to(tl.pointer_type(tl.int32)) + rank
+    tl.atomic_add(flags, tl.full([PEERS], 1, tl.int32), mask=real, sem="release", scope="sys")
     if block == 0:
         tl.store(totals, tl.load(totals) + capacity)
 
