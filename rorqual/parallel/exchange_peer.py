@@ -27,15 +27,20 @@ class PeerTicket:
 class PeerExchange(StoreExchange):
     """Steps whose rows fit go through `axis.peers`, where the axis has them; all others as `plain` goes. Ranks decide alike, since all
     know the longest rank's rows. Traffic is counted as `plain` counts it: the most that can leave, as only the device knows more.
+
+    gathers: `plain` is an all-gather. shared: the layer has shared experts; if those take their rows from what was gathered
+    (Layout.dense_rows), it stays with the all-gather, since here a row only goes where routed experts want it.
     """
 
-    def __init__(self, store: ExpertStore, plain: Exchange, gathers: bool, fp8: bool = False):
+    def __init__(self, store: ExpertStore, plain: Exchange, gathers: bool, shared: bool, fp8: bool = False):
         super().__init__(store)
         self.plain, self.gathers, self.fp8, self.capturable = plain, gathers, fp8, plain.capturable
+        self.brings_rows = gathers and shared
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
         axis, capacity = layout.moe_axis, max(layout.moe_rows or (x.shape[0],))
-        if axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
+        gathered = self.brings_rows and layout.dense_rows is not None
+        if gathered or axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
             return self.plain.submit(x, ids, weights, layout)
         flight = axis.peers.send(x, self.store.slots(ids), weights, capacity, self._place(layout), self.fp8)
         row = x.shape[1] + 4 * -(-x.shape[1] // 128) if self.fp8 else x.shape[1] * x.element_size()
@@ -57,9 +62,13 @@ class PeerExchange(StoreExchange):
         else:
             axis.count("all_to_all", (axis.size - 1) * block)
 
-    def run_experts(self, ticket: Any) -> None:
+    def dense_rows(self, ticket: Any) -> Tensor | None:
+        return None if isinstance(ticket, PeerTicket) else self.plain.dense_rows(ticket)
+
+    def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None:
         if not isinstance(ticket, PeerTicket):
-            return self.plain.run_experts(ticket)
+            return self.plain.run_experts(ticket, dense)
+        assert dense is None, "no dense rows were offered"
         peers, flight = ticket.axis.peers, ticket.flight
         assert peers is not None
         parts, places, weights = peers.receive(flight)

@@ -19,21 +19,21 @@ from rorqual.parallel_config import ParallelConfig
 def make_exchange(sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore) -> Exchange:
     """The exchange of one layer: what the steps of this configuration may choose."""
     names = possible_exchanges(sizes, moe)
-    made = {name: _make(name, sizes, store) for name in names}
+    made = {name: _make(name, sizes, store, moe.num_shared > 0) for name in names}
     if len(made) == 1:
         return made[names[0]]
     decode = chosen_exchange(sizes, moe, 1, decode=True)
     return SelectedExchange(store, made, made[decode].capturable)
 
 
-def _make(name: str, sizes: ParallelConfig, store: ExpertStore) -> Exchange:
+def _make(name: str, sizes: ParallelConfig, store: ExpertStore, shared: bool) -> Exchange:
     if name == "local":
         return LocalExchange(store)
     if name == "alltoall":
         return AllToAllExchange(store)
     if name == "low_latency":
-        return PeerExchange(store, LowLatencyExchange(store, sizes.fp8_dispatch), gathers=False, fp8=sizes.fp8_dispatch)
-    return PeerExchange(store, AllGatherExchange(store), gathers=True)
+        return PeerExchange(store, LowLatencyExchange(store, sizes.fp8_dispatch), False, shared, sizes.fp8_dispatch)
+    return PeerExchange(store, AllGatherExchange(store), True, shared)
 
 
 class SelectedExchange(StoreExchange):

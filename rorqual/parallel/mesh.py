@@ -138,7 +138,10 @@ class Mesh:
         axis = layout.moe_axis
         if layout.exchange not in ON_PEERS or not isinstance(axis, GroupAxis):
             return layout.exchange
-        if reason := why_not_shared(axis, device) if share else "as configured":
+        reason = why_not_shared(axis, device) if share else "as configured"
+        if not reason and layout.exchange != "low_latency" and moe.num_shared and layout.dense_rows is not None:
+            reason = "its rows are those of shared experts as well"
+        if reason:
             return f"{layout.exchange} (process group: {reason})"
         from rorqual.ops.triton.dispatch import Areas
         from rorqual.parallel.peer_rows import PeerRows

@@ -157,9 +157,12 @@ def test_the_bundled_checkpoint(pool: RankPool, tmp_path: Path, sizes: dict[str,
 
 @needs_triton
 @pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")
-@pytest.mark.parametrize("exchange", ["low_latency", "allgather_ep"])
-def test_decode_steps_through_shared_memory(pool: RankPool, saved: Any, tmp_path: Path, exchange: str) -> None:
-    """Prompts take the process group, single tokens the kernels; two micro-batches are under way at once."""
-    sizes = {"dp": 2, "ep": 2, "exchange": exchange, "micro_batches": 2}
+@pytest.mark.parametrize(
+    ("exchange", "dense_tp", "taken"), [("low_latency", 1, True), ("allgather_ep", 1, True), ("allgather_ep", 2, False)]
+)
+def test_decode_steps_through_shared_memory(pool: RankPool, saved: Any, tmp_path: Path, exchange: str, dense_tp: int, taken: bool) -> None:
+    """Prompts take the process group, single tokens the kernels, unless shared experts want all rows; two micro-batches are under way at
+    once."""
+    sizes = {"dp": 2, "ep": 2, "dense_tp": dense_tp, "exchange": exchange, "micro_batches": 2}
     results = check(pool, sizes, saved("v3"), way="run", peers=str(tmp_path))
-    assert all(result["taken"] > 0 for result in results)
+    assert all((result["taken"] > 0) is taken for result in results)
