@@ -11,6 +11,9 @@ Bytes are those that leave one rank, averaged over the ranks of a group of n, in
 | all_to_all     | what this rank sends to others         | all of it                    |
 | send           | the tensor                             | all of it                    |
 
+An exchange over memory that ranks share counts as the one over a process group that it stands for: the most that can leave. How many rows
+were wanted where is known to the device alone.
+
 Rows are padded to the longest of a group before they are gathered or scattered, so messages count padded rows.
 """
 
