@@ -86,11 +86,13 @@ def compare(
     a tie, and how many positions were compared here. peers: a folder for memory that the ranks share, taken by steps of few rows."""
     known = load_file(answers)
     model = model_of(sizes, world, folder, forms, seed)
-    shared = None
+    shared, taking = None, ""
     if peers:
         from tests.parallel import peer_jobs
 
-        shared = peer_jobs.attach(model, peers, rows=4)
+        config = model.config
+        taking = peer_jobs.attach(model.mesh, config.moe, peers, 4, config.hidden_size, torch.float32, 2)
+        shared = peer_jobs.peers_of(model.mesh, config.moe)
     driver = RankDriver(model, len(prompts), max(lengths))
     worst, differ, positions = 0.0, 0, 0
     for turn in schedule(lengths, prompts):
@@ -100,7 +102,7 @@ def compare(
             differ += bool(logits.argmax() != want.argmax()) and bool(want.topk(2).values.diff().abs() > TIE)
             positions += 1
     taken = int(sum(buffer.totals[0] for buffer in shared.buffers)) if shared else 0
-    return {"worst": worst, "differ": differ, "positions": positions, "traffic": traffic(model.mesh), "taken": taken}
+    return {"worst": worst, "differ": differ, "positions": positions, "traffic": traffic(model.mesh), "taken": taken, "way": taking}
 
 
 def predict(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]) -> dict[str, list[float]]:

@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import tests.ops.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.config import MoEConfig
-from rorqual.models.transformer import Transformer
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.dispatch import Areas
+from rorqual.parallel import mesh as mesh_module
 from rorqual.parallel.exchange import Exchange, ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
+from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.peer_rows import PeerRows
@@ -30,42 +31,39 @@ HIDDEN, INNER, EXPERTS, TOP_K = 160, 16, 8, 3
 Given = tuple[Tensor, Tensor, Tensor, Layout]
 
 
-def shared_memory(rank: int, world: int, folder: str, size: int, meet: Any) -> PeerMemory:
+def files(mesh: Mesh, folder: str) -> Callable[[GroupAxis, int, torch.device], PeerMemory]:
     """As PeerMemory.of, in files. Where kernels read before anyone has written lies NaN; counters are the caller's."""
-    own = torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8)
-    own.fill_(255)
-    meet()
-    files = [
-        own if other == rank else torch.from_file(f"{folder}/{other}", shared=True, size=size, dtype=torch.uint8) for other in range(world)
-    ]
-    return PeerMemory(own, torch.tensor([file.data_ptr() for file in files]), files)
+
+    def of(axis: GroupAxis, size: int, device: torch.device) -> PeerMemory:
+        where = Path(folder) / f"{axis.name}{mesh.stage_rank - axis.rank * (mesh.stage.size // axis.size)}"
+        where.mkdir(exist_ok=True)
+        own = torch.from_file(str(where / str(axis.rank)), shared=True, size=size, dtype=torch.uint8)
+        own.fill_(255)
+        mesh.stage.all_reduce(torch.ones(1))
+        found = [torch.from_file(str(where / str(rank)), shared=True, size=size, dtype=torch.uint8) for rank in range(axis.size)]
+        return PeerMemory(own, torch.tensor([file.data_ptr() for file in found]), found)
+
+    return of
 
 
-def peers_of(
-    layout: Layout, rows: int, folder: str, dtype: torch.dtype, flights: int, start: int = 0, hidden: int = HIDDEN, top_k: int = TOP_K
-) -> PeerRows:
-    """`start`: what all counters have come to already."""
-    axis = layout.moe_axis
-    areas = Areas(axis.size, rows, hidden, top_k, dtype.itemsize)
-    stage_rank = layout.mesh.stage_rank
-    where = f"{folder}/{axis.name}{stage_rank - axis.rank * (layout.mesh.stage.size // axis.size)}"
-    Path(where).mkdir(exist_ok=True)
-    memory = shared_memory(axis.rank, axis.size, where, flights * areas.size, lambda: layout.mesh.stage.all_reduce(torch.ones(1)))
-    peers = PeerRows(memory, axis.rank, areas, dtype, flights)
-    for buffer in peers.buffers:
-        memory.own[buffer.start : buffer.start + 8 * axis.size].view(torch.int32).fill_(start)
+def attach(mesh: Mesh, moe: MoEConfig, folder: str, rows: int, hidden: int, dtype: torch.dtype, flights: int, start: int = 0) -> str:
+    """Steps of up to `rows` rows a data-parallel rank go through files, as they would through cards' memory; says so. `start`: what all
+    counters have come to already."""
+    with (
+        mock.patch.object(mesh_module, "why_not_shared", return_value=""),
+        mock.patch.object(PeerMemory, "of", files(mesh, folder)),
+    ):
+        way = mesh.way_to_experts(rows, hidden, moe, dtype, CPU, flights=flights)
+    peers = peers_of(mesh, moe)
+    for buffer in peers.buffers if peers else ():
+        peers.memory.own[buffer.start : buffer.start + 8 * buffer.areas.world].view(torch.int32).fill_(start)
         buffer.totals.fill_(start)
-    layout.mesh.stage.all_reduce(torch.ones(1))
-    return peers
+    mesh.stage.all_reduce(torch.ones(1))
+    return way
 
 
-def attach(model: Transformer, folder: str, rows: int) -> PeerRows:
-    """Steps of up to `rows` rows a rank reach the model's experts through shared memory, two of them at once."""
-    moe, config = model.config.moe, model.config
-    layout = model.mesh.layout([1] * model.mesh.sizes.dp, True, moe)
-    peers = peers_of(layout, rows, folder, torch.float32, 2, 0, config.hidden_size, moe.top_k)
-    layout.moe_axis.peers = peers
-    return peers
+def peers_of(mesh: Mesh, moe: MoEConfig) -> Any:
+    return mesh.layout([1] * mesh.sizes.dp, True, moe).moe_axis.peers
 
 
 def sharing(folder: str) -> Callable[[Mesh, MoEConfig, Tensor], None]:
@@ -73,9 +71,9 @@ def sharing(folder: str) -> Callable[[Mesh, MoEConfig, Tensor], None]:
     made = itertools.count()
 
     def share(mesh: Mesh, moe: MoEConfig, x: Tensor) -> None:
-        where = f"{folder}/{next(made)}"
-        Path(where).mkdir(exist_ok=True)
-        mesh.dp.peers = peers_of(mesh.layout([1] * mesh.sizes.dp, True, moe), len(x), where, x.dtype, 1, 0, x.shape[1], moe.top_k)
+        where = Path(folder) / str(next(made))
+        where.mkdir(exist_ok=True)
+        attach(mesh, moe, str(where), len(x), x.shape[1], x.dtype, 1)
 
     return share
 
@@ -136,9 +134,11 @@ def compare(
     """The same calls through shared memory, with no other meeting between them, and then through the process group."""
     kind, layer = getattr(torch, dtype), expert_layer(mesh, slots, getattr(torch, dtype))
     calls = [call(mesh, number, counts, kind) for number, counts in enumerate(tokens)]
-    layout = calls[0][3]
-    axis = layout.moe_axis
-    axis.peers = peers = peers_of(layout, rows, folder, kind, at_once, start)
+    moe, axis = MoEConfig(EXPERTS, TOP_K, INNER), calls[0][3].moe_axis
+    unshared = [mesh.way_to_experts(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)]
+    way = attach(mesh, moe, folder, rows, HIDDEN, kind, at_once, start)
+    peers = axis.peers
+    assert isinstance(peers, PeerRows)
     axis.traffic.reset()
     found = list(walk(layer, calls, at_once, random.Random(mesh.rank)))
     counted = dict(axis.traffic.bytes)
@@ -154,5 +154,6 @@ def compare(
         "rows": sum(len(y) for y in found),
         "taken": taken,
         "busy": len(peers.busy),
+        "ways": [*unshared, way],
         "traffic": counted == axis.traffic.bytes,
     }

@@ -48,6 +48,8 @@ def check(results: list[dict[str, Any]], sizes: dict[str, Any], tokens: list[lis
     assert sum(result["rows"] for result in results) == each * sum(map(sum, tokens))
     assert all(result["traffic"] for result in results), "counted as the process group counts"
     assert not any(result["busy"] for result in results)
+    ways = [f"{sizes['exchange']} ({why})" for why in ("process group: cpu has no symmetric memory", "process group: as configured")]
+    assert all(result["ways"][:2] == ways and "memory shared by the cards" in result["ways"][2] for result in results)
 
 
 @pytest.mark.parametrize("sizes", LOW_LATENCY, ids=name_of)

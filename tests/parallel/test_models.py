@@ -166,3 +166,5 @@ def test_decode_steps_through_shared_memory(pool: RankPool, saved: Any, tmp_path
     sizes = {"dp": 2, "ep": 2, "dense_tp": dense_tp, "exchange": exchange, "micro_batches": 2}
     results = check(pool, sizes, saved("v3"), way="run", peers=str(tmp_path))
     assert all((result["taken"] > 0) is taken for result in results)
+    words = "memory shared by the cards" if taken else "process group: its rows are those of shared experts as well"
+    assert all(words in result["way"] for result in results)
