@@ -78,7 +78,13 @@ def sharing(folder: str) -> Callable[[Mesh, MoEConfig, Tensor], None]:
     return share
 
 
-def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype) -> Exchange:
+def dawdle(pause: random.Random | None) -> None:
+    if pause is not None and pause.random() < 0.2:
+        time.sleep(0.01 * pause.random())
+
+
+def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: float) -> Exchange:
+    """Its experts take `late` seconds between the arrival of rows and reading them."""
     slot_map, generator = SlotMap(tuple(slots), EXPERTS) if slots else SlotMap.identity(EXPERTS), torch.Generator().manual_seed(3)
     up = torch.randn(EXPERTS, 2, INNER, HIDDEN, generator=generator).to(dtype) / 4
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator).to(dtype) / 4
@@ -90,6 +96,7 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype) -> Exc
         return compute(reference.dequantise_activation(x, scale, kind), *rest)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
+        time.sleep(late)
         return reference.experts(x, *rest)
 
     store = ExpertStore(slot_map, gate_up, part, compute, CPU, mesh.axes["ep"].cut, compute_fp8)
@@ -109,30 +116,27 @@ def call(mesh: Mesh, number: int, tokens: list[int], dtype: torch.dtype) -> Give
 
 def walk(exchange: Exchange, calls: list[Given], at_once: int, pause: random.Random | None) -> Iterator[Tensor]:
     """All calls, `at_once` under way; a rank with `pause` dawdles now and then."""
-
-    def dawdle() -> None:
-        if pause is not None and pause.random() < 0.2:
-            time.sleep(0.01 * pause.random())
-
     for first in range(0, len(calls), at_once):
         tickets = []
         for given in calls[first : first + at_once]:
-            dawdle()
+            dawdle(pause)
             tickets.append(exchange.submit(*given))
         for ticket in tickets:
-            dawdle()
+            dawdle(pause)
             exchange.run_experts(ticket)
         for ticket in tickets:
-            dawdle()
+            dawdle(pause)
             yield exchange.wait(ticket)
 
 
 @torch.inference_mode()
 def compare(
-    mesh: Mesh, folder: str, tokens: list[list[int]], dtype: str, slots: list[int] | None, at_once: int, start: int, rows: int
+    mesh: Mesh, folder: str, tokens: list[list[int]], dtype: str, slots: list[int] | None, at_once: int, start: int, rows: int, late: int
 ) -> dict[str, Any]:
-    """The same calls through shared memory, with no other meeting between them, and then through the process group."""
-    kind, layer = getattr(torch, dtype), expert_layer(mesh, slots, getattr(torch, dtype))
+    """The same calls through shared memory, with no other meeting between them, and then through the process group. late: a rank whose
+    experts take their time."""
+    kind, pause = getattr(torch, dtype), random.Random(mesh.rank)
+    layer = expert_layer(mesh, slots, kind, 0.05 if mesh.rank == late else 0)
     calls = [call(mesh, number, counts, kind) for number, counts in enumerate(tokens)]
     moe, axis = MoEConfig(EXPERTS, TOP_K, INNER), calls[0][3].moe_axis
     unshared = [mesh.way_to_experts(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)]
@@ -140,7 +144,7 @@ def compare(
     peers = axis.peers
     assert isinstance(peers, PeerRows)
     axis.traffic.reset()
-    found = list(walk(layer, calls, at_once, random.Random(mesh.rank)))
+    found = list(walk(layer, calls, at_once, pause))
     counted = dict(axis.traffic.bytes)
     taken = sum(int(buffer.totals[0]) - start for buffer in peers.buffers)
     axis.peers = None

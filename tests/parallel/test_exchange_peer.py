@@ -39,7 +39,7 @@ def counts(dp: int, calls: int, most: int = 4) -> list[list[int]]:
 
 
 def go(pool: RankPool, folder: Path, sizes: dict[str, Any], tokens: list[list[int]], **changes: Any) -> list[dict[str, Any]]:
-    arguments = {"dtype": "float32", "slots": None, "at_once": 1, "start": 0, "rows": 4, **changes}
+    arguments = {"dtype": "float32", "slots": None, "at_once": 1, "start": 0, "rows": 4, "late": -1, **changes}
     return pool.run("peer_exchange", ParallelConfig(**sizes).world, sizes=sizes, folder=str(folder), tokens=tokens, **arguments)
 
 
@@ -88,6 +88,14 @@ def test_sums_of_an_all_gather(pool: RankPool, tmp_path: Path, sizes: dict[str, 
     check(results, sizes, tokens)
     assert all(result["worst"] <= 1e-6 * result["largest"] for result in results)
     assert {result["taken"] for result in results} == {sum(map(max, tokens))}
+
+
+def test_a_rank_without_rows_waits_for_one_that_still_reads(pool: RankPool, tmp_path: Path) -> None:
+    """Were it to go on, its next rows would come over those that the other's experts have not read yet: blocks are longer then."""
+    sizes, tokens = LOW_LATENCY[0], [[0, 1], [4, 0]] * 5
+    results = go(pool, tmp_path, sizes, tokens, late=1)
+    check(results, sizes, tokens)
+    assert all(all(result["equal"]) for result in results), [result["equal"] for result in results]
 
 
 def test_longer_steps_take_the_process_group(pool: RankPool, tmp_path: Path) -> None:
