@@ -192,7 +192,11 @@ class CpuOps(Ops):
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+        y = self._experts(x, ids, weights, gate_up, down)
+        return y if base is None else y + base
+
+    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """Three forms of the same sum: gather the chosen experts, let every expert see every token, or loop over experts."""
         slots, picks = gate_up.data.shape[0], ids.numel()
         if gate_up.quantised:

@@ -249,8 +249,10 @@ class Ops:
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        return reference.experts(x, ids, weights, gate_up, down)
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+        """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden] added to it: what shared experts gave."""
+        y = reference.experts(x, ids, weights, gate_up, down)
+        return y if base is None else y + base
 
     def experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight

@@ -179,8 +179,9 @@ class TracedOps(Ops):
         return torch.ops.rorqual.router(x, gate, bias, moe.top_k)
 
     @entry
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        return torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down))
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+        y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down))
+        return y if base is None else y + base
 
 
 def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, list[int]]:

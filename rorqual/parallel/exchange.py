@@ -14,7 +14,7 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.parallel.cut import WHOLE, Cut
 from rorqual.parallel.layout import Layout
 
-ExpertsFn = Callable[[Tensor, Tensor, Tensor, Weight, Weight], Tensor]
+ExpertsFn = Callable[..., Tensor]  # Ops.experts
 ExpertsFp8Fn = Callable[[Tensor, Tensor, torch.dtype, Tensor, Tensor, Weight, Weight], Tensor]
 
 
@@ -150,11 +150,13 @@ class ExpertStore:
         place = slots - self.mine.start
         return place.masked_fill((place < 0) | (place >= len(self.mine)), -1)
 
-    def run(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum over the experts that are here: x [T, hidden], places and weights [T, K] (-1: not here)."""
+    def run(self, x: Tensor, places: Tensor, weights: Tensor, base: Tensor | None = None) -> Tensor:
+        """The weighted sum over the experts that are here: x [T, hidden], places and weights [T, K] (-1: not here). `base` is added."""
         if not x.shape[0]:
             return x
-        return self.compute(x, places, weights, self.gate_up, self.down)
+        if base is None:
+            return self.compute(x, places, weights, self.gate_up, self.down)
+        return self.compute(x, places, weights, self.gate_up, self.down, base)
 
     def run_sent(self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor) -> Tensor:
         """The same for rows as they travelled: (rows,), or (e4m3 rows, scales)."""
@@ -211,9 +213,12 @@ class LocalExchange(StoreExchange):
         store = self.store
         return Ticket(x, ids if store.plain and not store.record_load else store.places(ids), weights)
 
+    def dense_rows(self, ticket: Ticket) -> Tensor:
+        """Every rank's columns of a dense layer meet the same tokens as its experts, and are summed over the same ranks."""
+        return ticket.x
+
     def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:
-        assert dense is None, "no dense rows were offered"
-        ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights)
+        ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights, dense)
 
     def wait(self, ticket: Ticket) -> Tensor:
         assert ticket.y is not None, "run_experts comes before wait"

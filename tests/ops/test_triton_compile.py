@@ -26,7 +26,19 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config import MoEConfig
     from rorqual.ops.reference import FP8, Weight
-    from rorqual.ops.triton import embedding, experts, latent_fp8, linear_fp8, linear_small, norm, rope_cache, route, sampling
+    from rorqual.ops.triton import (
+        absorb,
+        embedding,
+        experts,
+        latent_fp8,
+        linear_fp8,
+        linear_skinny,
+        linear_small,
+        norm,
+        rope_cache,
+        route,
+        sampling,
+    )  # fmt: skip
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -55,6 +67,12 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     for tokens in (1, 4, 8):
         yield f"small T{tokens}", lambda t=tokens: linear_small.linear(x(t, 4096), x(2048, 4096))
         yield f"small gated T{tokens}", lambda t=tokens: linear_small.gate_up(x(t, 2048), x(5632, 2048))
+    for tokens in (5, 16):
+        yield f"skinny T{tokens}", lambda t=tokens: linear_skinny.linear(x(t, 4096), x(2048, 4096))
+    up = x(16, 256, 512)
+    for tokens in (1, 8):
+        yield f"absorb T{tokens}", lambda t=tokens: (absorb.heads_matmul(x(t, 16, 192)[..., :128], up[:, :128]),
+                                                     absorb.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)))  # fmt: skip
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))

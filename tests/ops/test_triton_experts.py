@@ -16,7 +16,7 @@ if SKIP_REASON is not None:
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton import experts, fp8, linear_fp8, linear_small, norm, picks, rope_cache
+from rorqual.ops.triton import absorb, experts, fp8, linear_fp8, linear_skinny, linear_small, norm, picks, rope_cache
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.backend import TritonOps
 
@@ -81,6 +81,8 @@ def test_experts(kind: str, tokens: int, top_k: int) -> None:
     expected = reference.experts(x, ids, weights, gate_up, down)
     assert difference(experts.experts(x, ids, weights, gate_up, down), expected) < LIMITS[kind]
     assert difference(experts.experts(x, ids.int(), weights, gate_up, down, expected=1), expected) < LIMITS[kind]
+    base = random(tokens, hidden, dtype=KINDS[kind])
+    assert difference(experts.experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
 
 
 @pytest.mark.parametrize("swap", [True, False])
@@ -103,8 +105,10 @@ def test_direct_form_takes_any_number_of_picks() -> None:
         hidden, inner, slots = SIZES[kind]
         gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
         x, (ids, weights) = random(5, hidden, dtype=KINDS[kind]), draw(5, 3, slots)
-        got = experts.direct_experts(x, ids, weights, gate_up, down)
-        assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
+        got, base = experts.direct_experts(x, ids, weights, gate_up, down), random(5, hidden, dtype=KINDS[kind])
+        expected = reference.experts(x, ids, weights, gate_up, down)
+        assert difference(got, expected) < LIMITS[kind]
+        assert difference(experts.direct_experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
@@ -227,6 +231,34 @@ def test_small_linear(tokens: int, rows: int, columns: int, biased: bool) -> Non
     wanted = reference.swiglu(reference.linear(x, pair))
     for chosen in (None, plan):
         torch.testing.assert_close(linear_small.gate_up(x, pair.data, chosen), wanted, rtol=3e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize(("rows", "columns", "biased", "dtype"), [(40, 72, True, torch.bfloat16), (64, 256, False, torch.float32)])
+def test_skinny_linear(tokens: int, rows: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+    """Also from rows that do not lie side by side."""
+    x = random(tokens, columns + 8, dtype=dtype)[:, :columns]
+    matrix, bias = random(rows, columns, dtype=dtype), random(rows, dtype=dtype) if biased else None
+    expected = torch.nn.functional.linear(x.double(), matrix.double(), None if bias is None else bias.double())
+    assert linear_skinny.supported(x, matrix)
+    for chosen in (None, linear_skinny.SkinnyPlan(16, 64, 4, 2)):
+        out = linear_skinny.linear(x, matrix, bias, chosen)
+        assert not out.isnan().any()
+        assert difference(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_absorb_products(tokens: int) -> None:
+    """Matrices as MLA has them, views of one weight: columns side by side going in, rows side by side coming out."""
+    heads, nope, value, rank = 3, 24, 20, 48
+    up = random(heads, nope + value, rank, dtype=torch.bfloat16)
+    q = random(tokens, heads, nope + 16, dtype=torch.bfloat16)[..., :nope]
+    latent = random(tokens, heads, rank, dtype=torch.bfloat16)
+    for x, matrices in ((q, up[:, :nope]), (latent, up[:, nope:].transpose(1, 2))):
+        out = absorb.heads_matmul(x, matrices)
+        assert out.is_contiguous()
+        assert not out.isnan().any()
+        assert difference(out, torch.einsum("tha,hab->thb", x.double(), matrices.double())) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -27,7 +27,7 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
-from rorqual.ops.triton import embedding, latent_fp8, linear_fp8, linear_small, prefill, rope_cache, sampling
+from rorqual.ops.triton import absorb, embedding, latent_fp8, linear_fp8, linear_skinny, linear_small, prefill, rope_cache, sampling
 from rorqual.ops.triton import experts as experts_kernels
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
@@ -38,9 +38,6 @@ from rorqual.ops.triton.launch import keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.segments import Derived, derived
 
 WIDEST_HEAD = 256
-# Rotate queries without a latent inside the epilogue kernel: one launch fewer a layer. Off until it has been timed on a card, like
-# route.ROUTER_TOKENS and linear_small.TOKENS; the bench has rows for each.
-JOINT_ROPE = False
 
 
 class TritonOps(Ops):
@@ -70,8 +67,10 @@ class TritonOps(Ops):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if not weight.quantised:
-            small = linear_small.chosen(x, weight.data)
-            return linear_small.linear(x, weight.data, bias) if small else F.linear(x, weight.data, bias)
+            if linear_small.chosen(x, weight.data):
+                return linear_small.linear(x, weight.data, bias)
+            skinny = linear_skinny.chosen(x, weight.data)
+            return linear_skinny.linear(x, weight.data, bias) if skinny else F.linear(x, weight.data, bias)
         return linear_fp8.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
 
     def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
@@ -96,6 +95,8 @@ class TritonOps(Ops):
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Written token by token, so that what follows needs no copy."""
+        if absorb.chosen(x):
+            return absorb.heads_matmul(x, matrices)
         out = torch.empty(x.shape[0], x.shape[1], matrices.shape[2], dtype=x.dtype, device=x.device)
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return out
@@ -111,7 +112,7 @@ class TritonOps(Ops):
             return super().mla_prologue(x, w, cos, sin, plane, slots)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
-        heads = w.config.num_heads if w.q_b is None and JOINT_ROPE else 0
+        heads = w.config.num_heads if w.q_b is None else 0  # rotated by the same kernel: one launch fewer
         latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads)
         query_in, q = self._queries(x, joint, latent, w)
         if not heads:
@@ -222,11 +223,11 @@ class TritonOps(Ops):
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return routing.route(logits, bias, moe)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
         fits = experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
         if not fits:
-            return super().experts(x, ids, weights, gate_up, down)
-        return experts_kernels.experts(x, ids, weights, gate_up, down)
+            return super().experts(x, ids, weights, gate_up, down, base)
+        return experts_kernels.experts(x, ids, weights, gate_up, down, base=base)
 
     def experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight

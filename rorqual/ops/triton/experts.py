@@ -208,7 +208,8 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
 
 
 @triton.jit
-def _combine_kernel(y, ids, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+def _combine_kernel(y, ids, weights, base, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BASE: tl.constexpr,
+                    DEPENDENT: tl.constexpr):  # fmt: skip
     """out[t] = sum of weights[t, k] * y[t, k] in fp32, in the order of k. Picks that are not here were never written: skip them."""
     wait_for_inputs(DEPENDENT)
     token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -219,6 +220,8 @@ def _combine_kernel(y, ids, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.conste
         here = tl.load(ids + pick) >= 0
         part = tl.load(y + pick * HIDDEN + columns, mask=inside & here, other=0.0)
         total += part.to(tl.float32) * tl.load(weights + pick)
+    if BASE:
+        total += tl.load(base + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -267,9 +270,9 @@ def _direct_gate_up_kernel(x, ids, w, w_scale, h, HIDDEN: tl.constexpr, INNER: t
 
 
 @triton.jit
-def _direct_down_kernel(h, ids, weights, w, w_scale, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
                         PICKS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
-                        DEPENDENT: tl.constexpr):  # fmt: skip
+                        BASE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """out[token] for N columns of it, all picks of the token at once: program (tile, token). PICKS is TOP_K rounded up to a power of 2."""
     wait_for_inputs(DEPENDENT)
     first, token = tl.program_id(0) * N, tl.program_id(1)
@@ -298,6 +301,8 @@ def _direct_down_kernel(h, ids, weights, w, w_scale, out, HIDDEN: tl.constexpr, 
     y = tl.sum(acc, 2).to(out.dtype.element_ty).to(tl.float32)
     total = tl.sum(y * tl.where(here, weight, 0.0)[:, None], 0)
     target = first + tl.arange(0, N)
+    if BASE:
+        total += tl.load(base + token.to(tl.int64) * HIDDEN + target, mask=target < HIDDEN, other=0.0).to(tl.float32)
     tl.store(out + token.to(tl.int64) * HIDDEN + target, total.to(out.dtype.element_ty), mask=target < HIDDEN)
 
 
@@ -324,21 +329,24 @@ def supported(gate_up: Weight, down: Weight) -> bool:
     return not gate_up.quantised or (gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes))
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, expected: int | None = None) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, expected: int | None = None,
+            base: Tensor | None = None) -> Tensor:  # fmt: skip
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64, -1: not here; weights [T, K] fp32.
 
     expected: how many picks are here, if the caller knows it better than T K (an expert-parallel rank holds a share of them).
+    base [T, hidden] is added before the sum is rounded.
     """
     kind, picks = kind_of(gate_up), ids.numel()
     if picks == 0:
-        return torch.zeros_like(x)
+        return torch.zeros_like(x) if base is None else base.clone()
     if picks <= DIRECT_PICKS[kind]:
-        return direct_experts(x, ids, weights, gate_up, down)
+        return direct_experts(x, ids, weights, gate_up, down, base=base)
     plan = plan_for(down, picks if expected is None else expected)
-    return grouped_experts(x, ids, weights, gate_up, down, plan)
+    return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
-def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None) -> Tensor:
+def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None,
+                   base: Tensor | None = None) -> Tensor:  # fmt: skip
     """Two kernels; every pick reads its expert's weights by itself."""
     (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantised
     plan = plan or direct_plan_for(down, tokens * top_k)
@@ -351,13 +359,20 @@ def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, dow
     width = next_power(top_k)
     rows = max(1, plan.down_rows // width)
     _direct_down_kernel[triton.cdiv(hidden, rows), tokens](
-        h, ids, weights, down.data, down.scale, out, hidden, inner, top_k, width, rows, plan.down_columns, quant, plan.stages,
-        num_warps=plan.warps, **late)  # fmt: skip
+        h, ids, weights, down.data, down.scale, base, out, hidden, inner, top_k, width, rows, plan.down_columns, quant, plan.stages,
+        base is not None, num_warps=plan.warps, **late)  # fmt: skip
     return out
 
 
 def grouped_experts(
-    x: Tensor | Quantised, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan, dtype: torch.dtype | None = None
+    x: Tensor | Quantised,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    plan: Plan,
+    dtype: torch.dtype | None = None,
+    base: Tensor | None = None,
 ) -> Tensor:
     """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype."""
     kind = x.dtype if isinstance(x, Tensor) else dtype
@@ -366,7 +381,7 @@ def grouped_experts(
     blocks = sort_picks(ids, gate_up.data.shape[0], plan.rows)
     h = gate_up_product(x, gate_up, blocks, ids.shape[1], plan.up)
     y = down_product(h, down, blocks, kind, plan.down)
-    return combine(y, ids, weights)
+    return combine(y, ids, weights, base)
 
 
 def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
@@ -402,12 +417,13 @@ def down_product(h: Tensor | Quantised, weight: Weight, blocks: RowBlocks, dtype
     return y
 
 
-def combine(y: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """y [T K, hidden], ids and weights [T, K] to the weighted sum [T, hidden]."""
+def combine(y: Tensor, ids: Tensor, weights: Tensor, base: Tensor | None = None) -> Tensor:
+    """y [T K, hidden], ids and weights [T, K] to the weighted sum [T, hidden], base [T, hidden] added."""
     (tokens, top_k), hidden = ids.shape, y.shape[1]
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
     size = min(next_power(hidden), 512 if tokens <= 64 else 1024)
-    _combine_kernel[tokens, triton.cdiv(hidden, size)](y, ids, weights, out, hidden, top_k, size, num_warps=4, **dependent(y.device))
+    _combine_kernel[tokens, triton.cdiv(hidden, size)](
+        y, ids, weights, base, out, hidden, top_k, size, base is not None, num_warps=4, **dependent(y.device))  # fmt: skip
     return out
 
 

@@ -17,7 +17,7 @@ from rorqual.config import MoEConfig
 from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs, zeroed_counters
 
 # The gate product and the choice are one kernel for up to so many tokens and products: every token reads the gate anew.
-ROUTER_TOKENS, ROUTER_PRODUCTS = 0, 1 << 21
+ROUTER_TOKENS, ROUTER_PRODUCTS = 8, 1 << 21
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
