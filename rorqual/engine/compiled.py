@@ -29,6 +29,7 @@ from rorqual.models.transformer import Transformer
 from rorqual.ops import traced
 from rorqual.ops.table import Segment
 from rorqual.ops.traced import TracedOps, TracedSegment
+from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 # Headers would be compiled into a folder that every user of the machine may write to.
@@ -70,7 +71,13 @@ class Variant:
 
 
 class TracedStep(Step):
-    """A step of decoding alone. What is cached behind a lock cannot be traced, so its segments are made at each call."""
+    """A step of decoding alone. What is cached behind a lock cannot be traced, so its segments are made at each call; nor, in torch
+    2.11, can objects among a function's defaults, so it has none."""
+
+    def __init__(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, segment: Segment, layout: Layout):
+        self.token_ids = self.positions = self.logit_rows = ids
+        self.slot_mapping, self.cos, self.sin, self.pool, self.layout = mapping, cos, sin, pool, layout
+        self.decode, self.prefill = segment, None
 
     @property
     def segments(self) -> list[tuple[Segment, slice]]:
@@ -84,7 +91,7 @@ class CompiledForward:
 
     def __init__(self, model: Transformer, pool: KVPool, ops: TracedOps, folder: Path):
         self.model, self.pool, self.ops, self.folder = model, pool, ops, folder
-        self.layout = SINGLE_LAYOUT  # tracing takes objects from attributes, and not from another function's defaults
+        self.layout = SINGLE_LAYOUT
         self.stats = CompileStats()
         self.one: Variant | None = None
         self.many: Variant | None = None
@@ -119,7 +126,7 @@ class CompiledForward:
 
     def _trace(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         segment = TracedSegment(ids.shape[0])
-        return self.model.straight(TracedStep(ids, ids, mapping, cos, sin, ids, self.pool, segment, layout=self.layout))
+        return self.model.straight(TracedStep(ids, mapping, cos, sin, self.pool, segment, self.layout))
 
     def _compile(self, step: Step, dynamic: bool) -> Variant:
         assert step.decode is not None

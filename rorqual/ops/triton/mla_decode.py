@@ -60,7 +60,8 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
     if fp8_cache:
         narrow = [Config(few, 64, 8, 2), Config(few, 64, 8, 3), Config(few, 64, 4, 2), Config(few, 64, 8, 2, tma=False),
                   Config(few, 32, 4, 3, per_sm=2), Config(few, 32, 4, 4, per_sm=2), Config(few, 32, 4, 2, per_sm=3),
-                  Config(few, 32, 8, 4, per_sm=2), Config(few, 64, 8, 2, min_tiles=1)]  # fmt: skip
+                  Config(few, 32, 8, 4, per_sm=2), Config(few, 32, 2, 3, per_sm=3), Config(few, 32, 2, 4, per_sm=2),
+                  Config(few, 64, 4, 3), Config(few, 64, 2, 2)]  # fmt: skip
         wide = [Config(64, 64, 8, 2, tma=False), Config(64, 64, 8, 2)]
         return narrow + wide if rows <= 32 else wide
     narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
