@@ -16,8 +16,8 @@ from torch import Tensor
 from rorqual.ops.triton import tuning
 from rorqual.ops.triton.launch import dependent, is_hopper, wait_for_inputs
 
-# TritonOps takes this kernel for bf16 and fp16 weights and so many tokens at most. 0: always the library's product.
-TOKENS = 0
+# TritonOps takes this kernel for so many tokens at most. 0: always the library's product.
+TOKENS = 16
 COLUMNS = 16  # of the product
 
 

@@ -17,7 +17,7 @@ from rorqual.ops.triton import tuning
 from rorqual.ops.triton.launch import dependent, is_hopper, next_power, wait_for_inputs
 
 # Up to so many tokens TritonOps takes this kernel for bf16 and fp16 weights. 0: always the library's product.
-TOKENS = 4
+TOKENS = 1
 MOST_TOKENS = 8
 
 
