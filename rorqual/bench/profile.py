@@ -96,11 +96,15 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
 
     engine = llm.engine
     check_platform(engine.platform)
-    params = SamplingParams(temperature=0, max_tokens=(steps + 16) * (engine.config.next_n + 1), ignore_eos=True, detokenize=False)
-    engine.scheduler.prefix.clear()
+    width = engine.config.next_n + 1
+    waiting = sum(map(len, prompts)) // engine.config.max_num_batched_tokens  # steps until the last prompt is through
+    tokens = min((steps + waiting + 16) * width, engine.max_model_len - max(map(len, prompts)))
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for i, prompt in enumerate(prompts):
         engine.add(Request(f"profile-{i}", tuple(prompt), params))
     while len(engine.scheduler.decoding) < len(prompts) or engine.scheduler.prefilling:
+        if not engine.has_work:
+            raise ConfigError(f"{len(prompts)} requests never decode together within {tokens} tokens; accepted: a longer --output-len")
         engine.step()
     for _ in range(5):
         engine.step()
