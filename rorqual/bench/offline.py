@@ -8,6 +8,7 @@ import json
 import os
 import platform as host
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -102,12 +103,21 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
         groups = [made[start : start + count] for start in range(0, len(made), count)]
         floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
         report.rows.append(ours(llm, groups, work, floor))
+        _tell(report.rows[-1])
         if compare:
             peer = Peer(llm, groups[0])
             once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
             report.rows.append(_row(compare, groups[:1], work, once, floor))
             report.rows[-1].settings = settings
+            _tell(report.rows[-1])
     gc.unfreeze()
+
+
+def _tell(row: Row) -> None:
+    """As soon as it is known: a long run may be cut short."""
+    drafts = f" next_n {row.next_n}, {row.accepted_length:.2f} tokens a step," if row.next_n else ""
+    figures = f"{row.tokens_per_s:,.1f} tok/s, step {row.step_ms:.3f} ms (floor {row.floor_ms:.3f}), prefill {row.prefill_tokens_per_s:,.0f} tok/s"
+    print(f"{row.engine} batch {row.concurrency}:{drafts} {figures}", file=sys.stderr, flush=True)
 
 
 def provenance(llm: LLM) -> dict[str, Any]:
