@@ -116,8 +116,9 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
 def _tell(row: Row) -> None:
     """As soon as it is known: a long run may be cut short."""
     drafts = f" next_n {row.next_n}, {row.accepted_length:.2f} tokens a step," if row.next_n else ""
-    figures = f"{row.tokens_per_s:,.1f} tok/s, step {row.step_ms:.3f} ms (floor {row.floor_ms:.3f}), prefill {row.prefill_tokens_per_s:,.0f} tok/s"
-    print(f"{row.engine} batch {row.concurrency}:{drafts} {figures}", file=sys.stderr, flush=True)
+    step = f"step {row.step_ms:.3f} ms (floor {row.floor_ms:.3f})"
+    rates = f"{row.tokens_per_s:,.1f} tok/s, prefill {row.prefill_tokens_per_s:,.0f} tok/s"
+    print(f"{row.engine} batch {row.concurrency}:{drafts} {step}, {rates}", file=sys.stderr, flush=True)
 
 
 def provenance(llm: LLM) -> dict[str, Any]:
