@@ -163,7 +163,8 @@ class ModelRunner:
         hidden = self._hidden(batch)
         result = slots
         if self.model.mesh.last_stage:
-            drawn = self._draw_decode(self._logits(batch, hidden, common), variant, decode, next_n)
+            logits = self._logits(batch, hidden, common, wide=variant is not Variant.GREEDY)
+            drawn = self._draw_decode(logits, variant, decode, next_n)
             result = drawn.result
             if self.drafter:
                 self._draft(self.drafter, batch, hidden, drawn, None, variant, next_n, common)
@@ -201,10 +202,10 @@ class ModelRunner:
             return self.compiled(batch.step)
         return straight(self.model.forward(batch.step, every_row=self.drafter is not None and self.drafter.reads_hidden))
 
-    def _logits(self, batch: Batch, hidden: Tensor, common: Common) -> Tensor:
+    def _logits(self, batch: Batch, hidden: Tensor, common: Common, wide: bool = True) -> Tensor:
         if self.drafter is not None and self.drafter.reads_hidden and batch.prefill:
             hidden = hidden.index_select(0, batch.step.logit_rows)  # of a decode step every row is wanted
-        return self.model.logits(hidden, common.logit_rows)
+        return self.model.logits(hidden, common.logit_rows, wide)
 
     def _draw_decode(self, logits: Tensor, variant: Variant, decode: Part, next_n: int) -> Drawn:
         """Draw and verify; each request's row moves on to its newest token."""

@@ -179,7 +179,7 @@ class MTPDrafter:
             embedded = self.model.embed.forward(following, step.layout)
             hidden = straight(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
             if any(work.sampled) and place < max(next_n, kept - 1):
-                logits = self.model.logits(hidden.index_select(0, last), work.sampled)
+                logits = self.model.logits(hidden.index_select(0, last), work.sampled, wide=variant is not Variant.GREEDY)
                 newest = self._propose(logits, place, variant, work.slots, target + place)
             if place + 1 < len(modules):
                 following = following.roll(-1, 0).index_copy(0, last, newest)

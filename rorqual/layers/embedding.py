@@ -63,10 +63,12 @@ class Head:
         assert self.tied is not None
         return torch.nn.functional.linear(hidden, self.tied.table)
 
-    def forward(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """[N, hidden] to fp32 [N, vocabulary]."""
+    def forward(self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True) -> Tensor:
+        """[N, hidden] to [N, vocabulary], fp32 where `wide`; else it may be the activations' dtype, in which the product comes: enough to
+        find the largest."""
         if self.cut.count == 1:
-            return self._local(hidden).float()
+            logits = self._local(hidden)
+            return logits.float() if wide else logits
         rows, own = head_rows(self.mesh, hidden, counts)
         return return_logits(self.mesh, self._local(rows).float(), own, self.cut.lengths(self.vocabulary))
 

@@ -141,10 +141,11 @@ class Transformer:
         where no rank brings a chunk of prompt."""
         return self.mesh.layout(tokens, decode, self.config.moe)
 
-    def logits(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """[N, hidden] to fp32 [N, vocabulary], on the last stage. `counts`: rows of each data-parallel rank, where head_tp exceeds tp."""
+    def logits(self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True) -> Tensor:
+        """[N, hidden] to [N, vocabulary], on the last stage; `wide`: in fp32. `counts`: rows of each data-parallel rank, where head_tp
+        exceeds tp."""
         assert self.head is not None, "logits are made on the last stage"
-        return self.head.forward(hidden, counts)
+        return self.head.forward(hidden, counts, wide)
 
     @property
     def embedding(self) -> Tensor:

@@ -98,7 +98,8 @@ def test_shipped_choices() -> None:
     assert [gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))] == [64, 64, 128]
     assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [3, 5]
     assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [16, 32, 64]
-    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2, tma=False)
+    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2)
+    assert mla_decode.config_for(q, 128, False, 1, 99).gluon
     assert mla_decode.config_for(q.float(), 128, True, 1, 99).block_n == 16
     assert prefill.config_for(q, 4, True, 16) == prefill.Config(16, 64, 4, 3)
     assert prefill.config_for(torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096) == prefill.Config(128, 64, 8, 3)

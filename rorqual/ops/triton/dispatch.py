@@ -156,7 +156,7 @@ def _dispatch_kernel(table, totals, x, slots, weights, rows, tokens, capacity, c
 
     if QUANT:
         blocks, scale_columns = tl.arange(0, SIZE // 128), (columns + 127) // 128
-        rounded, scales = to_fp8(values.to(tl.float32), SIZE // 128)
+        rounded, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
         rounded = tl.reshape(rounded, (SIZE,))
     for step in tl.static_range(WORLD):
         to = (rank + block + step) % WORLD  # ranks and blocks begin with different peers

@@ -31,11 +31,18 @@ class Quantised:
 
 
 @triton.jit
-def to_fp8(x, BLOCKS: tl.constexpr):
-    """fp32 [BLOCKS * 128] to (e4m3 [BLOCKS, 128], scale [BLOCKS]); amax is clamped at 1e-4."""
+def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
+    """fp32 [BLOCKS * 128] to (e4m3 [BLOCKS, 128], scale [BLOCKS]); amax is clamped at 1e-4. EXACT: divisions are correctly rounded, so
+    that the bytes are the reference's; else a quotient may be off by a bit, and an e4m3 value by a step."""
     blocks = tl.reshape(x, (BLOCKS, 128))
-    scale = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4) / 448.0
-    return (blocks / scale[:, None]).to(tl.float8e4nv), scale
+    peak = tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4)
+    if EXACT:
+        scale = tl.div_rn(peak, 448.0)
+        data = tl.div_rn(blocks, tl.broadcast_to(scale[:, None], (BLOCKS, 128)))
+    else:
+        scale = peak / 448.0
+        data = blocks / scale[:, None]
+    return data.to(tl.float8e4nv), scale
 
 
 @triton.jit
