@@ -52,7 +52,8 @@ def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns, amax clamped at 1e-4 (DeepGEMM)."""
     tokens, columns = x.shape
     blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK)
-    scale = blocks.abs().amax(-1).clamp(1e-4) / FP8_MAX
+    most = torch.full((), FP8_MAX, device=x.device)  # by a number torch would, on a card, multiply with its rounded inverse
+    scale = blocks.abs().amax(-1).clamp(1e-4) / most
     data = (blocks / scale[..., None]).to(FP8).flatten(1)
     return data[:, :columns], scale
 
