@@ -58,10 +58,8 @@ class Rank:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
-        if kv_dtype(config.kv_cache_dtype) == FP8 and not platform.converts_fp8:
-            others = "auto, bfloat16, float16, float32"
-            raise ConfigError(f"kv_cache_dtype=fp8 needs compute capability 8.9, not {platform.describe()}; accepted here: {others}")
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
+        self._check_cache_dtype()
         self.max_model_len = self._max_model_len()
         self.depth = config.steps_in_flight or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
         self.speculation = self._speculation()
@@ -83,6 +81,21 @@ class Rank:
         result = work()
         self.startup[name] = time.perf_counter() - start
         return result
+
+    def _check_cache_dtype(self) -> None:
+        """Before weights are loaded: what the device cannot do with an fp8 cache."""
+        config, platform = self.config, self.platform
+        if kv_dtype(config.kv_cache_dtype) != FP8:
+            return
+        others = "auto, bfloat16, float16, float32"
+        if not platform.converts_fp8:
+            raise ConfigError(f"kv_cache_dtype=fp8 needs compute capability 8.9, not {platform.describe()}; accepted here: {others}")
+        spec = kv_spec(self.model_config, 1, config.kv_cache_dtype, config.mla_decode, activations=self.dtype)
+        row = spec.layers[0][0].bytes_per_token
+        if platform.name == "cuda" and row % 16:
+            raise ConfigError(
+                f"kv_cache_dtype=fp8: a row of this model's cache has {row} bytes, no multiple of 16; accepted here: {others}"
+            )
 
     def _max_model_len(self) -> int:
         longest, wanted = self.model_config.max_position, self.config.max_model_len

@@ -11,6 +11,7 @@ attention and experts wait for the device: a step that meets such a fallback can
 | mla_down, mla_up        | latent or rope size is no power of two; mla_up without a query latent as well            |
 | gqa_prologue            | the head size is no power of two                                                         |
 | latent_attention        | latent or rope size is no power of two of at least 16; the cache's format is neither the queries' nor fp8 |
+|                         | on a card also: rows of an fp8 cache are no multiple of 16 bytes                         |
 | write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two                           |
 | attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
 
@@ -34,7 +35,7 @@ from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import norm as norm_kernels
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.fp8 import Quantised
-from rorqual.ops.triton.launch import keep_compiled, next_power, takes_fp8
+from rorqual.ops.triton.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.segments import Derived, derived
 
 WIDEST_HEAD = 256
@@ -185,6 +186,8 @@ class TritonOps(Ops):
     def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         """The decode kernel. Chunks of prompt go through it as well, each token as a request of its own: many passes over the cache."""
         fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
+        if plane.dtype == torch.uint8 and plane.shape[-1] % 16 and not INTERPRETED:
+            fits = False  # the compiler takes rows for aligned to more bytes than these are
         if not fits or plane.dtype not in (q_latent.dtype, torch.uint8):
             return super().latent_attention(q_latent, q_rope, plane, segment, scale)
         known = derived(segment)
