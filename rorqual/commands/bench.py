@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -123,7 +124,10 @@ def bench_offline(
         )
         offline.run(report, llm, batches, work, compare if not report.rows else None)
         llm.engine.close()
+        platform = llm.engine.platform
         del llm
+        gc.collect()  # engines hold themselves in circles
+        platform.release_memory()  # for the next one
     offline.print_report(report)
     if json_file:
         report.write(json_file)

@@ -46,6 +46,9 @@ class Platform:
     def synchronize(self) -> None:
         """Wait until the device is idle."""
 
+    def release_memory(self) -> None:
+        """Give back what this process keeps for later and nothing uses."""
+
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start copying a tensor to the host; calling the result waits for that copy alone."""
         return lambda: tensor

@@ -42,6 +42,9 @@ class CudaPlatform(Platform):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
