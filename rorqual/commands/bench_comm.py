@@ -22,11 +22,11 @@ def bench_comm(
 ) -> None:
     """Time collectives and expert exchanges between ranks: NCCL on cards, gloo on the CPU."""
     from rorqual.bench import comm
-    from rorqual.platforms import make_platform
+    from rorqual.platforms import device_of
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r}; accepted: bfloat16, float16, float32")
-    setup = comm.Setup(ranks, make_platform(device).name, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype)
+    setup = comm.Setup(ranks, device_of(device).type, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype)
     found = comm.bench(setup)
     comm.print_table(found, setup)
     if json_file and found:

@@ -34,7 +34,7 @@ from rorqual.engine.xmatcher import ReceivedGrammars
 from rorqual.errors import RorqualError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.mesh import Mesh
-from rorqual.platforms import make_platform
+from rorqual.platforms import device_of, make_platform
 
 ALIVE_SECONDS = 1.0
 LEAVE_SECONDS = 3.0  # from STOP until the process must have left, in whatever collective it is
@@ -43,7 +43,7 @@ ORPHANED = 1  # exit status: rank 0 went without a word
 
 def rank_device(config: EngineConfig, card: int) -> str:
     """One card of several; on a CPU there is one device for all. `device` may name a card only where there is one rank."""
-    return f"cuda:{card}" if config.device in ("auto", "cuda") and make_platform(config.device).name == "cuda" else config.device
+    return f"cuda:{card}" if config.device in ("auto", "cuda") and device_of(config.device).type == "cuda" else config.device
 
 
 class Inbox:

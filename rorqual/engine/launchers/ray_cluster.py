@@ -17,7 +17,7 @@ from rorqual.engine.launchers.starter import Starter
 from rorqual.engine.link import Link
 from rorqual.engine.member import Joined
 from rorqual.errors import ConfigError, EngineError
-from rorqual.platforms import make_platform
+from rorqual.platforms import device_of
 
 RESERVE_SECONDS = 120.0  # until the cluster has set everything aside
 ANSWER_SECONDS = 60.0  # until an actor answers
@@ -42,7 +42,7 @@ def _ray() -> Any:
 class RayLauncher(RemoteLauncher):
     def __init__(self, config: EngineConfig):
         self.ray = _ray()
-        self.cards = make_platform(config.device).name == "cuda"
+        self.cards = device_of(config.device).type == "cuda"
         self.actors: list[Any] = []
         self.group: Any = None
         self.waits = 0
