@@ -26,7 +26,7 @@ FOLDER = Path("model")
 
 def cards(monkeypatch: pytest.MonkeyPatch, replicas: int, **engine: Any) -> list[list[str]]:
     """The devices of each replica's ranks on one host, as rank 0 and its launcher count them."""
-    monkeypatch.setattr(worker, "make_platform", lambda device: SimpleNamespace(name="cpu" if device == "cpu" else "cuda"))
+    monkeypatch.setattr(worker, "device_of", lambda device: SimpleNamespace(type="cpu" if device == "cpu" else "cuda"))
     found = []
     for options in engine_options(ServeConfig(replicas=replicas, engine=engine), FOLDER):
         config = EngineConfig.from_dict(options)
