@@ -218,8 +218,8 @@ def test_case_names_of_searches_are_those_of_the_table() -> None:
 
 
 def test_compiled_kernels_stay_in_the_cache_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")  # first: Triton's knob sets it too, and what was there before must come back
     monkeypatch.setattr(triton.knobs.cache, "dir", "elsewhere")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     keep_compiled()
     assert triton.knobs.cache.dir == "elsewhere", "the user has chosen"
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
