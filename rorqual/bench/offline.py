@@ -20,11 +20,12 @@ import torch
 from rorqual import __version__
 from rorqual.bench.peer import Peer
 from rorqual.bench.profile import StepProfile, check_platform, profile_steps
+from rorqual.bench.together import decoding_together, enough_tokens
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.perf.costs import Batch, Format, decode_floor_seconds, layer_ops, step_ops, total
 from rorqual.perf.weights import head_weight
 from rorqual.platforms.base import Platform
-from rorqual.request import Request, SamplingParams
+from rorqual.request import SamplingParams
 from rorqual.serve.llm import LLM
 
 READ_BYTES = 256 * 2**20
@@ -242,21 +243,13 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> float:
     """Seconds of a decode step while every request is decoding."""
     engine = llm.engine
     engine.scheduler.prefix.clear()
-    work = [Request(f"steady-{i}", tuple(prompt), asked.sampling(asked.output)) for i, prompt in enumerate(prompts)]
-    for request in work:
-        engine.add(request)
-    while len(engine.scheduler.decoding) < len(work) or engine.scheduler.prefilling:
+    with decoding_together(engine, prompts, asked.sampling(asked.output)) as count:
         engine.step()
-    engine.step()
-    start, steps = time.perf_counter(), 0
-    while len(engine.scheduler.decoding) == len(work):
-        engine.step()
-        steps += 1
-    seconds = time.perf_counter() - start
-    for request in work:
-        engine.abort(request.id)
-    while engine.has_work:
-        engine.step()
+        start, steps = time.perf_counter(), 0
+        while len(engine.scheduler.decoding) == count:
+            engine.step()
+            steps += 1
+        seconds = time.perf_counter() - start
     return seconds / max(1, steps)
 
 
@@ -266,27 +259,19 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
     engine, layers = llm.engine, llm.engine.model.moe_layers()
     if engine.group is not None:
         return None
-    work = [Request(f"hit-{i}", tuple(prompt), greedy(8)) for i, prompt in enumerate(prompts)]
-    for request in work:
-        engine.add(request)
-    while len(engine.scheduler.decoding) < len(work) or engine.scheduler.prefilling:
-        engine.step()
-    while engine.in_flight:
+    with decoding_together(engine, prompts, greedy(enough_tokens(engine, prompts, 8))):
+        while engine.in_flight:
+            engine.collect()
+        runner = engine.runner
+        graphs, compiled, runner.graphs, runner.compiled = runner.graphs, runner.compiled, None, None
+        for layer in layers:
+            layer.exchange.load.zero_()
+            layer.exchange.record_load = True
+        engine.launch()
         engine.collect()
-    runner = engine.runner
-    graphs, compiled, runner.graphs, runner.compiled = runner.graphs, runner.compiled, None, None
-    for layer in layers:
-        layer.exchange.load.zero_()
-        layer.exchange.record_load = True
-    engine.launch()
-    engine.collect()
-    for layer in layers:
-        layer.exchange.record_load = engine.config.record_expert_load
-    runner.graphs, runner.compiled = graphs, compiled
-    for request in work:
-        engine.abort(request.id)
-    while engine.has_work:
-        engine.step()
+        for layer in layers:
+            layer.exchange.record_load = engine.config.record_expert_load
+        runner.graphs, runner.compiled = graphs, compiled
     hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
     return sum(hit) / max(1, len(hit))
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rorqual.bench.together import decoding_together, enough_tokens
 from rorqual.errors import ConfigError
 from rorqual.platforms.base import Platform
-from rorqual.request import Request, SamplingParams
+from rorqual.request import SamplingParams
 from rorqual.serve.llm import LLM
 
 WAIT_US = 5.0
@@ -96,27 +97,15 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
 
     engine = llm.engine
     check_platform(engine.platform)
-    width = engine.config.next_n + 1
-    waiting = sum(map(len, prompts)) // engine.config.max_num_batched_tokens  # steps until the last prompt is through
-    tokens = min((steps + waiting + 16) * width, engine.max_model_len - max(map(len, prompts)))
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(f"profile-{i}", tuple(prompt), params))
-    while len(engine.scheduler.decoding) < len(prompts) or engine.scheduler.prefilling:
-        if not engine.has_work:
-            raise ConfigError(f"{len(prompts)} requests never decode together within {tokens} tokens; accepted: a longer --output-len")
-        engine.step()
-    for _ in range(5):
-        engine.step()
-    engine.platform.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
+    params = SamplingParams(temperature=0, max_tokens=enough_tokens(engine, prompts, steps + 16), ignore_eos=True, detokenize=False)
+    with decoding_together(engine, prompts, params):
+        for _ in range(5):
             engine.step()
         engine.platform.synchronize()
-    for i in range(len(prompts)):
-        engine.abort(f"profile-{i}")
-    while engine.has_work:
-        engine.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(steps):
+                engine.step()
+            engine.platform.synchronize()
     return summarise(list(device_spans(found.events())), steps)
 
 

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from rorqual import LLM
+from rorqual.bench.offline import experts_hit, greedy
 from rorqual.bench.profile import Span, profile_steps, summarise
+from rorqual.bench.together import decoding_together, enough_tokens
 from rorqual.errors import ConfigError
 
 
@@ -53,3 +55,18 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
     code = "import time; time.sleep(0.4); from rorqual.bench.offline import process_age; print(process_age())"
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert 0.4 <= age <= time.time() - started + 0.05
+
+
+def test_requests_that_end_before_the_last_prompt_is_through_are_told_of() -> None:
+    """Not waited for: the engine would have nothing to do and never say so."""
+    llm = LLM(max_num_seqs=4, max_model_len=64, num_pages=40, max_num_batched_tokens=8, enable_prefix_caching=False, device="cpu")
+    prompts = [[i] * 8 for i in range(2, 6)]
+    with (
+        pytest.raises(ConfigError, match="4 requests never decode together within 2 tokens"),
+        decoding_together(llm.engine, prompts, greedy(2)),
+    ):
+        pass
+    with decoding_together(llm.engine, prompts, greedy(enough_tokens(llm.engine, prompts, 3))) as count:
+        assert count == len(llm.engine.scheduler.decoding) == 4
+    assert not llm.engine.has_work
+    assert experts_hit(llm, prompts) is not None
