@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +41,10 @@ class XMatcher:
 class Latest(OrderedDict[StructuredOutput, Any]):
     """The entries used last. Rank 0 and the others see the same plans, so both drop the same ones, and nothing is said about it."""
 
-    def trim(self) -> None:
-        """After a plan, in whose order its structures count as used: a plan may name more than KEPT."""
+    def used(self, structures: Iterable[StructuredOutput]) -> None:
+        """After a plan: the structures of its new rows, in order. There may be more than KEPT of them."""
+        for structure in structures:
+            self.move_to_end(structure)
         while len(self) > KEPT:
             self.popitem(last=False)
 
@@ -53,15 +55,14 @@ class GrammarSender:
     def __init__(self, send: Callable[[bytes], None]):
         self.send, self.sent, self.told_vocabulary = send, Latest(), False
 
-    def send_missing(self, grammars: SharedGrammars, structures: Iterable[StructuredOutput]) -> None:
+    def send_missing(self, grammars: SharedGrammars, structures: Sequence[StructuredOutput]) -> None:
         """`structures`: those of a plan's new rows, in order."""
         for structure in structures:
             if structure not in self.sent:
                 packed, vocabulary = grammars.packed(structure), None if self.told_vocabulary else grammars.vocabulary()
                 self.send(json.dumps([structure.kind, structure.value, packed, vocabulary], separators=(",", ":")).encode())
                 self.told_vocabulary, self.sent[structure] = True, None
-            self.sent.move_to_end(structure)
-        self.sent.trim()
+        self.sent.used(structures)
 
 
 class ReceivedGrammars:
@@ -84,6 +85,4 @@ class ReceivedGrammars:
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
         """The structures of a plan's new rows, in order, once their matchers are made."""
-        for structure in structures:
-            self.latest.move_to_end(structure)
-        self.latest.trim()
+        self.latest.used(structures)
