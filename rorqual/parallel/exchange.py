@@ -154,8 +154,6 @@ class ExpertStore:
         """The weighted sum over the experts that are here: x [T, hidden], places and weights [T, K] (-1: not here). `base` is added."""
         if not x.shape[0]:
             return x
-        if base is None:
-            return self.compute(x, places, weights, self.gate_up, self.down)
         return self.compute(x, places, weights, self.gate_up, self.down, base)
 
     def run_sent(self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor) -> Tensor:

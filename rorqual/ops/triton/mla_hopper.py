@@ -32,7 +32,6 @@ from rorqual.ops.triton.launch import dependent
 from rorqual.ops.triton.split_kv import SplitPlan
 
 ROWS, TOKENS, RANK, ROPE = 64, 64, 512, 64
-STAGES = gl.constexpr(2)
 WARPS = 8
 
 
