@@ -254,11 +254,6 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     config = config or config_for(q_latent, queries * heads, fp8, requests, max_kv_len)
     plan = plan or mla_plan(kv_lens, max_kv_len, queries, heads, rank, config)
     out = torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
-    rows = cache.flatten(0, 1)
-    latent, scales, rope = latent_parts(rows, rank, q_latent.dtype) if fp8 else (rows[:, :rank], None, rows[:, rank:])
-    tma = config.tma and page % config.block_n == 0 and cache.stride(1) * cache.element_size() % 16 == 0
-    tma = tma and (not fp8 or rank % 512 == 0)  # a bulk copy of scales takes 16 bytes, and what follows them begins on 16
-    describe = [_descriptor(x, config.block_n) if tma and x is not None else None for x in (latent, rope, scales)]
     grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
     if config.gluon and is_hopper(q_latent.device):
         from rorqual.ops.triton import mla_hopper
@@ -267,6 +262,11 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
             mla_hopper.launch(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid)
             combine(plan, out, requests)
             return out
+    rows = cache.flatten(0, 1)
+    latent, scales, rope = latent_parts(rows, rank, q_latent.dtype) if fp8 else (rows[:, :rank], None, rows[:, rank:])
+    tma = config.tma and page % config.block_n == 0 and cache.stride(1) * cache.element_size() % 16 == 0
+    tma = tma and (not fp8 or rank % 512 == 0)  # a bulk copy of scales takes 16 bytes, and what follows them begins on 16
+    describe = [_descriptor(x, config.block_n) if tma and x is not None else None for x in (latent, rope, scales)]
     _mla_decode_kernel[grid](
         q_latent, q_rope, latent, rope, scales, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse,
         scale * LOG2E, q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), rope.stride(0),
