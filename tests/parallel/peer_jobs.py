@@ -95,9 +95,10 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: 
     def compute_fp8(x: Tensor, scale: Tensor, kind: torch.dtype, *rest: Any) -> Tensor:
         return compute(reference.dequantise_activation(x, scale, kind), *rest)
 
-    def compute(x: Tensor, *rest: Any) -> Tensor:
+    def compute(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+        assert base is None, "an exchange between ranks adds no rows of its own"
         time.sleep(late)
-        return reference.experts(x, *rest)
+        return reference.experts(x, ids, weights, gate_up, down)
 
     store = ExpertStore(slot_map, gate_up, part, compute, CPU, mesh.axes["ep"].cut, compute_fp8)
     return make_exchange(mesh.sizes, MoEConfig(EXPERTS, TOP_K, INNER), store)

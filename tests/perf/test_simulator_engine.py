@@ -20,7 +20,8 @@ from rorqual.request import Request, SamplingParams
 
 ROWS, PROMPTS, PIECE = (0, 1, 4, 12), (0, 16, 64, 124), 40
 WORK = Workload(Arrivals("at-once"), Lengths("uniform", 40, 20, 60), Lengths("uniform", 24, 8, 40), requests=48)
-ROUNDS = 3
+ROUNDS, TRIES = 3, 3  # rounds of measuring and running; further tries add rounds where a busy machine disturbed them
+TOLERANCE = 0.15
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +75,18 @@ def test_simulated_throughput_is_that_of_the_engine(engine: Engine) -> None:
     driver, jobs = Driver(engine), list(WORK.jobs(0))
     driver.run(jobs[:16])  # warm up
     points: dict[tuple[int, int], list[float]] = {(r, p): [] for r in ROWS for p in PROMPTS if r or p}
-    runs = []
-    for _ in range(ROUNDS):
-        for (rows, prompt), times in points.items():
-            times += driver.measure(rows, prompt)
-        runs.append(driver.run(jobs))
-    costs = MeasuredCosts({point: median(times) for point, times in points.items()})
-    simulation = Simulation(Deployment((Pool("all", engine.scheduler.config, costs),)), WORK, 0).run()
-    found = outcome(simulation)
-    assert found.output_tokens == sum(job.output for job in jobs)
-    assert {steps for _, steps in runs} == {simulation.timelines[0].steps}, "the same scheduler takes the same steps"
-    real = found.output_tokens / median(seconds for seconds, _ in runs)
-    assert found.output_rate == pytest.approx(real, rel=0.15), f"simulated {found.output_rate:.0f} tokens/s, the engine made {real:.0f}"
+    runs: list[tuple[float, int]] = []
+    for _ in range(TRIES):
+        for _ in range(ROUNDS):
+            for (rows, prompt), times in points.items():
+                times += driver.measure(rows, prompt)
+            runs.append(driver.run(jobs))
+        costs = MeasuredCosts({point: median(times) for point, times in points.items()})
+        simulation = Simulation(Deployment((Pool("all", engine.scheduler.config, costs),)), WORK, 0).run()
+        found = outcome(simulation)
+        assert found.output_tokens == sum(job.output for job in jobs)
+        assert {steps for _, steps in runs} == {simulation.timelines[0].steps}, "the same scheduler takes the same steps"
+        real = found.output_tokens / median(seconds for seconds, _ in runs)
+        if abs(found.output_rate / real - 1) <= TOLERANCE:
+            return
+    pytest.fail(f"simulated {found.output_rate:.0f} tokens/s, the engine made {real:.0f}")
