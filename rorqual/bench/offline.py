@@ -133,6 +133,7 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "kv_cache_dtype": engine.config.kv_cache_dtype,
         "device": torch.cuda.get_device_name() if engine.platform.name == "cuda" else host.processor() or host.machine(),
         "threads": torch.get_num_threads(),
+        "way_of_sums": engine.stats.way_of_sums,
         "way_to_experts": engine.stats.way_to_experts,
         "startup_seconds": {name: round(seconds, 3) for name, seconds in engine.stats.startup.items()},
     }

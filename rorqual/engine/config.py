@@ -49,7 +49,8 @@ class EngineConfig:
     request in a step.
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
     (decode steps recorded and replayed), or `compile` (the forward pass of decode steps goes through torch.compile, with a cache that
-    survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. steps_in_flight: launched
+    survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. graph_sizes: batch sizes
+    whose steps are recorded at the start, the others when first needed (None: all, up to max_num_seqs). steps_in_flight: launched
     before the first is read (None: what the device wants, and one more for each micro-batch after the first). embed_device: `cpu` keeps
     the embedding table in pinned host memory, from where the device reads rows; `auto` is the device. On a CPU both are the same.
 
@@ -59,7 +60,8 @@ class EngineConfig:
     simulated_acceptance: probabilities by place that a draft is taken, whatever it says; for benchmarks with random weights.
 
     Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank. peer_memory:
-    decode steps reach their experts through memory that the cards of a host share, where they can; if false, by collectives.
+    decode steps add up partial sums and reach their experts through memory that the cards of a host share, where they can; if false, by
+    collectives.
     watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine. first_card: the ranks of a host take
     its cards in order from this one on. launcher: who starts the other ranks (docs/parallelism.md). interface: where ranks of other hosts
     reach this one, an interface's name or its address; secret_file: what all hosts know, in place of RORQUAL_SECRET.
@@ -84,6 +86,7 @@ class EngineConfig:
     mla_decode: str = "A_CC_ME"
     steps_in_flight: int | None = None
     exe_mode: str = "auto"
+    graph_sizes: tuple[int, ...] | None = None
     embed_device: str = "auto"
     num_layers: int | None = None
     next_n: int = 0
@@ -140,6 +143,7 @@ class EngineConfig:
             self._positive(name, getattr(self, name), optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             self._positive(name, getattr(self, name), optional=False)
+        self._check_graph_sizes()
         self._check_speculation()
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600")
@@ -151,6 +155,17 @@ class EngineConfig:
             raise ConfigError(f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: auto, eager, graph")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
+
+    def _check_graph_sizes(self) -> None:
+        sizes = self.graph_sizes
+        if sizes is None:
+            return
+        if not isinstance(sizes, (tuple, list)):
+            raise ConfigError(f"graph_sizes={sizes!r} must be a list of batch sizes")
+        for size in sizes:
+            self._positive("graph_sizes", size, optional=False)
+            if size > self.max_num_seqs:
+                raise ConfigError(f"graph_sizes={size} exceeds max_num_seqs={self.max_num_seqs}")
 
     def _check_launch(self) -> None:
         if self.launcher not in LAUNCHERS:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stats:
-    """Counts since the engine started, and seconds of start-up by phase. way_to_experts: of decode steps, in words.
+    """Counts since the engine started, and seconds of start-up by phase. way_of_sums, way_to_experts: of decode
+    steps, in words.
 
     drafted and accepted count speculative tokens by their position in the draft (element 0 is the first token guessed).
     """
@@ -40,6 +41,7 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     startup: dict[str, float] = field(default_factory=dict)
     compiled: CompileStats | None = None
+    way_of_sums: str = ""
     way_to_experts: str = ""
 
 
@@ -66,7 +68,7 @@ class Engine:
         self.speculation, self.mtp_layers = rank.speculation, rank.mtp_layers
         self.controller = Controller(config.next_n, adaptive=config.next_n_policy == "adaptive")
         self.stats = Stats(drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=rank.startup)
-        self.stats.way_to_experts = rank.way_to_experts
+        self.stats.way_of_sums, self.stats.way_to_experts = rank.way_of_sums, rank.way_to_experts
         self.stats.compiled = rank.compiled.stats if rank.compiled else None
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self._collected = 0.0

@@ -1,13 +1,13 @@
 """Decode steps recorded once and replayed: the whole step, from reading the device rows to writing the sampled tokens back.
 
-One recording a batch bucket, sampling variant and number of drafts, made before serving. A smaller batch is padded with a row
-whose block table is all null pages: it writes nowhere that is read.
+One recording a batch bucket, sampling variant and number of drafts, made before serving, or, for batch sizes that `graph_sizes` leaves
+out, when one is first needed. A smaller batch is padded with a row whose block table is all null pages: it writes nowhere that is read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,24 +35,29 @@ class DecodeGraphs:
         self.graphs: dict[tuple[int, Variant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
 
-    def record(self, variants: tuple[Variant, ...] = RECORDED, next_ns: Iterable[int] = (0,)) -> None:
-        """Record every bucket, the largest first so that the others fit into its memory."""
+    def record(self, variants: tuple[Variant, ...] = RECORDED, next_ns: Iterable[int] = (0,), sizes: Sequence[int] | None = None) -> None:
+        """Record every bucket, or those that batches of `sizes` use; the largest first so that the others fit into its memory."""
+        wanted = self.buckets if sizes is None else {self.bucket(size) for size in sizes if size <= self.buckets[-1]}
         for next_n in next_ns:
             for variant in variants:
-                for size in reversed(self.buckets):
+                for size in sorted(wanted, reverse=True):
                     self._record(size, variant, next_n)
 
+    def bucket(self, size: int) -> int:
+        return self.buckets[bisect_left(self.buckets, size)]
+
     def _record(self, size: int, variant: Variant, next_n: int) -> Callable[[], Tensor]:
-        slots = self.slots[:size]
+        """Of padding rows: recording computes the step a few times, and no request may move on by that."""
+        slots, self.shown = self.slots[:size].fill_(self.padding), []
         graph = self.graphs[size, variant, next_n] = self.platform.record(lambda: self.body(slots, variant, next_n))
         return graph
 
     def run(self, slots: list[int], variant: Variant, next_n: int = 0, least: int = 0) -> Tensor:
         """What the step drew, [len(slots), ...]; valid until the next run, in stream order. `least`: other ranks have so many rows."""
-        size = self.buckets[bisect_left(self.buckets, max(least, len(slots)))]
+        size = self.bucket(max(least, len(slots)))
+        graph = self.graphs.get((size, variant, next_n)) or self._record(size, variant, next_n)
         padded = slots + [self.padding] * (size - len(slots))
         if padded != self.shown[:size]:
             self.slots[:size].copy_(self.platform.to_device(torch.tensor(padded)), non_blocking=True)
             self.shown = padded
-        graph = self.graphs.get((size, variant, next_n)) or self._record(size, variant, next_n)
         return graph()[: len(slots)]

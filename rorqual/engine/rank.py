@@ -66,7 +66,9 @@ class Rank:
         # A row may run past its request's end by what the steps in flight accept and draft.
         self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
         self.model = self._phase("weights", self._load)
-        self.way_to_experts = "local" if mesh.is_single else self._phase("links", self._links)
+        self.way_of_sums = self.way_to_experts = "local"
+        if not mesh.is_single:
+            self._phase("links", self._links)
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
@@ -74,7 +76,7 @@ class Rank:
         sizes = (config.max_num_seqs, self.max_row_len)
         self.runner = ModelRunner(self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled)
         choices = next_n_choices(config.next_n, config.next_n_policy == "adaptive")
-        self._phase("graphs", lambda: self.runner.record(RECORDED, choices))
+        self._phase("graphs", lambda: self.runner.record(RECORDED, choices, config.graph_sizes))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -180,17 +182,15 @@ class Rank:
         if need > free:
             raise CapacityError(f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {self.platform.name}")
 
-    def _links(self) -> str:
-        """How decode steps reach their experts; the memory for it is taken before the cache is."""
-        config, model = self.config, self.model_config
-        rows = config.max_num_seqs * (config.next_n + 1)
-        if not any(model.moe_layers):
-            return "no experts"
-        sizes = rows, model.hidden_size, model.moe, getattr(torch, self.dtype)
-        way = self.mesh.way_to_experts(*sizes, self.platform.device, config.peer_memory)
+    def _links(self) -> None:
+        """How decode steps add up partial sums and reach their experts; the memory for it is taken before the cache is."""
+        config, model, device = self.config, self.model_config, self.platform.device
+        rows, dtype = config.max_num_seqs * (config.next_n + 1), getattr(torch, self.dtype)
+        sizes = rows, model.hidden_size, model.moe, dtype, device, config.peer_memory
+        self.way_of_sums = self.mesh.way_of_sums(*sizes)
+        self.way_to_experts = self.mesh.way_to_experts(*sizes) if any(model.moe_layers) else "no experts"
         if self.mesh.rank == 0:
-            log.info("decode steps reach their experts by %s", way)
-        return way
+            log.info("decode steps add up partial sums by %s, and reach their experts by %s", self.way_of_sums, self.way_to_experts)
 
     # ---- the cache
 

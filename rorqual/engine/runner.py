@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -94,8 +94,8 @@ class ModelRunner:
         return LookupDrafter(self.rows)
 
     @torch.inference_mode()
-    def record(self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,)) -> None:
-        """Compile the forward pass where asked to, and record decode graphs for every batch bucket where there are graphs."""
+    def record(self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,), sizes: Sequence[int] | None = None) -> None:
+        """Compile the forward pass where asked to, and where there are graphs record those of every batch bucket, or of batch `sizes`."""
         if self.compiled:
             with self.platform.stream():
                 self.compiled.compile(self._examples(next_ns))
@@ -103,7 +103,7 @@ class ModelRunner:
             if self.drafter and self.drafter.reads_hidden and set(variants) != {Variant.GREEDY}:
                 self.rows.keep_probs()  # recordings must not see it move
             with self.platform.stream():
-                self.graphs.record(variants, next_ns)
+                self.graphs.record(variants, next_ns, sizes)
 
     def _examples(self, next_ns: tuple[int, ...]) -> list[Step]:
         """Steps of padding rows: one token if there can be one alone, and several if there can be several."""

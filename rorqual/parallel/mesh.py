@@ -124,10 +124,23 @@ class Mesh:
     def last_stage(self) -> bool:
         return self.pp_rank == self.sizes.pp - 1
 
+    def way_of_sums(self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True) -> str:
+        """How partial sums over tp become the next norm's input, in words, decided here: for steps of up to `rows` rows by one kernel over
+        memory that the cards of a host share, if they can and `share` allows it; else by the process group. Collective."""
+        if not isinstance(self.tp, GroupAxis):
+            return "local"
+        if self.layout([1] * self.sizes.dp, True, moe).sharded:
+            return "process group (tokens are sharded: sums are scattered)"
+        reason = why_not_shared(self.tp, device) if share else "as configured"
+        if reason:
+            return f"process group ({reason})"
+        self.fuse_all_reduce(rows, hidden, dtype, device)
+        return f"one kernel with the norm, up to {rows} rows"
+
     def fuse_all_reduce(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         """On cards of one host: norms over tp take messages of up to rows x columns through symmetric memory. Collective."""
-        if isinstance(self.tp, GroupAxis):
-            self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device)
+        assert isinstance(self.tp, GroupAxis)
+        self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device)
 
     def way_to_experts(
         self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True, flights: int = 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from rorqual import LLM, SamplingParams
 from rorqual.engine.graphs import bucket_sizes
 from rorqual.engine.sampler import Variant
+from rorqual.errors import ConfigError
 from rorqual.platforms.cpu import CpuPlatform
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
@@ -139,6 +140,26 @@ def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pyt
     assert runner.rows.length[runner.rows.padding] == 0
 
 
+def test_sizes_left_out_are_recorded_when_they_are_needed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Recording computes steps of its own: they may not move the requests that wait for it."""
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "page_size": 8}
+    prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(folder, **options, graph_sizes=(1, 7))
+    graphs = llm.engine.runner.graphs
+    assert {size for size, _, _ in graphs.graphs} == {1, 8}
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
+    assert {size for size, _, _ in graphs.graphs} == {1, 4, 8}
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((0,), "at least 1"), ((9,), "max_num_seqs=8"), (4, "list"), (("a",), "at least 1")])
+def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
+    with pytest.raises(ConfigError, match=message):
+        LLM(folder, max_num_seqs=8, graph_sizes=sizes)
+
+
 def test_buckets():
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(5) == [1, 2, 4, 5]
@@ -147,7 +168,5 @@ def test_buckets():
 
 
 def test_graphs_are_refused_where_there_are_none():
-    from rorqual.errors import ConfigError
-
     with pytest.raises(ConfigError, match="acl_graph"):
         LLM(exe_mode="acl_graph")

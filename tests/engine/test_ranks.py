@@ -96,6 +96,12 @@ def test_layouts_give_the_tokens_of_one_process(expected: list[Any], layout: dic
     assert everything(llm, TEXTS) == expected
     if "exchange" in layout:
         assert llm.engine.stats.way_to_experts == "low_latency (process group: cpu has no symmetric memory)"
+    reason = (
+        "tokens are sharded: sums are scattered"
+        if llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded
+        else "cpu has no symmetric memory"
+    )
+    assert llm.engine.stats.way_of_sums == (f"process group ({reason})" if layout.get("tp", 1) > 1 else "local")
 
 
 @pytest.mark.full_matrix
