@@ -62,6 +62,20 @@ def test_bench_offline_of_an_fp8_cache(tmp_path: Path):
     assert json.loads(target.read_text())["kv_cache_dtype"] == "fp8"
 
 
+def test_bench_offline_of_one_rank_alone(tmp_path: Path):
+    """Requests are those of the whole layout, of which the rank has its share; so is what it makes."""
+    target = tmp_path / "out.json"
+    sizes = ("--concurrency", "2,4", "--prompt-len", "8", "--output-len", "4", "--repeats", "1", "--weights", "random")
+    done = run("bench", "offline", *sizes, "--lone-rank", "--dp", "2", "--ep", "2", "--next-n", "1", "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(target.read_text())
+    assert [row["concurrency"] for row in report["rows"]] == [2, 4]
+    for row in report["rows"]:
+        assert "dp2 ep2, LONE RANK: nothing is sent" in row["settings"]
+        assert row["tokens_per_s"] == pytest.approx(row["concurrency"] * row["output"] / row["seconds"])
+    assert report["way_to_experts"] == "nowhere (a lone rank)"
+
+
 def test_bench_layers_runs(tmp_path: Path):
     target = tmp_path / "out.json"
     done = run("bench", "layers", "--modules", "mla,moe", "--tokens", "1,4", "--repeats", "1", "--json", str(target))
@@ -119,6 +133,8 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["bench", "offline", "--kv-cache-dtype", "fp4"], "accepted: auto, bfloat16, float16, float32, fp8"),
         (["generate", "--device", "cuda:99"], "cuda:99"),
         (["bench", "offline", "--exe-mode", "warp"], "warp"),
+        (["bench", "offline", "--tp", "2", "--lone-rank"], "lone_rank needs weights='random'"),
+        (["bench", "offline", "--dp", "2", "--lone-rank", "--weights", "random", "--concurrency", "3"], "a multiple of it"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], word: str):

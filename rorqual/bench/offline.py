@@ -23,6 +23,9 @@ from rorqual.bench.profile import StepProfile, check_platform, profile_steps
 from rorqual.bench.together import decoding_together, enough_tokens
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.perf.costs import Batch, Format, decode_floor_seconds, layer_ops, step_ops, total
+from rorqual.perf.deployments import layout_name
+from rorqual.perf.parallel_costs import Work as RankWork
+from rorqual.perf.parallel_costs import rank_step
 from rorqual.perf.weights import head_weight
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
@@ -99,11 +102,12 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection in the middle of a run would look through all of it, in either engine
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
+    here = llm.engine.config.dp if llm.engine.config.lone_rank else 1  # a lone rank has its own requests alone
     for count in concurrency:
-        made = make_prompts(llm, count * work.groups, work.prompt, work.data)
-        groups = [made[start : start + count] for start in range(0, len(made), count)]
+        made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
+        groups = [made[start : start + count // here] for start in range(0, len(made), count // here)]
         floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
-        report.rows.append(ours(llm, groups, work, floor))
+        report.rows.append(ours(llm, groups, work, floor, here))
         _tell(report.rows[-1])
         if compare:
             peer = Peer(llm, groups[0])
@@ -159,9 +163,16 @@ def read_bandwidth(platform: Platform) -> float:
 
 
 def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
-    """Of one step, its drafts and their verification included, under uniform routing."""
+    """Of one step, its drafts and their verification included, under uniform routing. Of several ranks: of one of them, nothing sent."""
     engine, next_n = llm.engine, llm.engine.config.next_n
     config, fmt = engine.model_config, Format(engine.dtype, engine.config.kv_cache_dtype, engine.config.mla_decode)
+    sizes = engine.config.parallel
+    if not sizes.is_single:
+        rows = -(-batch // sizes.dp)
+        decode = Batch.verify(rows, context, next_n) if next_n else Batch.decode(rows, context)
+        work = RankWork(decode, stage_tokens=batch * (next_n + 1), drafts=next_n if engine.mtp_layers else 0)
+        step = rank_step(config, sizes, work, fmt)
+        return sizes.pp * (step.total("weight_bytes") + step.total("cache_bytes")) / bandwidth
     if not next_n:
         return decode_floor_seconds(config, batch, context, bandwidth, fmt=fmt)
     verify = Batch(batch, next_n + 1, context - next_n - 1)
@@ -183,6 +194,8 @@ def make_prompts(llm: LLM, count: int, length: int, data: Path | None) -> list[l
         stride = max(1, (len(ids) - length) // max(1, count))
         return [ids[i * stride : i * stride + length] for i in range(count)]
     vocab = llm.engine.model_config.vocab_size
+    if llm.engine.config.lone_rank:
+        vocab //= llm.engine.config.parallel.embed_tp or 1  # rank 0 has the embeddings of the first ids, and zeros for the others
     generator = torch.Generator().manual_seed(count)
     return torch.randint(vocab, (count, length), generator=generator).tolist()
 
@@ -197,7 +210,8 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float) -> Row:
+def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, times: int = 1) -> Row:
+    """`times`: so many ranks, this one included, are taken to do what this one does."""
     llm.generate(groups[0], greedy(min(4, work.output)))  # warm up
 
     def once(tokens: int) -> float:
@@ -208,6 +222,9 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float) -
     drafts = DraftCounts(llm)
     row = _row("rorqual", groups, work, once, floor_ms)
     drafts.describe(row)
+    row.concurrency *= times
+    row.tokens_per_s *= times
+    row.prefill_tokens_per_s *= times
     if config.next_n:
         row.step_ms = 1e3 * statistics.median(steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats))
     row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
@@ -216,6 +233,8 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float) -
     if engine.speculation:
         row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
+    if not config.parallel.is_single:
+        row.settings += f", {layout_name(config.parallel)}" + (", LONE RANK: nothing is sent" if config.lone_rank else "")
     row.experts_hit = experts_hit(llm, groups[0])
     if work.profiled:
         row.profile = profile_steps(llm, groups[0], work.profiled)

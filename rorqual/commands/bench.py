@@ -35,6 +35,7 @@ from rorqual.commands.options import (
     numbers,
     shares,
 )
+from rorqual.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 app.command("serve")(bench_serve)
@@ -74,6 +75,9 @@ def bench_offline(
     dp: Dp = 1,
     pp: Pp = 1,
     ep: Ep = 1,
+    lone_rank: Annotated[
+        bool, typer.Option("--lone-rank", help="Compute what one rank of the layout computes, without the others: nothing is sent.")
+    ] = False,
     launcher: Launcher = "local",
     interface: Interface = None,
     secret_file: SecretFile = None,
@@ -92,7 +96,11 @@ def bench_offline(
     counts = numbers(next_n, least=0)
     if launcher == "torchrun" and len(counts) > 1:
         raise typer.BadParameter(f"next_n={next_n}: torchrun starts the ranks of one engine; accepted: one number")
+    uneven = [count for count in batches if lone_rank and count % dp]
+    if uneven:
+        raise ConfigError(f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and needs a multiple of it")
     for count in counts:
+        most = -(-max(batches) // dp)
         llm = load(
             model,
             config,
@@ -109,12 +117,13 @@ def bench_offline(
             dp=dp,
             pp=pp,
             ep=ep,
+            lone_rank=lone_rank,
             launcher=launcher,
             interface=interface,
             secret_file=secret_file,
             max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
-            max_num_seqs=max(batches),
-            max_num_batched_tokens=max(max_num_batched_tokens, max(batches) * (count + 1)),
+            max_num_seqs=most,
+            max_num_batched_tokens=max(max_num_batched_tokens, most * (count + 1)),
             skip_tokenizer_init=data is None,
             next_n=count,
             drafter=drafter,

@@ -62,6 +62,8 @@ class EngineConfig:
     Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank. peer_memory:
     decode steps add up partial sums and reach their experts through memory that the cards of a host share, where they can; if false, by
     collectives.
+    lone_rank: this process is rank 0 of the layout and no other is started; collectives bring copies of its own rows, or nothing. It shows
+    what one rank computes, for benchmarks with random weights; max_num_seqs are its own.
     watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine. first_card: the ranks of a host take
     its cards in order from this one on. launcher: who starts the other ranks (docs/parallelism.md). interface: where ranks of other hosts
     reach this one, an interface's name or its address; secret_file: what all hosts know, in place of RORQUAL_SECRET.
@@ -106,6 +108,7 @@ class EngineConfig:
     sequence_parallel: bool = False
     fp8_dispatch: bool = False
     peer_memory: bool = True
+    lone_rank: bool = False
     watchdog_seconds: float = 60.0
     first_card: int = 0
     launcher: str = "local"
@@ -170,6 +173,8 @@ class EngineConfig:
     def _check_launch(self) -> None:
         if self.launcher not in LAUNCHERS:
             raise ConfigError(f"launcher={self.launcher!r} is not supported; accepted: {', '.join(LAUNCHERS)}")
+        if self.lone_rank and (self.weights != "random" or self.launcher != "local" or self.pp > 1):
+            raise ConfigError("lone_rank needs weights='random' (its tokens mean nothing), launcher='local' and pp=1")
         for name in ("interface", "secret_file"):
             if getattr(self, name) is not None and self.launcher == "local":
                 raise ConfigError(f"{name}={getattr(self, name)!r} does not go with launcher='local'; accepted: torchrun, ray")

@@ -48,16 +48,18 @@ class Stats:
 class Engine:
     """add requests, call `step` until nothing is left; each call returns the tokens that became known.
 
-    With several ranks this process is rank 0: it starts the others, schedules for all, and computes its own share.
+    With several ranks this process is rank 0: it starts the others, schedules for all, and computes its own share; a lone rank schedules
+    for itself and takes the others to do the same.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
         sizes = config.parallel
-        self.group = None if sizes.is_single else RankGroup(config)
+        self.group = None if sizes.is_single or config.lone_rank else RankGroup(config)
         if self.group is None:
             check_alone(config)
-            self.rank = Rank(config, make_platform(rank_device(config, config.first_card)), Mesh.single())
+            mesh = Mesh.echo(sizes) if config.lone_rank else Mesh.single()
+            self.rank = Rank(config, make_platform(rank_device(config, config.first_card)), mesh)
             self.scheduler: Scheduler | GroupScheduler = Scheduler(self._scheduler_config())
         else:
             self.rank = self.group.start()

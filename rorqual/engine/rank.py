@@ -66,8 +66,8 @@ class Rank:
         # A row may run past its request's end by what the steps in flight accept and draft.
         self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
         self.model = self._phase("weights", self._load)
-        self.way_of_sums = self.way_to_experts = "local"
-        if not mesh.is_single:
+        self.way_of_sums = self.way_to_experts = "nowhere (a lone rank)" if config.lone_rank else "local"
+        if not mesh.is_single and not config.lone_rank:
             self._phase("links", self._links)
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
@@ -225,7 +225,7 @@ class Rank:
 
     def _agree(self, pages: int) -> int:
         """One block table serves all ranks, so the rank with the least room decides."""
-        if self.mesh.is_single:
+        if self.mesh.is_single or self.config.lone_rank:
             return pages
         least = torch.tensor(pages, device=self.platform.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -121,7 +121,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan, common: Common | None = None) -> Pending:
         """`common`: what this step's ranks agree on, where there are several; the plan is then that of this data-parallel rank."""
-        common = common or Common.of([plan])
+        common = common or Common.of([plan] * self.model.mesh.sizes.dp)  # without others, or with a lone rank's, which do as this one
         with self.platform.stream():
             self.shared.settle([*plan.decode_slots, *(row.slot for row in plan.new_rows)])
             self.rows.apply(plan)

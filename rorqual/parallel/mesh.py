@@ -25,6 +25,8 @@ from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.parallel.choice import chosen_exchange, shards_tokens
 from rorqual.parallel.collectives import Alone, Axis
+from rorqual.parallel.cut import Cut
+from rorqual.parallel.echo import EchoAxis
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.symmetric import PeerMemory, SymmetricAddNorm, why_not_shared
@@ -111,6 +113,13 @@ class Mesh:
         groups, rank = groups or Groups(), list(ranks).index(dist.get_rank())
         axes = {name: groups.axis(name, [ranks[member] for member in members(sizes, rank, name)]) for name in AXES}
         return Mesh(sizes, rank, axes)
+
+    @staticmethod
+    def echo(sizes: ParallelConfig) -> Mesh:
+        """Rank 0's place in a mesh that has no other ranks (echo.py). One pipeline stage."""
+        assert sizes.pp == 1, "a stage alone has nobody to hear from"
+        lengths = {name: len(members(sizes, 0, name)) for name in AXES}
+        return Mesh(sizes, 0, {name: EchoAxis(name, Cut(0, size)) if size > 1 else Alone(name) for name, size in lengths.items()})
 
     @property
     def is_single(self) -> bool:
