@@ -49,6 +49,7 @@ class RankGroup:
         self.config, self.sizes = config, config.parallel
         read_model(config)  # a layout the model cannot have is refused before any process is started
         self.failed: str | None = None
+        self.mesh: Mesh | None = None
         self.closed = False
         self.launched = self.collected = 0
         self.doing = "starting"
@@ -95,7 +96,8 @@ class RankGroup:
             member.greet({"config": asdict(config), "meeting": asdict(launcher.meeting)})
         platform = make_platform(rank_device(config, launcher.card()))
         groups = launcher.meeting.join(platform, 0, self.sizes.world, config.watchdog_seconds)
-        self.rank = Rank(config, platform, Mesh.of(self.sizes, groups=groups))
+        self.mesh = Mesh.of(self.sizes, groups=groups)
+        self.rank = Rank(config, platform, self.mesh)
         self.doing = "waiting for all ranks to load"
         while not all(member.ready.wait(0.1) for member in self.members):
             self._check()
@@ -133,6 +135,7 @@ class RankGroup:
             own = self.rank.runner.collect(pending)
         except RuntimeError as error:
             self._fail(error)
+        self._check()  # what waited for a rank that is gone was ended, and drew nothing that means anything
         return [own if leader is None else decode_result(self._next(leader)) for leader in self.leaders]
 
     def _next(self, member: Member) -> bytes:
@@ -182,9 +185,12 @@ class RankGroup:
         return self.config.watchdog_seconds if member.ready.is_set() else START_SECONDS
 
     def _end(self, verdict: str) -> None:
+        """`failed` is set before anything that waits is let go: nobody may take what it returns for a result."""
         self.failed = verdict
         for member in self.members:
             member.end()
+        if self.mesh is not None:
+            self.mesh.abandon()
 
     def close(self) -> None:
         """Ask the ranks to stop, and end those that do not."""
@@ -201,7 +207,9 @@ class RankGroup:
         deadline = time.monotonic() + CLOSE_SECONDS
         for member in self.members:
             member.leave(deadline)
-        if dist.is_initialized():
+        if self.mesh is not None:
+            self.mesh.let_go()
+        if dist.is_initialized() and not (self.failed and dist.get_backend() == "nccl"):  # aborted groups are not to be closed again
             dist.destroy_process_group()
         self.launcher.close()
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
@@ -94,6 +95,7 @@ class Mesh:
         self.pp_rank, self.stage_rank = divmod(rank, sizes.stage)
         self.dp_rank, self.tp_rank = divmod(self.stage_rank, sizes.tp)
         self.tp, self.dp, self.stage, self.pp = (axes[name] for name in ("tp", "dp", "stage", "pp"))
+        self.stop: Tensor | None = None
 
     @staticmethod
     def single() -> Mesh:
@@ -149,7 +151,25 @@ class Mesh:
     def fuse_all_reduce(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         """On cards of one host: norms over tp take messages of up to rows x columns through symmetric memory. Collective."""
         assert isinstance(self.tp, GroupAxis)
-        self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device)
+        self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
+
+    def _stop_word(self, device: torch.device) -> Tensor:
+        """Of all memory that this rank shares (ops/triton/peers.py)."""
+        if self.stop is None:
+            self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self.stop
+
+    def let_go(self) -> None:
+        """Kernels on this rank's card wait for no other rank from now on, and their results mean nothing."""
+        if self.stop is not None:
+            self.stop.fill_(1)
+
+    def abandon(self) -> None:
+        """Other ranks are gone, or stand still: collectives end as well. From any thread."""
+        self.let_go()
+        for axis in self.axes.values():
+            if isinstance(axis, GroupAxis):
+                axis.abandon()
 
     def way_to_experts(
         self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True, flights: int = 1
@@ -170,7 +190,7 @@ class Mesh:
 
         most = -(-rows // self.sizes.tp) if layout.sharded else rows
         areas = Areas(axis.size, most, hidden, moe.top_k, dtype.itemsize)
-        axis.peers = PeerRows(PeerMemory.of(axis, flights * areas.size, device), axis.rank, areas, dtype, flights)
+        axis.peers = PeerRows(PeerMemory.of(axis, flights * areas.size, device, self._stop_word(device)), axis.rank, areas, dtype, flights)
         return f"{layout.exchange} (memory shared by the cards, {axis.peers.nbytes / 2**20:.0f} MiB)"
 
     def dp_ranks(self, part: str) -> range:

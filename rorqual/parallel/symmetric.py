@@ -24,24 +24,27 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """`own`: this rank's bytes, zero at first; `table` [world] int64: the addresses of all ranks' as this rank's device sees them."""
+    """`own`: this rank's bytes, zero at first; `table` [world + 1] int64: the addresses of all ranks' as this rank's device sees them, and
+    of `stop` (ops/triton/peers.py)."""
 
     own: Tensor
     table: Tensor
+    stop: Tensor
     handle: Any = None  # keeps the mapping
 
     @staticmethod
-    def of(axis: GroupAxis, size: int, device: torch.device) -> PeerMemory:
-        """`size` bytes on each rank's card. Collective: all ranks of the axis make it at the same time, with the same size."""
+    def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> PeerMemory:
+        """`size` bytes on each rank's card. stop: this rank's word in pinned host memory. Collective: all ranks of the axis make it at the
+        same time, with the same size."""
         import torch.distributed._symmetric_memory as symm_mem
 
         own = symm_mem.empty(size, dtype=torch.uint8, device=device)
         handle: Any = symm_mem.rendezvous(own, axis.group)
         own.zero_()
-        table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        table = torch.tensor([*handle.buffer_ptrs, stop.data_ptr()], dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(group=axis.group)  # no rank raises a flag before all flags are zero
-        return PeerMemory(own, table, handle)
+        return PeerMemory(own, table, stop, handle)
 
 
 def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
@@ -66,12 +69,12 @@ def _host() -> int:
 class SymmetricAddNorm:
     """A FusedAddNorm for messages of up to `rows` x `columns`. Collective: all ranks of the axis make it at the same time."""
 
-    def __init__(self, axis: GroupAxis, rows: int, columns: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, axis: GroupAxis, rows: int, columns: int, dtype: torch.dtype, device: torch.device, stop: Tensor):
         from rorqual.ops.triton.all_reduce import all_reduce_norm, buffer_bytes
 
         self.kernel, self.rank, self.dtype, self.columns = all_reduce_norm, axis.rank, dtype, columns
         self.epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.memory = PeerMemory.of(axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device)
+        self.memory = PeerMemory.of(axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device, stop)
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
         return residual is not None and x.dtype == self.dtype and x.shape[1] == self.columns and 0 < x.shape[0] <= self.epochs.shape[0]

@@ -25,7 +25,8 @@ class Ranks:
         self.world, self.dtype, self.place = world, dtype, kernels.Place(EXPERTS // world)
         self.areas = kernels.Areas(world, rows, columns, top_k, dtype.itemsize)
         self.memory = [torch.full((self.areas.size,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(world)]
-        table = torch.tensor([memory.data_ptr() for memory in self.memory], device=DEVICE)
+        self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+        table = torch.tensor([memory.data_ptr() for memory in (*self.memory, self.stop)], device=DEVICE)
         self.buffers = []
         for rank, memory in enumerate(self.memory):
             memory[: 8 * world].zero_()
@@ -132,3 +133,15 @@ def test_recorded_calls_go_on_where_they_stopped(fp8: bool) -> None:
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(got, wanted_sums(ranks, x, slots, fp8), strict=True))
         assert all(torch.equal(a, b) for a, b in zip(sums_of(ranks, x, slots, weights, fp8), got, strict=True)), "and eagerly in between"
+
+
+def test_a_wait_for_a_rank_that_never_comes_ends_with_the_stop_word() -> None:
+    """Rank 1 sends nothing. The word is set beforehand; without it the kernel would wait for ever."""
+    ranks = Ranks(2, 4, 128, 2, torch.float32)
+    x, slots, weights = draw([3, 3], 128, 2, torch.float32)
+    kernels.dispatch(ranks.buffers[0], x[0], slots[0], weights[0], 3, ranks.place, False)
+    ranks.stop.fill_(1)
+    kernels.arrival(ranks.buffers[0])
+    flags = ranks.memory[0][:8].view(torch.int32).tolist()
+    assert flags[0] == int(ranks.buffers[0].totals[0])
+    assert flags[1] < flags[0], "rank 1 has not come"

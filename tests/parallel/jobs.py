@@ -242,7 +242,8 @@ def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[
     mine.zero_()
     axis.all_reduce(torch.ones(1))  # every file is there
     buffers = [torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8) for rank in range(world)]
-    table = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    stop = torch.zeros(1, dtype=torch.int32)
+    table = torch.tensor([memory.data_ptr() for memory in (*buffers, stop)])
     epochs, weight = torch.zeros(most, dtype=torch.int32), torch.rand(columns, generator=torch.Generator().manual_seed(1))
     worst, digest = 0.0, hashlib.sha256()
     for call, (count, shots) in enumerate(zip(rows, two_shot, strict=True)):

@@ -31,17 +31,17 @@ HIDDEN, INNER, EXPERTS, TOP_K = 160, 16, 8, 3
 Given = tuple[Tensor, Tensor, Tensor, Layout]
 
 
-def files(mesh: Mesh, folder: str) -> Callable[[GroupAxis, int, torch.device], PeerMemory]:
+def files(mesh: Mesh, folder: str) -> Callable[[GroupAxis, int, torch.device, Tensor], PeerMemory]:
     """As PeerMemory.of, in files. Where kernels read before anyone has written lies NaN; counters are the caller's."""
 
-    def of(axis: GroupAxis, size: int, device: torch.device) -> PeerMemory:
+    def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> PeerMemory:
         where = Path(folder) / f"{axis.name}{mesh.stage_rank - axis.rank * (mesh.stage.size // axis.size)}"
         where.mkdir(exist_ok=True)
         own = torch.from_file(str(where / str(axis.rank)), shared=True, size=size, dtype=torch.uint8)
         own.fill_(255)
         mesh.stage.all_reduce(torch.ones(1))
         found = [torch.from_file(str(where / str(rank)), shared=True, size=size, dtype=torch.uint8) for rank in range(axis.size)]
-        return PeerMemory(own, torch.tensor([file.data_ptr() for file in found]), found)
+        return PeerMemory(own, torch.tensor([memory.data_ptr() for memory in (*found, stop)]), stop, found)
 
     return of
 

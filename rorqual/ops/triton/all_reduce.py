@@ -1,6 +1,6 @@
 """All-reduce, residual addition and RMSNorm in one kernel, over buffers that every card of a host can read and write.
 
-Each rank has a buffer of the same shape, addressed by `table` [world] int64, the addresses of all ranks' buffers as this rank sees them:
+Each rank has a buffer of the same shape, addressed by `table` (peers.py):
 
 | part  | bytes                          | content                                                                     |
 |-------|--------------------------------|-----------------------------------------------------------------------------|
@@ -45,7 +45,7 @@ def _meet(table, row, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
     theirs = tl.load(table + peer, mask=real, other=0).to(tl.pointer_type(tl.int32))
     epochs = tl.full([PEERS], 0, tl.int32) + epoch
     tl.atomic_xchg(theirs + row * WORLD + rank, epochs, mask=real, sem="release", scope="sys")
-    await_flags(tl.load(table + rank).to(tl.pointer_type(tl.int32)) + row * WORLD, peer, real, epoch)
+    await_flags(table, tl.load(table + rank).to(tl.pointer_type(tl.int32)) + row * WORLD, peer, real, epoch, WORLD)
 
 
 @triton.jit
@@ -89,12 +89,12 @@ def _all_reduce_norm_kernel(table, epochs, x, residual, weight, out, total, colu
 def all_reduce_norm(
     table: Tensor, epochs: Tensor, rank: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
 ) -> tuple[Tensor, Tensor]:
-    """(norm(sum of x over ranks + residual), that sum + residual), both [T, columns] on every rank. table [world] int64; epochs [rows]
+    """(norm(sum of x over ranks + residual), that sum + residual), both [T, columns] on every rank. table [world + 1] int64; epochs [rows]
     int32, zero before the first call, as the buffers are; T at most rows. All ranks call with the same T and `two_shot`."""
     tokens, columns = x.shape
     assert tokens <= epochs.shape[0], (tokens, epochs.shape)
     assert x.stride(1) == residual.stride(1) == 1
-    rows, world = epochs.shape[0], table.shape[0]
+    rows, world = epochs.shape[0], table.shape[0] - 1
     out, total = torch.empty_like(x), torch.empty_like(x)
     size = max(16, next_power(columns))
     if tokens:

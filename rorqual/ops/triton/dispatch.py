@@ -184,7 +184,7 @@ def _arrival_kernel(table, totals, rank, flags_at, WORLD: tl.constexpr, PEERS: t
     if DEPENDENT:
         gdc_wait()
     peer = tl.arange(0, PEERS)
-    await_flags(at(table, rank, flags_at, tl.int32), peer, peer < WORLD, tl.load(totals))
+    await_flags(table, at(table, rank, flags_at, tl.int32), peer, peer < WORLD, tl.load(totals), WORLD)
     if DEPENDENT:
         gdc_launch_dependents()
 
@@ -218,7 +218,7 @@ def _combine_kernel(table, totals, rows, out, tokens, columns, rank, flags_at, s
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     peer, offsets = tl.arange(0, PEERS), tl.arange(0, SIZE)
-    await_flags(at(table, rank, flags_at, tl.int32) + WORLD, peer, peer < WORLD, tl.load(totals + 1))
+    await_flags(table, at(table, rank, flags_at, tl.int32) + WORLD, peer, peer < WORLD, tl.load(totals + 1), WORLD)
     if token < tokens:
         kind: tl.constexpr = out.dtype.element_ty
         sums, total = at(table, rank, sums_at, kind), tl.zeros([SIZE], tl.float32)
