@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Target
 from rorqual.models.transformer import Transformer
-from rorqual.ops.counter import hash_bits
-from rorqual.ops.reference import FP8
+from rorqual.ops import counter
 
 WINDOW = 64 * 2**20
 NAMES_SHOWN = 5
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Draw = Callable[[Tensor, int, float, int, int], None]
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
@@ -48,7 +48,7 @@ def random_weights(model: Transformer, seed: int) -> None:
         if target.std is None:
             target.view.fill_(target.fill)
         else:
-            fill_normal(target.view, target.name, seed, target.std, whole=target.shape, start=target.origin)
+            fill_normal(target.view, target.name, seed, target.std, target.shape, target.origin, model.ops.draw_normal)
     model.finalize()
 
 
@@ -165,40 +165,16 @@ def fill_normal(
     name: str,
     seed: int,
     std: float,
-    chunk: int | None = None,
     whole: tuple[int, ...] | None = None,
     start: tuple[int, ...] | None = None,
+    draw: Draw = counter.draw_normal,
 ) -> None:
-    """A nearly normal draw from integer arithmetic alone (the sum of four 16-bit fields of a hash), so that every device and
-    every shard computes the same bits. `view` is a whole checkpoint tensor, or the window of a matrix of shape `whole` that begins at
-    `start`; `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster than 2^22), on a card enough to
-    fill it."""
-    chunk = chunk or (2**17 if view.device.type == "cpu" else 2**22)
+    """A draw that every device and every shard makes alike. `view` is a whole checkpoint tensor, or the window of a matrix of shape
+    `whole` that begins at `start`."""
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
     columns = view.shape[-1]
     rows = view.view(-1, columns) if view.is_contiguous() else view.flatten(0, -2)
     width = columns if whole is None else whole[-1]
     first_row, first_column = (0, 0) if start is None or view.dim() == 1 else start
     assert view.dim() <= 2 or width == columns, "windows are drawn of matrices alone"
-    step = max(1, chunk // columns)
-    for begin in range(0, rows.shape[0], step):
-        part = rows[begin : begin + step]
-        first = (first_row + begin) * width + first_column
-        elements = _elements(first, part.shape[0], columns, width, view.device)
-        part.copy_(_normal(key, elements, std, view.dtype == FP8).view(part.shape))
-
-
-def _elements(first: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
-    """Numbers of a window's elements in a matrix `width` wide, [rows * columns]."""
-    if columns == width or rows == 1:
-        return torch.arange(first, first + rows * columns, dtype=torch.int64, device=device)
-    starts = torch.arange(first, first + rows * width, width, dtype=torch.int64, device=device)
-    return (starts[:, None] + torch.arange(columns, dtype=torch.int64, device=device)).flatten()
-
-
-def _normal(key: int, elements: Tensor, std: float, clip: bool) -> Tensor:
-    bits = hash_bits(elements, key)
-    total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
-    deviation = math.sqrt(4 * (2**32 - 1) / 12)
-    values = (total - 2 * 0xFFFF).float() * (std / deviation)
-    return values.clamp_(-448, 448) if clip else values
+    draw(rows, key, std, first_row * width + first_column, width)

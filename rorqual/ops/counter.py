@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
+
+FIELDS_DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)  # of the sum of four numbers below 2^16
 
 
 def hash_bits(counter: Tensor, key: int) -> Tensor:
@@ -17,3 +22,32 @@ def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
     """One number in [0, 1) for each (seed, position), fp64. Streams are independent of one another."""
     bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5 + stream * 0x9E3779B9)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def draw_normal(view: Tensor, key: int, std: float, first: int, width: int, chunk: int | None = None) -> None:
+    """Fill view [rows, columns] with a nearly normal draw from integer arithmetic alone (the sum of four 16-bit fields of a hash), rounded
+    to its type; e4m3 is clipped to +-448. The element in row r and column c is number first + r * width + c: a window of a matrix `width`
+    wide. `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster than 2^22), on a card enough to fill
+    it."""
+    chunk = chunk or (2**17 if view.device.type == "cpu" else 2**22)
+    rows, columns = view.shape
+    step = max(1, chunk // max(1, columns))
+    for begin in range(0, rows, step):
+        part = view[begin : begin + step]
+        elements = _elements(first + begin * width, part.shape[0], columns, width, view.device)
+        part.copy_(_normal(key, elements, std, view.dtype == torch.float8_e4m3fn).view(part.shape))
+
+
+def _elements(first: int, rows: int, columns: int, width: int, device: torch.device) -> Tensor:
+    """Numbers of a window's elements in a matrix `width` wide, [rows * columns]."""
+    if columns == width or rows == 1:
+        return torch.arange(first, first + rows * columns, dtype=torch.int64, device=device)
+    starts = torch.arange(first, first + rows * width, width, dtype=torch.int64, device=device)
+    return (starts[:, None] + torch.arange(columns, dtype=torch.int64, device=device)).flatten()
+
+
+def _normal(key: int, elements: Tensor, std: float, clip: bool) -> Tensor:
+    bits = hash_bits(elements, key)
+    total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
+    values = (total - 2 * 0xFFFF).float() * (std / FIELDS_DEVIATION)
+    return values.clamp_(-448, 448) if clip else values

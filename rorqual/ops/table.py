@@ -97,6 +97,10 @@ class Ops:
         """Whether a kernel of this backend serves `entry` for these weights, into which torch.compile must not look (ops/traced.py)."""
         return False
 
+    def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
+        """Random weights for view [rows, columns], a window of a matrix `width` wide: see counter.py."""
+        counter.draw_normal(view, key, std, first, width)
+
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. A table in host memory costs a wait for the ids here."""
         if table.device == ids.device:

@@ -72,6 +72,7 @@ class TracedOps(Ops):
 
     # ---- rows
 
+    draw_normal = entry(Ops.draw_normal)
     norm = entry(Ops.norm)
     swiglu = entry(Ops.swiglu)
     rope = entry(Ops.rope)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rorqual.layers.moe import MoE
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import fill_normal, random_weights
 from rorqual.models.registry import make_model
+from rorqual.ops import counter
 from rorqual.ops.cpu import CpuOps
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.overlap import straight
@@ -106,7 +108,7 @@ def test_draw_is_normal_and_depends_on_name_and_seed():
     assert view.std() == pytest.approx(0.5, rel=0.01)
     assert view.abs().max() < 0.5 * 3.5  # four uniform fields reach 3.46 deviations
     same, other, seeded = (torch.empty(1000, 1000) for _ in range(3))
-    fill_normal(same, "a", 0, 0.5, chunk=777)
+    fill_normal(same, "a", 0, 0.5, draw=partial(counter.draw_normal, chunk=777))
     fill_normal(other, "b", 0, 0.5)
     fill_normal(seeded, "a", 1, 0.5)
     assert torch.equal(view, same)

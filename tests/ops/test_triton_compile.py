@@ -28,6 +28,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.reference import FP8, Weight
     from rorqual.ops.triton import (
         absorb,
+        counter,
         embedding,
         experts,
         latent_fp8,
@@ -99,7 +100,9 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "draw", lambda: sampling.draw(given, exact)
     yield "draw rest", lambda: sampling.draw_rest(given, index, exact, index, x(9, 151936, dtype=wide), index)
     yield "write probs", lambda: sampling.write_probs(given, x(9, 151936, dtype=wide), index)
-    yield "uniform", lambda: sampling.uniform(index, index, 1)
+    yield "uniform", lambda: counter.uniform(index, index, 1)
+    for kind in (torch.bfloat16, *([FP8] if v3 else [])):
+        yield f"draw normal {kind}", lambda kind=kind: counter.draw_normal(x(2048, 7168, dtype=kind), -5, 0.02, 2**40, 7168)
 
 
 def compile_all(capability: int) -> list[dict[str, Any]]:

@@ -26,9 +26,20 @@ from torch import Tensor
 
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.reference import Distribution, Weight
+from rorqual.ops.reference import FP8, Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
-from rorqual.ops.triton import absorb, embedding, latent_fp8, linear_fp8, linear_skinny, linear_small, prefill, rope_cache, sampling
+from rorqual.ops.triton import (
+    absorb,
+    counter,
+    embedding,
+    latent_fp8,
+    linear_fp8,
+    linear_skinny,
+    linear_small,
+    prefill,
+    rope_cache,
+    sampling,
+)
 from rorqual.ops.triton import experts as experts_kernels
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
@@ -50,6 +61,12 @@ class TritonOps(Ops):
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Few launches of ours. Norms, SwiGLU and bf16 products are left to inductor, which joins them with their neighbours."""
         return entry in ("mla_prologue", "gqa_prologue", "router", "write_cache")
+
+    def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
+        if view.stride(1) == 1 and (view.dtype != FP8 or takes_fp8(view.device)):
+            counter.draw_normal(view, key, std, first, width)
+        else:
+            super().draw_normal(view, key, std, first, width)
 
     # ---- rows
 
@@ -245,7 +262,7 @@ class TritonOps(Ops):
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-        return sampling.uniform(seeds, positions, stream)
+        return counter.uniform(seeds, positions, stream)
 
     def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
         return sampling.distribution(logits, settings, cuts)

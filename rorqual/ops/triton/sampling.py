@@ -310,37 +310,6 @@ def _probs_kernel(logits, summary, plane, rows, row_stride, vocab, CHUNK: tl.con
     tl.store(plane + tl.load(rows + row) * vocab + token, weights / mass.to(tl.float32), mask=token < vocab)
 
 
-@triton.jit
-def _hash_bits(counter, key):
-    """splitmix64, as in counter.py."""
-    z = counter * -7046029254386353131 + key
-    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return z ^ ((z >> 31) & 0x1FFFFFFFF)
-
-
-@triton.jit(do_not_specialize=["count", "stream"])
-def _uniform_kernel(seeds, positions, out, count, stream, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
-    wait_for_inputs(DEPENDENT)
-    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    seed = tl.load(seeds + index, mask=index < count, other=0)
-    position = tl.load(positions + index, mask=index < count, other=0)
-    key = 0x70C5 + stream.to(tl.int64) * 0x9E3779B9
-    bits = _hash_bits(_hash_bits(seed, 0x5EED) + position, key)
-    tl.store(out + index, ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16, mask=index < count)
-
-
-def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """rorqual.ops.counter.uniform, bit for bit."""
-    positions, seeds = positions.contiguous(), seeds.contiguous()
-    out = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
-    if out.numel():
-        _uniform_kernel[triton.cdiv(out.numel(), 128),](
-            seeds, positions, out, out.numel(), stream, 128, num_warps=1, **dependent(out.device)
-        )
-    return out
-
-
 def distribution(logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
     """rorqual.ops.reference.distribution. logits [M, V] of any float format, each row dense; two kernels, with cuts four.
 
