@@ -1,12 +1,14 @@
 """Where a decode step's time goes on a card: time by kernel, and how long the card waited between kernels.
 
 torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one before ends), so busy time is the
-union of their spans. A wait longer than WAIT_US is none between two kernels of a recorded step: the host was late, or the step was not
-recorded.
+union of their spans. A wait longer than WAIT_US is none between two kernels of a recorded step: it lies between two steps, or the step was
+not recorded. The host is to blame where it launched something during the wait; otherwise the launch was there before, and the wait is
+what the card takes to begin a recording.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +19,7 @@ from rorqual.request import SamplingParams
 from rorqual.serve.llm import LLM
 
 WAIT_US = 5.0
+LAUNCHES = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")  # beginnings of their names
 NAME = 64
 
 
@@ -41,17 +44,20 @@ class KernelTime:
 @dataclass
 class StepProfile:
     """Microseconds of one step, averaged: `step` from the first kernel to the last, `busy` while at least one ran, `short` in waits of at
-    most WAIT_US, `long` in longer ones. `longest`: the longest waits, each with the kernel that ended it."""
+    most WAIT_US, `long` in longer ones, of which `late` in those during which the host was launching. `longest`: the longest waits, each
+    with the kernel that ended it."""
 
     step: float
     busy: float
     short: float
     long: float
+    late: float = 0.0
     kernels: list[KernelTime] = field(default_factory=list)
     longest: list[tuple[float, str]] = field(default_factory=list)
 
     def lines(self, most: int = 24) -> Iterator[str]:
-        yield f"step {self.step:.0f} us: busy {self.busy:.0f}, waits up to {WAIT_US:g} us {self.short:.0f}, longer ones {self.long:.0f}"
+        waits = f"waits up to {WAIT_US:g} us {self.short:.0f}, longer ones {self.long:.0f} (for the host {self.late:.0f})"
+        yield f"step {self.step:.0f} us: busy {self.busy:.0f}, {waits}"
         for us, name in self.longest:
             yield f"  a wait of {us:.1f} us before {name[:NAME]}"
         for kernel in self.kernels[:most]:
@@ -59,14 +65,17 @@ class StepProfile:
             yield f"{kernel.us:9.1f} us{share:5.1f} %{kernel.calls:8.1f} calls{each:9.2f} us each  {kernel.name[:NAME]}"
 
 
-def summarise(spans: Sequence[Span], steps: int) -> StepProfile:
-    """`spans` of so many steps alike."""
-    ordered = sorted(spans, key=lambda span: span.start)
+def summarise(spans: Sequence[Span], steps: int, launches: Sequence[float] = ()) -> StepProfile:
+    """`spans` of so many steps alike; `launches`: when the host launched something."""
+    ordered, launched = sorted(spans, key=lambda span: span.start), sorted(launches)
     waits: list[tuple[float, str]] = []
-    busy, last = 0.0, ordered[0].start
+    busy, late, last = 0.0, 0.0, ordered[0].start
     for span in ordered:
         if span.start > last:
             waits.append((span.start - last, span.name))
+            after = bisect_left(launched, last)
+            if span.start - last > WAIT_US and after < len(launched) and launched[after] <= span.start:
+                late += span.start - last
         busy += max(0.0, span.end - max(span.start, last))
         last = max(last, span.end)
     times: dict[str, tuple[int, float]] = {}
@@ -80,6 +89,7 @@ def summarise(spans: Sequence[Span], steps: int) -> StepProfile:
         busy=busy / steps,
         short=sum(us for us, _ in waits if us <= WAIT_US) / steps,
         long=sum(us for us, _ in long) / steps,
+        late=late / steps,
         kernels=sorted(kernels, key=lambda kernel: -kernel.us),
         longest=sorted(long, reverse=True)[:3],
     )
@@ -106,13 +116,19 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
             for _ in range(steps):
                 engine.step()
             engine.platform.synchronize()
-    return summarise(list(device_spans(found.events())), steps)
+    spans, launches = timeline(found.events())
+    return summarise(spans, steps, launches)
 
 
-def device_spans(events: object) -> Iterator[Span]:
-    """What ran on the card, from torch.profiler's events."""
+def timeline(events: object) -> tuple[list[Span], list[float]]:
+    """(what ran on the card, when the host launched something), from torch.profiler's events: the runtime's calls are among those of the
+    host."""
     from torch.autograd import DeviceType
 
+    spans, launches = [], []
     for event in events:  # type: ignore[attr-defined]
         if event.device_type == DeviceType.CUDA:
-            yield Span(event.name, event.time_range.start, event.time_range.end)
+            spans.append(Span(event.name, event.time_range.start, event.time_range.end))
+        elif event.name.startswith(LAUNCHES):
+            launches.append(event.time_range.start)
+    return spans, launches

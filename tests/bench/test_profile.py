@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from torch.autograd import DeviceType
 
 from rorqual import LLM
 from rorqual.bench.offline import experts_hit, greedy
-from rorqual.bench.profile import Span, profile_steps, summarise
+from rorqual.bench.profile import Span, profile_steps, summarise, timeline
 from rorqual.bench.together import decoding_together, enough_tokens
 from rorqual.errors import ConfigError
 
@@ -39,9 +41,28 @@ def test_a_late_host_shows() -> None:
     assert found.long == pytest.approx(4 * 40 / 5)
     assert found.longest == [(40.0, "attend")] * 3
     lines = list(found.lines())
-    assert lines[0] == "step 71 us: busy 38, waits up to 5 us 1, longer ones 32"
+    assert lines[0] == "step 71 us: busy 38, waits up to 5 us 1, longer ones 32 (for the host 0)"
     assert lines[1] == "  a wait of 40.0 us before attend"
     assert len(lines) == 6
+
+
+def test_only_a_launch_during_a_wait_blames_the_host() -> None:
+    """Waits lie between 139 and 179, 218 and 258. A launch at 120 was there before, one at 240 came late."""
+    assert summarise(steps(3, 40.0), 3, [120.0]).late == 0
+    assert summarise(steps(3, 40.0), 3, [240.0, 120.0, 300.0]).late == pytest.approx(40 / 3)
+
+
+def test_a_profilers_events_are_told_apart() -> None:
+    def event(device: DeviceType, name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    found = [
+        event(DeviceType.CPU, "cudaGraphLaunch", 3, 5),
+        event(DeviceType.CUDA, "attend", 7, 9),
+        event(DeviceType.CPU, "cudaEventSynchronize", 6, 9),
+        event(DeviceType.CPU, "cudaMemcpyAsync", 8, 9),
+    ]
+    assert timeline(found) == ([Span("attend", 7, 9)], [3, 8])
 
 
 def test_without_a_card_it_is_refused() -> None:
