@@ -10,7 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as ReadOnly
 from itertools import accumulate
 
-from rorqual.engine.scheduler import Scheduler, Sequence
+from rorqual.engine.scheduler import Scheduler
+from rorqual.engine.sequence import Sequence
 
 
 def decode_run(scheduler: Scheduler) -> int:

@@ -14,7 +14,8 @@ from rorqual.engine.launchers import check_alone
 from rorqual.engine.next_n import Controller
 from rorqual.engine.rank import Rank
 from rorqual.engine.ranks import RankGroup
-from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, TokenOut
+from rorqual.engine.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.sequence import InFlight, TokenOut
 from rorqual.engine.worker import rank_device
 from rorqual.errors import RequestError
 from rorqual.parallel.mesh import Mesh

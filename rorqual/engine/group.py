@@ -13,7 +13,8 @@ from functools import reduce
 from operator import add
 
 from rorqual.engine.plan import Chunk, Common, Plan, StepResult
-from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, Sequence, TokenOut, Usage
+from rorqual.engine.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.sequence import InFlight, Sequence, TokenOut, Usage
 from rorqual.errors import RequestError
 from rorqual.request import FinishReason, Request, StructuredOutput
 

@@ -14,76 +14,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
+from rorqual.engine.sequence import InFlight, Sequence, TokenOut, Usage
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
-
-
-class Sequence:
-    """One request under way.
-
-    tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries written once every launched
-    step is done; target: the length at which the request ends; hashed: full pages already offered to the prefix cache.
-    With speculation in flight cached and pending count one token a step, the least it brings; slack: what it may bring beyond.
-    drafted, accepted: drafts verified and found right, by their place behind the newest token.
-    """
-
-    __slots__ = (
-        "accepted",
-        "cached",
-        "capacity",
-        "collected",
-        "drafted",
-        "finish",
-        "hashed",
-        "key",
-        "min_len",
-        "next_hash",
-        "num_cached_prompt",
-        "order",
-        "pages",
-        "pending",
-        "preemptions",
-        "prompt_len",
-        "request",
-        "seed",
-        "slack",
-        "slot",
-        "stop_ids",
-        "stop_token",
-        "target",
-        "tokens",
-    )
-
-    def __init__(self, request: Request, target: int, seed: int, order: int):
-        self.request, self.target, self.seed, self.order = request, target, seed, order
-        self.key = b""
-        self.tokens = list(request.prompt)
-        self.prompt_len = len(self.tokens)
-        self.stop_ids = request.stop_ids
-        self.min_len = self.prompt_len + request.params.min_tokens
-        self.slot = -1
-        self.pages: list[int] = []
-        self.capacity = self.cached = self.collected = self.pending = self.hashed = self.preemptions = self.slack = 0
-        self.drafted: list[int] = []
-        self.accepted: list[int] = []
-        self.next_hash = 0
-        self.finish: FinishReason | None = None
-        self.stop_token: int | None = None
-        self.num_cached_prompt: int | None = None
-
-    @property
-    def outputs(self) -> list[int]:
-        return self.tokens[self.prompt_len :]
-
-    @property
-    def known(self) -> int:
-        return len(self.tokens) + self.pending
 
 
 @dataclass(frozen=True)
@@ -116,42 +55,6 @@ class SchedulerConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}{drafts}: "
                 "every running request gets its tokens in every step"
             )
-
-
-@dataclass
-class InFlight:
-    """A planned step and whose tokens it samples, in order."""
-
-    plan: Plan
-    sampled: list[Sequence]
-    computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
-
-
-@dataclass(frozen=True)
-class Usage:
-    """A moment's load: requests, cache pages, and counts since the start (prefix_queries and prefix_hits in tokens)."""
-
-    running: int
-    waiting: int
-    pages: int
-    pages_used: int
-    pages_cached: int
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
-
-
-@dataclass
-class TokenOut:
-    """A new token of a request; `finish` on its last."""
-
-    sequence: Sequence
-    token: int
-    logprobs: TokenLogprobs | None
-    finish: FinishReason | None
 
 
 class Scheduler:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from rorqual.engine.decode_run import advance, decode_run
 from rorqual.engine.plan import StepResult
-from rorqual.engine.scheduler import InFlight, Scheduler, SchedulerConfig, Sequence
+from rorqual.engine.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.sequence import InFlight, Sequence
 from rorqual.errors import RequestError
 from rorqual.perf.cost_runner import IDLE, Load
 from rorqual.perf.workload import Job, filler

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
-from rorqual.engine.scheduler import TokenOut
+from rorqual.engine.sequence import TokenOut
 from rorqual.errors import ConfigError, RequestError
 from rorqual.models.hub import model_folder
 from rorqual.request import FinishReason, Request, RequestOutput, SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rorqual.engine.engine import Engine
-from rorqual.engine.scheduler import Sequence
+from rorqual.engine.sequence import Sequence
 from rorqual.serve.histogram import BOUNDS, Histogram
 from rorqual.serve.wire import Ended, Snapshot
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rorqual.engine.plan import TokenLogprobs
-from rorqual.engine.scheduler import TokenOut
+from rorqual.engine.sequence import TokenOut
 from rorqual.request import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from rorqual.serve.stop import StopStrings
 from rorqual.serve.tokenizer import TextStream, Tokenizer

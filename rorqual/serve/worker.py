@@ -21,7 +21,7 @@ import msgspec
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.plan import TokenLogprobs
-from rorqual.engine.scheduler import Sequence, TokenOut
+from rorqual.engine.sequence import Sequence, TokenOut
 from rorqual.errors import RequestError, RorqualError
 from rorqual.request import Request
 from rorqual.serve import wire

@@ -13,7 +13,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult
-from rorqual.engine.scheduler import InFlight, Scheduler, TokenOut
+from rorqual.engine.scheduler import Scheduler
+from rorqual.engine.sequence import InFlight, TokenOut
 from rorqual.request import Request
 
 ROOT = 0x5EED

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
-from rorqual.engine.scheduler import Sequence
+from rorqual.engine.sequence import Sequence
 from rorqual.errors import LoadError
 from rorqual.request import Request
 from tests.engine.test_identity import engine, prompts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
-from rorqual.engine.scheduler import TokenOut
+from rorqual.engine.sequence import TokenOut
 from rorqual.request import Request, StructuredOutput
 from tests.engine.fake_runner import check_idle
 from tests.engine.test_identity import engine, prompts
