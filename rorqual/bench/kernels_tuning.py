@@ -57,10 +57,10 @@ def timed(name: str, options: list[Any], calls_of: Callable[[Any], list[Call]]) 
 
 
 def keep(
-    kernel: str, shape: Mapping[str, Any], results: Results, calls_of: Callable[[Any], list[Call]], used: Any, alike: float,
-    device: torch.device,
+    kernel: str, shape: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]], results: Results,
+    calls_of: Callable[[Any], list[Call]], used: Any, alike: float, device: torch.device,
 ) -> None:  # fmt: skip
-    """Store the fastest that computes what `used` computes."""
+    """Store the fastest that computes what `used` computes, for `shape`, which may depend on it."""
     card = tuning.card_of(device)
     expected = calls_of(used)[0]()
     for us, option in results:
@@ -68,7 +68,8 @@ def keep(
             found = calls_of(option)[0]()
         if cases.difference(found, expected) < alike:  # not where a NaN shows
             if card is not None:
-                print(f"   kept in {tuning.store(card, kernel, shape, option, us)}", flush=True)
+                named = shape(option) if callable(shape) else shape
+                print(f"   kept in {tuning.store(card, kernel, named, option, us)}", flush=True)
             return
         print(f"   another result: {option}", flush=True)
 
@@ -159,7 +160,20 @@ def tune_direct(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: W
 # --- products ---
 
 
+ROOM = (72_000, 110_000, 220_000)  # bytes of a program's stages: three, two or one of them fit a multiprocessor
+
+
+def stream_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
+    """Where two fit but one is launched, the next kernel's weights come while this one's parts are added up."""
+    m = max(8, next_power(tokens))
+    for (n, warps), room, split in itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), ROOM, (1, 2, 4, 64)):
+        stages = min(16, room // ((n + m) * 128))
+        for waves in range(1, 228_000 // room + 1) if stages > 1 and m <= 128 and n * m <= 128 * 32 * warps else ():
+            yield linear_fp8.LinearPlan(m, n, warps, stages, split=split, waves=waves, stream=True)
+
+
 def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
+    yield from stream_candidates(tokens)
     fitting = min(128, max(16, next_power(tokens)))
     heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
     options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8))
@@ -183,7 +197,11 @@ def tune_linear(rows: int, columns: int, tokens: int, device: torch.device) -> N
 
     used = linear_fp8.plan_for(weights[0], tokens)
     results = timed(f"linear {rows}x{columns} M{tokens}", [used, *linear_candidates(tokens)], calls)
-    named = {"rows": rows, "columns": columns, "tokens": tuning.near(tokens)}
+
+    def named(plan: linear_fp8.LinearPlan) -> dict[str, Any]:
+        least, most = tuning.near(tokens)
+        return {"rows": rows, "columns": columns, "tokens": [least, min(most, plan.m) if plan.stream else most]}
+
     keep("linear_fp8", named, results, calls, used, ALIKE["fp8"], device)
 
 

@@ -50,6 +50,9 @@ class Shared:
     def index(self, i: Any) -> Shared:
         return self.parts.setdefault(int(i), Shared(self.data[int(i)]))
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.data[start : start + length])
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(*order))
 
@@ -109,7 +112,9 @@ class Barriers:
         barrier.filled = 0
 
     @staticmethod
-    def expect(barrier: Shared, size: int) -> None:
+    def expect(barrier: Shared, size: int, pred: Any = True) -> None:
+        if not pred:
+            return
         assert not barrier.pending, "the barrier still waits for an earlier fill"
         barrier.expected, barrier.arriving = size, 0
 
@@ -128,7 +133,9 @@ class Copies:
     """tma"""
 
     @staticmethod
-    def async_copy_global_to_shared(source: Descriptor, place: list[Any], barrier: Shared, target: Shared) -> None:
+    def async_copy_global_to_shared(source: Descriptor, place: list[Any], barrier: Shared, target: Shared, pred: Any = True) -> None:
+        if not pred:
+            return
         row, column = (int(x) for x in place)
         data = torch.zeros(source.block, dtype=source.base.dtype)
         part = source.base[row : row + source.block[0], column : column + source.block[1]]
@@ -142,7 +149,8 @@ class Copies:
 class Language:
     """gluon.language"""
 
-    bfloat16, float32, int32, int64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+    bfloat16, float32, int32, int64, float8e4nv = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn
+    static_range = range
     exp2, log2, where = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.where)
 
     def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):
@@ -160,7 +168,7 @@ class Language:
         return torch.tensor(self.programs[axis], dtype=torch.int32)
 
     @staticmethod
-    def load(where: Pointer, mask: Any = None, other: Any = None) -> Tensor:
+    def load(where: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tensor:
         offset = torch.as_tensor(where.offset)
         if mask is None:
             return where.flat[offset.long()]
@@ -168,11 +176,18 @@ class Language:
         return torch.where(mask, where.flat[offset.long().masked_fill(~mask, 0)], torch.tensor(other, dtype=where.flat.dtype))
 
     @staticmethod
-    def store(where: Pointer, value: Tensor, mask: Any = None) -> None:
+    def store(where: Pointer, value: Any, mask: Any = None) -> None:
+        value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else where.flat.dtype)
         offset = torch.as_tensor(where.offset)
         mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
         assert value.dtype == where.flat.dtype
         where.flat[offset[mask].long()] = value.expand(offset.shape)[mask]
+
+    @staticmethod
+    def atomic_add(where: Pointer, value: Any, sem: str) -> Tensor:
+        before = where.flat[int(where.offset)].clone()
+        where.flat[int(where.offset)] += int(value)
+        return before
 
     @staticmethod
     def arange(start: int, stop: int, layout: Any) -> Tensor:
@@ -211,10 +226,12 @@ class Language:
         """Programs here are never apart."""
 
 
-def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list[Any]) -> None:
-    """Every program of `grid`, `args` in the kernel's order: tensors become pointers, Descriptors and numbers stay."""
+def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list[Any], backwards: bool = False) -> None:
+    """Every program of `grid`, the last first if `backwards`; `args` in the kernel's order: tensors become pointers, Descriptors and
+    numbers stay."""
     given = [Pointer.of(x) if isinstance(x, Tensor) else x for x in args]
-    for program in itertools.product(*(range(n) for n in grid)):
+    programs = list(itertools.product(*(range(n) for n in grid)))
+    for program in reversed(programs) if backwards else programs:
         tools = {
             "gl": Language(grid, program), "tma": Copies, "mbarrier": Barriers, "fence_async_shared": lambda: None,
             "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "warpgroup_mma_init": lambda x: x,

@@ -25,7 +25,9 @@ from rorqual.ops.triton.launch import dependent, is_hopper, multiprocessors, wai
 class LinearPlan:
     """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split: at most so many programs share a
     tile's columns; waves: at most so many programs a multiprocessor (0: one a tile); halves: the tile's weight rows in two products,
-    so that half the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no split)."""
+    so that half the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no split); stream: the kernel of
+    linear_stream.py, which has weights on the M side and bulk copies, a split of 1 for whole tiles and m from 8 on. It takes as
+    many launches as there are m tokens."""
 
     m: int
     n: int
@@ -36,6 +38,7 @@ class LinearPlan:
     split: int = 1
     waves: int = 0
     halves: bool = False
+    stream: bool = False
 
 
 MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
@@ -156,12 +159,23 @@ def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dt
         return y
     plan = plan or plan_for(weight, tokens)
     if not is_hopper(device):
-        plan = replace(plan, tma=False, halves=False, stages=min(plan.stages, 2))
-    if plan.halves:
+        plan = _portable(plan)
+    if plan.stream:
+        from rorqual.ops.triton import linear_stream
+
+        linear_stream.launch(x, weight, bias, y, plan.m, plan.n, plan.warps, plan.stages, plan.split, plan.waves)
+    elif plan.halves:
         _launch_halves(x, weight, bias, y, plan)
     else:
         _launch(x, weight, bias, y, plan)
     return y
+
+
+def _portable(plan: LinearPlan) -> LinearPlan:
+    """For cards without bulk copies, and for the interpreter."""
+    if plan.stream:
+        return LinearPlan(max(16, plan.m), 64, 4, 2, split=plan.split)
+    return replace(plan, tma=False, halves=False, stages=min(plan.stages, 2))
 
 
 def _programs(tiles: int, plan: LinearPlan, device: torch.device) -> int:

@@ -1,0 +1,259 @@
+"""Block-fp8 products of few tokens on Hopper, in Gluon: the weights stream through shared memory, and all multiprocessors end together.
+
+The weights are cut into units of N rows and 128 columns, in the order of rows' tiles and then columns, and every program takes an equal run
+of units, whatever the numbers of tiles and columns are (stream-K). What a program holds of a tile that others share goes to memory, and
+the last of them to finish adds the parts up in the order of columns: a sum depends on shape and configuration alone.
+
+Weights lie on the M side of the tensor cores (N rows a tile, in pieces of 16 rows a warp), tokens on the N side (M of them, at least 8).
+Bulk copies bring STAGES units at a time; those of weights start before the kernel waits for the one that makes x, since no kernel of a
+step writes weights. Scales are fetched a unit ahead: a load that is waited for in each unit costs as long as all copies before it.
+
+Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the products 4 for each token, their
+promotion 1, waits and barriers about 200.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rorqual.ops.reference import Weight
+from rorqual.ops.triton.fp8 import Quantised
+from rorqual.ops.triton.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
+
+SHARED = 227 * 1024 - 1024  # bytes of a program's stages; the rest is for barriers
+TOGETHER = gl.constexpr(64)  # partial sums a thread may hold of both pieces of a tile; above, one piece is multiplied after the other
+
+
+@gluon.jit
+def _let_next_start(DEPENDENT: gl.constexpr):
+    if DEPENDENT:
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_inputs(DEPENDENT: gl.constexpr):
+    if DEPENDENT:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _now(x, DEPENDENT: gl.constexpr):
+    """x, not before it is asked for: what is computed from it is not carried through the loop in registers."""
+    if DEPENDENT:
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@gluon.jit
+def _first_unit(worker, workers, GROUPS: gl.constexpr, ALIGN: gl.constexpr):
+    """Of `worker`. Programs take whole groups of ALIGN units."""
+    return GROUPS * worker // workers * ALIGN
+
+
+@gluon.jit
+def _worker_of(unit, workers, GROUPS: gl.constexpr, ALIGN: gl.constexpr):
+    """Whose unit it is: the inverse of _first_unit."""
+    return ((unit // ALIGN + 1) * workers - 1) // GROUPS
+
+
+@gluon.jit
+def _factors(x_scale, w_scale, token, valid, tile, block, xs_row, xs_block, N: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
+             LATER: gl.constexpr):  # fmt: skip
+    """What products of a block of columns are multiplied by, for each token: of the rows from 128 LATER on of a tile."""
+    row = gl.minimum(tile * N // 128 + LATER, (ROWS - 1) // 128)
+    return gl.load(x_scale + token * xs_row + block * xs_block, mask=valid, other=0.0) * gl.load(w_scale + row * BLOCKS + block)
+
+
+@gluon.jit
+def _store(y, y_row, bias, acc, tile, tokens, AT: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr):
+    """acc [rows, M]: the whole sums of rows AT and following of a tile."""
+    row = tile * N + AT + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+    token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    if BIAS:
+        acc = acc + gl.load(bias + row, mask=row < ROWS, other=0.0).to(gl.float32)[:, None]
+    there = (row < ROWS)[:, None] & (token < tokens)[None, :]
+    gl.store(y + (token * y_row)[None, :] + row[:, None], acc.to(y.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def _put_aside(partials, acc, slot, tokens, AT: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr):
+    inside = AT + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+    token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
+    place = partials + slot.to(gl.int64) * (acc.shape[1] * N)
+    gl.store(place + token[None, :] * N + inside[:, None], acc, mask=(token < tokens)[None, :])
+
+
+@gluon.jit
+def _add_up(y, y_row, partials, bias, tile, tokens, workers, M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
+            GROUPS: gl.constexpr, ALIGN: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """The parts of a tile, in the order of their columns, four at a time on their way."""
+    ACROSS: gl.constexpr = 16 if N == 64 else 32
+    SUM: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    CHUNK: gl.constexpr = M if M * N <= 512 * WARPS else 512 * WARPS // N
+    inside = gl.arange(0, N, gl.SliceLayout(0, SUM))
+    row = tile * N + inside
+    begin = tile * BLOCKS
+    first, last = _worker_of(begin, workers, GROUPS, ALIGN), _worker_of(begin + BLOCKS - 1, workers, GROUPS, ALIGN)
+    for chunk in gl.static_range(0, M, CHUNK):
+        token = chunk + gl.arange(0, CHUNK, gl.SliceLayout(1, SUM))
+        there = (token < tokens)[:, None] & (row < ROWS)[None, :]
+        total = gl.full([CHUNK, N], 0.0, gl.float32, SUM)
+        for part in range(first, last + 1, 4):
+            for more in gl.static_range(4):
+                worker = part + more
+                slot = 2 * worker + (_first_unit(worker, workers, GROUPS, ALIGN) <= begin).to(gl.int32)
+                place = partials + slot.to(gl.int64) * (M * N) + (token * N)[:, None] + inside[None, :]
+                total = total + gl.load(place, mask=there & (worker <= last), other=0.0, cache_modifier=".cg")
+        if BIAS:
+            total = total + gl.load(bias + row, mask=row < ROWS, other=0.0).to(gl.float32)[None, :]
+        gl.store(y + (token * y_row)[:, None] + row[None, :], total.to(y.dtype.element_ty), mask=there)
+
+
+@gluon.jit(do_not_specialize=["tokens", "xs_block"])
+def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, tokens, xs_row, xs_block, y_row, ROWS: gl.constexpr,
+                   COLUMNS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, ALIGN: gl.constexpr,
+                   BIAS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+    """Grid: the programs, at most one a group of ALIGN units. At most M tokens. partials: two slots of [M, N] a program, for the tile it
+    begins in the middle and the one it ends in the middle; counters: units done of each tile, zero before and after."""
+    BLOCKS: gl.constexpr = COLUMNS // 128
+    GROUPS: gl.constexpr = (ROWS + N - 1) // N * (BLOCKS // ALIGN)
+    PIECE: gl.constexpr = 16 * WARPS
+    TWO: gl.constexpr = N > PIECE
+    OVERLAP: gl.constexpr = N * M <= TOGETHER * 32 * WARPS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
+    weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
+    inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    w_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    _let_next_start(DEPENDENT)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(w_here.index(i), count=1)
+        mbarrier.init(x_here.index(i), count=1)
+    fence_async_shared()
+
+    worker, workers = gl.program_id(0), gl.num_programs(0)
+    unit, end = _first_unit(worker, workers, GROUPS, ALIGN), _first_unit(worker + 1, workers, GROUPS, ALIGN)
+    first_unit, ahead = unit, gl.minimum(end - unit, STAGES)
+    for i in range(ahead):
+        mbarrier.expect(w_here.index(i), N * 128)
+        mbarrier.expect(x_here.index(i), M * 128)
+        place = [(unit + i) // BLOCKS * N, (unit + i) % BLOCKS * 128]
+        tma.async_copy_global_to_shared(w_tma, place, w_here.index(i), weights.index(i))
+    _wait_for_inputs(DEPENDENT)
+    for i in range(ahead):
+        tma.async_copy_global_to_shared(x_tma, [0, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i))
+
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LATER: gl.constexpr = N // 256  # the second piece has scales of its own
+    token = gl.arange(0, M, EACH)
+    valid = token < tokens
+    stage, phase, used = 0, 0, 0
+    low_factor = _factors(x_scale, w_scale, token, valid, unit // BLOCKS, unit % BLOCKS, xs_row, xs_block, N, ROWS, BLOCKS, 0)
+    high_factor = _factors(x_scale, w_scale, token, valid, unit // BLOCKS, unit % BLOCKS, xs_row, xs_block, N, ROWS, BLOCKS, LATER)
+    while unit < end:
+        tile = unit // BLOCKS
+        begin = tile * BLOCKS
+        start, stop = unit, gl.minimum(begin + BLOCKS, end)
+        low = gl.full([PIECE, M], 0.0, gl.float32, ACC)
+        high = low
+        while unit < stop:
+            gl.thread_barrier()  # all warps have read the stage and the factors of the unit before
+            coming, behind = gl.minimum(unit + 1, end - 1), unit - 1 + STAGES
+            refill = (unit > first_unit) & (behind < end)
+            factors.index(0).store(low_factor)
+            if LATER:
+                factors.index(1).store(high_factor)
+            mbarrier.expect(w_here.index(used), N * 128, pred=refill)
+            mbarrier.expect(x_here.index(used), M * 128, pred=refill)
+            gl.thread_barrier()  # this unit's factors are there
+            column = behind % BLOCKS * 128
+            tma.async_copy_global_to_shared(w_tma, [behind // BLOCKS * N, column], w_here.index(used), weights.index(used), pred=refill)
+            tma.async_copy_global_to_shared(x_tma, [0, column], x_here.index(used), inputs.index(used), pred=refill)
+            next_tile, block = coming // BLOCKS, coming % BLOCKS
+            low_factor = _factors(x_scale, w_scale, token, valid, next_tile, block, xs_row, xs_block, N, ROWS, BLOCKS, 0)
+            if LATER:
+                high_factor = _factors(x_scale, w_scale, token, valid, next_tile, block, xs_row, xs_block, N, ROWS, BLOCKS, LATER)
+            mbarrier.wait(w_here.index(stage), phase)
+            mbarrier.wait(x_here.index(stage), phase)
+            xt, wt = inputs.index(stage).permute((1, 0)), weights.index(stage)
+            zero = gl.full([PIECE, M], 0.0, gl.float32, ACC)
+            part = warpgroup_mma(wt.slice(0, PIECE), xt, zero, use_acc=False, is_async=True)
+            if TWO and OVERLAP:
+                other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
+            factor = factors.index(0).load(gl.SliceLayout(0, ACC))[None, :]
+            if TWO and OVERLAP:
+                low = low + warpgroup_mma_wait(1, deps=[part]) * factor
+            else:
+                low = low + warpgroup_mma_wait(0, deps=[part]) * factor
+            if TWO:
+                if LATER:
+                    factor = factors.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+                if not OVERLAP:
+                    other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
+                high = high + warpgroup_mma_wait(0, deps=[other]) * factor
+            unit = unit + 1  # not +=: tests run this on tensors, which that would change in place
+            used, stage = stage, stage + 1
+            if stage == STAGES:
+                stage, phase = 0, phase ^ 1
+        done = stop - start
+        held = _now(tokens, DEPENDENT)
+        EVEN: gl.constexpr = 8 if ROWS % 8 == 0 else 1
+        y_step = _now(y_row // EVEN, DEPENDENT) * EVEN  # so much is known of it: stores are wide
+        if done == BLOCKS:
+            _store(y, y_step, bias, low, tile, held, 0, N, ROWS, BIAS, ACC)
+            if TWO:
+                _store(y, y_step, bias, high, tile, held, PIECE, N, ROWS, BIAS, ACC)
+        elif ALIGN < BLOCKS:
+            slot = 2 * worker + (start == begin).to(gl.int32)
+            _put_aside(partials, low, slot, held, 0, N, ACC)
+            if TWO:
+                _put_aside(partials, high, slot, held, PIECE, N, ACC)
+            gl.thread_barrier()  # every thread's part is stored before one of them counts them in
+            if gl.atomic_add(counters + tile, done, sem="acq_rel") + done == BLOCKS:
+                _add_up(y, y_step, partials, bias, tile, held, workers, M, N, ROWS, BLOCKS, GROUPS, ALIGN, BIAS, WARPS)
+                gl.store(counters + tile, 0)
+
+
+def programs(rows: int, columns: int, n: int, split: int, waves: int, processors: int) -> tuple[int, int]:
+    """(programs, units of columns that stay together): with a split of 1 whole tiles, else single units, at most `split` programs a tile on
+    average and `waves` a multiprocessor."""
+    tiles, blocks = -(-rows // n), columns // 128
+    align = blocks if split == 1 or tiles > COUNTERS else 1
+    return min(tiles * (blocks // align), max(1, waves) * processors, tiles * split if align == 1 else tiles), align
+
+
+def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
+           waves: int) -> None:  # fmt: skip
+    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a launch (more
+    take several, each of which reads the weights); n: rows a tile, 16 or 32 a warp; see `programs` for split and waves."""
+    (rows, columns), device = weight.data.shape, y.device
+    assert y.is_contiguous()
+    assert n in (16 * warps, 32 * warps), (n, warps)
+    assert (n + m) * 128 * stages <= SHARED, (m, n, stages)
+    workers, align = programs(rows, columns, n, split, waves, multiprocessors(device))
+    shared = align * 128 < columns
+    partials = torch.empty(2 * workers, m, n, dtype=torch.float32, device=device) if shared else None
+    counters = zeroed_counters(device, -(-rows // n)) if shared else None
+    layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
+    w_tma = TensorDescriptor.from_tensor(weight.data, [n, 128], layout)
+    for first in range(0, x.shape[0], m):
+        some, scale = x.data[first : first + m], x.scale[first : first + m]
+        _stream_kernel[workers,](
+            TensorDescriptor.from_tensor(some, [m, 128], layout), scale, w_tma, weight.scale, bias, y[first : first + m], partials,
+            counters, some.shape[0], *scale.stride(), rows, rows, columns, m, n, stages, align, bias is not None, warps,
+            num_warps=warps, **dependent(device))  # fmt: skip
