@@ -172,8 +172,15 @@ def stream_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
             yield linear_fp8.LinearPlan(m, n, warps, stages, split=split, waves=waves, stream=True)
 
 
+def tall_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
+    for m, stages in ((256, 4), (256, 3), (128, 6), (128, 4)):
+        if tokens > m // 2:
+            yield linear_fp8.LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True)
+
+
 def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
     yield from stream_candidates(tokens)
+    yield from tall_candidates(tokens)
     fitting = min(128, max(16, next_power(tokens)))
     heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
     options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8))

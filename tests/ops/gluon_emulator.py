@@ -2,12 +2,13 @@
 
 Layouts are ignored. What is asynchronous on a card fails here if it is used wrongly: a bulk copy fills its place with NaN when it is
 issued and brings its data when its barrier is waited for, in the right phase; a product must find, when it is waited for, the
-operands it found when it was issued.
+operands it found when it was issued. Partitions of warps are threads of which one runs until it has to wait.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,10 +42,10 @@ class Shared:
     """A piece of shared memory, full of NaN at first."""
 
     def __init__(self, data: Tensor):
-        self.data, self.shape = data, list(data.shape)
-        self.pending: list[Callable[[], None]] = []
-        self.filled = 0
-        self.expected = self.arriving = 0
+        self.data, self.shape, self.dtype = data, list(data.shape), data.dtype
+        self.pending: list[Callable[[], None]] = []  # copies of the phase under way
+        self.landed: list[Callable[[], None]] = []  # of complete ones, not awaited yet
+        self.filled = self.count = self.arrived = self.expected = self.arriving = 0
         self.parts: dict[int, Shared] = {}
 
     def index(self, i: Any) -> Shared:
@@ -102,6 +103,10 @@ def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
+TURN = threading.Condition()  # held by whoever runs
+PARTITIONS, WAIT = [False], 5.0  # whether several run; seconds
+
+
 class Barriers:
     """mbarrier"""
 
@@ -109,24 +114,37 @@ class Barriers:
 
     @staticmethod
     def init(barrier: Shared, count: int) -> None:
-        barrier.filled = 0
+        barrier.filled, barrier.count = 0, count
+
+    @classmethod
+    def arrive(cls, barrier: Shared, count: int) -> None:
+        barrier.arrived += count
+        assert barrier.arrived <= barrier.count, "the barrier still waits for an earlier fill"
+        cls.advance(barrier)
+
+    @classmethod
+    def expect(cls, barrier: Shared, size: int, pred: Any = True) -> None:
+        if pred:
+            barrier.expected += size
+            cls.arrive(barrier, 1)
 
     @staticmethod
-    def expect(barrier: Shared, size: int, pred: Any = True) -> None:
-        if not pred:
-            return
-        assert not barrier.pending, "the barrier still waits for an earlier fill"
-        barrier.expected, barrier.arriving = size, 0
+    def advance(barrier: Shared) -> None:
+        assert barrier.arriving <= barrier.expected, (barrier.arriving, barrier.expected)
+        if barrier.arrived == barrier.count and barrier.arriving == barrier.expected:
+            assert not barrier.landed, "nobody waited for the fill before"
+            barrier.landed, barrier.pending = barrier.pending, []
+            barrier.arrived = barrier.expected = barrier.arriving = 0
+            barrier.filled += 1
+            TURN.notify_all()
 
     @staticmethod
     def wait(barrier: Shared, phase: Any) -> None:
-        assert barrier.pending, "nothing is on its way"
-        assert barrier.arriving == barrier.expected, (barrier.arriving, barrier.expected)
-        assert int(phase) == barrier.filled % 2, "the phase of another fill"
-        for bring in barrier.pending:
+        if not TURN.wait_for(lambda: barrier.filled % 2 != int(phase), timeout=WAIT if PARTITIONS[0] else 0):
+            raise AssertionError(f"nothing is on its way: {barrier.arriving} of {barrier.expected} bytes, {barrier.arrived} arrivals")
+        for bring in barrier.landed:
             bring()
-        barrier.pending.clear()
-        barrier.filled += 1
+        barrier.landed.clear()
 
 
 class Copies:
@@ -144,6 +162,17 @@ class Copies:
         target.data.fill_(float("nan"))
         barrier.arriving += data.numel() * data.element_size()
         barrier.pending.append(lambda: target.data.copy_(data))  # type: ignore[arg-type, return-value]
+        Barriers.advance(barrier)
+
+    @staticmethod
+    def async_copy_shared_to_global(target: Descriptor, place: list[Any], source: Shared) -> None:
+        row, column = (int(x) for x in place)
+        part = target.base[row : row + target.block[0], column : column + target.block[1]]
+        part.copy_(source.data[: part.shape[0], : part.shape[1]])
+
+    @staticmethod
+    def store_wait(outstanding: int) -> None:
+        """Copies out are done at once."""
 
 
 class Language:
@@ -222,6 +251,29 @@ class Language:
         return x
 
     @staticmethod
+    def warp_specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+        failed: list[BaseException] = []
+
+        def enter(work: Callable[..., None], given: tuple[Any, ...]) -> None:
+            with TURN:
+                try:
+                    work(*given)
+                except BaseException as error:
+                    failed.append(error)
+
+        threads = [threading.Thread(target=enter, args=partition) for partition in partitions]
+        PARTITIONS[0] = True
+        for thread in threads:
+            thread.start()
+        TURN.release()
+        for thread in threads:
+            thread.join()
+        TURN.acquire()
+        PARTITIONS[0] = False
+        if failed:
+            raise failed[0]
+
+    @staticmethod
     def thread_barrier() -> None:
         """Programs here are never apart."""
 
@@ -240,4 +292,5 @@ def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list
         for name, value in vars(module).items():
             if hasattr(value, "is_gluon"):
                 names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
-        names[kernel](*given)
+        with TURN:
+            names[kernel](*given)

@@ -17,27 +17,13 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton
 
-from rorqual.ops import reference
-from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.reference import Weight
 from rorqual.ops.triton import linear_stream
 from tests.ops import gluon_emulator
+from tests.ops.block_fp8 import error, exact, operands
 from tests.ops.gluon_emulator import Descriptor
 
 ROWS, COLUMNS = 400, 640  # no whole tiles of rows, five units a tile
-
-
-def operands(tokens: int, columns: int = COLUMNS, rows: int = ROWS) -> tuple[Tensor, Tensor, Weight]:
-    """x e4m3 and its scales, stored column after column as the quantising kernels do; weights."""
-    x = torch.randn(tokens, columns)
-    blocks = x.view(tokens, -1, 128)
-    scale = blocks.abs().amax(-1) / 448
-    data = (blocks / scale[..., None]).view(tokens, columns).to(FP8)
-    weight = Weight((torch.randn(rows, columns) * 100).to(FP8), torch.rand(-(-rows // 128), columns // 128) + 0.5)
-    return data, scale.t().contiguous().t(), weight
-
-
-def exact(x: Tensor, scale: Tensor, weight: Weight) -> Tensor:
-    return (x.double() * scale.double().repeat_interleave(128, 1)) @ reference.dequantise(weight, torch.float64).t()
 
 
 def emulate(x: Tensor, scale: Tensor, weight: Weight, m: int, n: int, warps: int, stages: int, workers: int, whole: bool = False,
@@ -71,28 +57,25 @@ CASES = [  # tokens, m, n, warps, stages, workers
 @pytest.mark.parametrize(("tokens", "m", "n", "warps", "stages", "workers"), CASES)
 def test_emulated_result(tokens: int, m: int, n: int, warps: int, stages: int, workers: int, backwards: bool) -> None:
     torch.manual_seed(tokens)
-    x, scale, weight = operands(tokens)
+    x, scale, weight = operands(tokens, COLUMNS, ROWS)
     bias = torch.randn(ROWS).bfloat16() if tokens in (1, 60) else None
     y = emulate(x, scale, weight, m, n, warps, stages, workers, bias=bias, backwards=backwards)
-    expected = exact(x, scale, weight) + (0 if bias is None else bias.double())
-    torch.testing.assert_close(y.double(), expected, atol=0.5, rtol=1e-2)
-    assert ((y.double() - expected).norm() / expected.norm()).item() < 3e-3
+    assert error(y, exact(x, scale, weight, bias)) < 2e-3
     if not backwards:
         assert torch.equal(y, emulate(x, scale, weight, m, n, warps, stages, workers, bias=bias, backwards=True)), "order of programs"
 
 
 def test_whole_tiles_need_no_workspace() -> None:
     torch.manual_seed(3)
-    x, scale, weight = operands(9)
+    x, scale, weight = operands(9, COLUMNS, ROWS)
     y = emulate(x, scale, weight, 16, 64, 4, 3, 3, whole=True)
-    expected = exact(x, scale, weight)
-    assert ((y.double() - expected).norm() / expected.norm()).item() < 3e-3
+    assert error(y, exact(x, scale, weight)) < 2e-3
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     """With one configuration: its place, its neighbours and their number change nothing."""
     torch.manual_seed(4)
-    x, scale, weight = operands(16)
+    x, scale, weight = operands(16, COLUMNS, ROWS)
     y = emulate(x, scale, weight, 16, 64, 4, 3, 6)
     for rows in ([5], [9, 5], [15, 3, 5, 0]):
         some = scale[rows].t().contiguous().t()

@@ -26,8 +26,8 @@ class LinearPlan:
     """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split: at most so many programs share a
     tile's columns; waves: at most so many programs a multiprocessor (0: one a tile); halves: the tile's weight rows in two products,
     so that half the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no split); stream: the kernel of
-    linear_stream.py, which has weights on the M side and bulk copies, a split of 1 for whole tiles and m from 8 on. It takes as
-    many launches as there are m tokens."""
+    linear_stream.py, which has weights on the M side and bulk copies, a split of 1 for whole tiles and m from 8 on, and takes as many
+    launches as there are m tokens; tall: that of linear_tall.py, for m and stages alone."""
 
     m: int
     n: int
@@ -39,8 +39,10 @@ class LinearPlan:
     waves: int = 0
     halves: bool = False
     stream: bool = False
+    tall: bool = False
 
 
+HALVES = LinearPlan(128, 128, 8, 3, swap=False, tma=True, halves=True)
 MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
 
 
@@ -160,10 +162,8 @@ def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dt
     plan = plan or plan_for(weight, tokens)
     if not is_hopper(device):
         plan = _portable(plan)
-    if plan.stream:
-        from rorqual.ops.triton import linear_stream
-
-        linear_stream.launch(x, weight, bias, y, plan.m, plan.n, plan.warps, plan.stages, plan.split, plan.waves)
+    if plan.stream or plan.tall:
+        _launch_gluon(x, weight, bias, y, plan)
     elif plan.halves:
         _launch_halves(x, weight, bias, y, plan)
     else:
@@ -171,10 +171,23 @@ def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dt
     return y
 
 
+def _launch_gluon(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+    from rorqual.ops.triton import linear_stream, linear_tall
+
+    if plan.stream:
+        linear_stream.launch(x, weight, bias, y, plan.m, plan.n, plan.warps, plan.stages, plan.split, plan.waves)
+    elif linear_tall.fits(weight, y):
+        linear_tall.launch(x, weight, bias, y, plan.m, plan.stages)
+    else:
+        _launch_halves(x, weight, bias, y, HALVES)
+
+
 def _portable(plan: LinearPlan) -> LinearPlan:
     """For cards without bulk copies, and for the interpreter."""
     if plan.stream:
-        return LinearPlan(max(16, plan.m), 64, 4, 2, split=plan.split)
+        return LinearPlan(max(16, plan.m), 64, 4, 2, split=min(8, plan.split))
+    if plan.tall:
+        return LinearPlan(128, 128, 8, 2, swap=False)
     return replace(plan, tma=False, halves=False, stages=min(plan.stages, 2))
 
 
