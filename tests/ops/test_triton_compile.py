@@ -57,6 +57,10 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         if v3:
             yield f"fp8 T{tokens}", lambda t=tokens: experts.experts(x(t, 7168), *picks(t, 1), fp8(32, 4096, 7168), fp8(32, 7168, 2048))
             yield f"linear T{tokens}", lambda t=tokens: linear_fp8.linear(x(t, 7168), fp8(2112, 7168))
+    for plan in (
+        (linear_fp8.LinearPlan(64, 128, 8, 6, split=64, stream=True), linear_fp8.LinearPlan(256, 128, 4, 4, tall=True)) if v3 else ()
+    ):
+        yield f"linear {plan}", lambda p=plan: linear_fp8.linear(x(p.m, 7168), fp8(2112, 7168), plan=p)
     if v3:
         yield "fp8 one token", lambda: experts.experts(x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048))
     yield "fp32", lambda: experts.experts(

@@ -1,0 +1,66 @@
+"""Block-fp8 products in Gluon on a card: each form against fp64, poisoned outputs, and graphs of dependent launches against one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rorqual.bench import kernels_experts as bench
+from rorqual.ops import reference
+from rorqual.ops.triton.fp8 import quantise
+from rorqual.ops.triton.launch import is_hopper
+from rorqual.ops.triton.linear_fp8 import LinearPlan, linear
+
+DEVICE = torch.device("cuda")
+if not is_hopper(DEVICE):
+    pytest.skip("needs compute capability 9", allow_module_level=True)
+SHAPES = [(2112, 7168), (400, 640), (7168, 2048), (1536, 128)]
+FEW = [
+    LinearPlan(8, 128, 8, 6, split=64, stream=True),
+    LinearPlan(16, 64, 4, 9, split=4, stream=True),
+    LinearPlan(32, 128, 4, 5, split=64, waves=2, stream=True),
+    LinearPlan(64, 64, 4, 6, split=1, waves=2, stream=True),
+    LinearPlan(64, 256, 8, 5, split=64, stream=True),
+    LinearPlan(128, 128, 8, 6, split=2, stream=True),
+    LinearPlan(128, 256, 8, 4, split=64, stream=True),
+]
+MANY = [LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True) for m, stages in ((256, 4), (256, 2), (128, 6))]
+
+
+def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    weight = bench.random_weight("fp8", DEVICE, rows, columns)
+    x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
+    bias = torch.randn(rows, device=DEVICE, dtype=torch.bfloat16) if tokens % 2 else None
+    truth = reference.rounded_to_fp8(x).double() @ reference.dequantise(weight, torch.float64).t() + (0 if bias is None else bias.double())
+    with bench.poisoned():
+        first = linear(x, weight, bias, plan=plan)
+    assert bench.difference(first, truth) < 1e-4
+    packed, outs = quantise(x), list[Tensor]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs += [linear(packed, weight, bias, plan=plan) for _ in range(8)]
+    for _ in range(5):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, first) for out in outs), "a launch that starts early reads or writes too early"
+
+
+@pytest.mark.parametrize("plan", FEW, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_few_tokens(plan: LinearPlan, rows: int, columns: int) -> None:
+    for tokens in (plan.m, plan.m - 1, max(1, plan.m // 2 - 3), plan.m + 1):
+        check(plan, rows, columns, tokens)
+
+
+@pytest.mark.parametrize("plan", MANY, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_many_tokens(plan: LinearPlan, rows: int, columns: int) -> None:
+    for tokens in (plan.m, 129, 5, 4200, 700):
+        check(plan, rows, columns, tokens)
