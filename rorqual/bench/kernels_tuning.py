@@ -22,7 +22,7 @@ from rorqual.bench.kernels_experts import Call, Draw, ExpertShape
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import experts as ex
 from rorqual.ops.triton import linear_fp8, linear_small, tuning
-from rorqual.ops.triton.launch import next_power
+from rorqual.ops.triton.launch import is_hopper, next_power
 from rorqual.ops.triton.picks import sort_picks
 
 ALIKE = {"bf16": 1e-4, "fp8": 1e-3}  # how far a kept configuration's output may be from that of the one in use
@@ -178,9 +178,13 @@ def tall_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
             yield linear_fp8.LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True)
 
 
-def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
+def gluon_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
     yield from stream_candidates(tokens)
     yield from tall_candidates(tokens)
+
+
+def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
+    """Triton's forms."""
     fitting = min(128, max(16, next_power(tokens)))
     heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
     options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8))
@@ -196,14 +200,18 @@ def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
             yield linear_fp8.LinearPlan(m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves)
 
 
-def tune_linear(rows: int, columns: int, tokens: int, device: torch.device) -> None:
+def tune_linear(rows: int, columns: int, tokens: int, device: torch.device, gluon: bool = False) -> None:
+    """Triton's forms, or those in Gluon, beside the configuration in use."""
+    if gluon and not is_hopper(device):
+        return
     weights, _, packed = cases.linear_data(rows, columns, tokens, device)
 
     def calls(plan: linear_fp8.LinearPlan) -> list[Call]:
         return [partial(linear_fp8.linear, packed, w, plan=plan) for w in weights]
 
     used = linear_fp8.plan_for(weights[0], tokens)
-    results = timed(f"linear {rows}x{columns} M{tokens}", [used, *linear_candidates(tokens)], calls)
+    candidates = (gluon_candidates if gluon else linear_candidates)(tokens)
+    results = timed(f"linear {rows}x{columns} M{tokens}", [used, *candidates], calls)
 
     def named(plan: linear_fp8.LinearPlan) -> dict[str, Any]:
         least, most = tuning.near(tokens)
@@ -241,6 +249,7 @@ def searches() -> Iterator[Search]:
     for (n, k), peers in cases.LINEARS.items():
         for m in peers:
             yield Search(f"linear {n}x{k} M{m}", partial(tune_linear, n, k, m))
+            yield Search(f"linear gluon {n}x{k} M{m}", partial(tune_linear, n, k, m, gluon=True))
     for n, k in cases.SMALL:
         for m in (1, 4):
             yield Search(f"linear bf16 {n}x{k} M{m}", partial(tune_small, n, k, m))

@@ -211,7 +211,30 @@ def test_searches_store_what_their_kernels_then_take(on_card: Callable[..., None
 
 def test_case_names_of_searches_are_those_of_the_table() -> None:
     names = {case.name for case in kernels_experts.cases()}
-    assert {search.name for search in kernels_tuning.searches()} <= names
+    assert {search.name.replace(" gluon", "") for search in kernels_tuning.searches()} <= names
+
+
+def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
+    for tokens in (1, 8, 20, 64, 128, 200, 4096):
+        for plan in kernels_tuning.gluon_candidates(tokens):
+            assert plan.stream != plan.tall
+            assert plan.m >= min(tokens, 128)
+            assert (plan.n + plan.m) * 128 * plan.stages + plan.tall * 32_768 <= 226 * 1024, plan
+            assert plan.tall or plan.n in (16 * plan.warps, 32 * plan.warps), plan
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="times are invented")
+def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
+    on_card: Callable[..., None], clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_experts, "ROTATE", 1)
+    monkeypatch.setattr(kernels_tuning, "is_hopper", lambda device: True)
+    plan = LinearPlan(8, 64, 4, 6, split=64, stream=True)
+    monkeypatch.setattr(kernels_tuning, "gluon_candidates", lambda tokens: [plan])
+    before = linear_plan(9, 128, 256)
+    kernels_tuning.tune_linear(128, 256, 8, torch.device(DEVICE), gluon=True)
+    assert linear_plan(6, 128, 256) == linear_plan(8, 128, 256) == plan
+    assert linear_plan(9, 128, 256) == before
 
 
 # ---- compiled kernels
