@@ -200,6 +200,14 @@ def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
             yield linear_fp8.LinearPlan(m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves)
 
 
+def sizes_alike(plan: linear_fp8.LinearPlan, tokens: int) -> list[float]:
+    """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that fill the same tile are alike; one token, of
+    which most decode steps without drafts consist, has a rule of its own."""
+    if not plan.stream:
+        return tuning.near(tokens)
+    return [1, 1] if tokens == 1 else [2 if plan.m == 8 else plan.m // 2 + 1, plan.m]
+
+
 def tune_linear(rows: int, columns: int, tokens: int, device: torch.device, gluon: bool = False) -> None:
     """Triton's forms, or those in Gluon, beside the configuration in use."""
     if gluon and not is_hopper(device):
@@ -214,8 +222,7 @@ def tune_linear(rows: int, columns: int, tokens: int, device: torch.device, gluo
     results = timed(f"linear {rows}x{columns} M{tokens}", [used, *candidates], calls)
 
     def named(plan: linear_fp8.LinearPlan) -> dict[str, Any]:
-        least, most = tuning.near(tokens)
-        return {"rows": rows, "columns": columns, "tokens": [least, min(most, plan.m) if plan.stream else most]}
+        return {"rows": rows, "columns": columns, "tokens": sizes_alike(plan, tokens)}
 
     keep("linear_fp8", named, results, calls, used, ALIKE["fp8"], device)
 

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,11 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
     monkeypatch.setattr(kernels_tuning, "gluon_candidates", lambda tokens: [plan])
     before = linear_plan(9, 128, 256)
     kernels_tuning.tune_linear(128, 256, 8, torch.device(DEVICE), gluon=True)
-    assert linear_plan(6, 128, 256) == linear_plan(8, 128, 256) == plan
+    assert linear_plan(2, 128, 256) == linear_plan(8, 128, 256) == plan
     assert linear_plan(9, 128, 256) == before
+    assert linear_plan(1, 128, 256) != plan
+    sizes = {tokens: kernels_tuning.sizes_alike(replace(plan, m=m), tokens) for m, tokens in ((8, 1), (8, 8), (16, 16), (128, 128))}
+    assert sizes == {1: [1, 1], 8: [2, 8], 16: [9, 16], 128: [65, 128]}
 
 
 # ---- compiled kernels
