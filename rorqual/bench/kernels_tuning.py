@@ -201,8 +201,8 @@ def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
 
 
 def sizes_alike(plan: linear_fp8.LinearPlan, tokens: int) -> list[float]:
-    """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that fill the same tile are alike; one token, of
-    which most decode steps without drafts consist, has a rule of its own."""
+    """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that fill the same tile are alike; one token,
+    which is a decode step of one request, has a rule of its own."""
     if not plan.stream:
         return tuning.near(tokens)
     return [1, 1] if tokens == 1 else [2 if plan.m == 8 else plan.m // 2 + 1, plan.m]
