@@ -148,7 +148,10 @@ def serve(link: Link, interface: str | None = None, card: int | None = None, mod
         dist.destroy_process_group()
         return 0
     except Exception as error:  # whatever it was, rank 0 tells the users
-        link.send(Kind.FAILED, f"{type(error).__name__}: {error}".encode())
+        reason = f"{type(error).__name__}: {error}"
+        if interface is not None:  # of another host, whose own log should say it too: rank 0 may be out of reach
+            print(f"rorqual: a rank ends: {' '.join(reason.split())}", file=sys.stderr, flush=True)
+        link.send(Kind.FAILED, reason.encode())
         return 1
     finally:
         stopped.set()
