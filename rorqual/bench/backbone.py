@@ -14,6 +14,7 @@ from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
 from rorqual.models.transformer import Transformer
 from rorqual.ops.reference import Weight
+from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.layout import Layout
 
 
@@ -42,6 +43,9 @@ class ExpertlessMoE(MoE):
     def __init__(self, build: Build, prefix: str, config: ModelConfig):
         super().__init__(build, prefix, config.hidden_size, config.moe)
         self.exchange = NowhereExchange(build.device)
+
+    def _joined(self, build: Build, slots: SlotMap | None) -> int:
+        return 0
 
     def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
         return Weight(build.empty(0, 2, hidden)), Weight(build.empty(0, hidden, 1))

@@ -131,13 +131,22 @@ def poisoned() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """slots experts of hidden x inner, top_k picks a token."""
+    """slots experts of hidden x inner, top_k picks a token; the last `shared` of both are every token's."""
 
     kind: str
     slots: int
     hidden: int
     inner: int
     top_k: int
+    shared: int = 0
+
+    @property
+    def routed(self) -> int:
+        return self.slots - self.shared
+
+    def routed_picks(self, tokens: int) -> int:
+        """What configurations are chosen by."""
+        return tokens * (1 if self is V3_RANK else self.top_k - self.shared)
 
 
 QWEN3_30B = ExpertShape("bf16", 128, 2048, 768, 8)
@@ -179,14 +188,15 @@ Draw = tuple[Tensor, Tensor, Tensor]
 def draws(shape: ExpertShape, tokens: int, device: torch.device) -> list[Draw]:
     """(x, ids, weights) for each call: enough of them that the experts they pick do not fit L2."""
     share = shape is V3_RANK
-    slots = shape.slots * 8 if share else shape.slots
+    slots = shape.slots * 8 if share else shape.routed
     out = []
     for _ in range(8 if tokens <= 16 else 2):
-        ids = torch.rand(tokens, slots, device=device).topk(shape.top_k).indices
+        ids = torch.rand(tokens, slots, device=device).topk(shape.top_k - shape.shared).indices
         if share:
             ids[ids >= shape.slots] = -1
         x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
-        out.append((x, ids, torch.rand(tokens, shape.top_k, device=device)))
+        picked = reference.with_shared(ids, torch.rand(ids.shape, device=device), slots, shape.shared)
+        out.append((x, *picked))
     return out
 
 
@@ -221,7 +231,7 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
     expected = tokens if shape is V3_RANK else None
 
     def call(draw: Draw) -> Tensor:
-        return ex.experts(*draw, gate_up, down, expected)
+        return ex.experts(*draw, gate_up, down, expected, shared=shape.shared)
 
     def judge(out: Tensor) -> float:
         rows = torch.randperm(tokens, device=device)[:CHECKED]
@@ -230,7 +240,7 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
 
     calls: list[Call] = [partial(call, draw) for draw in picked]
     size, flops = expert_cost(shape, picked)
-    others = {} if shape is V3_RANK else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
+    others = {} if shape is V3_RANK or shape.shared else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
     return Setup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
 
 

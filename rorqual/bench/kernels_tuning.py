@@ -105,17 +105,17 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
     """The best tiles of both products for each number of rows, then the whole layer with each of these plans."""
     gate_up, down = cases.expert_weights(shape, device)
     picked = cases.draws(shape, tokens, device)
-    picks = tokens if shape is cases.V3_RANK else picked[0][1].numel()
+    picks = shape.routed_picks(tokens)
     if picked[0][1].numel() <= 16:
-        tune_direct(shape, picked, gate_up, down, device)
+        tune_direct(shape, picks, picked, gate_up, down, device)
 
     def whole(plan: ex.Plan) -> list[Call]:
         return [partial(ex.grouped_experts, *draw, gate_up, down, plan) for draw in picked]
 
-    used = ex.plan_for(down, picks)
-    plans = [used, *(plan for rows in row_candidates(picks, shape.slots) if (plan := best_tiles(shape, picked, gate_up, down, rows)))]
-    named = {"kind": shape.kind, "slots": shape.slots, "hidden": shape.hidden, "inner": shape.inner}
-    named["mean"] = tuning.near(picks / shape.slots)
+    used = ex.plan_for(down, picks, shape.shared)
+    plans = [used, *(plan for rows in row_candidates(picks, shape.routed) if (plan := best_tiles(shape, picked, gate_up, down, rows)))]
+    named = {"kind": shape.kind, "slots": shape.routed, "hidden": shape.hidden, "inner": shape.inner}
+    named["mean"] = tuning.near(picks / shape.routed)
     keep("experts", named, timed("whole layer", plans, whole), whole, used, ALIKE[shape.kind], device)
 
 
@@ -138,11 +138,10 @@ def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: We
     return ex.Plan(rows, up[0][1], below[0][1]) if below else None
 
 
-def tune_direct(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, device: torch.device) -> None:
+def tune_direct(shape: ExpertShape, picks: int, picked: list[Draw], gate_up: Weight, down: Weight, device: torch.device) -> None:
     """Both kernels alike, then each varied beside the best of these."""
     options = itertools.product((8, 16, 32), (128, 256, 512), (4, 8), (2, 3, 4))
     plans = [ex.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
-    picks = picked[0][1].numel()
     used = ex.direct_plan_for(down, picks)
 
     def both(plan: ex.DirectPlan) -> list[Call]:

@@ -262,9 +262,11 @@ def moe_cases(bench: Bench) -> Iterator[Case]:
     for kind in ("natural", "uniform", "zipf"):
         for n in bench.tokens:
             x = bench.hidden(n)
-            ids = moe.route(x)[0] if kind == "natural" else routed_ids(kind, n, config.moe).to(bench.device)
-            run = partial(moe.run, x, None if kind == "natural" else ids)
-            hit = ids.unique().numel()
+            routed, shared = moe.route(x)[0].split((config.moe.top_k, moe.joined), 1)
+            if kind != "natural":
+                routed = routed_ids(kind, n, config.moe).to(bench.device)
+            run = partial(moe.run, x, None if kind == "natural" else torch.cat((routed, shared), 1))
+            hit = routed.unique().numel()
             yield Case("moe", kind, "tokens", n, run, _moe_cost(bench, layer, n, hit), size_of(moe), experts_hit=hit)
 
 

@@ -12,6 +12,7 @@ from rorqual.config import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
 from rorqual.ops.reference import Weight
+from rorqual.parallel.choice import possible_exchanges
 from rorqual.parallel.exchange import Exchange, ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.layout import Layout
@@ -48,36 +49,52 @@ class DenseMLP:
 
 
 class MoE:
-    """Routed experts behind an Exchange, plus shared experts computed while the exchange is under way, on rows that it gathered where
-    these are the rows they need."""
+    """Routed experts behind an Exchange, plus shared experts.
+
+    Where `joined` is not 0, shared experts stand behind the routed ones in the same tensors, a shared MLP of S times an expert's columns
+    as S experts, and every token picks them: no kernels of their own. Else they are a layer beside the exchange, computed while it is
+    under way, on rows that it gathered where these are the rows they need."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, moe: MoEConfig, slots: SlotMap | None = None):
         self.ops, self.moe, self.prefix, self.hidden = build.ops, moe, prefix, hidden
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
         self.gate = build.empty(moe.num_experts, hidden, dtype=gate_dtype)
         self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None
-        shared = moe.num_shared * moe.intermediate_size
-        self.shared = DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         self.block = build.quant.block if build.quant else (128, 128)
+        self.joined = self._joined(build, slots)
+        shared = 0 if self.joined else moe.num_shared * moe.intermediate_size
+        self.shared = DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         self.slots = slots or SlotMap.identity(moe.num_experts)
         self.held = self.slots.local(build.mesh.axes["ep"].cut)
         self.columns = range(*build.mesh.axes["expert_tp"].cut.span(moe.intermediate_size))
         gate_up, down = self._expert_weights(build, hidden)
         cut = build.mesh.axes["ep"].cut
-        store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, cut, self.ops.experts_fp8)
+        store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, cut, self.ops.experts_fp8, self.joined)
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
+        self.joined_std = (hidden**-0.5, build.residual_gain * (self.joined * moe.intermediate_size or 1) ** -0.5)
+
+    def _joined(self, build: Build, slots: SlotMap | None) -> int:
+        """How many shared experts stand among the routed ones: all or none. All, where the backend asks for it and a rank holds of them
+        what it holds of every routed expert (the same columns, in the same format) for the same tokens (none travels)."""
+        moe, sizes = self.moe, build.mesh.sizes
+        here = slots is None and possible_exchanges(sizes, moe) == ("local",)
+        alike = (sizes.ep, sizes.expert_tp) == (1, sizes.dense_tp)
+        parts = ("experts", *(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")))
+        formats = {build.is_quantised(f"{self.prefix}.{part}") for part in parts}
+        whole = moe.num_shared == 1 or formats == {False} or not any(moe.intermediate_size % size for size in self.block)
+        return moe.num_shared if build.ops.joins_shared and here and alike and len(formats) == 1 and whole else 0
 
     def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
-        stack, size = (len(self.held),), len(self.columns)
+        stack, size = (len(self.held) + self.joined,), len(self.columns)
         quantised = build.is_quantised(f"{self.prefix}.experts")
         aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
         gate_up = empty_weight(build, 2 * size, hidden, quantised, aligned, stack)
         return gate_up, empty_weight(build, hidden, size, quantised, stack=stack)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert ids [T, K], weights [T, K] fp32) of hidden states [T, hidden]."""
-        return self.ops.router(x, self.gate, self.bias, self.moe)
+        """(expert ids [T, K + joined], weights [T, K + joined] fp32) of hidden states [T, hidden]."""
+        return self.ops.router(x, self.gate, self.bias, self.moe, self.joined)
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         """submit | run_experts beside the shared expert | wait. Yields at each hand-over."""
@@ -121,7 +138,10 @@ class MoE:
         gate_up, down = self.exchange.gate_up, self.exchange.down
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
         for place, slot in enumerate(self.held):
-            yield from self._slot_targets(names[self.slots.logical[slot]], gate_up[place], down[place])
+            yield from self._slot_targets(names[self.slots.logical[slot]], gate_up[place], down[place], self.columns.start, 1, self.std)
+        for number in range(self.joined):
+            place = len(self.held) + number
+            yield from self._joined_targets(number, gate_up[place], down[place])
         held = {self.slots.logical[slot] for slot in self.held}
         for expert, name in enumerate(names):
             if expert not in held:
@@ -129,14 +149,28 @@ class MoE:
         if self.slots.is_identity and not gate_up.quantised:
             yield from self._stacked_targets(names)
 
-    def _slot_targets(self, name: str, gate_up: Weight, down: Weight) -> Iterator[Target]:
-        size, start, (wide, narrow) = len(self.columns), self.columns.start, self.std
+    def _slot_targets(
+        self, name: str, gate_up: Weight, down: Weight, start: int, experts: int, std: tuple[float, float]
+    ) -> Iterator[Target]:
+        """One expert: the columns from `start` on of an MLP as wide as so many experts."""
+        size, width = len(self.columns), experts * self.moe.intermediate_size
         for index, part in enumerate(("gate_proj", "up_proj")):
-            window = Window((self.moe.intermediate_size, self.hidden), row=start)
+            window = Window((width, self.hidden), row=start)
             rows = self._half(gate_up, index, size)
-            yield from matrix_targets(f"{name}.{part}.weight", rows, wide, window, self.block)
-        window = Window((self.hidden, self.moe.intermediate_size), column=start)
-        yield from matrix_targets(f"{name}.down_proj.weight", down, narrow, window, self.block)
+            yield from matrix_targets(f"{name}.{part}.weight", rows, std[0], window, self.block)
+        window = Window((self.hidden, width), column=start)
+        yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, self.block)
+
+    def _joined_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
+        """One of the shared experts among the routed ones; also from a checkpoint that holds their gates and ups in one tensor."""
+        name, each, size = f"{self.prefix}.shared_experts", self.moe.intermediate_size, len(self.columns)
+        start, width = number * each + self.columns.start, self.joined * each
+        yield from self._slot_targets(name, gate_up, down, start, self.joined, self.joined_std)
+        covers = tuple(f"{name}.{part}.weight" for part in ("gate_proj", "up_proj"))
+        for index in range(2):
+            window = Window((2 * width, self.hidden), row=index * width + start)
+            rows = self._half(gate_up, index, size)
+            yield from matrix_targets(f"{name}.gate_up_proj.weight", rows, self.std[0], window, self.block, covers)
 
     def _half(self, gate_up: Weight, index: int, size: int) -> Weight:
         """The gate's or the up projection's rows of one expert."""
@@ -152,7 +186,7 @@ class MoE:
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
         experts, size, total, first = self.moe.num_experts, len(self.columns), self.moe.intermediate_size, self.held.start
-        gate_up, down = self.exchange.gate_up.data, self.exchange.down.data
+        gate_up, down = (weight.data[: len(self.held)] for weight in (self.exchange.gate_up, self.exchange.down))
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))
         halves = [(0, 0, 2 * size)] if size == total else [(half * total + self.columns.start, half * size, size) for half in range(2)]
         for row, at, rows in halves:

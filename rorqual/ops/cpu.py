@@ -182,17 +182,20 @@ class CpuOps(Ops):
 
     # ---- experts
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
         native = self._native(x, rows=MANY_ROWS) if gate.dtype in STORAGE and gate.numel() <= NATIVE_ELEMENTS else None
         if native is None:
-            return super().router(x, gate, bias, moe)
+            return super().router(x, gate, bias, moe, shared)
         ids, weights = native.router(x, gate, bias, moe)
-        return ids, weights if moe.router_fp32 else weights.to(x.dtype).float()
+        weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
+        return reference.with_shared(ids, weights, moe.num_experts, shared)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+    ) -> Tensor:
         y = self._experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base
 

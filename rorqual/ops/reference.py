@@ -184,6 +184,14 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, 
     return ids, weights * moe.scaling
 
 
+def with_shared(ids: Tensor, weights: Tensor, first: int, shared: int) -> tuple[Tensor, Tensor]:
+    """Behind the picks of each token, [T, K], those that all tokens make: slots `first` and on, `shared` of them, weight 1."""
+    if not shared:
+        return ids, weights
+    slots = torch.arange(first, first + shared, dtype=ids.dtype, device=ids.device).expand(ids.shape[0], -1)
+    return torch.cat((ids, slots), 1), torch.cat((weights, weights.new_ones(slots.shape)), 1)
+
+
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by physical slot (-1: not here),
     gate_up [slots, 2 I, hidden], down [slots, hidden, I]. Sums in fp32; returns [T, hidden] in x's dtype."""

@@ -242,19 +242,31 @@ class Ops:
 
     # ---- experts
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K] int64, weights [T, K] fp32).
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
+        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K + shared] int64, weights [T, K + shared] fp32).
 
-        Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype.
+        Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype. `shared`: so many experts stand behind the
+        routed ones; every token picks them last, with weight 1.
         """
         ids, weights = self.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
-        return ids, weights if moe.router_fp32 else weights.to(x.dtype).float()
+        weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
+        return reference.with_shared(ids, weights, moe.num_experts, shared)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
-        """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden] added to it: what shared experts gave."""
+    @property
+    def joins_shared(self) -> bool:
+        """Whether shared experts are to stand among the routed ones where they can (layers/moe.py)."""
+        return False
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+    ) -> Tensor:
+        """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden] added to it: what shared experts gave.
+
+        `shared`: so many of the last experts, and of the last columns of ids and weights, are those that every token picks with weight 1,
+        in this order; a backend may compute them apart."""
         y = reference.experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base
 

@@ -173,15 +173,21 @@ class TracedOps(Ops):
     # ---- experts
 
     @entry
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
         if not self.inner.opaque("router", gate):
-            return super().router(x, gate, bias, moe)
+            return super().router(x, gate, bias, moe, shared)
         assert moe == self.moe, "one router configuration a model"
-        return torch.ops.rorqual.router(x, gate, bias, moe.top_k)
+        return torch.ops.rorqual.router(x, gate, bias, moe.top_k, shared)
+
+    @property
+    def joins_shared(self) -> bool:
+        return self.inner.joins_shared
 
     @entry
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
-        y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down))
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+    ) -> Tensor:
+        y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down), shared)
         return y if base is None else y + base
 
 
@@ -304,25 +310,25 @@ def _latent_attention(q_latent: Tensor, q_rope: Tensor, plane: Tensor, scale: fl
     return _table().inner.latent_attention(q_latent, q_rope, plane, _segment(), scale).contiguous()
 
 
-def _picks(x: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0], top_k)
+def _picks(x: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], each)
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
 
 
 @_operator(
-    "(Tensor x, Tensor gate, Tensor? bias, int top_k) -> (Tensor, Tensor)",
-    lambda x, gate, bias, top_k: _picks(x, top_k),
+    "(Tensor x, Tensor gate, Tensor? bias, int top_k, int shared) -> (Tensor, Tensor)",
+    lambda x, gate, bias, top_k, shared: _picks(x, top_k + shared),
 )
-def _router(x: Tensor, gate: Tensor, bias: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-    return _table().inner.router(x, gate, bias, _table().moe)
+def _router(x: Tensor, gate: Tensor, bias: Tensor | None, top_k: int, shared: int) -> tuple[Tensor, Tensor]:
+    return _table().inner.router(x, gate, bias, _table().moe, shared)
 
 
 @_operator(
-    f"(Tensor x, Tensor ids, Tensor weights, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}) -> Tensor",
+    f"(Tensor x, Tensor ids, Tensor weights, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}, int shared) -> Tensor",
     lambda x, ids, weights, *experts: torch.empty_like(x),
 )
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, *experts: Any) -> Tensor:
-    return _table().inner.experts(x, ids, weights, _weight(*experts[:3]), _weight(*experts[3:]))
+    return _table().inner.experts(x, ids, weights, _weight(*experts[:3]), _weight(*experts[3:6]), shared=experts[6])
 
 
 def _weight(data: Tensor, scale: Tensor | None, block: list[int]) -> Weight:

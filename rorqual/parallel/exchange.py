@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -68,8 +69,8 @@ class Exchange(Protocol):
     else None. A dense layer beside the experts takes them instead of gathering its own, and gives run_experts its partial sums of
     them, which then come back with the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
-    `gate_up` and `down` are the expert weights by physical slot, `load` [E] int64 counts by logical expert the picks of the
-    tokens submitted here while `record_load` is on; all are updated in place.
+    `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where these are picks like others), `load`
+    [E] int64 counts by logical expert the picks of the tokens submitted here while `record_load` is on; all are updated in place.
     """
 
     record_load: bool
@@ -100,7 +101,8 @@ class ExpertStore:
 
     `cut` is the expert-parallel part: this rank holds the slots slots.local(cut). `table` [E, R] int64 names physical slots; a token
     in row i of its step takes replica i mod R, so ranks that hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts`
-    and `experts_fp8`.
+    and `experts_fp8`. `shared`: so many experts that every token picks stand behind the routed ones, which are then all here; they are
+    not counted.
     """
 
     def __init__(
@@ -112,18 +114,21 @@ class ExpertStore:
         device: torch.device,
         cut: Cut = WHOLE,
         compute_fp8: ExpertsFp8Fn | None = None,
+        shared: int = 0,
     ):
-        self.gate_up, self.down, self.compute, self.compute_fp8, self.cut = gate_up, down, compute, compute_fp8, cut
+        self.gate_up, self.down, self.compute_fp8, self.cut = gate_up, down, compute_fp8, cut
+        self.compute = partial(compute, shared=shared) if shared else compute
         self.mine = slots.local(cut)
         self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
-        self.load = torch.zeros(slots.num_experts, dtype=torch.int64, device=device)
-        self.record_load = False
+        self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
+        self.load, self.record_load = self.picked[: slots.num_experts], False
         self.plain = self.table is None and cut.count == 1  # logical ids are places
+        assert self.plain or not shared
 
     def slots(self, ids: Tensor) -> Tensor:
         """Logical ids [T, K] to physical slots; counts them."""
         if self.record_load:
-            self.load.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
+            self.picked.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
         if self.table is None:
             return ids
         if self.table.shape[1] == 1:

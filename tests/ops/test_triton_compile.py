@@ -63,10 +63,15 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"linear {plan}", lambda p=plan: linear_fp8.linear(x(p.m, 7168), fp8(2112, 7168), plan=p)
     if v3:
         yield "fp8 one token", lambda: experts.experts(x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048))
+        yield "fp8 one token, joined", lambda: experts.experts(
+            x(1, 7168), *picks(1, 9), fp8(257, 4096, 7168), fp8(257, 7168, 2048), shared=1)  # fmt: skip
+    for tokens in (1, 64):
+        yield f"bf16 T{tokens}, joined", lambda t=tokens: experts.experts(
+            x(t, 2048), *picks(t, 8), Weight(x(66, 2816, 2048)), Weight(x(66, 2048, 1408)), shared=2)  # fmt: skip
     yield "fp32", lambda: experts.experts(
         x(9, 64, dtype=wide), *picks(9, 2), Weight(x(8, 64, 64, dtype=wide)), Weight(x(8, 64, 32, dtype=wide)))  # fmt: skip
     moe = MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True)
-    yield "route", lambda: route.route(x(4, 256, dtype=wide), x(256, dtype=wide), moe)
+    yield "route", lambda: route.route(x(4, 256, dtype=wide), x(256, dtype=wide), moe, shared=1)
     yield "router fp32", lambda: route.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
     yield "router bf16", lambda: route.router(x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True))
     for tokens in (1, 4, 8):

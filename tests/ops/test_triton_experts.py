@@ -85,6 +85,37 @@ def test_experts(kind: str, tokens: int, top_k: int) -> None:
     assert difference(experts.experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "fp8"])
+@pytest.mark.parametrize(("tokens", "top_k", "shared"), [(1, 8, 1), (1, 2, 2), (19, 3, 2)])
+def test_experts_that_every_token_picks(kind: str, tokens: int, top_k: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among the others, and as layers of their own beside them."""
+    hidden, inner, slots = SIZES[kind][0], SIZES[kind][1], 9
+    gate_up, down = weight(kind, slots + shared, 2 * inner, hidden), weight(kind, slots + shared, hidden, inner)
+    ids, weights = reference.with_shared(*draw(tokens, top_k, slots, absent=0), slots, shared)
+    x = random(tokens, hidden, dtype=KINDS[kind])
+    expected = reference.experts(x, ids, weights, gate_up, down)
+    for most in (0, 1024):
+        monkeypatch.setattr(experts, "JOINED_TOKENS", dict.fromkeys(KINDS, most))
+        assert difference(TritonOps().experts(x, ids, weights, gate_up, down, shared=shared), expected) < LIMITS[kind]
+
+
+def test_every_tokens_picks_do_not_change_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V2-Lite at 64 requests: six rows a routed expert, whatever the shared ones have."""
+    asked = []
+    monkeypatch.setattr(experts.tuning, "choose", lambda kernel, config, device, **shape: asked.append((kernel, shape)))
+    down = Weight(torch.empty(66, 16, 8, dtype=torch.bfloat16))
+    assert experts.plan_for(down, 64 * 6, 2) == experts.plan_for(Weight(down.data[:64]), 64 * 6)
+    assert asked[0] == asked[1]
+    assert asked[0][1]["mean"] == 6
+
+
+@pytest.mark.parametrize(
+    ("top_k", "widths"), [(1, (1, 0)), (2, (2, 0)), (6, (8, 0)), (8, (8, 0)), (9, (8, 1)), (10, (8, 2)), (12, (16, 0))]
+)
+def test_widths_of_a_tokens_picks(top_k: int, widths: tuple[int, int]) -> None:
+    assert experts.split_picks(top_k) == widths
+
+
 @pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize("waves", [0, 1])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
@@ -189,6 +220,22 @@ def test_route(moe: MoEConfig) -> None:
     dense = torch.zeros_like(logits).scatter_(1, ids, weights)
     torch.testing.assert_close(dense, torch.zeros_like(logits).scatter_(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
     assert torch.equal(routing.route(logits, bias, moe, torch.int32)[0], ids.int())
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_picks_that_every_token_makes(shared: int) -> None:
+    """Behind the others, neither scaled nor normalised with them nor rounded."""
+    moe = ROUTERS[1]
+    x, gate = random(3, 72, dtype=torch.bfloat16), random(moe.num_experts, 72) * 0.3
+    for choose in (
+        lambda n: routing.route(random(3, moe.num_experts), None, moe, shared=n),
+        lambda n: routing.router(x, gate, None, moe, shared=n),
+    ):
+        torch.manual_seed(1)
+        ids, weights = choose(0)
+        torch.manual_seed(1)
+        more = choose(shared)
+        assert all(map(torch.equal, more, reference.with_shared(ids, weights, moe.num_experts, shared)))
 
 
 def test_route_breaks_ties_by_lowest_expert() -> None:

@@ -233,21 +233,37 @@ class TritonOps(Ops):
 
     # ---- experts
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
         """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
         rounded = torch.float32 if moe.router_fp32 else x.dtype
         if routing.joint(x, gate):
-            return routing.router(x, gate, bias, moe, rounded=rounded)
-        return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded)
+            return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared)
+        return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded, shared=shared)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return routing.route(logits, bias, moe)
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+    @property
+    def joins_shared(self) -> bool:
+        return experts_kernels.JOINS_SHARED
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+    ) -> Tensor:
         fits = experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
         if not fits:
             return super().experts(x, ids, weights, gate_up, down, base)
-        return experts_kernels.experts(x, ids, weights, gate_up, down, base=base)
+        if shared and x.shape[0] > experts_kernels.JOINED_TOKENS[experts_kernels.kind_of(down)]:
+            ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
+            base, shared = self._beside(x, gate_up, down, base, shared), 0
+        return experts_kernels.experts(x, ids, weights, gate_up, down, base=base, shared=shared)
+
+    def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
+        """What the last `shared` experts give for all tokens, each as a layer of its own, and `base`."""
+        for slot in range(down.data.shape[0] - shared, down.data.shape[0]):
+            y = self.mlp(x, gate_up[slot], down[slot])
+            base = y if base is None else base + y
+        return base
 
     def experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight

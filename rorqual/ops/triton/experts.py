@@ -68,6 +68,10 @@ class DirectPlan:
 
 
 DIRECT_PICKS = {"bf16": 8, "fp8": 8, "fp32": 2}  # the direct form reads an expert anew for each pick: up to so many picks
+# Shared experts are experts among the routed ones where a layer can have it so (layers/moe.py). False: a layer beside them.
+JOINS_SHARED = True
+# Up to so many tokens their rows go through the grouped products; above, products of whole matrices are faster.
+JOINED_TOKENS = {"bf16": 1024, "fp8": 1024, "fp32": 1024}
 
 
 @triton.jit
@@ -270,36 +274,63 @@ def _direct_gate_up_kernel(x, ids, w, w_scale, h, HIDDEN: tl.constexpr, INNER: t
 
 
 @triton.jit
-def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
-                        PICKS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
-                        BASE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """out[token] for N columns of it, all picks of the token at once: program (tile, token). PICKS is TOP_K rounded up to a power of 2."""
-    wait_for_inputs(DEPENDENT)
-    first, token = tl.program_id(0) * N, tl.program_id(1)
-    slots, columns = tl.arange(0, PICKS), tl.arange(0, K)
+def _picked(ids, weights, token, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr):
+    """(pick, expert, weight) of a token's picks FIRST .. LAST, [PICKS]; -1 and 0 where there is none."""
+    slots = FIRST + tl.arange(0, PICKS)
     pick = token * TOP_K + slots
-    expert = tl.load(ids + pick, mask=slots < TOP_K, other=-1).to(tl.int64)
-    here = expert >= 0
-    weight = tl.load(weights + pick, mask=slots < TOP_K, other=0.0)
-    rows = _rows_of(first, HIDDEN, N, HIDDEN % N == 0)
+    expert = tl.load(ids + pick, mask=slots < LAST, other=-1).to(tl.int64)
+    return pick.to(tl.int64), expert, tl.load(weights + pick, mask=(slots < LAST) & (expert >= 0), other=0.0)
+
+
+@triton.jit
+def _down_terms(h, w, w_scale, pick, expert, first, rows, k, HIDDEN: tl.constexpr, INNER: tl.constexpr, PICKS: tl.constexpr,
+                K: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+    """down[expert] times h[pick] before the sum over columns, K of them from k on: [PICKS, rows, K]."""
+    columns, here = k + tl.arange(0, K), expert >= 0
+    inside = columns < INNER
+    hk = tl.load(h + pick[:, None] * INNER + columns[None, :], mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
     w_tile = w + expert[:, None, None] * (HIDDEN * INNER) + rows[None, :, None] * INNER + columns[None, None, :]
-    h_tile = h + pick.to(tl.int64)[:, None] * INNER + columns[None, :]
+    wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0.0).to(tl.float32)
+    if QUANT:
+        BLOCKS: tl.constexpr = K // 128
+        scale_columns: tl.constexpr = INNER // 128
+        blocks = k // 128 + tl.arange(0, BLOCKS)
+        scale = w_scale + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns + blocks[None, :]
+        ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
+        rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
+        hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
+    return wk * hk[:, None, :]
+
+
+@triton.jit
+def _weighted(acc, weight, kind: tl.constexpr):
+    """The sum over columns, rounded as a product would be, then over picks."""
+    return tl.sum(tl.sum(acc, 2).to(kind).to(tl.float32) * weight[:, None], 0)
+
+
+@triton.jit
+def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+                        PICKS: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr,
+                        STAGES: tl.constexpr, BASE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """out[token] for N columns of it, all picks of the token at once: program (tile, token). PICKS and MORE are powers of 2 that hold TOP_K
+    between them: a shared expert behind eight others would leave nearly half of 16 empty."""
+    wait_for_inputs(DEPENDENT)
+    kind: tl.constexpr = out.dtype.element_ty
+    FIRST: tl.constexpr = TOP_K if MORE == 0 else PICKS
+    first, token = tl.program_id(0) * N, tl.program_id(1)
+    rows = _rows_of(first, HIDDEN, N, HIDDEN % N == 0)
+    pick, expert, weight = _picked(ids, weights, token, 0, FIRST, TOP_K, PICKS)
     acc = tl.zeros((PICKS, N, K), tl.float32)
+    if MORE > 0:
+        pick_2, expert_2, weight_2 = _picked(ids, weights, token, PICKS, TOP_K, TOP_K, MORE)
+        acc_2 = tl.zeros((MORE, N, K), tl.float32)
     for k in tl.range(0, INNER, K, num_stages=STAGES):
-        inside = k + columns < INNER
-        hk = tl.load(h_tile + k, mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        wk = tl.load(w_tile + k, mask=here[:, None, None] & inside[None, None, :], other=0.0).to(tl.float32)
-        if QUANT:
-            BLOCKS: tl.constexpr = K // 128
-            scale_columns: tl.constexpr = INNER // 128
-            blocks = k // 128 + tl.arange(0, BLOCKS)
-            scale = w_scale + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns + blocks[None, :]
-            ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
-            rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
-            hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
-        acc += wk * hk[:, None, :]
-    y = tl.sum(acc, 2).to(out.dtype.element_ty).to(tl.float32)
-    total = tl.sum(y * tl.where(here, weight, 0.0)[:, None], 0)
+        acc += _down_terms(h, w, w_scale, pick, expert, first, rows, k, HIDDEN, INNER, PICKS, K, QUANT)
+        if MORE > 0:
+            acc_2 += _down_terms(h, w, w_scale, pick_2, expert_2, first, rows, k, HIDDEN, INNER, MORE, K, QUANT)
+    total = _weighted(acc, weight, kind)
+    if MORE > 0:
+        total += _weighted(acc_2, weight_2, kind)
     target = first + tl.arange(0, N)
     if BASE:
         total += tl.load(base + token.to(tl.int64) * HIDDEN + target, mask=target < HIDDEN, other=0.0).to(tl.float32)
@@ -310,9 +341,11 @@ def kind_of(weight: Weight) -> str:
     return "fp8" if weight.quantised else "fp32" if weight.data.dtype == torch.float32 else "bf16"
 
 
-def plan_for(down: Weight, picks: int) -> Plan:
-    """The plan for so many picks of the experts with these weights; they matter by their mean number an expert."""
+def plan_for(down: Weight, picks: int, shared: int = 0) -> Plan:
+    """The plan for so many picks of the experts with these weights; they matter by their mean number an expert. The last `shared` experts
+    and their picks do not count: their rows are only more blocks."""
     slots, hidden, inner = down.data.shape
+    slots -= shared
     shape = {"kind": kind_of(down), "mean": picks / slots, "slots": slots, "hidden": hidden, "inner": inner}
     return tuning.choose("experts", Plan, down.data.device, **shape)
 
@@ -330,18 +363,19 @@ def supported(gate_up: Weight, down: Weight) -> bool:
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, expected: int | None = None,
-            base: Tensor | None = None) -> Tensor:  # fmt: skip
+            base: Tensor | None = None, shared: int = 0) -> Tensor:  # fmt: skip
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64, -1: not here; weights [T, K] fp32.
 
     expected: how many picks are here, if the caller knows it better than T K (an expert-parallel rank holds a share of them).
-    base [T, hidden] is added before the sum is rounded.
+    base [T, hidden] is added before the sum is rounded. shared: so many of the last experts are every token's last picks; what is chosen by
+    the number of picks is chosen by that of the others.
     """
-    kind, picks = kind_of(gate_up), ids.numel()
-    if picks == 0:
+    kind, picks = kind_of(gate_up), ids.numel() - ids.shape[0] * shared
+    if ids.numel() == 0:
         return torch.zeros_like(x) if base is None else base.clone()
     if picks <= DIRECT_PICKS[kind]:
-        return direct_experts(x, ids, weights, gate_up, down, base=base)
-    plan = plan_for(down, picks if expected is None else expected)
+        return direct_experts(x, ids, weights, gate_up, down, direct_plan_for(down, picks), base)
+    plan = plan_for(down, picks if expected is None else expected, shared)
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
@@ -356,12 +390,19 @@ def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, dow
     _direct_gate_up_kernel[triton.cdiv(inner, plan.up_rows), tokens * top_k](
         x, ids, gate_up.data, gate_up.scale, h, hidden, inner, top_k, plan.up_rows, plan.up_columns, quant, plan.stages,
         num_warps=plan.warps, **late)  # fmt: skip
-    width = next_power(top_k)
+    width, more = split_picks(top_k)
     rows = max(1, plan.down_rows // width)
     _direct_down_kernel[triton.cdiv(hidden, rows), tokens](
-        h, ids, weights, down.data, down.scale, base, out, hidden, inner, top_k, width, rows, plan.down_columns, quant, plan.stages,
+        h, ids, weights, down.data, down.scale, base, out, hidden, inner, top_k, width, more, rows, plan.down_columns, quant, plan.stages,
         base is not None, num_warps=plan.warps, **late)  # fmt: skip
     return out
+
+
+def split_picks(top_k: int) -> tuple[int, int]:
+    """Powers of 2 that hold a token's picks: one, or two where one would be more than a third empty."""
+    whole = next_power(top_k)
+    more = next_power(top_k - whole // 2)
+    return (whole // 2, more) if top_k > 2 and 3 * (whole // 2 + more) <= 2 * whole else (whole, 0)
 
 
 def grouped_experts(

@@ -50,10 +50,11 @@ def _kept_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GRO
 
 
 @triton.jit
-def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr,
-            SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
-            BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
-    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are rounded to the type ROUNDED."""
+def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
+            SHARED: tl.constexpr, PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
+            GROUP_PAD: tl.constexpr, KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
+    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are rounded to the type ROUNDED. Behind the TOP_K
+    picks SHARED more: the experts behind the routed ones, weight 1."""
     expert = tl.arange(0, WIDTH)
     present = expert < EXPERTS
     if SIGMOID:
@@ -76,21 +77,25 @@ def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH:
         choice = tl.where(expert == best, float("-inf"), choice)
     if NORM:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    out = token * TOP_K + slot
-    tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < TOP_K)
-    tl.store(weights + out, (weight * scaling).to(ROUNDED).to(tl.float32), mask=slot < TOP_K)
+    weight = (weight * scaling).to(ROUNDED).to(tl.float32)
+    if SHARED > 0:
+        chosen = tl.where(slot < TOP_K, chosen, EXPERTS - TOP_K + slot)
+        weight = tl.where(slot < TOP_K, weight, 1.0)
+    out = token * (TOP_K + SHARED) + slot
+    tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < TOP_K + SHARED)
+    tl.store(weights + out, weight, mask=slot < TOP_K + SHARED)
 
 
 @triton.jit
 def _route_kernel(logits, bias, ids, weights, stride, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-                  PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
-                  KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
+                  SHARED: tl.constexpr, PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
+                  GROUP_PAD: tl.constexpr, KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     x = tl.load(logits + token * stride + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
-    _choose(x, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO, NORM,
-            ROUNDED)  # fmt: skip
+    _choose(x, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO,
+            NORM, ROUNDED)  # fmt: skip
 
 
 @triton.jit
@@ -103,9 +108,10 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling, HIDDEN: tl.constexpr, K: tl.constexpr,
-                   STAGES: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr,
-                   SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
-                   BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                   STAGES: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+                   PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
+                   KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (expert, token). Logits are rounded to the gate's type, as its product would be, and passed on in fp32."""
     EVEN: tl.constexpr = HIDDEN % K == 0
     kind: tl.constexpr = gate.dtype.element_ty
@@ -123,22 +129,22 @@ def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling
     if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
         expert = tl.arange(0, WIDTH)
         values = tl.load(held + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg")
-        _choose(values, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP,
+        _choose(values, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP,
                 BEST_TWO, NORM, ROUNDED)  # fmt: skip
         tl.store(counters + token, 0)
 
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-          rounded: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+          rounded: torch.dtype = torch.float32, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert.
 
-    rounded: weights are fp32 numbers that this type holds.
+    rounded: weights are fp32 numbers that this type holds. shared: behind the picks so many experts E, E + 1, ... with weight 1.
     """
     tokens, experts = logits.shape
-    ids, weights = _outputs(tokens, moe, dtype, logits.device)
+    ids, weights = _outputs(tokens, moe.top_k + shared, dtype, logits.device)
     if tokens:
         _route_kernel[tokens,](
-            logits, bias, ids, weights, logits.stride(0), float(moe.scaling), **_options(moe, experts, bias, rounded),
+            logits, bias, ids, weights, logits.stride(0), float(moe.scaling), **_options(moe, experts, bias, rounded, shared),
             num_warps=1 if experts <= 256 else 4, **dependent(logits.device))  # fmt: skip
     return ids, weights
 
@@ -150,31 +156,31 @@ def joint(x: Tensor, gate: Tensor) -> bool:
 
 
 def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-           rounded: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+           rounded: torch.dtype = torch.float32, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden] contiguous. A few tokens."""
     (tokens, hidden), experts = x.shape, gate.shape[0]
     assert x.stride(1) == 1
     assert gate.is_contiguous()
-    ids, weights = _outputs(tokens, moe, dtype, x.device)
+    ids, weights = _outputs(tokens, moe.top_k + shared, dtype, x.device)
     if tokens:
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
         width = min(next_power(hidden), 2048)
         _router_kernel[experts, tokens](
             x, gate, logits, zeroed_counters(x.device, tokens), bias, ids, weights, x.stride(0), float(moe.scaling), HIDDEN=hidden, K=width,
-            STAGES=3, **_options(moe, experts, bias, rounded), num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
+            STAGES=3, **_options(moe, experts, bias, rounded, shared), num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
             **dependent(x.device))  # fmt: skip
     return ids, weights
 
 
-def _outputs(tokens: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids = torch.empty(tokens, moe.top_k, dtype=dtype, device=device)
-    return ids, torch.empty(tokens, moe.top_k, dtype=torch.float32, device=device)
+def _outputs(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(tokens, each, dtype=dtype, device=device)
+    return ids, torch.empty(tokens, each, dtype=torch.float32, device=device)
 
 
-def _options(moe: MoEConfig, experts: int, bias: Tensor | None, rounded: torch.dtype) -> dict[str, Any]:
+def _options(moe: MoEConfig, experts: int, bias: Tensor | None, rounded: torch.dtype, shared: int) -> dict[str, Any]:
     groups = moe.n_group if moe.method != "greedy" else 1
     return {
-        "EXPERTS": experts, "WIDTH": next_power(experts), "TOP_K": moe.top_k, "PICKS": next_power(moe.top_k),
+        "EXPERTS": experts, "WIDTH": next_power(experts), "TOP_K": moe.top_k, "SHARED": shared, "PICKS": next_power(moe.top_k + shared),
         "SIGMOID": moe.scoring == "sigmoid", "BIAS": bias is not None, "GROUPS": groups, "GROUP_PAD": next_power(groups),
         "KEEP": moe.topk_group, "BEST_TWO": moe.method == "noaux_tc", "NORM": moe.norm_topk_prob, "ROUNDED": KINDS[rounded],
     }  # fmt: skip
