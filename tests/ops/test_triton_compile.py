@@ -4,11 +4,13 @@ compiler made of them: registers, spills, shared memory and the instructions tha
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         counter,
         embedding,
         experts,
+        gate,
         latent_fp8,
         linear_fp8,
         linear_skinny,
@@ -72,6 +75,10 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         x(9, 64, dtype=wide), *picks(9, 2), Weight(x(8, 64, 64, dtype=wide)), Weight(x(8, 64, 32, dtype=wide)))  # fmt: skip
     moe = MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True)
     yield "route", lambda: route.route(x(4, 256, dtype=wide), x(256, dtype=wide), moe, shared=1)
+    for tokens, kind in itertools.product((9, 256), (wide, torch.bfloat16)):
+        for rows, columns in ((64, 2048), (256, 7168)):
+            yield f"gate {rows} T{tokens} {kind}", lambda t=tokens, k=kind, r=rows, c=columns: route.route(
+                gate.partial_logits(x(t, c), x(r, c, dtype=k)), x(r, dtype=wide), replace(moe, num_experts=r), kind=k)  # fmt: skip
     yield "router fp32", lambda: route.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
     yield "router bf16", lambda: route.router(x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True))
     for tokens in (1, 4, 8):
@@ -139,7 +146,7 @@ def test_kernels_compile(capability: int) -> None:
     for row in rows:
         assert row["shared"] <= SHARED[capability], row
         assert row["stack"] < 256, row  # bytes of spilled registers
-        if row["kernel"] in ("_gate_up_kernel", "_down_kernel", "_linear_kernel"):
+        if row["kernel"] in ("_gate_up_kernel", "_down_kernel", "_linear_kernel", "_gate_kernel"):
             product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
             assert row["case"] == "fp32" or product in row, row
         assert ("griddepcontrol.wait" in row) == (capability >= 90), row

@@ -17,6 +17,7 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import absorb, experts, fp8, linear_fp8, linear_skinny, linear_small, norm, picks, rope_cache
+from rorqual.ops.triton import gate as gating
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.backend import TritonOps
 
@@ -220,6 +221,52 @@ def test_route(moe: MoEConfig) -> None:
     dense = torch.zeros_like(logits).scatter_(1, ids, weights)
     torch.testing.assert_close(dense, torch.zeros_like(logits).scatter_(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
     assert torch.equal(routing.route(logits, bias, moe, torch.int32)[0], ids.int())
+
+
+def gate_sums(x: Tensor, matrix: Tensor, plan: gating.GatePlan) -> Tensor:
+    """fp64, cut as the kernel cuts columns, for 132 multiprocessors."""
+    blocks = -(-x.shape[0] // min(plan.m, 1 << max(4, (x.shape[0] - 1).bit_length()))) * -(-matrix.shape[0] // plan.n)
+    steps = -(-x.shape[1] // plan.k)
+    width = plan.k * -(-steps // min(plan.split, 132 // blocks))
+    return torch.stack([a.double() @ b.double().t() for a, b in zip(x.split(width, 1), matrix.split(width, 1), strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "experts", "hidden", "split"), [(9, 24, 72, 4), (70, 40, 256, 3), (16, 16, 64, 8), (33, 32, 320, 1)])
+def test_gate_product(tokens: int, experts: int, hidden: int, split: int, dtype: torch.dtype) -> None:
+    """As exact as fp32 for a gate of either type, each partial sum in its place."""
+    x, matrix = random(tokens, hidden + 8, dtype=torch.bfloat16)[:, :hidden], (random(experts, hidden) * hidden**-0.5).to(dtype)
+    assert gating.supported(x, matrix)
+    plan = gating.GatePlan(32, 16, 32, split, 4, 2)
+    got, want = gating.partial_logits(x, matrix, plan), gate_sums(x, matrix, plan)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(gating.partial_logits(x, matrix).sum(0).double(), want.sum(0), rtol=2e-6, atol=2e-6)
+
+
+def test_gate_products_keep_what_bf16_cannot_hold() -> None:
+    """A gate whose second and third bf16 parts matter: 1 + 2^-9 + 2^-18 times 1, all of it found again."""
+    matrix = torch.full((16, 64), 1 + 2.0**-9 + 2.0**-18, device=DEVICE)
+    x = torch.ones(9, 64, dtype=torch.bfloat16, device=DEVICE)
+    assert gating.partial_logits(x, matrix).sum(0).eq(64 * (1 + 2.0**-9 + 2.0**-18)).all()
+
+
+@pytest.mark.parametrize("moe", ROUTERS, ids=lambda moe: moe.method)
+@pytest.mark.parametrize("shared", [0, 2])
+def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either product: the same choice, weights up to the order of sums; logits are rounded where the router is no fp32 one."""
+    x, bias = random(21, 160, dtype=torch.bfloat16), random(moe.num_experts) * 0.1 if moe.has_bias else None
+    for fp32 in (True, False):
+        moe = replace(moe, router_fp32=fp32)
+        gate = random(moe.num_experts, 160).mul(0.1).to(torch.float32 if fp32 else torch.bfloat16)
+        monkeypatch.setattr(gating, "TOKENS", 512)
+        ids, weights = TritonOps().router(x, gate, bias, moe, shared)
+        monkeypatch.setattr(gating, "TOKENS", 0)
+        expected_ids, expected = TritonOps().router(x, gate, bias, moe, shared)
+        same = (ids == expected_ids).all(1)
+        assert same.all() if fp32 else same.float().mean() > 0.8  # rounded logits tie, or fall to the other side
+        torch.testing.assert_close(weights[same], expected[same], rtol=1e-5 if fp32 else 2e-2, atol=1e-6)
+        assert fp32 or torch.equal(weights, weights.bfloat16().float())
 
 
 @pytest.mark.parametrize("shared", [1, 2])

@@ -24,7 +24,7 @@ import triton
 from rorqual.bench import kernels_experts, kernels_tuning
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton import experts, gqa_decode, linear_skinny, linear_small, mla_decode, prefill, tuning
+from rorqual.ops.triton import experts, gate, gqa_decode, linear_skinny, linear_small, mla_decode, prefill, tuning
 from rorqual.ops.triton.launch import keep_compiled
 from rorqual.ops.triton.linear_fp8 import LinearPlan
 
@@ -32,7 +32,7 @@ pytestmark = needs_triton
 
 KINDS = {
     "experts": experts.Plan, "experts_direct": experts.DirectPlan, "linear_fp8": LinearPlan, "linear_small": linear_small.SmallPlan,
-    "linear_skinny": linear_skinny.SkinnyPlan,
+    "linear_skinny": linear_skinny.SkinnyPlan, "gate": gate.GatePlan,
     "gqa_decode": gqa_decode.Config, "mla_decode": mla_decode.Config, "prefill": prefill.Config,
 }  # fmt: skip
 CARD = tuning.Card("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")

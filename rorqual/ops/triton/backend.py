@@ -41,6 +41,7 @@ from rorqual.ops.triton import (
     sampling,
 )
 from rorqual.ops.triton import experts as experts_kernels
+from rorqual.ops.triton import gate as gating
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import norm as norm_kernels
@@ -238,6 +239,9 @@ class TritonOps(Ops):
         rounded = torch.float32 if moe.router_fp32 else x.dtype
         if routing.joint(x, gate):
             return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared)
+        if gating.chosen(x, gate):
+            kind = torch.float32 if moe.router_fp32 else gate.dtype
+            return routing.route(gating.partial_logits(x, gate), bias, moe, rounded=rounded, shared=shared, kind=kind)
         return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded, shared=shared)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The router's choice in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2; group limits: 2405.04434).
 
 For a few tokens the gate product is part of it: each program multiplies a gate row or two, and the last one of a token to finish
-chooses. Experts' logits are sums in a fixed order whatever the other tokens are.
+chooses. For a batch of them gate.py leaves partial sums, which are added here. Experts' logits are sums in a fixed order whatever the other
+tokens are.
 """
 
 from __future__ import annotations
@@ -87,13 +88,18 @@ def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def _route_kernel(logits, bias, ids, weights, stride, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-                  SHARED: tl.constexpr, PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
-                  GROUP_PAD: tl.constexpr, KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
-                  DEPENDENT: tl.constexpr):  # fmt: skip
+def _route_kernel(logits, bias, ids, weights, split_stride, stride, scaling, SPLITS: tl.constexpr, LOGITS: tl.constexpr,
+                  EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr,
+                  SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
+                  BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """A token a program. Its logits are sums of SPLITS parts, in their order, rounded to the type LOGITS."""
     wait_for_inputs(DEPENDENT)
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    x = tl.load(logits + token * stride + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    present = expert < EXPERTS
+    x = tl.load(logits + token * stride + expert, mask=present, other=float("-inf")).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(logits + split * split_stride + token * stride + expert, mask=present, other=0.0)
+    x = x.to(LOGITS).to(tl.float32)
     _choose(x, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO,
             NORM, ROUNDED)  # fmt: skip
 
@@ -135,16 +141,19 @@ def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling
 
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-          rounded: torch.dtype = torch.float32, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+          rounded: torch.dtype = torch.float32, shared: int = 0, kind: torch.dtype | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert.
 
-    rounded: weights are fp32 numbers that this type holds. shared: behind the picks so many experts E, E + 1, ... with weight 1.
+    logits may be partial sums [S, T, E] (gate.py), which are added in their order and rounded to the type `kind`. rounded: weights are
+    fp32 numbers that this type holds. shared: behind the picks so many experts E, E + 1, ... with weight 1.
     """
-    tokens, experts = logits.shape
+    parts = logits if logits.dim() == 3 else logits[None]
+    splits, tokens, experts = parts.shape
     ids, weights = _outputs(tokens, moe.top_k + shared, dtype, logits.device)
     if tokens:
         _route_kernel[tokens,](
-            logits, bias, ids, weights, logits.stride(0), float(moe.scaling), **_options(moe, experts, bias, rounded, shared),
+            logits, bias, ids, weights, parts.stride(0), parts.stride(1), float(moe.scaling), SPLITS=splits,
+            LOGITS=KINDS[kind or logits.dtype], **_options(moe, experts, bias, rounded, shared),
             num_warps=1 if experts <= 256 else 4, **dependent(logits.device))  # fmt: skip
     return ids, weights
 
