@@ -3,9 +3,10 @@
 usage: PYTHONPATH=. python3 -m rorqual.bench.kernels [--check] [--tune] [--peer] [--only WORD,WORD] [--json FILE] [--limit SECONDS]
 
 How times, floors and errors are taken stands in kernels_attention.py, kernels_experts.py and kernels_sampling.py, which hold the
-cases. --only takes comma-separated parts of case names, in which $ stands for a name's end. --tune tries the configurations of the
-chosen cases instead, prints the best and keeps them for this card (rorqual/ops/triton/tuning.py). --peer runs vLLM's kernels, where it
-is installed, on the same data in the same process; otherwise the peer's column holds figures taken earlier on an H200.
+cases with kernels_moe.py. --only takes comma-separated parts of case names, in which $ stands for a name's end. --tune tries the
+configurations of the chosen cases instead, prints the best and keeps them for this card (rorqual/ops/triton/tuning.py). --peer runs
+vLLM's kernels, where it is installed, on the same data in the same process; otherwise the peer's column holds figures taken earlier on an
+H200.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from rorqual.bench import kernels_attention as attention
 from rorqual.bench import kernels_experts as experts
+from rorqual.bench import kernels_moe as moe
 from rorqual.bench import kernels_sampling as sampling
 from rorqual.bench import kernels_tuning as tuning
 from rorqual.bench.kernels_peer import check_installed
@@ -56,7 +58,7 @@ def rows(device: torch.device, only: str, check: bool, tune: bool, peer: bool = 
     if tune:
         tuning.tune_all(device, only)
         return
-    chosen = experts.selected(only, [*experts.cases(), *sampling.cases()])
+    chosen = experts.selected(only, [*experts.cases(), *moe.cases(), *sampling.cases()])
     experts.precompile(chosen, device)
     for case in chosen:
         yield experts.row(case, device, check, peer)

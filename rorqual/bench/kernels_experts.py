@@ -1,4 +1,4 @@
-"""Cases of rorqual.bench.kernels: experts, fp8 products, routing, norms and cache epilogues.
+"""Cases of rorqual.bench.kernels: experts, fp8 products, norms and cache epilogues.
 
 A time is the median over replays of one CUDA graph that calls the kernel over rotated data (more than 200 MB in all, random, experts
 drawn uniformly), so nothing is found in L2. floor: the bytes that must be read and written for these draws / 4.3 TB/s, or operations
@@ -25,11 +25,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from rorqual.bench import kernels_peer as peers
-from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import experts as ex
-from rorqual.ops.triton import linear_fp8, linear_small, norm, rope_cache, route
+from rorqual.ops.triton import linear_fp8, linear_small, norm, rope_cache
 from rorqual.ops.triton.fp8 import Quantised, quantise
 
 BANDWIDTH, RATES = 4.3e12, {"bf16": 735e12, "fp8": 1341e12}
@@ -362,52 +361,6 @@ def swiglu_setup(tokens: int, device: torch.device) -> Setup:
     return Setup([partial(norm.swiglu_fp8, x) for x in sets], error, tokens * 4096 * 2.5)
 
 
-ROUTERS = {
-    "V3": MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True, scaling=2.5),
-    "Qwen3": MoEConfig(128, 8, 768, norm_topk_prob=True, router_fp32=False),
-    "V2-Lite": MoEConfig(64, 6, 1408),
-}
-
-
-def route_setup(model: str, tokens: int, device: torch.device) -> Setup:
-    moe = ROUTERS[model]
-    bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
-    sets = [torch.randn(tokens, moe.num_experts, device=device) for _ in range(4)]
-
-    def error() -> float:
-        zero = torch.zeros_like(sets[0])
-        ids, weights = route.route(sets[0], bias, moe)
-        expected_ids, expected = reference.route(sets[0], bias, moe)
-        return difference(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected))
-
-    return Setup([partial(route.route, x, bias, moe) for x in sets], error, tokens * (moe.num_experts * 4 + moe.top_k * 12))
-
-
-def router_setup(model: str, tokens: int, joint: bool, device: torch.device) -> Setup:
-    """Gate product and choice in one kernel, or the library's product and then the choice. Rounded logits may tie: error by weights."""
-    moe, hidden = ROUTERS[model], 7168 if model == "V3" else 2048
-    kind = torch.float32 if moe.router_fp32 else torch.bfloat16
-    bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
-    gates = rotated(
-        moe.num_experts * hidden * 4, lambda: torch.randn(moe.num_experts, hidden, device=device).mul_(hidden**-0.5).to(kind), device
-    )
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-
-    def apart(gate: Tensor) -> Any:
-        return route.route(torch.nn.functional.linear(x.to(kind), gate), bias, moe)
-
-    def together(gate: Tensor) -> Any:
-        return route.router(x, gate, bias, moe)
-
-    def error() -> float:
-        _, weights = (together if joint else apart)(gates[0])
-        _, expected = reference.route((x.double() @ gates[0].double().t()).to(kind), bias, moe)
-        return difference(weights.sort(-1).values, expected.sort(-1).values)
-
-    calls: list[Call] = [partial(together if joint else apart, gate) for gate in gates]
-    return Setup(calls, error, gates[0].numel() * gates[0].element_size())
-
-
 def latent_setup(tokens: int, fp8: bool, device: torch.device) -> Setup:
     """`fp8`: into an fp8 cache."""
     q_weight, kv_weight = (torch.rand(n, device=device, dtype=torch.bfloat16) + 0.5 for n in (1536, 512))
@@ -471,17 +424,11 @@ def cases() -> Iterator[Case]:
     for m in (1, 4):
         yield Case(f"mlp bf16 V2-Lite shared T{m}", "bf16", partial(shared_setup, m, True))
         yield Case(f"mlp bf16 library V2-Lite shared T{m}", "bf16", partial(shared_setup, m, False))
-    for model in ROUTERS:
-        for t in (1, 8):
-            yield Case(f"router {model} T{t}", "bf16", partial(router_setup, model, t, True))
-            yield Case(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, False))
     for t in (1, 128, 8192):
         yield Case(f"quantise 7168 T{t}", "bf16", partial(quantise_setup, t))
         yield Case(f"add_norm 7168 T{t}", "bf16", partial(norm_setup, t, False))
         yield Case(f"add_norm+fp8 7168 T{t}", "bf16", partial(norm_setup, t, True))
         yield Case(f"swiglu+fp8 2x2048 T{t}", "bf16", partial(swiglu_setup, t))
-        yield Case(f"route V3 T{t}", "bf16", partial(route_setup, "V3", t))
-        yield Case(f"route Qwen3 T{t}", "bf16", partial(route_setup, "Qwen3", t))
         yield Case(f"latent epilogue T{t}", "bf16", partial(latent_setup, t, False))
         yield Case(f"latent epilogue, fp8 cache T{t}", "bf16", partial(latent_setup, t, True))
         yield Case(f"heads epilogue T{t}", "bf16", partial(heads_setup, t))

@@ -1,4 +1,4 @@
-"""`rorqual bench kernels --tune`: search the configurations of products and experts for a shape, and keep the best for this card.
+"""`rorqual bench kernels --tune`: search the configurations of products, experts and routers for a shape, and keep the best for this card.
 
 Options are compiled side by side, timed as the cases of kernels_experts.py are, and the fastest whose output is that of the
 configuration in use is stored (rorqual/ops/triton/tuning.py). Attention's few configurations are tried in kernels_attention.py.
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from rorqual.bench import kernels_experts as cases
+from rorqual.bench import kernels_moe as moe
 from rorqual.bench.kernels_experts import Call, Draw, ExpertShape
+from rorqual.config import MoEConfig
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import experts as ex
-from rorqual.ops.triton import linear_fp8, linear_small, tuning
+from rorqual.ops.triton import gate as gating
+from rorqual.ops.triton import linear_fp8, linear_small, route, tuning
 from rorqual.ops.triton.launch import is_hopper, next_power
 from rorqual.ops.triton.picks import sort_picks
 
@@ -245,6 +248,41 @@ def tune_small(rows: int, columns: int, tokens: int, device: torch.device) -> No
     keep("linear_small", named, results, calls, used, ALIKE["bf16"], device)
 
 
+# --- routers ---
+
+
+def gate_candidates(tokens: int, experts: int, parts: int) -> Iterator[gating.GatePlan]:
+    """parts: bf16 matrices that the gate is the sum of."""
+    options = itertools.product((16, 32, 64, 128), (64, 128), (64, 128), (4, 8, 16, 32), (4, 8), (2, 3, 4))
+    for m, n, k, split, warps, stages in options:
+        if m <= next_power(tokens) and n <= experts and n >= 16 * warps and (n * 2 * min(parts, 2) + m * 2) * k * stages < 220_000:
+            yield gating.GatePlan(m, n, k, split, warps, stages)
+
+
+def tune_router(model: str, tokens: int, kind: torch.dtype | None, device: torch.device) -> None:
+    """Timed with the choice behind it, which reads the more the more partial sums there are."""
+    config = moe.ROUTERS[model]
+    gates, x = moe.gate_data(model, tokens, device, kind)
+    bias = torch.randn(config.num_experts, device=device) * 0.05 if config.has_bias else None
+    logits = torch.float32 if config.router_fp32 else gates[0].dtype
+
+    def calls(plan: gating.GatePlan) -> list[Call]:
+        return [partial(_routed, x, gate, bias, config, logits, plan) for gate in gates]
+
+    used, parts = gating.plan_for(gates[0], tokens), 1 if gates[0].dtype == torch.bfloat16 else 3
+    results = timed("gate and choice", [used, *gate_candidates(tokens, config.num_experts, parts)], calls)
+    named = {"kind": gating.kind_of(gates[0]), "experts": config.num_experts, "hidden": x.shape[1], "tokens": tuning.near(tokens)}
+    keep("gate", named, results, lambda plan: [partial(_logits, x, gates[0], plan)], used, 1e-9, device)
+
+
+def _routed(x: Tensor, gate: Tensor, bias: Tensor | None, config: MoEConfig, logits: torch.dtype, plan: gating.GatePlan) -> Any:
+    return route.route(gating.partial_logits(x, gate, plan), bias, config, kind=logits)
+
+
+def _logits(x: Tensor, gate: Tensor, plan: gating.GatePlan) -> Tensor:
+    return gating.partial_logits(x, gate, plan).sum(0)
+
+
 # --- the list ---
 
 
@@ -252,6 +290,12 @@ def searches() -> Iterator[Search]:
     for shape, name, sizes in cases.EXPERTS:
         for t in sizes:
             yield Search(f"{name} T{t}", partial(tune_experts, shape, t))
+    for shape, name in moe.JOINED:
+        for t in moe.JOINED_TOKENS:
+            yield Search(f"{name} T{t}", partial(tune_experts, shape, t))
+    for model in moe.ROUTERS:
+        for t in (16, 64, 256):
+            yield Search(f"router split {model} T{t}", partial(tune_router, model, t, None))
     for (n, k), peers in cases.LINEARS.items():
         for m in peers:
             yield Search(f"linear {n}x{k} M{m}", partial(tune_linear, n, k, m))

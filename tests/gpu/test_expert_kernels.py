@@ -10,12 +10,13 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual.bench import kernels_experts as bench
+from rorqual.bench import kernels_moe as moe_bench
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import experts, linear_fp8, linear_small, route
 
 DEVICE = torch.device("cuda")
-NAMES = [case.name for case in bench.cases() if not case.name.endswith("T16384")]
+CASES = {case.name: case for case in (*bench.cases(), *moe_bench.cases()) if not case.name.endswith("T16384")}
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,9 @@ def seeded() -> None:
     torch.manual_seed(11)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_against_fp64(name: str) -> None:
-    (case,) = (case for case in bench.cases() if case.name == name)
+    case = CASES[name]
     setup = case.setup(DEVICE)
     with bench.poisoned():
         assert setup.error() < (1e-3 if case.kind == "fp8" else 1e-4)
@@ -65,10 +66,10 @@ def test_split_products_repeat_bit_for_bit() -> None:
     assert all(torch.equal(linear_fp8.linear(x, weight), first) for _ in range(50))
 
 
-@pytest.mark.parametrize("model", bench.ROUTERS)
+@pytest.mark.parametrize("model", moe_bench.ROUTERS)
 def test_routers_repeat_bit_for_bit(model: str) -> None:
     """Each launch starts while the one before it ends, and both count in the same place."""
-    moe, tokens = bench.ROUTERS[model], 5
+    moe, tokens = moe_bench.ROUTERS[model], 5
     gate = torch.randn(moe.num_experts, 2048, device=DEVICE) * 2048**-0.5
     bias = torch.randn(moe.num_experts, device=DEVICE) * 0.05 if moe.has_bias else None
     x = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)

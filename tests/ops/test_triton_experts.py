@@ -166,21 +166,32 @@ def test_all_picks_elsewhere() -> None:
         assert out.eq(0).all()
 
 
-@pytest.mark.parametrize("limit", [picks.ONE_KERNEL_PICKS, 0])
+@pytest.mark.parametrize("way", [("BUCKET_PICKS", "ONE_KERNEL_PICKS"), ("ONE_KERNEL_PICKS",), ()], ids=["buckets", "scan", "chunks"])
 @pytest.mark.parametrize(("tokens", "top_k", "slots", "rows"), [(1, 1, 3, 16), (300, 2, 5, 16), (90, 8, 33, 32)])
-def test_sorting(limit: int, tokens: int, top_k: int, slots: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picks, "ONE_KERNEL_PICKS", limit)
+def test_sorting(way: tuple[str, ...], tokens: int, top_k: int, slots: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BUCKET_PICKS", "ONE_KERNEL_PICKS"):
+        monkeypatch.setattr(picks, name, 8192 if name in way else 0)
     ids, _ = draw(tokens, min(top_k, slots), slots)
     ids[:, 0] = torch.where(torch.arange(tokens, device=DEVICE) % 3 == 0, 1, ids[:, 0])  # one slot far more often than the others
     out = picks.sort_picks(ids, slots, rows)
     flat, found = ids.flatten().tolist(), []
     assert int(out.count) <= out.limit
-    for slot, start, stop in out.blocks[:, : int(out.count)].t().tolist():
-        members = out.order[start : min(stop, start + rows)].tolist()
+    taken = []
+    for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist():
+        members = out.order[start + shift : min(stop, start + rows) + shift].tolist()
         assert members
         assert all(flat[pick] == slot for pick in members)
         found += members
+        taken += range(start, min(stop, start + rows))
     assert sorted(found) == [pick for pick, slot in enumerate(flat) if slot >= 0]
+    assert taken == list(range(len(found))), "rows lie expert after expert"
+
+
+def test_sorting_leaves_its_counters_zero() -> None:
+    ids, _ = draw(90, 4, 33)
+    first, again = (picks.sort_picks(ids, 33, 16) for _ in range(2))
+    assert picks.zeroed_counters(ids.device, 65).eq(0).all()
+    assert torch.equal(first.blocks[:, : int(first.count)], again.blocks[:, : int(again.count)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

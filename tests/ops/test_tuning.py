@@ -21,7 +21,8 @@ if SKIP_REASON:
 import torch
 import triton
 
-from rorqual.bench import kernels_experts, kernels_tuning
+from rorqual.bench import kernels_experts, kernels_moe, kernels_tuning
+from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import experts, gate, gqa_decode, linear_skinny, linear_small, mla_decode, prefill, tuning
@@ -211,7 +212,7 @@ def test_searches_store_what_their_kernels_then_take(on_card: Callable[..., None
 
 
 def test_case_names_of_searches_are_those_of_the_table() -> None:
-    names = {case.name for case in kernels_experts.cases()}
+    names = {case.name for case in (*kernels_experts.cases(), *kernels_moe.cases())}
     assert {search.name.replace(" gluon", "") for search in kernels_tuning.searches()} <= names
 
 
@@ -239,6 +240,24 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
     assert linear_plan(1, 128, 256) != plan
     sizes = {tokens: kernels_tuning.sizes_alike(replace(plan, m=m), tokens) for m, tokens in ((8, 1), (8, 8), (16, 16), (128, 128))}
     assert sizes == {1: [1, 1], 8: [2, 8], 16: [9, 16], 128: [65, 128]}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="as the table itself")
+def test_cases_around_experts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones of each kind of row, interpreted: shared experts among the others and beside them are the same sums."""
+    device, small = torch.device(DEVICE), MoEConfig(16, 4, 8, norm_topk_prob=True)
+    monkeypatch.setattr(kernels_experts, "ROTATE", 1)
+    monkeypatch.setattr(kernels_moe, "ROUTERS", {"V2-Lite": small})
+    for kind, hidden, inner in (("bf16", 64, 32), ("fp8", 128, 128)):
+        shape = kernels_experts.ExpertShape(kind, 6, hidden, inner, 4, 2)
+        setups = [kernels_experts.expert_setup(shape, 9, device), kernels_moe.beside_setup(shape, 9, device)]
+        assert all(setup.error() < 1e-3 for setup in setups)
+    for way in (kernels_moe.joint, kernels_moe.split, kernels_moe.apart):
+        assert kernels_moe.router_setup("V2-Lite", 3, way, None, device).error() < 1e-9
+    for buckets in (True, False):
+        assert kernels_moe.sort_setup("V2-Lite", 9, buckets, device).error() == 0
+    for parts in (1, 3):
+        assert all(plan.m <= 64 for plan in kernels_tuning.gate_candidates(64, 128, parts))
 
 
 # ---- compiled kernels

@@ -110,10 +110,10 @@ def _scaled(acc, partial, token, weight, SWAP: tl.constexpr):
 
 @triton.jit
 def _block(blocks, limit, index, ROWS: tl.constexpr):
-    """(expert, first row, rows of the sorted order, which of them are valid) of a row block."""
+    """(expert, first row, rows, which of them are valid, how far behind them their picks stand in the order) of a row block."""
     expert, start = tl.load(blocks + index), tl.load(blocks + limit + index)
     rows = start + tl.arange(0, ROWS)
-    return expert, start, rows, rows < tl.load(blocks + 2 * limit + index)
+    return expert, start, rows, rows < tl.load(blocks + 2 * limit + index), tl.load(blocks + 3 * limit + index)
 
 
 @triton.jit(do_not_specialize=["limit", "xs_block", "hs_block"])
@@ -128,9 +128,9 @@ def _gate_up_kernel(x, x_scale, w, w_scale, h, h_scale, order, blocks, count, li
     tiles: tl.constexpr = (INNER + N - 1) // N
     scale_columns: tl.constexpr = HIDDEN // 128
     for tile in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
-        expert, _, rows, valid = _block(blocks, limit, tile // tiles, ROWS)
+        expert, _, rows, valid, shift = _block(blocks, limit, tile // tiles, ROWS)
         first = (tile % tiles) * N
-        token = tl.load(order + rows, mask=valid, other=0) // TOP_K
+        token = tl.load(order + shift + rows, mask=valid, other=0) // TOP_K
         x_tile = x + token.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
         gate_row, up_row = expert * (2 * INNER) + first, expert * (2 * INNER) + INNER + first
         gate_tile, up_tile = rows, rows
@@ -180,9 +180,9 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
     tiles: tl.constexpr = (HIDDEN + N - 1) // N
     scale_columns: tl.constexpr = INNER // 128
     for tile in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
-        expert, start, rows, valid = _block(blocks, limit, tile // tiles, ROWS)
+        expert, start, rows, valid, shift = _block(blocks, limit, tile // tiles, ROWS)
         first = (tile % tiles) * N
-        pick = tl.load(order + rows, mask=valid, other=0)
+        pick = tl.load(order + shift + rows, mask=valid, other=0)
         inside = tl.where(valid, rows, start)
         h_tile, w_tile = rows, rows
         if not TMA:
@@ -428,7 +428,7 @@ def grouped_experts(
 def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
     """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantised when the weights are."""
     slots, rows, hidden = weight.data.shape
-    inner, picks = rows // 2, blocks.order.numel()
+    inner, picks = rows // 2, blocks.picks
     packed = quantise(x) if weight.quantised and isinstance(x, Tensor) else x
     data, scale, strides = _activation(packed)
     device = weight.data.device
@@ -445,7 +445,7 @@ def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, to
 def down_product(h: Tensor | Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype, tile: Tile) -> Tensor:
     """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not here stay unwritten."""
     slots, hidden, inner = weight.data.shape
-    y = torch.empty(blocks.order.numel(), hidden, dtype=dtype, device=weight.data.device)
+    y = torch.empty(blocks.picks, hidden, dtype=dtype, device=weight.data.device)
     data, scale, strides = _activation(h)
     tile = _fitting(tile, weight)
     w: Any = weight.data

@@ -83,9 +83,13 @@ def supported(x: Tensor, gate: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and gate.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and gate.is_contiguous()
 
 
+def kind_of(gate: Tensor) -> str:
+    return "bf16" if gate.dtype == torch.bfloat16 else "fp32"
+
+
 def plan_for(gate: Tensor, tokens: int) -> GatePlan:
     experts, hidden = gate.shape
-    return tuning.choose("gate", GatePlan, gate.device, tokens=tokens, experts=experts, hidden=hidden)
+    return tuning.choose("gate", GatePlan, gate.device, kind=kind_of(gate), tokens=tokens, experts=experts, hidden=hidden)
 
 
 def partial_logits(x: Tensor, gate: Tensor, plan: GatePlan | None = None) -> Tensor:

@@ -12,21 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
+from rorqual.ops.triton.launch import COUNTERS, dependent, next_power, wait_for_inputs, zeroed_counters
 
-ONE_KERNEL_PICKS = 8192  # up to here one kernel sorts, each program scanning all picks; beyond, three kernels over chunks
+# Up to so many picks each one counts itself into a bucket of its slot, chunk by chunk, in one kernel. 0: never.
+BUCKET_PICKS, BUCKET_CHUNK = 4096, 128
+ONE_KERNEL_PICKS = 8192  # else up to here one kernel sorts, each program scanning all picks; beyond, three kernels over chunks
 SCAN, CHUNK = 2048, 256
 
 
 @dataclass
 class RowBlocks:
-    """order [picks] int32: picks expert after expert, rows beyond the last present pick undefined.
-    blocks [3, limit] int32: each block's expert, first row and end row of that expert; count [1] int32: how many there are."""
+    """A row is a place among `picks` rows, expert after expert; rows beyond the last present pick are nobody's.
+    blocks [4, limit] int32: each block's expert, first row, end row of that expert, and how far behind its row a pick stands in order
+    [...] int32; count [1] int32: how many blocks there are; rows: of a block."""
 
     order: Tensor
     blocks: Tensor
     count: Tensor
     rows: int
+    picks: int
 
     @property
     def limit(self) -> int:
@@ -38,6 +42,38 @@ def _histogram(ids, first, picks, SIZE: tl.constexpr, BINS: tl.constexpr):
     index = first + tl.arange(0, SIZE)
     slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
     return index, slot, tl.histogram(tl.maximum(slot, 0), BINS, mask=slot >= 0)
+
+
+@triton.jit
+def _store_block(block, limit, slot, start, end, shift, mask):
+    tl.store(block, slot, mask=mask)
+    tl.store(block + limit, start, mask=mask)
+    tl.store(block + 2 * limit, end, mask=mask)
+    tl.store(block + 3 * limit, shift, mask=mask)
+
+
+@triton.jit(do_not_specialize=["picks", "limit"])
+def _bucket_kernel(ids, order, blocks, count, counts, picks, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    """A chunk of picks a program: each takes the next place in its slot's bucket, which has room for all. The last program to finish knows
+    how many each has, plans the blocks, and leaves `counts` [BINS + 1] zero."""
+    wait_for_inputs(DEPENDENT)
+    index, bins = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.arange(0, BINS)
+    slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
+    place = tl.atomic_add(counts + slot, 1, mask=slot >= 0, sem="relaxed")
+    tl.store(order + slot * picks + place, index, mask=slot >= 0)
+    tl.debug_barrier()  # every pick is counted before this program is
+    if tl.atomic_add(counts + BINS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        found = tl.load(counts + bins, cache_modifier=".cg")
+        needed = (found + ROWS - 1) // ROWS
+        before = tl.cumsum(needed * 65536 + found, 0) - (needed * 65536 + found)  # two sums in one: neither reaches 2^15
+        start, block = before % 65536, before // 65536
+        for number in range(tl.max(needed, 0)):
+            _store_block(blocks + block + number, limit, bins, start + number * ROWS, start + found, bins * picks - start, number < needed)
+        tl.store(count, tl.sum(needed, 0))
+        tl.debug_barrier()  # threads that hold the same count have all read it
+        tl.store(counts + bins, 0)
+        tl.store(counts + BINS, 0)
 
 
 @triton.jit(do_not_specialize=["picks", "limit"])
@@ -55,9 +91,7 @@ def _sort_kernel(ids, order, blocks, count, picks, limit, slots, ROWS: tl.conste
     block = tl.sum(tl.where(bins < mine, needed, 0))
     rows = tl.sum(tl.where(bins == mine, counts, 0))
     for done in range(0, rows, ROWS):
-        tl.store(blocks + block + done // ROWS, mine)
-        tl.store(blocks + limit + block + done // ROWS, start + done)
-        tl.store(blocks + 2 * limit + block + done // ROWS, start + rows)
+        _store_block(blocks + block + done // ROWS, limit, mine, start + done, start + rows, 0, True)
     if mine == slots - 1:
         tl.store(count, tl.sum(needed))
     if rows > 0:
@@ -91,9 +125,7 @@ def _plan_kernel(totals, starts, blocks, count, limit, ROWS: tl.constexpr, SIZE:
     start = tl.sum(tl.where(mine, starting[None, :], 0), 1)
     inside = block - tl.sum(tl.where(mine, (ends - needed)[None, :], 0), 1)
     valid = block < tl.sum(needed)
-    tl.store(blocks + block, slot, mask=valid)
-    tl.store(blocks + limit + block, start + inside * ROWS, mask=valid)
-    tl.store(blocks + 2 * limit + block, start + tl.sum(tl.where(mine, counts[None, :], 0), 1), mask=valid)
+    _store_block(blocks + block, limit, slot, start + inside * ROWS, start + tl.sum(tl.where(mine, counts[None, :], 0), 1), 0, valid)
     if tl.program_id(0) == 0:
         tl.store(starts + bins, starting)
         tl.store(count, tl.sum(needed))
@@ -117,11 +149,16 @@ def _place_kernel(ids, starts, before, order, picks, SIZE: tl.constexpr, BINS: t
 def sort_picks(ids: Tensor, slots: int, rows: int) -> RowBlocks:
     """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of one slot."""
     picks, device = ids.numel(), ids.device
-    limit = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4
-    work = torch.empty(4 + 3 * limit + picks, dtype=torch.int32, device=device)  # each part 16-byte aligned
-    out = RowBlocks(work[4 + 3 * limit :], work[4 : 4 + 3 * limit].view(3, limit), work[:1], rows)
-    bins = next_power(slots)
-    if picks <= ONE_KERNEL_PICKS:
+    limit, bins = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4, next_power(slots)
+    buckets = picks <= BUCKET_PICKS and bins < COUNTERS
+    order = slots * picks if buckets else picks
+    work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)  # each part 16-byte aligned
+    out = RowBlocks(work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks)
+    if buckets:
+        _bucket_kernel[triton.cdiv(picks, BUCKET_CHUNK),](
+            ids, out.order, out.blocks, out.count, zeroed_counters(device, bins + 1), picks, limit, ROWS=rows, SIZE=BUCKET_CHUNK, BINS=bins,
+            num_warps=4, **dependent(device))  # fmt: skip
+    elif picks <= ONE_KERNEL_PICKS:
         size = min(SCAN, max(128, next_power(picks)))
         _sort_kernel[slots,](ids, out.order, out.blocks, out.count, picks, limit, slots, ROWS=rows, SIZE=size, BINS=bins,
                              num_warps=4, **dependent(device))  # fmt: skip
