@@ -296,6 +296,25 @@ def test_picks_that_every_token_makes(shared: int) -> None:
         assert all(map(torch.equal, more, reference.with_shared(ids, weights, moe.num_experts, shared)))
 
 
+@pytest.mark.parametrize("groups", [4, 8])
+def test_route_orders_numbers_of_either_sign(groups: int) -> None:
+    """Biases that make most of what is compared negative; groups whose number is a power of two or not even even."""
+    moe = replace(ROUTERS[2], num_experts=24 if groups == 4 else 32, n_group=3 if groups == 4 else 8, topk_group=2, top_k=4)
+    logits, bias = random(9, moe.num_experts) * 3, random(moe.num_experts) * 2 - 1
+    ids, weights = routing.route(logits, bias, moe)
+    expected_ids, expected = reference.route(logits, bias, moe)
+    zero = torch.zeros_like(logits)
+    torch.testing.assert_close(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
+
+
+def test_route_of_nan_stays_among_the_experts() -> None:
+    """So that no kernel reads beyond their weights; and what is wrong stays visible in the weights."""
+    for moe in ROUTERS:
+        ids, weights = routing.route(torch.full((2, moe.num_experts), float("nan"), device=DEVICE), None, replace(moe, method="greedy"))
+        assert ((ids >= 0) & (ids < moe.num_experts)).all()
+        assert weights.isnan().all()
+
+
 def test_route_breaks_ties_by_lowest_expert() -> None:
     ids, _ = routing.route(torch.zeros(2, 16, device=DEVICE), None, ROUTERS[0])
     assert ids.tolist() == [[0, 1, 2, 3]] * 2

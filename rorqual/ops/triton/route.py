@@ -19,34 +19,58 @@ from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs, ze
 
 # The gate product and the choice are one kernel for up to so many tokens and products: every token reads the gate anew.
 ROUTER_TOKENS, ROUTER_PRODUCTS = 8, 1 << 21
+NOBODY: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _best(values, index, SIZE: tl.constexpr, AXIS: tl.constexpr):
-    """(largest value, the lowest index that holds it) along AXIS. Exact: no packing of value and index into one word."""
-    top = tl.max(values, AXIS)
-    held = values == (top if AXIS == 0 else top[:, None])
-    return top, tl.min(tl.where(held, index if AXIS == 0 else index[None, :], SIZE), AXIS)
+def _ordered(values):
+    """int32 in the order of fp32 values: a warp finds the largest integer in one instruction, the largest float in ten."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    """What `_ordered` made the key of."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best(keys, index, SIZE: tl.constexpr):
+    """(the largest of `keys` [SIZE], the lowest index that holds it). Exact: no packing of key and index into one word."""
+    top = tl.max(keys, 0)
+    return top, tl.min(tl.where(keys == top, index, SIZE), 0)
+
+
+@triton.jit
+def _group_worth(members, SIZE: tl.constexpr, BEST_TWO: tl.constexpr):
+    """What each group counts by, [groups]: its best expert, or its best two. members [groups, SIZE]."""
+    worth = tl.max(members, 1)
+    if BEST_TWO:
+        index = tl.arange(0, SIZE)[None, :]
+        first = tl.min(tl.where(members == worth[:, None], index, SIZE), 1)
+        worth += tl.max(tl.where(index == first[:, None], float("-inf"), members), 1)
+    return worth
 
 
 @triton.jit
 def _kept_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
                  KEEP: tl.constexpr, BEST_TWO: tl.constexpr):  # fmt: skip
-    """choice with the experts outside the KEEP best groups set to -inf. A group counts by its best expert, or its best two."""
+    """choice with the experts outside the KEEP best groups set to -inf."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group = tl.arange(0, GROUP_PAD)
-    member = (expert // SIZE)[None, :] == group[:, None]
-    spread = tl.where(member, choice[None, :], float("-inf"))
-    worth, first = _best(spread, expert, WIDTH, 1)
-    if BEST_TWO:
-        worth += tl.max(tl.where(expert[None, :] == first[:, None], float("-inf"), spread), 1)
-    worth = tl.where(group < GROUPS, worth, float("-inf"))
+    if EXPERTS == WIDTH and GROUPS == GROUP_PAD:
+        worth = _group_worth(tl.reshape(choice, (GROUPS, SIZE)), SIZE, BEST_TWO)
+    else:
+        member = (expert // SIZE)[None, :] == group[:, None]
+        worth = _group_worth(tl.where(member, choice[None, :], float("-inf")), WIDTH, BEST_TWO)
+    keys = tl.where(group < GROUPS, _ordered(worth), NOBODY)
     kept = expert < 0
     for _ in tl.static_range(KEEP):
-        _, chosen = _best(worth, group, GROUP_PAD, 0)
+        _, chosen = _best(keys, group, GROUP_PAD)
         kept = kept | (expert // SIZE == chosen)
-        worth = tl.where(group == chosen, float("-inf"), worth)
+        keys = tl.where(group == chosen, NOBODY, keys)
     return tl.where(kept, choice, float("-inf"))
 
 
@@ -69,13 +93,14 @@ def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH:
     choice = tl.where(present, choice, float("-inf"))
     if GROUPS > 1:
         choice = _kept_groups(choice, expert, EXPERTS, WIDTH, GROUPS, GROUP_PAD, KEEP, BEST_TWO)
-    slot = tl.arange(0, PICKS)
+    slot, keys = tl.arange(0, PICKS), _ordered(choice)
     chosen, weight = tl.zeros((PICKS,), tl.int32), tl.zeros((PICKS,), tl.float32)
     for k in tl.static_range(TOP_K):
-        _, best = _best(choice, expert, WIDTH, 0)
+        top, best = _best(keys, expert, WIDTH)
         chosen = tl.where(slot == k, best, chosen)
-        weight = tl.where(slot == k, tl.sum(tl.where(expert == best, scores, 0.0), 0), weight)
-        choice = tl.where(expert == best, float("-inf"), choice)
+        score = tl.sum(tl.where(expert == best, scores, 0.0), 0) if BIAS else _value(top)  # without a bias it is what it was chosen by
+        weight = tl.where(slot == k, score, weight)
+        keys = tl.where(expert == best, NOBODY, keys)
     if NORM:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     weight = (weight * scaling).to(ROUNDED).to(tl.float32)
