@@ -168,7 +168,7 @@ def cases() -> Iterator[Case]:
     for model in ROUTERS:
         for t in (1, 8):
             yield Case(f"router {model} T{t}", "bf16", partial(router_setup, model, t, joint, None))
-        for t in (1, 8, 16, 64, 256, 512):
+        for t in (1, 8, 16, 64, 256, 512, 4096):
             yield Case(f"router split {model} T{t}", "bf16", partial(router_setup, model, t, split, None))
             yield Case(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, apart, None))
             if ROUTERS[model].router_fp32:
