@@ -3,6 +3,8 @@ among the routed ones or beside them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -161,6 +163,53 @@ def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
     return Setup(calls, error, *base.expert_cost(shape, picked))
 
 
+# --- a whole layer ---
+
+LAYERS = {"V3": V3, "Qwen3": base.QWEN3_30B, "V2-Lite": V2_LITE}
+WAYS = ("", "sorted apart ", "beside ", "before ")
+
+
+def constants(way: str) -> list[Any]:
+    """Patches that make the layer what `way` says."""
+    patches: list[Any] = []
+    if way:
+        patches.append(mock.patch.object(ex, "SORTS_WHILE_ROUTING", False))
+    if way == "before ":
+        patches += [mock.patch.object(gating, "TOKENS", 0), mock.patch.object(picks, "BUCKET_PICKS", 0)]
+    return patches
+
+
+def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> Setup:
+    """Router, routed and shared experts. As they are; with the sort of picks a kernel of its own; also with shared experts as a layer of
+    their own; and also with the library's gate product and a sort that scans. Routing is natural: gates are random."""
+    from rorqual.ops.triton.backend import TritonOps
+
+    ops, moe, shape = TritonOps(), ROUTERS[model], LAYERS[model]
+    whole = base.expert_weights(shape, device)
+    joined = way in ("", "sorted apart ") or not shape.shared
+    gate_up, down = whole if joined else (routed_of(shape, whole[0]), routed_of(shape, whole[1]))
+    layer = None if joined else as_layer(shape, *whole)
+    bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
+    gates, _ = gate_data(model, 1, device)
+    inputs = [torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16) for _ in range(8 if tokens <= 16 else 2)]
+
+    def call(x: Tensor, gate: Tensor) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            for patch in constants(way):
+                stack.enter_context(patch)
+            beside = ops.mlp(x, *layer) if layer else None
+            return ops.routed_experts(x, gate, bias, moe, gate_up, down, beside, shape.shared if joined else 0)
+
+    def error() -> float:
+        rows = torch.randperm(tokens, device=device)[: base.CHECKED]
+        draw = inputs[0], *ops.router(inputs[0], gates[0], bias, moe, shape.shared)
+        return base.difference(call(inputs[0], gates[0])[rows], base.expert_truth(draw, rows, *whole))
+
+    calls: list[Call] = [partial(call, x, gate) for x, gate in zip(inputs, gates, strict=False)]
+    picked = [(x, *ops.router(x, gate, bias, moe, shape.shared)) for x, gate in zip(inputs, gates, strict=False)]
+    return Setup(calls, error, *base.expert_cost(shape, picked))
+
+
 # --- the list ---
 
 
@@ -178,6 +227,10 @@ def cases() -> Iterator[Case]:
         for t in (8, 64, 256):
             yield Case(f"sort {model} T{t}", "bf16", partial(sort_setup, model, t, True))
             yield Case(f"sort by scans {model} T{t}", "bf16", partial(sort_setup, model, t, False))
+    for model, shape in LAYERS.items():
+        for t, way in itertools.product((1, 8, 64, 256), WAYS):
+            if shape.shared or way != "beside ":
+                yield Case(f"moe {way}{model} T{t}", shape.kind, partial(layer_setup, model, t, way))
     for shape, name in JOINED:
         for t in JOINED_TOKENS:
             yield Case(f"{name} T{t}", shape.kind, partial(base.expert_setup, shape, t))

@@ -235,6 +235,10 @@ class ForcedMoE(MoE):
 
     forced: Tensor | None = None
 
+    @property
+    def at_once(self) -> bool:
+        return self.forced is None and super().at_once
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = super().route(x)
         return (ids if self.forced is None else self.forced), weights

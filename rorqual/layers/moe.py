@@ -13,7 +13,7 @@ from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
 from rorqual.ops.reference import Weight
 from rorqual.parallel.choice import possible_exchanges
-from rorqual.parallel.exchange import Exchange, ExpertStore, SlotMap
+from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
@@ -97,7 +97,9 @@ class MoE:
         return self.ops.router(x, self.gate, self.bias, self.moe, self.joined)
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
-        """submit | run_experts beside the shared expert | wait. Yields at each hand-over."""
+        """submit | run_experts beside the shared expert | wait. Yields at each hand-over, of which there is none where nothing travels."""
+        if self.at_once:
+            return self._at_once(x)
         ticket = self.submit(x, layout)
         yield
         shared = self.run_experts(x, ticket, layout)
@@ -106,8 +108,22 @@ class MoE:
 
     def straight(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         """The same stages without hand-overs."""
+        if self.at_once:
+            return self._at_once(x)
         ticket = self.submit(x, layout)
         return self.wait(ticket, self.run_experts(x, ticket, layout))
+
+    @property
+    def at_once(self) -> bool:
+        """Whether router and experts are one op: the exchange would pass on the picks as they are."""
+        exchange = self.exchange
+        return isinstance(exchange, LocalExchange) and exchange.store.plain and not exchange.record_load
+
+    def _at_once(self, x: Tensor) -> Tensor:
+        if not x.shape[0]:
+            return x
+        base, exchange = self.shared.partial(x) if self.shared else None, self.exchange
+        return self.ops.routed_experts(x, self.gate, self.bias, self.moe, exchange.gate_up, exchange.down, base, self.joined)
 
     def submit(self, x: Tensor, layout: Layout) -> Any:
         ids, weights = self.route(x)

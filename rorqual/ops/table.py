@@ -270,6 +270,21 @@ class Ops:
         y = reference.experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base
 
+    def routed_experts(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        moe: MoEConfig,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+    ) -> Tensor:
+        """`router` and `experts` in one, where all experts are here, by their logical number, and nobody else asks for the picks."""
+        ids, weights = self.router(x, gate, bias, moe, shared)
+        return self.experts(x, ids, weights, gate_up, down, base, shared)
+
     def experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:

@@ -79,6 +79,7 @@ class TracedOps(Ops):
     heads_matmul = entry(Ops.heads_matmul)
     route = entry(Ops.route)
     experts_fp8 = entry(Ops.experts_fp8)
+    routed_experts = entry(Ops.routed_experts)
     dense_attention = entry(Ops.dense_attention)
     gather = entry(Ops.gather)
     latent_entries = entry(Ops.latent_entries)

@@ -43,6 +43,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         route,
         sampling,
     )  # fmt: skip
+    from rorqual.ops.triton import picks as picks_kernels
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -80,6 +81,13 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"gate {rows} T{tokens} {kind}", lambda t=tokens, k=kind, r=rows, c=columns: route.route(
                 gate.partial_logits(x(t, c), x(r, c, dtype=k)), x(r, dtype=wide), replace(moe, num_experts=r), kind=k)  # fmt: skip
     yield "router fp32", lambda: route.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
+
+    def sorting(tokens: int, each: int, slots: int) -> picks_kernels.RowBlocks:
+        return picks_kernels.empty_blocks(tokens * each, slots, 16, torch.device("cpu"), buckets=True)
+
+    yield "route and sort", lambda: route.route(x(64, 256, dtype=wide), x(256, dtype=wide), moe, shared=1, into=sorting(64, 9, 257))
+    yield "router and sort", lambda: route.router(x(8, 2048), x(64, 2048, dtype=wide), None, MoEConfig(64, 6, 1408), shared=2,
+                                                  into=sorting(8, 8, 66))  # fmt: skip
     yield "router bf16", lambda: route.router(x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True))
     for tokens in (1, 4, 8):
         yield f"small T{tokens}", lambda t=tokens: linear_small.linear(x(t, 4096), x(2048, 4096))

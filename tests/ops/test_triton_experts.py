@@ -86,8 +86,7 @@ def test_experts(kind: str, tokens: int, top_k: int) -> None:
     assert difference(experts.experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp32", "fp8"])
-@pytest.mark.parametrize(("tokens", "top_k", "shared"), [(1, 8, 1), (1, 2, 2), (19, 3, 2)])
+@pytest.mark.parametrize(("kind", "tokens", "top_k", "shared"), [("bf16", 1, 8, 1), ("fp8", 1, 8, 1), ("fp32", 9, 3, 2), ("fp8", 9, 3, 2)])
 def test_experts_that_every_token_picks(kind: str, tokens: int, top_k: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among the others, and as layers of their own beside them."""
     hidden, inner, slots = SIZES[kind][0], SIZES[kind][1], 9
@@ -243,7 +242,7 @@ def gate_sums(x: Tensor, matrix: Tensor, plan: gating.GatePlan) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "experts", "hidden", "split"), [(9, 24, 72, 4), (70, 40, 256, 3), (16, 16, 64, 8), (33, 32, 320, 1)])
+@pytest.mark.parametrize(("tokens", "experts", "hidden", "split"), [(9, 24, 72, 4), (70, 40, 256, 3), (33, 32, 320, 1)])
 def test_gate_product(tokens: int, experts: int, hidden: int, split: int, dtype: torch.dtype) -> None:
     """As exact as fp32 for a gate of either type, each partial sum in its place."""
     x, matrix = random(tokens, hidden + 8, dtype=torch.bfloat16)[:, :hidden], (random(experts, hidden) * hidden**-0.5).to(dtype)
@@ -262,11 +261,10 @@ def test_gate_products_keep_what_bf16_cannot_hold() -> None:
     assert gating.partial_logits(x, matrix).sum(0).eq(64 * (1 + 2.0**-9 + 2.0**-18)).all()
 
 
-@pytest.mark.parametrize("moe", ROUTERS, ids=lambda moe: moe.method)
-@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize(("moe", "shared"), zip(ROUTERS, (0, 2, 1), strict=True), ids=lambda value: getattr(value, "method", value))
 def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By either product: the same choice, weights up to the order of sums; logits are rounded where the router is no fp32 one."""
-    x, bias = random(21, 160, dtype=torch.bfloat16), random(moe.num_experts) * 0.1 if moe.has_bias else None
+    x, bias = random(11, 160, dtype=torch.bfloat16), random(moe.num_experts) * 0.1 if moe.has_bias else None
     for fp32 in (True, False):
         moe = replace(moe, router_fp32=fp32)
         gate = random(moe.num_experts, 160).mul(0.1).to(torch.float32 if fp32 else torch.bfloat16)
@@ -275,9 +273,57 @@ def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(gating, "TOKENS", 0)
         expected_ids, expected = TritonOps().router(x, gate, bias, moe, shared)
         same = (ids == expected_ids).all(1)
-        assert same.all() if fp32 else same.float().mean() > 0.8  # rounded logits tie, or fall to the other side
+        assert same.all() if fp32 else same.float().mean() > 0.6  # rounded logits tie, or fall to the other side
         torch.testing.assert_close(weights[same], expected[same], rtol=1e-5 if fp32 else 2e-2, atol=1e-6)
         assert fp32 or torch.equal(weights, weights.bfloat16().float())
+
+
+def same_sorting(found: picks.RowBlocks, want: picks.RowBlocks) -> bool:
+    """Of whatever order inside an expert's rows."""
+
+    def rows(out: picks.RowBlocks) -> list[tuple[int, list[int]]]:
+        return [(slot, sorted(out.order[start + shift : stop + shift].tolist()))
+                for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist()]  # fmt: skip
+
+    alike = torch.equal(found.blocks[:3, : int(found.count)], want.blocks[:3, : int(want.count)])
+    return alike and (found.picks, found.rows) == (want.picks, want.rows) and sorted(rows(found)) == sorted(rows(want))
+
+
+@pytest.mark.parametrize("tokens", [5, 11])
+@pytest.mark.parametrize(("moe", "shared"), [(ROUTERS[0], 0), (ROUTERS[1], 2), (ROUTERS[2], 1)], ids=["softmax", "two", "one"])
+def test_picks_are_sorted_as_they_are_chosen(tokens: int, moe: MoEConfig, shared: int) -> None:
+    """The kernel for few tokens and the choice behind a product; again and again, as the counters come back zero."""
+    slots, hidden = moe.num_experts + shared, 160
+    gate, bias = random(moe.num_experts, hidden).mul(0.1), random(moe.num_experts) * 0.1 if moe.has_bias else None
+    down = Weight(random(slots, hidden, 32, dtype=torch.bfloat16))
+    for _ in range(2):
+        x = random(tokens, hidden, dtype=torch.bfloat16)
+        into = picks.empty_blocks(tokens * (moe.top_k + shared), slots, 16, down.data.device, buckets=True)
+        way = routing.router if tokens <= 8 else lambda x, gate, *rest, **more: routing.route(gating.partial_logits(x, gate), *rest, **more)
+        ids, _ = way(x, gate, bias, moe, shared=shared, into=into)
+        assert same_sorting(into, picks.sort_picks(ids, slots, 16))
+    assert picks.zeroed_counters(ids.device, 512).eq(0).all()
+
+
+@pytest.mark.parametrize(("kind", "tokens", "shared"), [("bf16", 1, 1), ("bf16", 6, 0), ("fp8", 5, 1), ("fp32", 9, 2)])
+def test_router_and_experts_in_one(kind: str, tokens: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the router followed by the experts, however the picks are sorted."""
+    moe, (hidden, inner, _) = replace(ROUTERS[0], top_k=3), SIZES[kind]
+    slots = moe.num_experts + shared
+    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
+    x, base = random(tokens, hidden, dtype=KINDS[kind]), random(tokens, hidden, dtype=KINDS[kind])
+    router, ops = (random(moe.num_experts, hidden) * 0.3, None, moe), TritonOps()
+    made = []
+    plain = experts.sort_picks
+    monkeypatch.setattr(experts, "sort_picks", lambda *arguments: made.append(1) or plain(*arguments))
+    got = ops.routed_experts(x, *router, gate_up, down, base, shared)
+    assert not made
+    monkeypatch.setattr(experts, "SORTS_WHILE_ROUTING", False)
+    expected = ops.routed_experts(x, *router, gate_up, down, base, shared)
+    assert bool(made) == (tokens * moe.top_k > experts.DIRECT_PICKS[kind])
+    assert torch.equal(got, expected)
+    truth = reference.experts(x, *ops.router(x, *router, shared), gate_up, down) + base
+    assert difference(got, truth) < LIMITS[kind]
 
 
 @pytest.mark.parametrize("shared", [1, 2])
@@ -307,6 +353,7 @@ def test_route_orders_numbers_of_either_sign(groups: int) -> None:
     torch.testing.assert_close(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_route_of_nan_stays_among_the_experts() -> None:
     """So that no kernel reads beyond their weights; and what is wrong stays visible in the weights."""
     for moe in ROUTERS:

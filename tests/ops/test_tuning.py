@@ -256,6 +256,9 @@ def test_cases_around_experts_are_right(monkeypatch: pytest.MonkeyPatch) -> None
         assert kernels_moe.router_setup("V2-Lite", 3, way, None, device).error() < 1e-9
     for buckets in (True, False):
         assert kernels_moe.sort_setup("V2-Lite", 9, buckets, device).error() == 0
+    monkeypatch.setattr(kernels_moe, "LAYERS", {"V2-Lite": kernels_experts.ExpertShape("bf16", 18, 2048, 16, 6, 2)})
+    for way in kernels_moe.WAYS:
+        assert kernels_moe.layer_setup("V2-Lite", 5, way, device).error() < 1e-3
     for parts in (1, 3):
         assert all(plan.m <= 64 for plan in kernels_tuning.gate_candidates(64, 128, parts))
 

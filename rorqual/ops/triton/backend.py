@@ -48,6 +48,7 @@ from rorqual.ops.triton import norm as norm_kernels
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.fp8 import Quantised
 from rorqual.ops.triton.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
+from rorqual.ops.triton.picks import RowBlocks, empty_blocks
 from rorqual.ops.triton.segments import Derived, derived
 
 WIDEST_HEAD = 256
@@ -235,14 +236,7 @@ class TritonOps(Ops):
     # ---- experts
 
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
-        """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
-        rounded = torch.float32 if moe.router_fp32 else x.dtype
-        if routing.joint(x, gate):
-            return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared)
-        if gating.chosen(x, gate):
-            kind = torch.float32 if moe.router_fp32 else gate.dtype
-            return routing.route(gating.partial_logits(x, gate), bias, moe, rounded=rounded, shared=shared, kind=kind)
-        return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded, shared=shared)
+        return _router(x, gate, bias, moe, shared)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return routing.route(logits, bias, moe)
@@ -261,6 +255,26 @@ class TritonOps(Ops):
             ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
             base, shared = self._beside(x, gate_up, down, base, shared), 0
         return experts_kernels.experts(x, ids, weights, gate_up, down, base=base, shared=shared)
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        moe: MoEConfig,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+    ) -> Tensor:
+        """Where the grouped products take the picks, the kernel that chooses them sorts them."""
+        fits = x.shape[0] and experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
+        plan = experts_kernels.sorted_plan(down, x.shape[0], moe.top_k, shared) if fits else None
+        if plan is None:
+            return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
+        blocks = empty_blocks(x.shape[0] * (moe.top_k + shared), down.data.shape[0], plan.rows, x.device, buckets=True)
+        ids, weights = _router(x, gate, bias, moe, shared, blocks)
+        return experts_kernels.grouped_experts(x, ids, weights, gate_up, down, plan, base=base, blocks=blocks)
 
     def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
         """What the last `shared` experts give for all tokens, each as a layer of its own, and `base`."""
@@ -297,6 +311,19 @@ class TritonOps(Ops):
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
         sampling.write_probs(given, plane, rows)
+
+
+def _router(
+    x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int, into: RowBlocks | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
+    rounded = torch.float32 if moe.router_fp32 else x.dtype
+    if routing.joint(x, gate):
+        return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared, into=into)
+    if gating.chosen(x, gate):
+        kind = torch.float32 if moe.router_fp32 else gate.dtype
+        return routing.route(gating.partial_logits(x, gate), bias, moe, rounded=rounded, shared=shared, kind=kind, into=into)
+    return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded, shared=shared, into=into)
 
 
 def _power(size: int) -> bool:

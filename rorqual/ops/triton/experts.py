@@ -26,7 +26,7 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import tuning
 from rorqual.ops.triton.fp8 import Quantised, quantise, to_fp8
 from rorqual.ops.triton.launch import dependent, is_hopper, multiprocessors, next_power, wait_for_inputs
-from rorqual.ops.triton.picks import RowBlocks, sort_picks
+from rorqual.ops.triton.picks import RowBlocks, sort_picks, takes_buckets
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class DirectPlan:
 DIRECT_PICKS = {"bf16": 8, "fp8": 8, "fp32": 2}  # the direct form reads an expert anew for each pick: up to so many picks
 # Shared experts are experts among the routed ones where a layer can have it so (layers/moe.py). False: a layer beside them.
 JOINS_SHARED = True
+# The kernel that chooses a token's experts sorts the picks as well, where nothing comes between router and experts.
+SORTS_WHILE_ROUTING = True
 # Up to so many tokens their rows go through the grouped products; above, products of whole matrices are faster.
 JOINED_TOKENS = {"bf16": 1024, "fp8": 1024, "fp32": 1024}
 
@@ -379,6 +381,15 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
+def sorted_plan(down: Weight, tokens: int, top_k: int, shared: int) -> Plan | None:
+    """The plan for tokens whose router is to sort its picks, top_k and `shared` each. None where another form takes them."""
+    slots, kind, picks = down.data.shape[0], kind_of(down), tokens * top_k
+    sorts = SORTS_WHILE_ROUTING and takes_buckets(picks + tokens * shared, slots)
+    if not sorts or picks <= DIRECT_PICKS[kind] or (shared and tokens > JOINED_TOKENS[kind]):
+        return None
+    return plan_for(down, picks, shared)
+
+
 def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None,
                    base: Tensor | None = None) -> Tensor:  # fmt: skip
     """Two kernels; every pick reads its expert's weights by itself."""
@@ -414,12 +425,15 @@ def grouped_experts(
     plan: Plan,
     dtype: torch.dtype | None = None,
     base: Tensor | None = None,
+    blocks: RowBlocks | None = None,
 ) -> Tensor:
-    """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype."""
+    """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype. blocks: the picks
+    are sorted, into rows of plan.rows."""
     kind = x.dtype if isinstance(x, Tensor) else dtype
     assert kind is not None
     assert dtype in (None, kind)
-    blocks = sort_picks(ids, gate_up.data.shape[0], plan.rows)
+    blocks = blocks or sort_picks(ids, gate_up.data.shape[0], plan.rows)
+    assert blocks.rows == plan.rows
     h = gate_up_product(x, gate_up, blocks, ids.shape[1], plan.up)
     y = down_product(h, down, blocks, kind, plan.down)
     return combine(y, ids, weights, base)

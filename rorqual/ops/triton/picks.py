@@ -16,6 +16,7 @@ from rorqual.ops.triton.launch import COUNTERS, dependent, next_power, wait_for_
 
 # Up to so many picks each one counts itself into a bucket of its slot, chunk by chunk, in one kernel. 0: never.
 BUCKET_PICKS, BUCKET_CHUNK = 4096, 128
+ROUTER_COUNTERS = 64  # how many of a stream's counters are the router's (route.py), one a token
 ONE_KERNEL_PICKS = 8192  # else up to here one kernel sorts, each program scanning all picks; beyond, three kernels over chunks
 SCAN, CHUNK = 2048, 256
 
@@ -52,18 +53,19 @@ def _store_block(block, limit, slot, start, end, shift, mask):
     tl.store(block + 3 * limit, shift, mask=mask)
 
 
-@triton.jit(do_not_specialize=["picks", "limit"])
-def _bucket_kernel(ids, order, blocks, count, counts, picks, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """A chunk of picks a program: each takes the next place in its slot's bucket, which has room for all. The last program to finish knows
-    how many each has, plans the blocks, and leaves `counts` [BINS + 1] zero."""
-    wait_for_inputs(DEPENDENT)
-    index, bins = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.arange(0, BINS)
-    slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
-    place = tl.atomic_add(counts + slot, 1, mask=slot >= 0, sem="relaxed")
-    tl.store(order + slot * picks + place, index, mask=slot >= 0)
+@triton.jit
+def take_places(slot, index, here, order, counts, picks):
+    """Each pick `index` that is `here` takes the next place in its slot's bucket, which has room for all."""
+    place = tl.atomic_add(counts + slot, 1, mask=here, sem="relaxed")
+    tl.store(order + slot * picks + place, index, mask=here)
+
+
+@triton.jit
+def plan_if_last(programs, blocks, count, counts, picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr):
+    """The last of `programs` to come here knows how many picks each slot has, plans the blocks, and leaves `counts` [BINS + 1] zero."""
+    bins = tl.arange(0, BINS)
     tl.debug_barrier()  # every pick is counted before this program is
-    if tl.atomic_add(counts + BINS, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    if tl.atomic_add(counts + BINS, 1, sem="acq_rel") == programs - 1:
         found = tl.load(counts + bins, cache_modifier=".cg")
         needed = (found + ROWS - 1) // ROWS
         before = tl.cumsum(needed * 65536 + found, 0) - (needed * 65536 + found)  # two sums in one: neither reaches 2^15
@@ -74,6 +76,17 @@ def _bucket_kernel(ids, order, blocks, count, counts, picks, limit, ROWS: tl.con
         tl.debug_barrier()  # threads that hold the same count have all read it
         tl.store(counts + bins, 0)
         tl.store(counts + BINS, 0)
+
+
+@triton.jit(do_not_specialize=["picks", "limit"])
+def _bucket_kernel(ids, order, blocks, count, counts, picks, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    """A chunk of picks a program."""
+    wait_for_inputs(DEPENDENT)
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
+    take_places(slot, index, slot >= 0, order, counts, picks)
+    plan_if_last(tl.num_programs(0), blocks, count, counts, picks, limit, ROWS, BINS)
 
 
 @triton.jit(do_not_specialize=["picks", "limit"])
@@ -146,21 +159,35 @@ def _place_kernel(ids, starts, before, order, picks, SIZE: tl.constexpr, BINS: t
     tl.store(order + base + rank, index, mask=slot >= 0)
 
 
-def sort_picks(ids: Tensor, slots: int, rows: int) -> RowBlocks:
-    """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of one slot."""
-    picks, device = ids.numel(), ids.device
-    limit, bins = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4, next_power(slots)
-    buckets = picks <= BUCKET_PICKS and bins < COUNTERS
+def empty_blocks(picks: int, slots: int, rows: int, device: torch.device, buckets: bool) -> RowBlocks:
+    """Room for `picks` picks among `slots` slots. buckets: every slot has room for all of them in the order."""
+    limit = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4
     order = slots * picks if buckets else picks
     work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)  # each part 16-byte aligned
-    out = RowBlocks(work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks)
+    return RowBlocks(work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks)
+
+
+def takes_buckets(picks: int, slots: int) -> bool:
+    return picks <= BUCKET_PICKS and ROUTER_COUNTERS + next_power(slots) < COUNTERS
+
+
+def bucket_counts(device: torch.device, bins: int) -> Tensor:
+    """[bins + 1] zeros, apart from those that a router counts its programs with."""
+    return zeroed_counters(device, ROUTER_COUNTERS + bins + 1)[ROUTER_COUNTERS:]
+
+
+def sort_picks(ids: Tensor, slots: int, rows: int) -> RowBlocks:
+    """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of one slot."""
+    picks, device, bins = ids.numel(), ids.device, next_power(slots)
+    buckets = takes_buckets(picks, slots)
+    out = empty_blocks(picks, slots, rows, device, buckets)
     if buckets:
         _bucket_kernel[triton.cdiv(picks, BUCKET_CHUNK),](
-            ids, out.order, out.blocks, out.count, zeroed_counters(device, bins + 1), picks, limit, ROWS=rows, SIZE=BUCKET_CHUNK, BINS=bins,
-            num_warps=4, **dependent(device))  # fmt: skip
+            ids, out.order, out.blocks, out.count, bucket_counts(device, bins), picks, out.limit, ROWS=rows, SIZE=BUCKET_CHUNK,
+            BINS=bins, num_warps=4, **dependent(device))  # fmt: skip
     elif picks <= ONE_KERNEL_PICKS:
         size = min(SCAN, max(128, next_power(picks)))
-        _sort_kernel[slots,](ids, out.order, out.blocks, out.count, picks, limit, slots, ROWS=rows, SIZE=size, BINS=bins,
+        _sort_kernel[slots,](ids, out.order, out.blocks, out.count, picks, out.limit, slots, ROWS=rows, SIZE=size, BINS=bins,
                              num_warps=4, **dependent(device))  # fmt: skip
     else:
         _sort_in_chunks(ids, out, bins)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rorqual.config import MoEConfig
 from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs, zeroed_counters
+from rorqual.ops.triton.picks import ROUTER_COUNTERS, RowBlocks, bucket_counts, plan_if_last, take_places
 
 # The gate product and the choice are one kernel for up to so many tokens and products: every token reads the gate anew.
 ROUTER_TOKENS, ROUTER_PRODUCTS = 8, 1 << 21
@@ -75,11 +76,12 @@ def _kept_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GRO
 
 
 @triton.jit
-def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
-            SHARED: tl.constexpr, PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
-            GROUP_PAD: tl.constexpr, KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
+def _choose(x, bias, ids, weights, token, scaling, order, blocks, count, counts, picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr,
+            EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr,
+            SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
+            BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
     """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are rounded to the type ROUNDED. Behind the TOP_K
-    picks SHARED more: the experts behind the routed ones, weight 1."""
+    picks SHARED more: the experts behind the routed ones, weight 1. Where ROWS is not 0 all of them are sorted on the way (picks.py)."""
     expert = tl.arange(0, WIDTH)
     present = expert < EXPERTS
     if SIGMOID:
@@ -110,13 +112,17 @@ def _choose(x, bias, ids, weights, token, scaling, EXPERTS: tl.constexpr, WIDTH:
     out = token * (TOP_K + SHARED) + slot
     tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < TOP_K + SHARED)
     tl.store(weights + out, weight, mask=slot < TOP_K + SHARED)
+    if ROWS > 0:
+        take_places(chosen, out.to(tl.int32), slot < TOP_K + SHARED, order, counts, picks)
+        plan_if_last(picks // (TOP_K + SHARED), blocks, count, counts, picks, limit, ROWS, BINS)
 
 
-@triton.jit
-def _route_kernel(logits, bias, ids, weights, split_stride, stride, scaling, SPLITS: tl.constexpr, LOGITS: tl.constexpr,
-                  EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr,
-                  SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
-                  BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["picks", "limit"])
+def _route_kernel(logits, bias, ids, weights, split_stride, stride, scaling, order, blocks, count, counts, picks, limit,
+                  SPLITS: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr,
+                  WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr, SIGMOID: tl.constexpr,
+                  BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr, BEST_TWO: tl.constexpr,
+                  NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """A token a program. Its logits are sums of SPLITS parts, in their order, rounded to the type LOGITS."""
     wait_for_inputs(DEPENDENT)
     token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
@@ -125,8 +131,8 @@ def _route_kernel(logits, bias, ids, weights, split_stride, stride, scaling, SPL
     for split in tl.static_range(1, SPLITS):
         x += tl.load(logits + split * split_stride + token * stride + expert, mask=present, other=0.0)
     x = x.to(LOGITS).to(tl.float32)
-    _choose(x, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO,
-            NORM, ROUNDED)  # fmt: skip
+    _choose(x, bias, ids, weights, token, scaling, order, blocks, count, counts, picks, limit, ROWS, BINS, EXPERTS, WIDTH, TOP_K, SHARED,
+            PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO, NORM, ROUNDED)  # fmt: skip
 
 
 @triton.jit
@@ -137,12 +143,12 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
         return tl.load(pointers + column, mask=column + tl.arange(0, WIDTH) < columns, other=0.0)
 
 
-@triton.jit
-def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling, HIDDEN: tl.constexpr, K: tl.constexpr,
-                   STAGES: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-                   PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
-                   KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["picks", "limit"])
+def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling, order, blocks, count, counts, picks, limit,
+                   HIDDEN: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
+                   EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr,
+                   SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
+                   BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (expert, token). Logits are rounded to the gate's type, as its product would be, and passed on in fp32."""
     EVEN: tl.constexpr = HIDDEN % K == 0
     kind: tl.constexpr = gate.dtype.element_ty
@@ -160,17 +166,19 @@ def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling
     if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
         expert = tl.arange(0, WIDTH)
         values = tl.load(held + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg")
-        _choose(values, bias, ids, weights, token, scaling, EXPERTS, WIDTH, TOP_K, SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP,
-                BEST_TWO, NORM, ROUNDED)  # fmt: skip
         tl.store(counters + token, 0)
+        _choose(values, bias, ids, weights, token, scaling, order, blocks, count, counts, picks, limit, ROWS, BINS, EXPERTS, WIDTH, TOP_K,
+                SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO, NORM, ROUNDED)  # fmt: skip
 
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-          rounded: torch.dtype = torch.float32, shared: int = 0, kind: torch.dtype | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+          rounded: torch.dtype = torch.float32, shared: int = 0, kind: torch.dtype | None = None,
+          into: RowBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert.
 
     logits may be partial sums [S, T, E] (gate.py), which are added in their order and rounded to the type `kind`. rounded: weights are
-    fp32 numbers that this type holds. shared: behind the picks so many experts E, E + 1, ... with weight 1.
+    fp32 numbers that this type holds. shared: behind the picks so many experts E, E + 1, ... with weight 1. into: room for the picks of
+    all tokens, sorted (picks.empty_blocks with buckets).
     """
     parts = logits if logits.dim() == 3 else logits[None]
     splits, tokens, experts = parts.shape
@@ -178,19 +186,19 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtyp
     if tokens:
         _route_kernel[tokens,](
             logits, bias, ids, weights, parts.stride(0), parts.stride(1), float(moe.scaling), SPLITS=splits,
-            LOGITS=KINDS[kind or logits.dtype], **_options(moe, experts, bias, rounded, shared),
+            LOGITS=KINDS[kind or logits.dtype], **_sorting(into, ids, experts + shared), **_options(moe, experts, bias, rounded, shared),
             num_warps=1 if experts <= 256 else 4, **dependent(logits.device))  # fmt: skip
     return ids, weights
 
 
 def joint(x: Tensor, gate: Tensor) -> bool:
     """Whether `router` is the way to choose."""
-    few = x.shape[0] <= ROUTER_TOKENS and x.shape[0] * gate.numel() <= ROUTER_PRODUCTS
+    few = x.shape[0] <= min(ROUTER_TOKENS, ROUTER_COUNTERS) and x.shape[0] * gate.numel() <= ROUTER_PRODUCTS
     return few and x.stride(1) == 1 and gate.is_contiguous()
 
 
 def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-           rounded: torch.dtype = torch.float32, shared: int = 0) -> tuple[Tensor, Tensor]:  # fmt: skip
+           rounded: torch.dtype = torch.float32, shared: int = 0, into: RowBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden] contiguous. A few tokens."""
     (tokens, hidden), experts = x.shape, gate.shape[0]
     assert x.stride(1) == 1
@@ -200,15 +208,26 @@ def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: 
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
         width = min(next_power(hidden), 2048)
         _router_kernel[experts, tokens](
-            x, gate, logits, zeroed_counters(x.device, tokens), bias, ids, weights, x.stride(0), float(moe.scaling), HIDDEN=hidden, K=width,
-            STAGES=3, **_options(moe, experts, bias, rounded, shared), num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
-            **dependent(x.device))  # fmt: skip
+            x, gate, logits, zeroed_counters(x.device, ROUTER_COUNTERS), bias, ids, weights, x.stride(0), float(moe.scaling), HIDDEN=hidden,
+            K=width, STAGES=3, **_sorting(into, ids, experts + shared), **_options(moe, experts, bias, rounded, shared),
+            num_warps=1 if hidden <= 2048 and experts <= 256 else 2, **dependent(x.device))  # fmt: skip
     return ids, weights
 
 
 def _outputs(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     ids = torch.empty(tokens, each, dtype=dtype, device=device)
     return ids, torch.empty(tokens, each, dtype=torch.float32, device=device)
+
+
+def _sorting(into: RowBlocks | None, ids: Tensor, slots: int) -> dict[str, Any]:
+    """Arguments for sorting picks as they are chosen."""
+    if into is None:
+        return {"order": ids, "blocks": ids, "count": ids, "counts": ids, "picks": 0, "limit": 0, "ROWS": 0, "BINS": 1}
+    assert into.picks == ids.numel()
+    bins = next_power(slots)
+    counts = bucket_counts(ids.device, bins)
+    return {"order": into.order, "blocks": into.blocks, "count": into.count, "counts": counts, "picks": into.picks, "limit": into.limit,
+            "ROWS": into.rows, "BINS": bins}  # fmt: skip
 
 
 def _options(moe: MoEConfig, experts: int, bias: Tensor | None, rounded: torch.dtype, shared: int) -> dict[str, Any]:
