@@ -71,6 +71,7 @@ class MoE:
         cut = build.mesh.axes["ep"].cut
         store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, cut, self.ops.experts_fp8, self.joined)
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
+        self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
         self.joined_std = (hidden**-0.5, build.residual_gain * (self.joined * moe.intermediate_size or 1) ** -0.5)
 
@@ -91,6 +92,10 @@ class MoE:
         aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
         gate_up = empty_weight(build, 2 * size, hidden, quantised, aligned, stack)
         return gate_up, empty_weight(build, hidden, size, quantised, stack=stack)
+
+    def finalize(self) -> None:
+        """Once the weights are there."""
+        self.gate = self.ops.held_gate(self.gate, self.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(expert ids [T, K + joined], weights [T, K + joined] fp32) of hidden states [T, hidden]."""

@@ -62,6 +62,7 @@ class Deepseek(Transformer):
         return [layer.attention for layer in layers if isinstance(layer.attention, MLA)]
 
     def finalize(self) -> None:
+        super().finalize()
         for attention in self.attentions():
             attention.finalize()
 

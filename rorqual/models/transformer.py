@@ -175,6 +175,8 @@ class Transformer:
 
     def finalize(self) -> None:
         """Called once after loading."""
+        for layer in self.moe_layers():
+            layer.finalize()
 
     def derived(self) -> list[Tensor]:
         """Tensors made from weights by `finalize` and kept beside them."""

@@ -242,13 +242,19 @@ class Ops:
 
     # ---- experts
 
+    def held_gate(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        """How a router's matrix, as loaded, is kept for hidden states in `dtype`: as it is, or in a type that holds all its values."""
+        return gate
+
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
-        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K + shared] int64, weights [T, K + shared] fp32).
+        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K + shared] int64, weights [T, K + shared] fp32). Logits are
+        fp32, or where the router is not kept in fp32 of the gate's type.
 
         Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype. `shared`: so many experts stand behind the
         routed ones; every token picks them last, with weight 1.
         """
-        ids, weights = self.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
+        kind = torch.float32 if moe.router_fp32 else gate.dtype
+        ids, weights = self.route(torch.nn.functional.linear(x.to(kind), gate.to(kind)), bias, moe)
         weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
         return reference.with_shared(ids, weights, moe.num_experts, shared)
 

@@ -180,6 +180,9 @@ class TracedOps(Ops):
         assert moe == self.moe, "one router configuration a model"
         return torch.ops.rorqual.router(x, gate, bias, moe.top_k, shared)
 
+    def held_gate(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.inner.held_gate(gate, dtype)
+
     @property
     def joins_shared(self) -> bool:
         return self.inner.joins_shared

@@ -16,6 +16,7 @@ if SKIP_REASON is not None:
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.table import Ops
 from rorqual.ops.triton import absorb, experts, fp8, linear_fp8, linear_skinny, linear_small, norm, picks, rope_cache
 from rorqual.ops.triton import gate as gating
 from rorqual.ops.triton import route as routing
@@ -278,6 +279,26 @@ def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.Monk
         assert fp32 or torch.equal(weights, weights.bfloat16().float())
 
 
+@pytest.mark.parametrize("tokens", [3, 11])
+def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept in bf16 and give the same bits as in fp32; any other stays as it is."""
+    ops, moe, exact = TritonOps(), ROUTERS[0], random(16, 160).bfloat16().float()
+    x, narrow = random(tokens, 160, dtype=torch.bfloat16), ops.held_gate(exact, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16
+    for most in (512, 0):
+        monkeypatch.setattr(gating, "TOKENS", most)
+        assert all(map(torch.equal, ops.router(x, narrow, None, moe), ops.router(x, exact, None, moe)))
+    for gate, dtype in (
+        (exact + 2.0**-20, torch.bfloat16),
+        (exact, torch.float32),
+        (exact, torch.float16),
+        (exact.to("meta"), torch.bfloat16),
+    ):
+        assert ops.held_gate(gate, dtype) is gate
+    ids, _ = Ops().router(x, narrow, None, moe)
+    assert torch.equal(ids.sort(1).values, Ops().router(x, exact, None, moe)[0].sort(1).values), "logits are fp32"
+
+
 def same_sorting(found: picks.RowBlocks, want: picks.RowBlocks) -> bool:
     """Of whatever order inside an expert's rows."""
 
@@ -375,6 +396,7 @@ def test_route_breaks_ties_by_lowest_expert() -> None:
 @pytest.mark.parametrize("moe", ROUTERS, ids=lambda moe: moe.method)
 def test_router(moe: MoEConfig, dtype: torch.dtype) -> None:
     """Gate product and choice in one kernel equal the product followed by the choice; the counters are zero again."""
+    moe = replace(moe, router_fp32=dtype == torch.float32)
     x = random(3, 88, dtype=torch.bfloat16)[:, :72]
     gate = (random(moe.num_experts, 72) * 0.3).to(dtype)
     bias = random(moe.num_experts) * 0.1 if moe.has_bias else None

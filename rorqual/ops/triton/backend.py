@@ -235,6 +235,9 @@ class TritonOps(Ops):
 
     # ---- experts
 
+    def held_gate(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        return gating.held(gate, dtype)
+
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
         return _router(x, gate, bias, moe, shared)
 
@@ -317,13 +320,12 @@ def _router(
     x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int, into: RowBlocks | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
-    rounded = torch.float32 if moe.router_fp32 else x.dtype
+    rounded, kind = (torch.float32, torch.float32) if moe.router_fp32 else (x.dtype, gate.dtype)
     if routing.joint(x, gate):
         return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared, into=into)
     if gating.chosen(x, gate):
-        kind = torch.float32 if moe.router_fp32 else gate.dtype
         return routing.route(gating.partial_logits(x, gate), bias, moe, rounded=rounded, shared=shared, kind=kind, into=into)
-    return routing.route(F.linear(x.to(gate.dtype), gate), bias, moe, rounded=rounded, shared=shared, into=into)
+    return routing.route(F.linear(x.to(kind), gate.to(kind)), bias, moe, rounded=rounded, shared=shared, into=into)
 
 
 def _power(size: int) -> bool:

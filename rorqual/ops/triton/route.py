@@ -145,23 +145,23 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["picks", "limit"])
 def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling, order, blocks, count, counts, picks, limit,
-                   HIDDEN: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
-                   EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr,
-                   SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
-                   BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (expert, token). Logits are rounded to the gate's type, as its product would be, and passed on in fp32."""
+                   HIDDEN: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr,
+                   BINS: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+                   PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
+                   KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    """Program (expert, token). Logits are rounded to the type LOGITS and passed on in fp32."""
     EVEN: tl.constexpr = HIDDEN % K == 0
-    kind: tl.constexpr = gate.dtype.element_ty
     row, token, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, K)
     w_row = gate + row * HIDDEN + columns
     first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)  # weights: no kernel of a step writes them
     wait_for_inputs(DEPENDENT)
     x_place = x + token.to(tl.int64) * x_row + columns
-    acc = first * _part(x_place, 0, HIDDEN, EVEN, K).to(kind).to(tl.float32)
+    acc = first * _part(x_place, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
     for k in tl.range(K, HIDDEN, K, num_stages=STAGES):
-        acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(x_place, k, HIDDEN, EVEN, K).to(kind).to(tl.float32)
+        acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(x_place, k, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
     held = logits + token * EXPERTS
-    tl.store(held + row, tl.sum(acc, 0).to(kind).to(tl.float32), cache_modifier=".cg")
+    tl.store(held + row, tl.sum(acc, 0).to(LOGITS).to(tl.float32), cache_modifier=".cg")
     tl.debug_barrier()  # the logit is stored before this program is counted in
     if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
         expert = tl.arange(0, WIDTH)
@@ -209,8 +209,9 @@ def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: 
         width = min(next_power(hidden), 2048)
         _router_kernel[experts, tokens](
             x, gate, logits, zeroed_counters(x.device, ROUTER_COUNTERS), bias, ids, weights, x.stride(0), float(moe.scaling), HIDDEN=hidden,
-            K=width, STAGES=3, **_sorting(into, ids, experts + shared), **_options(moe, experts, bias, rounded, shared),
-            num_warps=1 if hidden <= 2048 and experts <= 256 else 2, **dependent(x.device))  # fmt: skip
+            K=width, STAGES=3, LOGITS=KINDS[torch.float32 if moe.router_fp32 else gate.dtype], **_sorting(into, ids, experts + shared),
+            **_options(moe, experts, bias, rounded, shared), num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
+            **dependent(x.device))  # fmt: skip
     return ids, weights
 
 
