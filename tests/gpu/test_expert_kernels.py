@@ -11,9 +11,11 @@ pytest.importorskip("triton")
 
 from rorqual.bench import kernels_experts as bench
 from rorqual.bench import kernels_moe as moe_bench
+from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import experts, linear_fp8, linear_small, route
+from rorqual.ops.triton.backend import TritonOps
 
 DEVICE = torch.device("cuda")
 CASES = {case.name: case for case in (*bench.cases(), *moe_bench.cases()) if not case.name.endswith("T16384")}
@@ -81,6 +83,20 @@ def test_routers_repeat_bit_for_bit(model: str) -> None:
         again = route.router(x, gate, bias, moe)
         assert torch.equal(again[0], ids)
         assert torch.equal(again[1], weights)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("tokens", [3, 8, 64, 200])
+def test_layers_repeat_bit_for_bit(kind: str, tokens: int) -> None:
+    """Picks of an expert are counted in whatever order they come; no result may show it, and every count comes back to zero."""
+    shape, moe, ops = bench.ExpertShape(kind, 66, 1024, 256, 8, 2), MoEConfig(64, 6, 256), TritonOps()
+    gate_up, down = bench.expert_weights(shape, DEVICE)
+    x, gate = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16), torch.randn(64, 1024, device=DEVICE) / 32
+    first = ops.routed_experts(x, gate, None, moe, gate_up, down, shared=2)
+    truth = reference.experts(x, *ops.router(x, gate, None, moe, 2), gate_up, down)
+    assert bench.difference(first, truth) < (1e-3 if kind == "fp8" else 1e-4)
+    for _ in range(100):
+        assert torch.equal(ops.routed_experts(x, gate, None, moe, gate_up, down, shared=2), first)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])
