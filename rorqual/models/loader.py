@@ -48,7 +48,12 @@ def random_weights(model: Transformer, seed: int) -> None:
         if target.std is None:
             target.view.fill_(target.fill)
         else:
-            fill_normal(target.view, target.name, seed, target.std, target.shape, target.origin, model.ops.draw_normal)
+            # What is kept in fp32 all the same (a router) has the values that a checkpoint in the model's dtype would give it.
+            narrow = target.view.dtype == torch.float32 and model.dtype != torch.float32
+            view = torch.empty_like(target.view, dtype=model.dtype) if narrow else target.view
+            fill_normal(view, target.name, seed, target.std, target.shape, target.origin, model.ops.draw_normal)
+            if narrow:
+                target.view.copy_(view)
     model.finalize()
 
 

@@ -166,3 +166,12 @@ def test_loading_peaks_little_above_the_weights(tmp_path: Path):
     before, after, weights = map(int, done.stdout.split())
     assert weights > 8e8
     assert after - before < 1.15 * weights
+
+
+def test_a_router_kept_in_fp32_has_values_of_the_models_dtype():
+    for dtype in (torch.bfloat16, torch.float32):
+        model = make_model(ModelConfig.from_dict(V3), Build(CpuOps(), dtype, torch.device("cpu")), 64)
+        random_weights(model, 0)
+        gate = next(iter(model.moe_layers())).gate
+        assert gate.dtype == torch.float32
+        assert torch.equal(gate, gate.to(torch.bfloat16).float()) == (dtype == torch.bfloat16)
