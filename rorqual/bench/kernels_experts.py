@@ -152,11 +152,13 @@ QWEN3_30B = ExpertShape("bf16", 128, 2048, 768, 8)
 V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)  # what one of 8 ranks holds, one local pick a token
 V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)  # the same, 8 picks a token of which 7/8 are elsewhere
 V2_LITE = ExpertShape("bf16", 64, 2048, 1408, 6)
+QWEN3_235B_TP8 = ExpertShape("bf16", 128, 4096, 192, 8)  # a rank's columns of every expert
 EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
     (QWEN3_30B, "experts bf16", {1: 30.7, 2: None, 4: 75.6, 8: 128.6, 64: 297.9, 256: 323.7, 1024: 382.2, 4096: 859.8, 16384: 2878.9}),
     (V2_LITE, "experts bf16 V2-Lite", {1: None, 8: None, 64: None, 256: None}),
     (V3_SHARE, "experts fp8", {1: 46.7, 8: 89.5, 32: 243.5, 128: 362.8, 512: 401.7, 2048: 598.0, 8192: 1578.3}),
     (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
+    (QWEN3_235B_TP8, "experts bf16 Qwen3-235B tp8", {1: None, 64: None}),
 ]
 _weights: dict[ExpertShape, tuple[Weight, Weight]] = {}
 
@@ -251,6 +253,10 @@ LINEARS: dict[tuple[int, int], dict[int, float | None]] = {
     (7168, 16384): {1: 45.1, 8: None, 16: None, 32: None, 64: 42.7, 128: 46.5, 256: None, 512: None, 4096: 644.5},
     (4096, 7168): {1: 19.2, 8: None, 16: None, 32: None, 64: 16.6, 128: 17.5, 256: None, 512: None, 4096: 176.4},
     (7168, 2048): {1: 11.5, 8: None, 16: None, 32: None, 64: 11.5, 128: 12.0, 256: None, 512: None, 4096: 94.7},
+    # what V3 has besides with tp 8: queries, and the dense layers
+    (3072, 1536): {1: None, 64: None},
+    (4608, 7168): {1: None, 64: None},
+    (7168, 2304): {1: None, 64: None},
 }
 
 
