@@ -12,7 +12,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from rorqual.bench.kernels_attention import attend
+from rorqual.bench.kernels_attention import attend, exact_entries
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import prefill
@@ -83,6 +83,24 @@ def test_mla_decode_fp8_cache(heads: int, queries: int) -> None:
     entries = [wide[table[: -(-n // 64)]].flatten(0, 1)[:n].to(BF16)[:, None] for table, n in zip(tables, lens, strict=True)]
     expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
     assert (out.double() - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (16, 2), (12, 3), (16, 4), (64, 1), (128, 1), (128, 2)])
+def test_mla_decode_fp8_configs(heads: int, queries: int, page: int) -> None:
+    """Every kernel and form, in the same process: a form that disagrees with another is named."""
+    lens = [300, 0, 64, 1999, 1, 4096, 700]
+    plane, tables, _ = fp8_cache(lens, 512, page)
+    q, kv_lens = random(7 * queries, heads, 576).cuda(), torch.tensor(lens, device="cuda")
+    rows = [plane[table[: -(-n // page)]].flatten(0, 1)[:n] for table, n in zip(tables, lens, strict=True)]
+    entries = [exact_entries(own)[:, None] for own in rows]
+    expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
+    seen = torch.tensor([n >= queries for n in lens for _ in range(queries)], device="cuda")  # nobody reads tokens that do not exist
+    for config in mla.configs_for(heads * queries, BF16, fp8_cache=True):
+        out = poisoned(7 * queries, heads, 512, dtype=BF16)
+        mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, kv_lens, 1e-3, max(lens), out=out, config=config)
+        error = (out.double() - expected)[seen].norm() / expected[seen].norm()
+        assert error < (2.5e-3 if config.gluon else 5e-3), (config, error)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 4])

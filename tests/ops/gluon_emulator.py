@@ -2,12 +2,14 @@
 
 Layouts are ignored. What is asynchronous on a card fails here if it is used wrongly: a bulk copy fills its place with NaN when it is
 issued and brings its data when its barrier is waited for, in the right phase; a product must find, when it is waited for, the
-operands it found when it was issued. Partitions of warps are threads of which one runs until it has to wait.
+operands it found when it was issued, and a wait that leaves the last n products under way finishes none of those. Partitions of warps are
+threads of which one runs until it has to wait.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -38,6 +40,11 @@ class Pointer:
         return types.SimpleNamespace(element_ty=self.flat.dtype)
 
 
+def _spoil(data: Tensor) -> Tensor:
+    """Full of NaN; bytes of all ones are one in e4m3."""
+    return data.fill_(float("nan")) if data.dtype.is_floating_point else data.fill_(255) if data.dtype == torch.uint8 else data
+
+
 class Shared:
     """A piece of shared memory, full of NaN at first."""
 
@@ -56,6 +63,17 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(*order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        """[tokens, columns] in the layout of wgmma's operands, in which blocks of 128 bytes of all tokens follow one another, as these
+        blocks, [blocks, tokens, elements]."""
+        blocks, tokens, columns = shape
+        assert (columns * dtype.itemsize, tokens) == (128, self.shape[0]), "no blocks of 128 bytes"
+        return Shared(self.data.view(dtype).view(tokens, blocks, columns).permute(1, 0, 2))
+
+    @property
+    def layout(self) -> None:
+        return None
 
     def load(self, layout: Any) -> Tensor:
         return self.data.clone()
@@ -92,15 +110,28 @@ def _value(x: Any) -> Tensor:
     return x.data if isinstance(x, Shared) else x
 
 
-def warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
-    start = acc.compute if isinstance(acc, Sum) else (lambda: acc)
-    made = Sum(lambda: _value(a).float() @ b.data.float() + (start() if use_acc else 0))
-    return made if is_async else made.finish()
+class Products:
+    """wgmma, of one program. Each partition of warps waits for its own."""
 
+    def __init__(self) -> None:
+        self.of_partition: dict[int, list[Sum]] = {}
 
-def warpgroup_mma_wait(outstanding: int, deps: list[Any]) -> Any:
-    found = [dep.finish() if isinstance(dep, Sum) else dep for dep in deps]
-    return found[0] if len(found) == 1 else tuple(found)
+    def multiply(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+        assert not isinstance(a, Tensor) or a.dtype == b.data.dtype
+        start = acc.compute if isinstance(acc, Sum) else (lambda: acc)
+        made = Sum(lambda: _value(a).float() @ b.data.float() + (start() if use_acc else 0))
+        self.of_partition.setdefault(threading.get_ident(), []).extend([made] if is_async else [])
+        return made if is_async else made.finish()
+
+    def wait(self, outstanding: int, deps: list[Any]) -> Any:
+        under_way = self.of_partition.setdefault(threading.get_ident(), [])
+        count = max(len(under_way) - outstanding, 0)
+        for product in under_way[:count]:
+            product.finish()
+        del under_way[:count]
+        assert not any(product is dep for product in under_way for dep in deps), "a product that may still be under way"
+        found = [dep.finish() if isinstance(dep, Sum) else dep for dep in deps]
+        return found[0] if len(found) == 1 else tuple(found)
 
 
 TURN = threading.Condition()  # held by whoever runs
@@ -159,7 +190,7 @@ class Copies:
         part = source.base[row : row + source.block[0], column : column + source.block[1]]
         assert row >= 0
         data[: part.shape[0], : part.shape[1]] = part
-        target.data.fill_(float("nan"))
+        _spoil(target.data)
         barrier.arriving += data.numel() * data.element_size()
         barrier.pending.append(lambda: target.data.copy_(data))  # type: ignore[arg-type, return-value]
         Barriers.advance(barrier)
@@ -178,9 +209,10 @@ class Copies:
 class Language:
     """gluon.language"""
 
-    bfloat16, float32, int32, int64, float8e4nv = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn
-    static_range = range
-    exp2, log2, where = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.where)
+    float16, bfloat16, float32, float8e4nv = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
+    exp2, log2, where, abs, floor = (staticmethod(f) for f in (torch.exp2, torch.log2, torch.where, torch.abs, torch.floor))
+    reshape, permute, static_range = staticmethod(torch.reshape), staticmethod(torch.permute), range
 
     def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):
         self.programs, self.program = programs, program
@@ -228,7 +260,11 @@ class Language:
 
     @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        return Shared(torch.full(shape, float("nan"), dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype))
+        return Shared(_spoil(torch.zeros(shape, dtype=dtype)))
+
+    @staticmethod
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[..., 0], x[..., 1]
 
     @staticmethod
     def maximum(a: Any, b: Any) -> Tensor:
@@ -247,7 +283,7 @@ class Language:
         return x.sum(axis)
 
     @staticmethod
-    def convert_layout(x: Tensor, layout: Any) -> Tensor:
+    def convert_layout(x: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return x
 
     @staticmethod
@@ -278,19 +314,27 @@ class Language:
         """Programs here are never apart."""
 
 
-def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list[Any], backwards: bool = False) -> None:
+def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list[Any], backwards: bool = False,
+        **stand_ins: Callable[..., Any]) -> None:  # fmt: skip
     """Every program of `grid`, the last first if `backwards`; `args` in the kernel's order: tensors become pointers, Descriptors and
-    numbers stay."""
+    numbers stay. Functions may come from other modules, if no two have one name. stand_ins: by name, what takes the place of functions in
+    assembler."""
     given = [Pointer.of(x) if isinstance(x, Tensor) else x for x in args]
     programs = list(itertools.product(*(range(n) for n in grid)))
     for program in reversed(programs) if backwards else programs:
+        products = Products()
         tools = {
             "gl": Language(grid, program), "tma": Copies, "mbarrier": Barriers, "fence_async_shared": lambda: None,
-            "warpgroup_mma": warpgroup_mma, "warpgroup_mma_wait": warpgroup_mma_wait, "warpgroup_mma_init": lambda x: x,
+            "warpgroup_mma": products.multiply, "warpgroup_mma_wait": products.wait, "warpgroup_mma_init": lambda x: x,
         }  # fmt: skip
-        names: dict[str, Any] = {**vars(module), **tools}
-        for name, value in vars(module).items():
+        names: dict[str, Any] = {}
+        for other in {value.fn.__module__ for value in vars(module).values() if hasattr(value, "is_gluon")}:
+            names |= vars(sys.modules[other])
+        names |= {**vars(module), **tools}
+        for name, value in list(names.items()):
             if hasattr(value, "is_gluon"):
                 names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+        names |= stand_ins
         with TURN:
             names[kernel](*given)
+        assert not any(products.of_partition.values()), "nobody waited for a product"

@@ -12,7 +12,7 @@ With bf16 queries an fp8 latent is dequantised in fp16, times 16, and must stay 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,7 +33,7 @@ ASSEMBLER = tl.constexpr(not INTERPRETED)
 @dataclass(frozen=True)
 class Config:
     """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies;
-    gluon: the kernel of mla_hopper.py, where it takes the call."""
+    gluon: the kernel of mla_hopper.py, or mla_hopper_fp8.py, where it takes the call."""
 
     block_h: int
     block_n: int
@@ -52,18 +52,28 @@ def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len:
     return tuning.choose("mla_decode", Config, q.device, **shape)
 
 
+# What mla_hopper_fp8.py takes; shared memory allows no more stages and programs.
+_HOPPER_FP8 = [
+    Config(16, 64, 4, 2, per_sm=2, gluon=True), Config(16, 64, 4, 1, per_sm=3, gluon=True), Config(16, 64, 4, 4, gluon=True),
+    Config(32, 64, 8, 3, gluon=True), Config(32, 64, 8, 2, gluon=True), Config(32, 64, 4, 1, per_sm=2, gluon=True),
+    Config(32, 64, 4, 3, gluon=True), Config(64, 64, 8, 2, gluon=True),
+]  # fmt: skip
+
+
 def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[Config]:
     """What is worth trying for `rows` = query tokens x heads of a request. For the tune command."""
     if dtype == torch.float32:
         return [Config(16, 16, 4, 1, tma=False)]
     few = 16 if rows <= 16 else 32
     if fp8_cache:
+        hopper = [c for c in _HOPPER_FP8 if rows <= 4 * c.block_h and (c.block_h < 2 * rows or c.block_h == 16)]
+        hopper += [replace(c, min_tiles=1) for c in hopper[:1]]
         narrow = [Config(few, 64, 8, 2), Config(few, 64, 8, 3), Config(few, 64, 4, 2), Config(few, 64, 8, 2, tma=False),
                   Config(few, 32, 4, 3, per_sm=2), Config(few, 32, 4, 4, per_sm=2), Config(few, 32, 4, 2, per_sm=3),
                   Config(few, 32, 8, 4, per_sm=2), Config(few, 32, 2, 3, per_sm=3), Config(few, 32, 2, 4, per_sm=2),
                   Config(few, 64, 4, 3), Config(few, 64, 2, 2)]  # fmt: skip
         wide = [Config(64, 64, 8, 2, tma=False), Config(64, 64, 8, 2)]
-        return narrow + wide if rows <= 32 else wide
+        return hopper + (narrow + wide if rows <= 32 else wide)
     narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
               Config(few, 64, 8, 5, min_tiles=1), Config(64, 64, 8, 2)]  # fmt: skip
     wide = [Config(64, 64, 8, 2), Config(64, 64, 8, 2, tma=False), Config(64, 32, 8, 5), Config(64, 32, 8, 7),
@@ -256,10 +266,15 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     out = torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
     grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
     if config.gluon and is_hopper(q_latent.device):
-        from rorqual.ops.triton import mla_hopper
+        from rorqual.ops.triton import mla_hopper, mla_hopper_fp8
 
         if mla_hopper.supported(q_latent, cache, config.block_h, config.block_n):
             mla_hopper.launch(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid)
+            combine(plan, out, requests)
+            return out
+        if mla_hopper_fp8.supported(q_latent, cache, config.block_h, config.block_n, config.warps):
+            form = (config.block_h, config.warps, config.stages, config.per_sm)
+            mla_hopper_fp8.launch(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid, *form)
             combine(plan, out, requests)
             return out
     rows = cache.flatten(0, 1)

@@ -1,0 +1,184 @@
+"""The Hopper kernel of MLA decode over an fp8 cache: its Python over torch tensors against fp64, with hostile tails and scales; and what
+it compiles to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.triton_interpreter import DEVICE  # repairs the interpreter's rounding, which puts partial results together
+
+pytest.importorskip("triton.experimental.gluon")
+
+import triton
+
+from rorqual.bench.kernels_attention import attend, exact_entries
+from rorqual.ops import reference
+from rorqual.ops.triton import mla_decode as mla
+from rorqual.ops.triton import mla_hopper_fp8
+from tests.ops import gluon_emulator
+from tests.ops.gluon_emulator import Descriptor
+
+PAGE = 64
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="the card runs the kernel itself: tests/gpu")
+
+
+def widen(x: Tensor) -> Tensor:
+    return x.view(reference.FP8).to(torch.float16)
+
+
+def widen_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    return widen((x & 255).to(torch.uint8)), widen(((x >> 8) & 255).to(torch.uint8))
+
+
+STAND_INS = {"_widen": widen, "_widen_pairs": widen_pairs, "_log2": torch.log2, "opaque_zero": lambda: 0}
+
+
+def decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, lens: list[int], scale: float, workers: int,
+           config: mla.Config) -> Tensor:  # fmt: skip
+    """As mla_decode, with every program emulated."""
+    (tokens, heads, _), requests, kv_lens = q_latent.shape, len(lens), torch.tensor(lens)
+    queries, page = tokens // requests, cache.shape[1]
+    assert mla_hopper_fp8.supported(q_latent, cache, config.block_h, config.block_n, config.warps)
+    plan = mla.split_plan(kv_lens, workers, config.block_n, config.min_tiles, queries * heads, 512)
+    plan.partial.fill_(float("nan"))
+    plan.lse.fill_(float("nan"))
+    out = torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16)
+    ahead = mla_hopper_fp8.groups_ahead(config.block_h, config.warps, config.per_sm)
+    latent, scales, rope = reference.latent_parts(cache.flatten(0, 1), 512, torch.bfloat16)
+    args = [
+        q_latent, q_rope, Descriptor(latent.view(torch.uint8), [64, 512]), Descriptor(scales, [64, 4]), Descriptor(rope, [64, 64]), tables,
+        kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * mla.LOG2E, *q_latent.stride()[:2], *q_rope.stride()[:2],
+        tables.stride(0), *out.stride()[:2], requests, config.min_tiles, heads, queries, page, config.block_h, 64, 512, 64, 128,
+        mla_hopper_fp8.LARGEST, config.warps, config.stages, ahead, False,
+    ]  # fmt: skip
+    grid = (-(-queries * heads // config.block_h), workers)
+    gluon_emulator.run(mla_hopper_fp8, "_mla_hopper_fp8_kernel", grid, args, **STAND_INS)
+    mla.combine(plan, out, requests)
+    return out
+
+
+def filled(rows: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
+    """(cache, tables): rows [n, 656] of each request, in pages in no order; whatever else there is reads as NaN."""
+    columns = max(1, -(-max(map(len, rows)) // page))
+    tables = (1 + torch.randperm(len(rows) * columns)).int().view(len(rows), columns)
+    cache = torch.full((1 + tables.numel(), page, 656), 255, dtype=torch.uint8)
+    for table, own in zip(tables, rows, strict=True):
+        for at in range(0, len(own), page):
+            cache[table[at // page], : min(page, len(own) - at)] = own[at : at + page]
+    return cache, tables
+
+
+CASES = [
+    ([200, 64, 1, 0, 130], 16, 1, 3, 1, (16, 4, 2, 2)),
+    ([200, 3, 65], 16, 4, 3, 1, (64, 8, 2, 1)),
+    ([150, 0, 70], 16, 2, 2, 1, (32, 8, 3, 1)),
+    ([300], 5, 2, 5, 2, (16, 4, 1, 3)),  # rows that fill no block; several splits of one request
+    ([130, 2], 24, 3, 2, 1, (32, 4, 2, 1)),  # blocks of rows that hold parts of query tokens
+]
+
+
+@emulated
+@pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles", "form"), CASES)
+@pytest.mark.parametrize("page", [64, 128])
+def test_emulated_result(
+    lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, form: tuple[int, int, int, int], page: int
+) -> None:
+    torch.manual_seed(1)
+    rows = [reference.pack_latent(torch.randn(n, 576).bfloat16(), 512) for n in lens]
+    cache, tables = filled(rows, page)
+    tokens, scale = len(lens) * queries, 192**-0.5
+    q_latent, q_rope = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
+    config = mla.Config(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True)
+    out = decode(q_latent, q_rope, cache, tables, lens, scale, workers, config)
+    for r, length in enumerate(lens):
+        entries = exact_entries(rows[r])[:, None]
+        used = slice((r + 1) * queries - min(length, queries), (r + 1) * queries)  # nobody reads tokens that do not exist
+        if length == 0:
+            assert not out[r * queries : (r + 1) * queries].any()
+            continue
+        expected = attend(torch.cat((q_latent, q_rope), -1)[used], entries, entries[..., :512], scale)
+        assert (out[used].double() - expected).norm() < 2e-3 * expected.norm(), (r, length)
+    assert out.isfinite().all()
+
+
+SIZES = {
+    "tokens": lambda n: torch.logspace(-6, 2, n)[:, None].expand(n, 4),  # each token larger than the one before
+    "groups": lambda n: torch.tensor([1e2, 1e-6, 1.0, 1e-3]).expand(n, 4),
+    "tiny": lambda n: torch.full((n, 4), 1e-4 / 448),
+    "huge": lambda n: torch.full((n, 4), 1e20),
+    "mixed": lambda n: 10.0 ** torch.randint(-6, 3, (n, 4)),
+}
+
+
+@emulated
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("peaked", [False, True])
+def test_any_scales(case: str, peaked: bool) -> None:
+    """Each group of 128 columns by itself is right: a group of small scales does not drown in the error of the others."""
+    torch.manual_seed(2)
+    length, heads = 200, 16
+    rows = reference.pack_latent(torch.randn(length, 576).bfloat16(), 512)
+    scales = SIZES[case](length).float().contiguous()
+    rows[:, 512:528] = scales.view(torch.uint8).view(length, 16)
+    cache, tables = filled([rows], PAGE)
+    entries = exact_entries(rows)[:, None]
+    size = (5.0 if peaked else 0.5) / entries[..., :512].norm(dim=-1).amax().item()  # scores of about that size
+    sizes = torch.logspace(-2, 1, heads)[:, None]
+    q_latent, q_rope = (torch.randn(1, heads, 512) * size * sizes).bfloat16(), torch.randn(1, heads, 64).bfloat16()
+    out = decode(q_latent, q_rope, cache, tables, [length], 1.0, 2, mla.Config(16, 64, 4, 2, min_tiles=1, gluon=True))
+    expected = attend(torch.cat((q_latent, q_rope), -1), entries, entries[..., :512], 1.0)
+    for g in range(0, 512, 128):
+        part = expected[..., g : g + 128]
+        assert ((out[..., g : g + 128].double() - part).norm(dim=-1) < 3e-3 * part.norm(dim=-1)).all(), g
+
+
+COMPILE = """
+import torch
+from rorqual.ops.triton import mla_decode as mla
+from tests.ops.cross_compile import SHARED, compiling
+m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
+i = lambda *s: torch.empty(*s, dtype=torch.int32)
+shapes = (16, 1, (16, 4, 2, 2)), (16, 1, (16, 4, 1, 3)), (128, 1, (64, 8, 2, 1))
+with compiling(90) as launched:
+    for heads, queries, form in shapes:
+        mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 656, t=torch.uint8), i(4, 9), i(4), 0.1, 512,
+                       config=mla.Config(form[0], 64, *form[1:], gluon=True))
+kernels = [k for k in launched if k.name == "_mla_hopper_fp8_kernel"]
+for kernel, (heads, queries, (rows, warps, stages, per_sm)) in zip(kernels, shapes, strict=True):
+    found = kernel.resources()
+    assert per_sm * (found["shared"] + 1024) <= SHARED[90] + 1024, found  # the system takes a KB of each program
+    assert per_sm * warps * 32 * -(-found["registers"] // 8) * 8 <= 65536, found
+    assert found["stack"] < 128, found  # outside the loop over tiles
+    # 4 products of ropes; 32 of keys and 32 of values, whose left operand is in registers
+    bf16, fp16 = (kernel.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{4 * rows // warps}k16.f32.{t}.{t}") for t in ("bf16", "f16"))
+    assert (bf16, fp16) == (4, 64), (bf16, fp16)
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+    open("{folder}/" + f"{rows}-{per_sm}.ptx", "w").write(kernel.ptx)
+    open("{folder}/" + f"{rows}-{per_sm}.cubin", "wb").write(kernel.kernel.asm["cubin"])
+"""
+
+
+def test_it_compiles_to_products_that_overlap_and_spills_nothing_between_them(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
+    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(tmp_path))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    found = sorted(tmp_path.glob("*.ptx"))
+    assert len(found) == 3
+    for path in found:
+        command = [str(tools / "ptxas"), "-v", "--gpu-name=sm_90a", str(path), "-o", "/dev/null"]
+        assembled = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "serialized" not in assembled, assembled
+        command = [str(tools / "cuobjdump"), "-sass", str(path.with_suffix(".cubin"))]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        loop = code[code.index("HGMMA") : code.rindex("HGMMA")]
+        for instruction, there in (("LDS.128", True), ("F2FP.F16.E4M3.UNPACK_B", True), ("LDL", False), ("STL", False)):
+            assert (instruction in loop) == there, (path, instruction)
