@@ -107,9 +107,10 @@ def _locate(tables, table_row, starts, request, tile, PAGE: gl.constexpr, TOKENS
 
 @gluon.jit
 def _fetch(latent_tma, scale_tma, rope_tma, row, stage, latents, scales, ropes, ready):
-    """Start the copy of the tile that begins at a row of the cache."""
+    """Start the copy of the tile that begins at a row of the cache, once all threads are done with what was in its place."""
     barrier = ready.index(stage)
     mbarrier.expect(barrier, latents.shape[1] * (latents.shape[2] + scales.shape[2] * 4 + ropes.shape[2] * 2))
+    gl.thread_barrier()
     tma.async_copy_global_to_shared(latent_tma, [row, 0], barrier, latents.index(stage))
     tma.async_copy_global_to_shared(scale_tma, [row, 0], barrier, scales.index(stage))
     tma.async_copy_global_to_shared(rope_tma, [row, 0], barrier, ropes.index(stage))
@@ -210,7 +211,6 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
                     shrunk += (sums[i] * shrink[None, :],)  # type: ignore[assignment]
                 gl.thread_barrier()
                 sums = add_values(latents.index(stage), weights, shrunk, zero, GROUP, WIDE, MMA, AHEAD)
-                gl.thread_barrier()  # the tile's place is free
                 if tile + STAGES < last:
                     _fetch(latent_tma, scale_tma, rope_tma, place, stage, latents, scales, ropes, ready)
                 tile = tile + 1  # not +=: tests run this on tensors, which that would change in place
