@@ -1,11 +1,12 @@
 """Executes PTX that Triton made for Hopper, without a card: what layouts, swizzles, descriptors and assembler really do to data.
 
-One block of threads in lockstep on numpy arrays, [threads] a register. What is asynchronous is done at once, and ptx_memory.py says whether
-it was awaited. Branches must be the same for all threads; addresses outside the given tensors and the shared memory fail.
+One block of threads in lockstep on numpy arrays. What is asynchronous is done at once, and ptx_memory.py says whether it was awaited.
+Branches must be the same for all threads; addresses outside the given tensors and the shared memory fail.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,68 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.ops.ptx_memory import BASE, SharedMemory, TensorMap
-
-WORDS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
-KINDS = {
-    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
-    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
-}  # fmt: skip
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()
+from tests.ops.ptx_memory import SharedMemory, TensorMap
+from tests.ops.ptx_registers import KINDS, Program, Registers, bf16_to_f32, vector
 
 
-def bf16_to_f32(x: np.ndarray) -> np.ndarray:
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
-
-def f32_to_bf16(x: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-
-class Block:
+class Block(Registers):
     """One block of a grid. arguments: by the kernel's parameters in order: ints, floats, tensors (their address), TensorMaps."""
 
     def __init__(self, code: Program, arguments: list[Any], program: tuple[int, int], grid: tuple[int, int], shared: int):
-        self.code, self.arguments, self.threads = code, arguments, code.threads
-        self.shared = SharedMemory(shared)
-        self.special = {"%tid.x": np.arange(self.threads), "%ctaid.x": program[0], "%ctaid.y": program[1]}
-        self.special |= {"%nctaid.x": grid[0], "%nctaid.y": grid[1]}
+        special = {"%tid.x": np.arange(code.threads), "%ctaid.x": program[0], "%ctaid.y": program[1]}
+        super().__init__(code, special | {"%nctaid.x": grid[0], "%nctaid.y": grid[1]})
+        self.arguments, self.shared = arguments, SharedMemory(shared)
         self.memory = [x for x in arguments if isinstance(x, Tensor)]
-        self.registers: dict[str, np.ndarray] = {}
         self.products = 0
-
-    # ---- operands
-
-    def get(self, name: str, kind: str) -> np.ndarray:
-        dtype: Any = KINDS[kind]
-        if name in self.special:
-            return np.broadcast_to(np.asarray(self.special[name]), self.threads).astype(dtype)
-        if name == "global_smem":
-            return np.full(self.threads, BASE, np.uint32).view(dtype)
-        if name in self.code.parameters:
-            return np.full(self.threads, self.code.parameters[name], np.uint64).view(dtype)
-        if name.startswith("0f"):
-            return np.full(self.threads, int(name[2:], 16), np.uint32).view(dtype)
-        if re.match(r"-?\d", name):
-            value = int(name, 0)
-            return np.full(self.threads, bool(value)) if kind == "pred" else np.full(self.threads, value % 2 ** (8 * np.dtype(dtype).itemsize)
-                                                                                     ).astype(f"u{np.dtype(dtype).itemsize}").view(dtype)  # fmt: skip
-        value = self.registers[name]
-        return value if value.dtype == dtype else value.view(dtype)
-
-    def put(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
-        if name == "_":
-            return
-        dtype = WORDS[self.code.kinds[re.sub(r"(%[a-z]+)\d+$", r"\1", name)]]
-        value = np.ascontiguousarray(value)
-        value = value.astype(np.bool_) if dtype is np.bool_ else value.view(dtype)
-        old = self.registers.get(name)
-        self.registers[name] = value if old is None or mask.all() else np.where(mask, value, old)
-
-    def address(self, text: str) -> np.ndarray:
-        base, _, offset = text.strip("[] ").replace(" ", "").partition("+")
-        kind = "b64" if base.startswith("%rd") else "b32"
-        return self.get(base, kind).astype(np.int64) + int(offset or 0)
 
     # ---- memory
 
@@ -246,7 +198,11 @@ class Block:
         if space == "param":
             value = self.arguments[self.code.parameters[text[1].strip("[]")]]
             value = value.data_ptr() if isinstance(value, Tensor) else value
-            word = np.full(self.threads, np.float32(value)) if isinstance(value, float) else np.full(self.threads, value, KINDS["s" + kind[1:]])
+            word = (
+                np.full(self.threads, np.float32(value))
+                if isinstance(value, float)
+                else np.full(self.threads, value, KINDS["s" + kind[1:]])
+            )
             self.put(text[0], word, mask)
             return
         size = np.dtype(KINDS[kind]).itemsize
@@ -272,95 +228,16 @@ class Block:
         else:
             self.put(target, self.get(source, kind), mask)
 
-    def convert(self, rest: list[str], text: list[str]) -> np.ndarray:
-        form = ".".join(x for x in rest if x not in ("rn", "ftz", "rmi", "rzi"))
-        x = text[1]
-        if form == "f16x2.e4m3x2":
-            pair = self.get(x, "b16").copy().view(np.uint8).reshape(-1, 2)
-            return E4M3[pair].view(np.uint32).reshape(-1)
-        if form == "f16x2.f32":
-            parts = np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1).astype(np.float16)
-            return parts.view(np.uint32).reshape(-1)
-        if form == "bf16.f32":
-            return f32_to_bf16(self.get(x, "f32"))
-        if form == "f32.bf16":
-            return bf16_to_f32(self.get(x, "b16"))
-        if form == "f32.f32":
-            return np.floor(self.get(x, "f32"))
-        to, source = form.split(".")
-        return self.get(x, source).astype(KINDS[to])
 
-    def compute(self, head: str, rest: list[str], text: list[str]) -> np.ndarray:
-        kind = rest[-1]
-        if kind == "bf16":
-            values = [bf16_to_f32(self.get(x, "b16")) for x in text]
-            return f32_to_bf16(np.abs(values[0]) if head == "abs" else np.maximum(*values))
-        if head == "prmt":
-            a, b, how = (self.get(x, "u32") for x in text)
-            data = np.stack([a, b], 1).view(np.uint8).reshape(-1, 8)
-            return np.stack([data[np.arange(self.threads), how >> 4 * i & 7] for i in range(4)], 1).view(np.uint32).reshape(-1)
-        if head == "mad" or (head == "mul" and "wide" in rest):
-            wide = "wide" in rest
-            a, b = self.get(text[0], kind), self.get(text[1], kind)
-            if wide:
-                a, b = a.astype(f"{kind[0].replace('s', 'i')}8"), b.astype(f"{kind[0].replace('s', 'i')}8")
-            return a * b + (self.get(text[2], kind[0] + "64" if wide else kind) if head == "mad" else 0)
-        if head == "mul" and "hi" in rest:
-            product = self.get(text[0], kind).astype(np.int64) * self.get(text[1], kind).astype(np.int64)
-            assert kind in ("s32", "u32"), kind
-            return (product.view(KINDS[kind[0] + "64"]) >> 32).astype(KINDS[kind])
-        if head in ("shl", "shr"):
-            return getattr(np, {"shl": "left_shift", "shr": "right_shift"}[head])(self.get(text[0], kind),
-                                                                                   self.get(text[1], "u32").astype(KINDS[kind]))  # fmt: skip
-        assert "hi" not in rest, (head, rest)
-        x = [self.get(name, "u32" if head == "bfe" and i else kind) for i, name in enumerate(text)]
-        if head == "bfe":
-            field = x[0].astype(np.int64) >> x[1] & (1 << x[2].astype(np.int64)) - 1
-            if kind[0] == "s":
-                field -= np.where(field >> x[2] - 1 & 1, 1 << x[2].astype(np.int64), 0)
-            return field.astype(KINDS[kind])
-        if head == "fma":
-            return (x[0].astype(np.float64) * x[1] + x[2]).astype(np.float32)
-        if head == "div" and kind[0] == "s":
-            return np.trunc(x[0] / x[1]).astype(KINDS[kind])
-        simple: dict[str, Callable[..., np.ndarray]] = {
-            "mov": lambda a: a, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod, "neg": np.negative,
-            "abs": np.abs, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-            "not": np.invert, "ex2": np.exp2, "lg2": np.log2,
-        }  # fmt: skip
-        with np.errstate(all="ignore"):
-            return simple[head](*x)
-
-
-def vector(text: str) -> list[str]:
-    return [x.strip() for x in text.strip("{} ").split(",")]
-
-
-class Program:
-    """The one kernel of a PTX file."""
-
-    def __init__(self, ptx: str):
-        ptx = re.sub(r"//.*|^\s*\.(loc|file|section).*$", "", ptx, flags=re.MULTILINE)
-        head, body = re.split(r"\.reqntid \d+\s*(?:\.maxnreg \d+\s*)?\{", ptx, maxsplit=1)
-        self.threads = int(re.search(r"\.reqntid (\d+)", ptx).group(1))  # type: ignore[union-attr]
-        self.parameters = {name: i for i, name in enumerate(re.findall(r"\.param .*?(\w+_param_\d+)", head))}
-        self.kinds: dict[str, str] = {}
-        self.labels: dict[str, int] = {}
-        self.instructions: list[tuple[str, str, list[str]]] = []
-        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body[: body.rindex("ret;") + 4]).replace("{\n", "\n")
-        for line in re.split(r";|(?<=:)[ \t]*\n", body):
-            self.read(" ".join(line.split()).strip())
-
-    def read(self, line: str) -> None:
-        if re.fullmatch(r"[\w$]+:", line):
-            self.labels[line[:-1]] = len(self.instructions)
-        elif line.lstrip("} ").startswith(".reg"):
-            _, kind, names = line.lstrip("} ").split(" ", 2)
-            for name in names.split(","):
-                self.kinds[re.sub(r"<\d+>$", "", name.strip())] = kind[1:]
-        elif match := re.fullmatch(r"}?\s*(@!?[%\w]+)?\s*([a-z][\w.:]*)\s*(.*)", line):
-            guard, op, rest = match.groups()
-            operands = [x.strip() for x in re.findall(r"(?:\[[^\]]*\]|{[^}]*}|[^,])+", rest)]
-            self.instructions.append((guard or "", op, operands))
-        else:
-            assert not line.strip("{} ") or line.startswith("."), line
+def run(ptx: str, shared: int, grid: tuple[int, int], arguments: list[Any]) -> int:
+    """Every program of `grid`, one after the other. arguments: what the kernel takes at run time; a TensorMap stands for a descriptor with
+    its shape and strides. Returns how many products (of one warpgroup's instructions) there were."""
+    code, given = Program(ptx), [part for x in arguments for part in ([x, 0, 0, 0, 0] if isinstance(x, TensorMap) else [x])]
+    given += [0, 0]  # scratch memory and a profile's, which are not used
+    assert len(given) == len(code.parameters), (len(given), code.parameters)
+    products = 0
+    for x, y in itertools.product(range(grid[0]), range(grid[1])):
+        block = Block(code, given, (x, y), grid, shared)
+        block.run()
+        products += block.products
+    return products

@@ -4,6 +4,7 @@ it compiles to."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,9 @@ from rorqual.bench.kernels_attention import attend, exact_entries
 from rorqual.ops import reference
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import mla_hopper_fp8
-from tests.ops import gluon_emulator
+from tests.ops import gluon_emulator, ptx_interpreter
 from tests.ops.gluon_emulator import Descriptor
+from tests.ops.ptx_memory import TensorMap
 
 PAGE = 64
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="the card runs the kernel itself: tests/gpu")
@@ -41,25 +43,45 @@ STAND_INS = {"_widen": widen, "_widen_pairs": widen_pairs, "_log2": torch.log2, 
 
 
 def decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, lens: list[int], scale: float, workers: int,
-           config: mla.Config) -> Tensor:  # fmt: skip
-    """As mla_decode, with every program emulated."""
-    (tokens, heads, _), requests, kv_lens = q_latent.shape, len(lens), torch.tensor(lens)
+           config: mla.Config, compiled: Path | None = None) -> Tensor:  # fmt: skip
+    """As mla_decode, with every program emulated, from the kernel's Python or from what it was compiled to."""
+    (tokens, heads, _), requests, kv_lens = q_latent.shape, len(lens), torch.tensor(lens, dtype=torch.int32)
     queries, page = tokens // requests, cache.shape[1]
     assert mla_hopper_fp8.supported(q_latent, cache, config.block_h, config.block_n, config.warps)
     plan = mla.split_plan(kv_lens, workers, config.block_n, config.min_tiles, queries * heads, 512)
     plan.partial.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
     out = torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16)
-    ahead = mla_hopper_fp8.groups_ahead(config.block_h, config.warps, config.per_sm)
     latent, scales, rope = reference.latent_parts(cache.flatten(0, 1), 512, torch.bfloat16)
-    args = [
-        q_latent, q_rope, Descriptor(latent.view(torch.uint8), [64, 512]), Descriptor(scales, [64, 4]), Descriptor(rope, [64, 64]), tables,
-        kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * mla.LOG2E, *q_latent.stride()[:2], *q_rope.stride()[:2],
-        tables.stride(0), *out.stride()[:2], requests, config.min_tiles, heads, queries, page, config.block_h, 64, 512, 64, 128,
-        mla_hopper_fp8.LARGEST, config.warps, config.stages, ahead, False,
+    before = [q_latent, q_rope]
+    after = [
+        tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * mla.LOG2E, *q_latent.stride()[:2],
+        *q_rope.stride()[:2], tables.stride(0), *out.stride()[:2], requests, config.min_tiles,
     ]  # fmt: skip
     grid = (-(-queries * heads // config.block_h), workers)
-    gluon_emulator.run(mla_hopper_fp8, "_mla_hopper_fp8_kernel", grid, args, **STAND_INS)
+    if compiled is not None:
+        maps = [TensorMap(latent.view(torch.uint8), (64, 128), 128), TensorMap(scales, (64, 4), 0), TensorMap(rope, (64, 64), 128)]
+        shared = int(compiled.with_suffix(".shared").read_text())
+        assert ptx_interpreter.run(compiled.read_text(), shared, grid, before + maps + after) > 0
+    else:
+        tiles = [Descriptor(latent.view(torch.uint8), [64, 512]), Descriptor(scales, [64, 4]), Descriptor(rope, [64, 64])]
+        ahead = mla_hopper_fp8.groups_ahead(config.block_h, config.warps, config.per_sm)
+        constants = [
+            heads,
+            queries,
+            page,
+            config.block_h,
+            64,
+            512,
+            64,
+            128,
+            mla_hopper_fp8.LARGEST,
+            config.warps,
+            config.stages,
+            ahead,
+            False,
+        ]
+        gluon_emulator.run(mla_hopper_fp8, "_mla_hopper_fp8_kernel", grid, before + tiles + after + constants, **STAND_INS)
     mla.combine(plan, out, requests)
     return out
 
@@ -84,19 +106,13 @@ CASES = [
 ]
 
 
-@emulated
-@pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles", "form"), CASES)
-@pytest.mark.parametrize("page", [64, 128])
-def test_emulated_result(
-    lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, form: tuple[int, int, int, int], page: int
-) -> None:
+def check(lens: list[int], heads: int, queries: int, page: int, workers: int, config: mla.Config, compiled: Path | None = None) -> None:
     torch.manual_seed(1)
     rows = [reference.pack_latent(torch.randn(n, 576).bfloat16(), 512) for n in lens]
     cache, tables = filled(rows, page)
     tokens, scale = len(lens) * queries, 192**-0.5
     q_latent, q_rope = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
-    config = mla.Config(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True)
-    out = decode(q_latent, q_rope, cache, tables, lens, scale, workers, config)
+    out = decode(q_latent, q_rope, cache, tables, lens, scale, workers, config, compiled)
     for r, length in enumerate(lens):
         entries = exact_entries(rows[r])[:, None]
         used = slice((r + 1) * queries - min(length, queries), (r + 1) * queries)  # nobody reads tokens that do not exist
@@ -106,6 +122,15 @@ def test_emulated_result(
         expected = attend(torch.cat((q_latent, q_rope), -1)[used], entries, entries[..., :512], scale)
         assert (out[used].double() - expected).norm() < 2e-3 * expected.norm(), (r, length)
     assert out.isfinite().all()
+
+
+@emulated
+@pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles", "form"), CASES)
+@pytest.mark.parametrize("page", [64, 128])
+def test_emulated_result(
+    lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, form: tuple[int, int, int, int], page: int
+) -> None:
+    check(lens, heads, queries, page, workers, mla.Config(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True))
 
 
 SIZES = {
@@ -162,18 +187,26 @@ for kernel, (heads, queries, (rows, warps, stages, per_sm)) in zip(kernels, shap
     assert "ldmatrix.sync.aligned.m8n8.x4.trans" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
     open("{folder}/" + f"{rows}-{per_sm}.ptx", "w").write(kernel.ptx)
     open("{folder}/" + f"{rows}-{per_sm}.cubin", "wb").write(kernel.kernel.asm["cubin"])
+    open("{folder}/" + f"{rows}-{per_sm}.shared", "w").write(str(found["shared"]))
 """
 
 
-def test_it_compiles_to_products_that_overlap_and_spills_nothing_between_them(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(tmp_path))]
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """PTX of three forms of the kernel, with files of machine code and of shared memory's size beside it."""
+    folder = tmp_path_factory.mktemp("compiled")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": "."}
+    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(folder))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    found = sorted(tmp_path.glob("*.ptx"))
+    found = sorted(folder.glob("*.ptx"))
     assert len(found) == 3
-    for path in found:
+    return found
+
+
+def test_products_overlap_and_nothing_is_spilled_between_them(compiled: list[Path]) -> None:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    for path in compiled:
         command = [str(tools / "ptxas"), "-v", "--gpu-name=sm_90a", str(path), "-o", "/dev/null"]
         assembled = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert "serialized" not in assembled, assembled
@@ -182,3 +215,20 @@ def test_it_compiles_to_products_that_overlap_and_spills_nothing_between_them(tm
         loop = code[code.index("HGMMA") : code.rindex("HGMMA")]
         for instruction, there in (("LDS.128", True), ("F2FP.F16.E4M3.UNPACK_B", True), ("LDL", False), ("STL", False)):
             assert (instruction in loop) == there, (path, instruction)
+
+
+@emulated
+def test_compiled_code_is_right_and_free_of_races(compiled: list[Path]) -> None:
+    for path, heads, form in zip(compiled, (16, 16, 128), ((16, 4, 2, 2), (16, 4, 1, 3), (64, 8, 2, 1)), strict=True):
+        lens = [150, 0, 3]
+        check(lens, heads, 1, 64, 2, mla.Config(form[0], 64, *form[1:], min_tiles=1, gluon=True), path)
+
+
+@emulated
+@pytest.mark.parametrize("missing", [r"fence\.proxy\.async\.shared::cta;", r"bar\.sync\s+0;", r"wgmma\.wait_group\.sync\.aligned \d;"])
+def test_races_are_found(compiled: list[Path], missing: str, tmp_path: Path) -> None:
+    path = tmp_path / "kernel.ptx"
+    path.write_text(re.sub(missing, "", compiled[0].read_text()))
+    path.with_suffix(".shared").write_text(compiled[0].with_suffix(".shared").read_text())
+    with pytest.raises(AssertionError, match=r"fence|barrier|another warp|under way"):
+        check([150, 0, 3], 16, 1, 64, 2, mla.Config(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True), path)

@@ -110,14 +110,14 @@ def put_queries(q_latent, q_rope, token, head, ok, q_token, q_head, qr_token, qr
     rope_column = gl.arange(0, query_ropes.shape[1], gl.SliceLayout(0, COPY))
     rows, rope_rows = token * q_token + head * q_head, token * qr_token + head * qr_head
     query_ropes.store(gl.load(q_rope + rope_rows[:, None] + rope_column[None, :], mask=ok[:, None], other=0.0))
-    largest = gl.full([ROWS], 1e-18, gl.float32, gl.SliceLayout(1, COPY))
+    parts, largest = (), gl.full([ROWS], 1e-18, gl.float32, gl.SliceLayout(1, COPY))
     for g in gl.static_range(GROUPS):
         part = gl.load(q_latent + rows[:, None] + (g * GROUP + column)[None, :], mask=ok[:, None], other=0.0)
         largest = gl.maximum(largest, gl.max(gl.abs(part.to(gl.float32)), 1))
+        parts += (part,)  # type: ignore[assignment]
     unit = gl.exp2(gl.floor(gl.log2(gl.max(largest, 0))) - 13.0)
     for g in gl.static_range(GROUPS):
-        part = gl.load(q_latent + rows[:, None] + (g * GROUP + column)[None, :], mask=ok[:, None], other=0.0)
-        part = (part.to(gl.float32) / unit).to(gl.float16)
+        part = (parts[g].to(gl.float32) / unit).to(gl.float16)
         part = gl.permute(gl.reshape(part, [ROWS, 4, GROUP // 16, 2, 2]), [0, 2, 3, 1, 4])
         queries.index(g).store(gl.reshape(part, [ROWS, GROUP]))
     fence_async_shared()

@@ -46,10 +46,11 @@ class Config:
 
 
 def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int) -> Config:
-    """The configuration for `rows` = query tokens x heads of a request, and that many requests of that length."""
+    """The configuration for `rows` = query tokens x heads of a request, and that many requests of that length. Rules that ship name
+    "hopper" where theirs would not fit an older card."""
     cache = "fp8" if fp8_cache else "plain"
     shape = {"dtype": str(q.dtype)[6:], "cache": cache, "rows": rows, "requests": requests, "kv": max_kv_len}
-    return tuning.choose("mla_decode", Config, q.device, **shape)
+    return tuning.choose("mla_decode", Config, q.device, **shape, hopper=is_hopper(q.device))
 
 
 # What mla_hopper_fp8.py takes; shared memory allows no more stages and programs.
