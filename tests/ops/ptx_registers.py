@@ -109,9 +109,10 @@ class Registers:
         if form == "f16x2.e4m3x2":
             pair = self.get(x, "b16").copy().view(np.uint8).reshape(-1, 2)
             return E4M3[pair].view(np.uint32).reshape(-1)
-        if form == "f16x2.f32":
-            parts = np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1).astype(np.float16)
-            return parts.view(np.uint32).reshape(-1)
+        if form in ("f16x2.f32", "bf16x2.f32"):
+            parts = np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1)
+            narrow = parts.astype(np.float16) if form[0] == "f" else f32_to_bf16(parts)
+            return narrow.view(np.uint32).reshape(-1)
         if form == "bf16.f32":
             return f32_to_bf16(self.get(x, "f32"))
         if form == "f32.bf16":
