@@ -164,6 +164,21 @@ def test_any_scales(case: str, peaked: bool) -> None:
         assert ((out[..., g : g + 128].double() - part).norm(dim=-1) < 3e-3 * part.norm(dim=-1)).all(), g
 
 
+@emulated
+def test_rows_of_queries_do_not_touch_each_other() -> None:
+    """Query tokens that pad a request may hold anything."""
+    torch.manual_seed(3)
+    rows = reference.pack_latent(torch.randn(100, 576).bfloat16(), 512)
+    cache, tables = filled([rows], PAGE)
+    q_latent, q_rope = torch.randn(4, 4, 512).bfloat16(), torch.randn(4, 4, 64).bfloat16()
+    for token, garbage in ((0, float("inf")), (1, float("nan")), (2, 3e38)):
+        q_latent[token], q_rope[token] = garbage, garbage
+    out = decode(q_latent, q_rope, cache, tables, [100], 192**-0.5, 2, mla.Config(16, 64, 4, 2, min_tiles=1, gluon=True))
+    entries = exact_entries(rows)[:, None]
+    expected = attend(torch.cat((q_latent, q_rope), -1)[3:], entries, entries[..., :512], 192**-0.5)
+    assert (out[3:].double() - expected).norm() < 2e-3 * expected.norm()
+
+
 COMPILE = """
 import torch
 from rorqual.ops.triton import mla_decode as mla

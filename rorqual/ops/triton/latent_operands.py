@@ -98,8 +98,8 @@ def clear_end(latents, scales, ropes, first, length, GROUPS: gl.constexpr, COPY:
 
 
 @gluon.jit
-def put_queries(q_latent, q_rope, token, head, ok, q_token, q_head, qr_token, qr_head, queries, query_ropes, COPY: gl.constexpr):
-    """Into shared memory, the latent part in fp16 and divided by a power of two, which is returned.
+def put_queries(q_latent, q_rope, token, head, ok, q_token, q_head, qr_token, qr_head, queries, query_ropes, units, COPY: gl.constexpr):
+    """Into shared memory, the latent part in fp16. Each row is divided by a power of two, which goes to `units` [rows].
 
     Column 32 c + 4 s + 2 u + e of a group goes to 16 s + 8 u + 2 c + e: thread c of four has its bytes 32 c to 32 c + 31 of a key, and
     the operand's columns 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of every 16."""
@@ -109,20 +109,21 @@ def put_queries(q_latent, q_rope, token, head, ok, q_token, q_head, qr_token, qr
     column = gl.arange(0, GROUP, gl.SliceLayout(0, COPY))
     rope_column = gl.arange(0, query_ropes.shape[1], gl.SliceLayout(0, COPY))
     rows, rope_rows = token * q_token + head * q_head, token * qr_token + head * qr_head
-    query_ropes.store(gl.load(q_rope + rope_rows[:, None] + rope_column[None, :], mask=ok[:, None], other=0.0))
+    rope = gl.load(q_rope + rope_rows[:, None] + rope_column[None, :], mask=ok[:, None], other=0.0)
     parts, largest = (), gl.full([ROWS], 1e-18, gl.float32, gl.SliceLayout(1, COPY))
     for g in gl.static_range(GROUPS):
         part = gl.load(q_latent + rows[:, None] + (g * GROUP + column)[None, :], mask=ok[:, None], other=0.0)
         largest = gl.maximum(largest, gl.max(gl.abs(part.to(gl.float32)), 1))
         parts += (part,)  # type: ignore[assignment]
-    unit = gl.exp2(gl.floor(gl.log2(gl.max(largest, 0))) - 13.0)
+    unit = gl.exp2(gl.floor(gl.log2(largest)) - 13.0)
     for g in gl.static_range(GROUPS):
-        part = (parts[g].to(gl.float32) / unit).to(gl.float16)
+        part = (parts[g].to(gl.float32) / unit[:, None]).to(gl.float16)
         part = gl.permute(gl.reshape(part, [ROWS, 4, GROUP // 16, 2, 2]), [0, 2, 3, 1, 4])
         queries.index(g).store(gl.reshape(part, [ROWS, GROUP]))
+    query_ropes.store((rope.to(gl.float32) / unit[:, None]).to(gl.bfloat16))
+    units.store(unit)
     fence_async_shared()
     gl.thread_barrier()  # here, or Triton puts one into the loop
-    return unit
 
 
 @gluon.jit
@@ -139,8 +140,8 @@ def load_scales(scales, SCALES: gl.constexpr, TOKEN: gl.constexpr):
 
 
 @gluon.jit
-def score(latents, ropes, scale, queries, query_ropes, per_unit, zero, MMA: gl.constexpr, KEYS: gl.constexpr, AHEAD: gl.constexpr):
-    """Queries x keys over the queries' unit, [64, rows]. AHEAD groups of columns may be under way while the next is being converted."""
+def score(latents, ropes, scale, queries, query_ropes, zero, MMA: gl.constexpr, KEYS: gl.constexpr, AHEAD: gl.constexpr):
+    """Queries x keys over the queries' units, [64, rows]. AHEAD groups of columns may be under way while the next is being converted."""
     TOKENS: gl.constexpr = latents.shape[0]
     GROUPS: gl.constexpr = queries.shape[0]
     GROUP: gl.constexpr = queries.shape[2]
@@ -159,7 +160,7 @@ def score(latents, ropes, scale, queries, query_ropes, per_unit, zero, MMA: gl.c
         if g + 1 < GROUPS and AHEAD > 0:
             bytes = keys.index(g + 1).load(KEYS)
         if g == 0:
-            scores = warpgroup_mma_wait(1, deps=[rope_scores]) * per_unit
+            scores = warpgroup_mma_wait(1, deps=[rope_scores])
         if g >= AHEAD:
             scores += warpgroup_mma_wait(AHEAD, deps=[under_way[g - AHEAD]]) * scale[g - AHEAD][:, None]
     for g in gl.static_range(GROUPS - AHEAD, GROUPS):

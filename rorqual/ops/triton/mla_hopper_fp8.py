@@ -6,9 +6,9 @@ the columns; operands are made as latent_operands.py says:
     scores [64 tokens, rows]       = keys [64, 512 + 64] x queries^T
     sums   [512 columns, rows]    += values^T [512, 64] x weights^T
 
-Numbers. Queries' latent part is divided by a power of two of its block, so that fp16 takes it unrounded. The reference of a row's softmax
+Numbers. Queries are divided by a power of two for each row, so that fp16 takes the latent part unrounded. The reference of a row's softmax
 is the greatest score + log2(largest scale of the token), so that weight x scale stays below 2^14 in fp16 for all finite scales; what has
-a weight x scale of less than 2^-38 of the greatest is lost. Rope keys and queries are multiplied in bf16, as they are kept.
+a weight x scale of less than 2^-38 of the greatest is lost. Rope keys and queries are multiplied in bf16, in which they are kept.
 
 Budget of one tile of 64 tokens, in clocks of a multiprocessor, for 16 rows in one warpgroup, of which two or three share a multiprocessor
 and hide each other's waits; and for 64 rows in two warpgroups of one program:
@@ -141,6 +141,7 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
     weights = ()
     for _ in gl.static_range(GROUPS):  # each by itself: between stores to parts of one, Triton puts barriers
         weights += (gl.allocate_shared_memory(gl.float16, [1, TOKENS, ROWS], gl.NVMMASharedLayout(2 * ROWS // PARTS, 16, rank=2)),)  # type: ignore[assignment]
+    units = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     peaks = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     latents = gl.allocate_shared_memory(gl.uint8, [STAGES, TOKENS, RANK], latent_tma.layout)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS, GROUPS], scale_tma.layout)
@@ -171,9 +172,8 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
             stop, position = gl.minimum(end, last), tile
             length = gl.load(kv_lens + request).to(gl.int32)
             copied = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
-            unit = put_queries(q_latent, q_rope, request.to(gl.int64) * QUERIES + copied // HEADS, copied % HEADS, copied < TOTAL,
-                                q_token, q_head, qr_token, qr_head, queries, query_ropes, COPY)  # fmt: skip
-            per_unit, per_peak = 1.0 / unit, unit * factor
+            put_queries(q_latent, q_rope, request.to(gl.int64) * QUERIES + copied // HEADS, copied % HEADS, copied < TOTAL, q_token, q_head,
+                        qr_token, qr_head, queries, query_ropes, units, COPY)  # fmt: skip
             row = block * ROWS + gl.arange(0, ROWS, ROW)
             peak = gl.full([ROWS], -1e30, gl.float32, ROW)  # finite: a row that sees nothing makes no NaN
             total = gl.full([TOKENS // 2, ROWS], 0.0, gl.float32, FOLDED)
@@ -191,12 +191,12 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
                     clear_end(latents.index(stage), scales.index(stage), ropes.index(stage), at, length, GROUPS, COPY, SCALES)
                 scale = load_scales(scales.index(stage), SCALES, TOKEN)
                 zero = opaque_zero()
-                scores = score(latents.index(stage), ropes.index(stage), scale, queries, query_ropes, per_unit, zero, MMA, KEYS, AHEAD)
+                scores = score(latents.index(stage), ropes.index(stage), scale, queries, query_ropes, zero, MMA, KEYS, AHEAD)
                 if at + TOKENS > length - QUERIES + 1:
                     token = at + gl.arange(0, TOKENS, TOKEN)
                     scores = gl.where(token[:, None] <= (length - QUERIES + row // HEADS)[None, :], scores, float("-inf"))
                 largest = gl.maximum(gl.maximum(scale[0], scale[1]), gl.maximum(scale[2], scale[3]))
-                scores = scores * per_peak
+                scores = scores * (units.load(ROW) * factor)[None, :]
                 reference = scores + _log2(gl.maximum(largest, 1e-30))[:, None]
                 new_peak = gl.maximum(peak, _greatest(reference, peaks, PEAKS, ROW))
                 p = gl.exp2(scores - new_peak[None, :])
