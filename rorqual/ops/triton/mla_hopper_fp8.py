@@ -10,15 +10,18 @@ Numbers. Queries are divided by a power of two for each row, so that fp16 takes 
 is the greatest score + log2(largest scale of the token), so that weight x scale stays below 2^14 in fp16 for all finite scales; what has
 a weight x scale of less than 2^-38 of the greatest is lost. Rope keys and queries are multiplied in bf16, in which they are kept.
 
-Budget of one tile of 64 tokens, in clocks of a multiprocessor, for 16 rows in one warpgroup, of which two or three share a multiprocessor
-and hide each other's waits; and for 64 rows in two warpgroups of one program:
+Budget of one tile of 64 tokens, in clocks of a multiprocessor: for 16 rows in one warpgroup, of which two or three share a multiprocessor
+and hide each other's waits; and for 64 rows in two warpgroups of one program, which both convert everything:
 
+                                                                                     16 rows   64 rows
     memory         64 x 656 bytes at 18.6 a clock                                      2260      2260
-    shared memory  tile written 330, read twice 590, queries 144, weights 192          1260      2600
+    shared memory  tile written 328, read by threads 544 and 1090, by wgmma 336
+                   and 1220, the rest 160 and 640; no access has conflicts             1370      3270
     tensor cores   68 products of 64 x 16 x 16 at about 16, of 64 x 32 x 16 at 18      1090      2450
-    instructions   a warp's 920 and 1150; one warp a scheduler and warpgroup            920      2300
+    instructions   a warp's 920 and 1220; one warp a scheduler and warpgroup            920      2440
 
-So few rows are bound by memory, as long as two programs overlap. The chain of one program's tile is about 2200 clocks for 16 rows.
+So few rows are bound by memory, as long as two programs overlap: the chain of one program's tile is about 2200 clocks for 16 rows. 64 rows
+are bound by shared memory, where each warpgroup reads the tile and all rows' weights and queries pass once a tile.
 """
 
 from __future__ import annotations
