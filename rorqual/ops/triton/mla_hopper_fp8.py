@@ -99,19 +99,20 @@ def _add_weights(total, p, shrink, FOLDED: gl.constexpr):
 
 
 @gluon.jit
-def _locate(tables, table_row, starts, request, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
-    """(whose tile it is, `request` or a later one, and the cache row at which it begins). Tiles are counted over all requests."""
-    while gl.load(starts + request + 1) <= tile:
+def _locate(tables, table_row, starts, request, begin, end, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
+    """(whose tile it is, `request` or a later one, its first tile and the one after its last, the tile's page). Tiles are counted over all
+    requests."""
+    while end <= tile:
         request = request + 1
-    token = (tile - gl.load(starts + request)) * TOKENS
-    page = gl.load(tables + request.to(gl.int64) * table_row + token // PAGE)
-    return request, page.to(gl.int32) * PAGE + token % PAGE
+        begin, end = end, gl.load(starts + request + 1)
+    page = gl.load(tables + request.to(gl.int64) * table_row + (tile - begin) * TOKENS // PAGE)
+    return request, begin, end, page.to(gl.int32)
 
 
 @gluon.jit
-def _fetch(latent_tma, scale_tma, rope_tma, row, stage, latents, scales, ropes, ready):
-    """Start the copy of the tile that begins at a row of the cache, once all threads are done with what was in its place."""
-    barrier = ready.index(stage)
+def _fetch(latent_tma, scale_tma, rope_tma, page, token, stage, latents, scales, ropes, ready, PAGE: gl.constexpr):
+    """Start the copy of the tile that begins at a request's token, once all threads are done with what was in its place."""
+    row, barrier = page * PAGE + token % PAGE, ready.index(stage)
     mbarrier.expect(barrier, latents.shape[1] * (latents.shape[2] + scales.shape[2] * 4 + ropes.shape[2] * 2))
     gl.thread_barrier()
     tma.async_copy_global_to_shared(latent_tma, [row, 0], barrier, latents.index(stage))
@@ -163,11 +164,15 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
     tile, last = earliest, gl.minimum(earliest + chunk, all_tiles)
     if tile < last:
         request = gl.load(first + worker)
-        ahead = request
+        ahead, page = request, 0  # of the tile to be fetched next
+        ahead_begin, ahead_end = gl.load(starts + request), gl.load(starts + request + 1)
         for s in gl.static_range(STAGES):
             if tile + s < last:
-                ahead, place = _locate(tables, table_row, starts, ahead, tile + s, PAGE, TOKENS)
-                _fetch(latent_tma, scale_tma, rope_tma, place, s, latents, scales, ropes, ready)
+                ahead, ahead_begin, ahead_end, page = _locate(
+                    tables, table_row, starts, ahead, ahead_begin, ahead_end, tile + s, PAGE, TOKENS
+                )
+                token = (tile + s - ahead_begin) * TOKENS
+                _fetch(latent_tma, scale_tma, rope_tma, page, token, s, latents, scales, ropes, ready, PAGE)
         while tile < last:
             while gl.load(starts + request + 1) <= tile:
                 request = request + 1
@@ -185,9 +190,10 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
             while tile < stop:
                 turn = tile - earliest
                 stage = turn % STAGES
-                place = 0
-                if tile + STAGES < last:  # long before it is used: it waits for the page's number
-                    ahead, place = _locate(tables, table_row, starts, ahead, tile + STAGES, PAGE, TOKENS)
+                if tile + STAGES < last:  # nobody waits for the page's number here
+                    ahead, ahead_begin, ahead_end, page = _locate(
+                        tables, table_row, starts, ahead, ahead_begin, ahead_end, tile + STAGES, PAGE, TOKENS
+                    )
                 mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
                 at = (tile - begin) * TOKENS
                 if at + TOKENS > length:
@@ -196,8 +202,9 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
                 zero = opaque_zero()
                 scores = score(latents.index(stage), ropes.index(stage), scale, queries, query_ropes, zero, MMA, KEYS, AHEAD)
                 if at + TOKENS > length - QUERIES + 1:
-                    token = at + gl.arange(0, TOKENS, TOKEN)
-                    scores = gl.where(token[:, None] <= (length - QUERIES + row // HEADS)[None, :], scores, float("-inf"))
+                    scores = gl.where(
+                        (at + gl.arange(0, TOKENS, TOKEN))[:, None] <= (length - QUERIES + row // HEADS)[None, :], scores, float("-inf")
+                    )
                 largest = gl.maximum(gl.maximum(scale[0], scale[1]), gl.maximum(scale[2], scale[3]))
                 scores = scores * (units.load(ROW) * factor)[None, :]
                 reference = scores + _log2(gl.maximum(largest, 1e-30))[:, None]
@@ -215,7 +222,8 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
                 gl.thread_barrier()
                 sums = add_values(latents.index(stage), weights, shrunk, zero, GROUP, WIDE, MMA, AHEAD)
                 if tile + STAGES < last:
-                    _fetch(latent_tma, scale_tma, rope_tma, place, stage, latents, scales, ropes, ready)
+                    token = (tile + STAGES - ahead_begin) * TOKENS
+                    _fetch(latent_tma, scale_tma, rope_tma, page, token, stage, latents, scales, ropes, ready, PAGE)
                 tile = tile + 1  # not +=: tests run this on tensors, which that would change in place
             total = gl.convert_layout(gl.sum(total, 0), ROW)
             divisor = gl.where(total > 0, total * LARGEST, 1.0)
