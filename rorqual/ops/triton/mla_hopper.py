@@ -44,19 +44,24 @@ def _wait_for_inputs(DEPENDENT: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(latent_tma, rope_tma, tables, table_row, starts, request, tile, latents, ropes, barriers, PAGE: gl.constexpr):
-    """Start the copy of `tile`, counted over all requests, of which `request` or a later one has it. Returns whose it is."""
-    while gl.load(starts + request + 1) <= tile:
+def locate(tables, table_row, starts, request, begin, end, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
+    """(whose tile it is, `request` or a later one, its first tile and the one after its last, the tile's page). Tiles are counted over all
+    requests. These loads follow one another: whoever is about to fetch should have asked before."""
+    while end <= tile:
         request = request + 1
-    token = (tile - gl.load(starts + request)) * latents.shape[1]
-    page = gl.load(tables + request.to(gl.int64) * table_row + token // PAGE)
-    row = page.to(gl.int32) * PAGE + token % PAGE
-    stage = tile % 2
+        begin, end = end, gl.load(starts + request + 1)
+    page = gl.load(tables + request.to(gl.int64) * table_row + (tile - begin) * TOKENS // PAGE)
+    return request, begin, end, page.to(gl.int32)
+
+
+@gluon.jit
+def _fetch(latent_tma, rope_tma, page, token, tile, latents, ropes, barriers, PAGE: gl.constexpr):
+    """Start the copy of `tile`, which begins at a request's token."""
+    row, stage = page * PAGE + token % PAGE, tile % 2
     bytes: gl.constexpr = latents.shape[1] * (latents.shape[2] + ropes.shape[2]) * 2
     mbarrier.expect(barriers.index(stage), bytes)
     tma.async_copy_global_to_shared(latent_tma, [row, 0], barriers.index(stage), latents.index(stage))
     tma.async_copy_global_to_shared(rope_tma, [row, 0], barriers.index(stage), ropes.index(stage))
-    return request
 
 
 @gluon.jit
@@ -109,7 +114,11 @@ def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, 
     last = gl.minimum(tile + chunk, all_tiles)
     if tile < last:
         request = gl.load(first + worker)
-        ahead = _fetch(latent_tma, rope_tma, tables, table_row, starts, request, tile, latents, ropes, barriers, PAGE)
+        # Of the tile that is fetched next: whose it is, that request's first tile and the one after its last, its page.
+        ahead, ahead_begin, ahead_end, page = locate(
+            tables, table_row, starts, request, gl.load(starts + request), gl.load(starts + request + 1), tile, PAGE, TOKENS
+        )
+        _fetch(latent_tma, rope_tma, page, (tile - ahead_begin) * TOKENS, tile, latents, ropes, barriers, PAGE)
         phase = 0  # of both barriers: bit s says how often stage s has been filled, modulo 2
         while tile < last:
             while gl.load(starts + request + 1) <= tile:
@@ -128,6 +137,10 @@ def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, 
             pending = warpgroup_mma_init(gl.full([ROWS, RANK], 0.0, gl.float32, SUMS))
             while tile < stop:
                 stage = tile % 2
+                if tile + 1 < last:  # nobody waits for the page's number here
+                    ahead, ahead_begin, ahead_end, page = locate(
+                        tables, table_row, starts, ahead, ahead_begin, ahead_end, tile + 1, PAGE, TOKENS
+                    )
                 mbarrier.wait(barriers.index(stage), (phase >> stage) & 1)
                 phase = phase ^ (1 << stage)
                 at = (tile - begin) * TOKENS
@@ -135,7 +148,7 @@ def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, 
                 acc = warpgroup_mma_wait(0, deps=[pending])  # once all warps are here, the place of the tile before is free
                 gl.thread_barrier()
                 if tile + 1 < last:
-                    ahead = _fetch(latent_tma, rope_tma, tables, table_row, starts, ahead, tile + 1, latents, ropes, barriers, PAGE)
+                    _fetch(latent_tma, rope_tma, page, (tile + 1 - ahead_begin) * TOKENS, tile + 1, latents, ropes, barriers, PAGE)
                 if at + TOKENS > length:
                     _clear_end(latents, stage, at, length, COPY)
                 scores = warpgroup_mma(
