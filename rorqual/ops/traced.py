@@ -77,6 +77,7 @@ class TracedOps(Ops):
     swiglu = entry(Ops.swiglu)
     rope = entry(Ops.rope)
     heads_matmul = entry(Ops.heads_matmul)
+    held_gate = entry(Ops.held_gate)
     route = entry(Ops.route)
     experts_fp8 = entry(Ops.experts_fp8)
     routed_experts = entry(Ops.routed_experts)
@@ -179,9 +180,6 @@ class TracedOps(Ops):
             return super().router(x, gate, bias, moe, shared)
         assert moe == self.moe, "one router configuration a model"
         return torch.ops.rorqual.router(x, gate, bias, moe.top_k, shared)
-
-    def held_gate(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.inner.held_gate(gate, dtype)
 
     @property
     def joins_shared(self) -> bool:
