@@ -4,23 +4,30 @@ Run as a script it is an engine whose rank is struck."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
     pytest.skip("needs at least two CUDA devices", allow_module_level=True)
 pytest.importorskip("triton")
 
 from rorqual import LLM
+from rorqual.ops import reference
+from rorqual.parallel.collectives import Axis
+from rorqual.parallel.mesh import Mesh
+from rorqual.parallel_config import ParallelConfig
 from tests.engine.test_ranks import COMMON, TEXTS, everything, name_of, params, run_until_it_fails
 
 CARDS = torch.cuda.device_count()
@@ -64,6 +71,58 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
     if "exchange" in layout and layout["exchange"] == "low_latency":
         assert "memory shared by the cards" in stats.way_to_experts, stats
     assert everything(llm, TEXTS) == expected
+
+
+def sums(rank: int, world: int, folder: str) -> None:
+    """The fused all-reduce on one card of `world`."""
+    torch.cuda.set_device(rank)
+    torch.manual_seed(rank)  # parts differ
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    device = torch.device("cuda", rank)
+    mesh = Mesh.of(ParallelConfig(tp=world))
+    mesh.fuse_all_reduce(300, 7168, torch.bfloat16, device)
+    alike = torch.Generator(device).manual_seed(1)
+    for rows in (1, 2, 17, 18, 64, 300, 300, 1):  # one and two steps, 256 KiB being 18.3 rows
+        one_sum(mesh.tp, rows, alike)
+    mesh.tp.all_reduce(torch.ones(1, device=device))  # nobody's memory goes while another still reads it
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def one_sum(axis: Axis, rows: int, alike: torch.Generator) -> None:
+    """Called and replayed, against the parts of all ranks added up in their order."""
+    shape, kind, device = (rows, 7168), torch.bfloat16, alike.device
+    own = torch.randn(shape, device=device).to(kind)
+    residual, weight = (torch.randn(size, generator=alike, device=device).to(kind) for size in (shape, shape[1]))
+    added = torch.zeros(shape, device=device)
+    for part in axis.all_gather(own).view(-1, *shape):
+        added += part.float()
+    normed, total = reference.add_norm(added.to(kind), residual, weight, 1e-6)
+    call = partial(axis.add_norm, own, residual, weight, 1e-6, no_other_way)
+    found = [call()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = call()
+    for _ in range(5):
+        graph.replay()
+    for got, sum_of_all in (*found, recorded, call()):
+        assert torch.equal(sum_of_all, total), rows
+        assert (got.float() - normed.float()).abs().max() < 2**-5, rows
+
+
+def no_other_way(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("the fused kernel takes these rows")
+
+
+def test_sums_over_shared_memory_are_those_of_all_parts_in_order(tmp_path: Path) -> None:
+    processes = [multiprocessing.get_context("spawn").Process(target=sums, args=(rank, CARDS, str(tmp_path))) for rank in range(CARDS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * CARDS
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "NCCL"])
