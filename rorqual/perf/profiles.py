@@ -19,7 +19,7 @@ class Profile:
     products; small_bytes: hidden-size columns they read and write a token, all together. step_us: sampling and bookkeeping a step.
     prefill_kernels x prefill_launch_us: what launching one layer of an eager step costs the host. first_token_us: from the client to a
     prompt's step and back. queued_steps: decode steps already launched when a prompt arrives. max_chunk: prompt tokens in a step at
-    most; mixed_chunks: prompts share steps with decoding requests. shared_fused: the shared expert is one more routed expert. routing:
+    most; mixed_chunks: prompts share steps with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
     `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency exchange sends, `blocks` of rows to
     every rank as this engine does, or a copy for each of a token's `picks` as DeepEP does. calibrated: stands on the card's own measured
     file. *_reached: fractions of the card's peaks where nothing is measured.

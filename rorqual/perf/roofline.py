@@ -204,13 +204,13 @@ class StepModel:
         if self.profile.routing == "table" and self.routing == UNIFORM and found.skewed and local == self.config.moe.num_experts:
             distinct = min(distinct, found.distinct)  # the table's own routing
         there = self._expert_floor(found.hidden, found.inner, found.picks, found.distinct, op, _card(table.card))
-        extra = 1.0 if self._fused_shared() else 0.0
+        extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
         here = self._expert_floor(hidden, inner, picks + extra * tokens, distinct + extra, op, self.card)
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
         return start + (found.seconds - start) * here / there
 
     def _fused_shared(self) -> bool:
-        """The shared expert runs as one more routed expert: only where both are cut alike over the same ranks."""
+        """Shared experts run as so many more routed experts: only where both are cut alike over the same ranks."""
         return (
             self.profile.shared_fused
             and self.config.moe.num_shared > 0

@@ -64,6 +64,17 @@ def test_measured_products_come_back() -> None:
             assert tables.seconds(gemm(m, n, k), True) == pytest.approx(time * 1e-6, rel=1e-6)
 
 
+def test_fused_shared_experts_count_one_by_one() -> None:
+    """Few tokens: what experts cost beyond a launch goes with how many are read, here 8 of a token and one or two shared."""
+    rest = []
+    for shared in (0, 1, 2):
+        config = replace(R1, moe=replace(R1.moe, num_shared=shared))
+        timed = StepModel(config, ParallelConfig(tp=8), load_card("h200"), load_profile("sglang")).step(Work(Batch.decode(1, 1000)))
+        rest.append(next(item.seconds for item in timed.items if item.name == "experts"))
+    assert rest[2] - rest[1] == pytest.approx(rest[1] - rest[0])
+    assert rest[1] > rest[0]
+
+
 def test_no_table_lies_under_the_datasheet() -> None:
     """Products too large for the L2 cache, latent attention over more than it holds, and experts by what their routing reads."""
     card = load_card("h200")
