@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class PeerMemory:
 
 
 def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
-    """Why the ranks of the axis cannot share memory; empty where they can. Collective on cards, the same answer on all ranks."""
+    """Why the ranks of the axis cannot share memory; empty where they can, which is alike on all ranks. Collective on cards."""
     if device.type != "cuda":
         return f"{device.type} has no symmetric memory"
     here = torch.tensor([[_host(), device.index or 0]], device=device)
@@ -57,7 +58,21 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
         return f"{len(set(hosts))} hosts"
     reach = all(torch.cuda.can_device_access_peer(device, other) for other in devices if other != device.index)
     missing = axis.all_reduce(torch.tensor(int(not reach), device=device))
-    return "cards that cannot reach one another's memory" if int(missing) else ""
+    if int(missing):
+        return "cards that cannot reach one another's memory"
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return refusal(axis, lambda: PeerMemory.of(axis, 256, device, stop), device)
+
+
+def refusal(axis: GroupAxis, make: Callable[[], object], device: torch.device) -> str:
+    """Why `make`, which every rank calls, did not work on some rank; empty where it did on all. A container may forbid what it needs."""
+    reason = ""
+    try:
+        make()
+    except (RuntimeError, OSError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    refused = int(axis.all_reduce(torch.tensor(int(bool(reason)), device=device)))
+    return reason or (f"refused on {refused} of {axis.size} ranks" if refused else "")
 
 
 def _host() -> int:

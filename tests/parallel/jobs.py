@@ -26,9 +26,11 @@ from rorqual.ops.cpu import CpuOps
 from rorqual.ops.reference import Weight
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
+from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Groups, Mesh
 from rorqual.parallel.messages import step_messages
+from rorqual.parallel.symmetric import refusal
 from rorqual.parallel_config import ParallelConfig
 from rorqual.perf.costs import Batch, Format
 from rorqual.perf.parallel_costs import Work, rank_step
@@ -229,6 +231,17 @@ def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
         "broadcast": axis.start_broadcast(torch.tensor([rank]), 1).wait().item() == 1,
         "ring": got.item() == (rank - 1) % world,
     }
+
+
+def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:
+    axis = mesh_of(sizes, world).tp
+    assert isinstance(axis, GroupAxis)
+
+    def make() -> None:
+        if axis.rank in failing:
+            raise RuntimeError("no permission\nand more")
+
+    return refusal(axis, make, CPU)
 
 
 def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[int], two_shot: list[bool]) -> tuple[float, str]:

@@ -17,6 +17,13 @@ def test_every_call(pool: RankPool, world: int) -> None:
         assert all(results.values()), (rank, results)
 
 
+@pytest.mark.parametrize("failing", [[], [1], [0, 1, 2, 3]])
+def test_what_one_rank_cannot_do_none_does(pool: RankPool, failing: list[int]) -> None:
+    found = pool.run("refused", 4, sizes={"tp": 4}, failing=failing)
+    others = f"refused on {len(failing)} of 4 ranks" if failing else ""
+    assert found == ["no permission" if rank in failing else others for rank in range(4)]
+
+
 def test_one_rank_is_the_identity() -> None:
     axis, x = Alone("tp"), torch.ones(2, 2)
     same = (
