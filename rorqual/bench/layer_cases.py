@@ -24,6 +24,7 @@ from rorqual.layers.step import Step
 from rorqual.models.loader import fill_normal
 from rorqual.models.transformer import Layer
 from rorqual.ops.table import Segment, ops_for
+from rorqual.ops.unsummed import Rows, summed
 from rorqual.parallel.overlap import straight
 from rorqual.perf import costs
 from rorqual.perf.costs import Batch, Format, Op
@@ -285,10 +286,11 @@ def _moe_cost(bench: Bench, layer: int, n: int, hit: int) -> Op:
 
 
 def _through(layers: list[Layer], x: Tensor, step: Step) -> Tensor:
+    rows: Rows = x
     residual = None
     for layer in layers:
-        x, residual = straight(layer.forward(x, residual, step))
-    return x
+        rows, residual = straight(layer.forward(rows, residual, step))
+    return summed(rows)
 
 
 def backbone_cases(bench: Bench) -> Iterator[Case]:

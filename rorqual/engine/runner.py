@@ -197,10 +197,12 @@ class ModelRunner:
     # ---- after the forward pass
 
     def _hidden(self, batch: Batch) -> Tensor:
-        """[T, hidden] where a drafter reads all of them, else those of the step's logit rows."""
+        """[T, hidden] where a drafter reads all of them, else those of the step's logit rows. A step that only decodes has no others:
+        nothing is picked there, and the last norm may add up what experts gave."""
         if self.compiled and batch.prefill is None:
             return self.compiled(batch.step)
-        return straight(self.model.forward(batch.step, every_row=self.drafter is not None and self.drafter.reads_hidden))
+        decodes = batch.decode is not None and batch.prefill is None
+        return straight(self.model.forward(batch.step, every_row=decodes or (self.drafter is not None and self.drafter.reads_hidden)))
 
     def _logits(self, batch: Batch, hidden: Tensor, common: Common, wide: bool = True) -> Tensor:
         if self.drafter is not None and self.drafter.reads_hidden and batch.prefill:

@@ -12,6 +12,7 @@ from rorqual.config import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
 from rorqual.ops.reference import Weight
+from rorqual.ops.unsummed import Rows
 from rorqual.parallel.choice import possible_exchanges
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
@@ -19,6 +20,7 @@ from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 Stages = Generator[None, None, Tensor]
+ToNorm = Generator[None, None, Tensor] | Generator[None, None, Rows]
 
 
 class DenseMLP:
@@ -34,6 +36,9 @@ class DenseMLP:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
 
     straight = forward
+
+    def toward_norm(self, x: Tensor, layout: Layout) -> ToNorm:
+        return self.stages(x, layout)
 
     def partial(self, rows: Tensor) -> Tensor:
         """What this rank's columns add to the sums of rows of the whole dense group."""
@@ -111,6 +116,12 @@ class MoE:
         yield
         return self.wait(ticket, shared)
 
+    def toward_norm(self, x: Tensor, layout: Layout) -> ToNorm:
+        """`stages`, of which a norm takes the result, and nobody else before it: the sum over each token's experts may be left to that."""
+        if self.at_once and layout.norm_sums and x.shape[0]:
+            return self.ops.unsummed_experts(x, *self._routed(x))
+        return (yield from self.stages(x, layout))
+
     def straight(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         """The same stages without hand-overs."""
         if self.at_once:
@@ -125,10 +136,12 @@ class MoE:
         return isinstance(exchange, LocalExchange) and exchange.store.plain and not exchange.record_load
 
     def _at_once(self, x: Tensor) -> Tensor:
-        if not x.shape[0]:
-            return x
+        return self.ops.routed_experts(x, *self._routed(x)) if x.shape[0] else x
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor | None, MoEConfig, Weight, Weight, Tensor | None, int]:
+        """What `routed_experts` takes beside x."""
         base, exchange = self.shared.partial(x) if self.shared else None, self.exchange
-        return self.ops.routed_experts(x, self.gate, self.bias, self.moe, exchange.gate_up, exchange.down, base, self.joined)
+        return self.gate, self.bias, self.moe, exchange.gate_up, exchange.down, base, self.joined
 
     def submit(self, x: Tensor, layout: Layout) -> Any:
         ids, weights = self.route(x)

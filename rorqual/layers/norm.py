@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target
+from rorqual.ops.unsummed import Rows, Unsummed
 from rorqual.parallel.collectives import Axis
 
 
@@ -20,8 +21,13 @@ class Norm:
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place where all-reduce, addition and norm fuse."""
+    def add(self, x: Rows, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place where all-reduce, addition and norm fuse, or
+        the sum over a token's experts, addition and norm."""
+        if isinstance(x, Unsummed):
+            if residual is not None and (axis is None or axis.size == 1):
+                return self.ops.sum_add_norm(x, residual, self.weight, self.eps)
+            x = x.total()
         if axis is None:
             return self.ops.add_norm(x, residual, self.weight, self.eps)
         return axis.add_norm(x, residual, self.weight, self.eps, self.ops.add_norm)

@@ -33,8 +33,8 @@ class MTPModule:
 
         Returns normed hidden states [T, hidden] for the shared head; writes the module's cache at the step's slots."""
         x = torch.cat((self.token_norm.forward(embedded), self.hidden_norm.forward(hidden)), -1)
-        x, residual = yield from self.layer.forward(step.layout.enter(self.merge.forward(x)), None, step)
-        return step.layout.leave(self.norm, x, residual, None)
+        rows, residual = yield from self.layer.forward(step.layout.enter(self.merge.forward(x)), None, step)
+        return step.layout.leave(self.norm, rows, residual, None)
 
     def targets(self) -> Iterator[Target]:
         for part in (self.token_norm, self.hidden_norm, self.merge, self.layer, self.norm):

@@ -16,6 +16,7 @@ from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
 from rorqual.layers.step import Step
+from rorqual.ops.unsummed import Rows, summed
 from rorqual.parallel.layout import Layout, Spread
 
 Pass = Generator[None, None, Tensor]
@@ -41,17 +42,17 @@ class Layer:
         self.input_norm = Norm(build, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
         self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
 
-    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    def forward(self, x: Rows, residual: Tensor | None, step: Step) -> Generator[None, None, tuple[Rows, Tensor]]:
+        """What it returns goes into a norm, of the next layer or of the end, by way of step.layout."""
         h, residual = self.attend(x, residual, step)
-        h = yield from self.mlp.stages(h, step.layout)
-        return h, residual
+        return (yield from self.mlp.toward_norm(h, step.layout)), residual
 
     def straight(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """forward without hand-overs."""
         h, residual = self.attend(x, residual, step)
         return self.mlp.straight(h, step.layout), residual
 
-    def attend(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Rows, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """(input of the feed-forward part, residual stream)"""
         h, residual = step.layout.to_attention(self.input_norm, x, residual)
         h = self.attention.forward(h, step)
@@ -102,12 +103,13 @@ class Transformer:
         of an MoE layer."""
         layout = step.layout
         assert layout.mesh is self.mesh, "a step of a model on several ranks needs Transformer.layout"
+        x: Rows
         x, residual = yield from self._enter(step)
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, step)
         assert residual is not None
         if not self.mesh.last_stage:
-            return self._pass_on(x, residual)
+            return self._pass_on(summed(x), residual)
         return layout.leave(self.norm, x, residual, None if every_row else step.logit_rows)
 
     def straight(self, step: Step) -> Tensor:

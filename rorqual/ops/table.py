@@ -16,6 +16,7 @@ from torch import Tensor
 from rorqual.config import MLAConfig, MoEConfig
 from rorqual.ops import counter, reference
 from rorqual.ops.reference import Distribution, Weight
+from rorqual.ops.unsummed import Rows, Unsummed
 
 
 class Segment:
@@ -112,6 +113,10 @@ class Ops:
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return reference.add_norm(x, residual, weight, eps)
+
+    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`add_norm` of the sum of what experts gave."""
+        return self.add_norm(gave.total(), residual, weight, eps)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return reference.linear(x, weight, bias)
@@ -290,6 +295,20 @@ class Ops:
         """`router` and `experts` in one, where all experts are here, by their logical number, and nobody else asks for the picks."""
         ids, weights = self.router(x, gate, bias, moe, shared)
         return self.experts(x, ids, weights, gate_up, down, base, shared)
+
+    def unsummed_experts(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        moe: MoEConfig,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+    ) -> Rows:
+        """`routed_experts` for whoever hands it to `sum_add_norm`: a backend may leave the sum to that."""
+        return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
 
     def experts_fp8(
         self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight

@@ -74,6 +74,7 @@ class TracedOps(Ops):
 
     draw_normal = entry(Ops.draw_normal)
     norm = entry(Ops.norm)
+    sum_add_norm = entry(Ops.sum_add_norm)
     swiglu = entry(Ops.swiglu)
     rope = entry(Ops.rope)
     heads_matmul = entry(Ops.heads_matmul)
@@ -81,6 +82,7 @@ class TracedOps(Ops):
     route = entry(Ops.route)
     experts_fp8 = entry(Ops.experts_fp8)
     routed_experts = entry(Ops.routed_experts)
+    unsummed_experts = entry(Ops.unsummed_experts)
     dense_attention = entry(Ops.dense_attention)
     gather = entry(Ops.gather)
     latent_entries = entry(Ops.latent_entries)

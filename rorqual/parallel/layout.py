@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.reference import Weight
+from rorqual.ops.unsummed import Rows, summed
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.cut import Cut
 
@@ -35,7 +36,7 @@ MLP = Callable[[Tensor, Weight, Weight], Tensor]
 class AddNorm(Protocol):
     """A norm, told the axis over which `x` is still a partial sum (layers/norm.py)."""
 
-    def add(self, x: Tensor, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]: ...
+    def add(self, x: Rows, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]: ...
 
 
 class Layout:
@@ -61,6 +62,11 @@ class Layout:
         """Where the rows that `dense` gathers lie among those of `moe_axis`; None where it gathers none."""
         return None
 
+    @property
+    def norm_sums(self) -> bool:
+        """Whether what routed experts gave on this rank is complete and goes straight into a norm, which may then add it up."""
+        return True
+
     def enter(self, x: Tensor) -> Tensor:
         """Rows of all tokens of this data-parallel rank, the same on every rank of tp, to those of the residual stream here."""
         return x
@@ -69,7 +75,7 @@ class Layout:
         """The way back: rows of the residual stream here to those of all tokens of this data-parallel rank."""
         return x
 
-    def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def to_attention(self, norm: AddNorm, x: Rows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), the residual stream), of the rows here: attention asks for the others with `gather`. x as a feed-forward
         layer returns it; no residual: as `enter` does."""
         return norm.add(x, residual)
@@ -82,11 +88,11 @@ class Layout:
         """A feed-forward layer whose columns are split over the dense group: gather its rows, compute, scatter the partial sums."""
         return mlp(x, gate_up, down)
 
-    def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+    def leave(self, norm: AddNorm, x: Rows, residual: Tensor, rows: Tensor | None) -> Tensor:
         """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on every rank of tp."""
         if rows is None:
             return norm.add(x, residual)[0]
-        return norm.add(x.index_select(0, rows), residual.index_select(0, rows))[0]
+        return norm.add(summed(x).index_select(0, rows), residual.index_select(0, rows))[0]
 
 
 class Spread(Layout):
@@ -100,6 +106,10 @@ class Spread(Layout):
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh)
         self.tokens, self.exchange = tokens, exchange
+
+    @property
+    def norm_sums(self) -> bool:
+        return self.mesh.sizes.tp == 1
 
     @property
     def rows(self) -> int:
@@ -132,15 +142,15 @@ class Replicated(Spread):
         self.dense_axis, self.dense_first = mesh.axes["dense_dp"], others.start
         self.dense_counts = [tokens[rank] for rank in others]
 
-    def to_attention(self, norm: AddNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def to_attention(self, norm: AddNorm, x: Rows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, None if residual is None else self.mesh.tp)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, self.mesh.tp)
 
-    def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+    def leave(self, norm: AddNorm, x: Rows, residual: Tensor, rows: Tensor | None) -> Tensor:
         if rows is not None:
-            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+            x, residual = summed(x).index_select(0, rows), residual.index_select(0, rows)
         return norm.add(x, residual, self.mesh.tp)[0]
 
 
@@ -178,7 +188,7 @@ class Sharded(Spread):
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(self.mesh.tp.reduce_scatter(x, self.counts), residual)
 
-    def leave(self, norm: AddNorm, x: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+    def leave(self, norm: AddNorm, x: Rows, residual: Tensor, rows: Tensor | None) -> Tensor:
         h = self.gather(norm.add(x, residual)[0])
         return h if rows is None else h.index_select(0, rows)
 

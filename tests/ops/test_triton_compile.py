@@ -32,6 +32,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         absorb,
         counter,
         embedding,
+        expert_sums,
         experts,
         gate,
         latent_fp8,
@@ -44,6 +45,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         sampling,
     )  # fmt: skip
     from rorqual.ops.triton import picks as picks_kernels
+    from rorqual.ops.unsummed import Unsummed
 
     def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -100,6 +102,12 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                                                      absorb.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)))  # fmt: skip
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
+    for hidden, each, kind in ((2048, 8, torch.bfloat16), (7168, 9, torch.bfloat16), (4096, 8, torch.bfloat16), (7168, 9, wide)):
+        for beside, some in ((False, False), (True, False), (True, True)):
+            yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", lambda h=hidden, k=each, d=kind, b=beside, s=some: (
+                expert_sums.combine_add_norm(
+                    Unsummed(x(4 * k, h, dtype=d), picks(4, k)[0] if s else None, picks(4, k)[1], x(4, h, dtype=d) if b else None,
+                             expert_sums.combine), x(4, h, dtype=d), x(h, dtype=d), 1e-6))  # fmt: skip
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     if v3:
         yield "norm fp8", lambda: norm.add_norm_fp8(x(4, 7168), x(4, 7168), x(7168), 1e-6, keep=True)
@@ -153,7 +161,8 @@ def test_kernels_compile(capability: int) -> None:
     rows = json.loads(done.stdout)
     for row in rows:
         assert row["shared"] <= SHARED[capability], row
-        assert row["stack"] < 256, row  # bytes of spilled registers
+        whole = row["kernel"] == "_combine_norm_kernel" and "bfloat16" in row["case"]
+        assert row["stack"] < (1 if whole else 256), row  # bytes of spilled registers
         if row["kernel"] in ("_gate_up_kernel", "_down_kernel", "_linear_kernel", "_gate_kernel"):
             product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
             assert row["case"] == "fp32" or product in row, row

@@ -32,6 +32,7 @@ from rorqual.ops.triton import (
     absorb,
     counter,
     embedding,
+    expert_sums,
     latent_fp8,
     linear_fp8,
     linear_skinny,
@@ -50,6 +51,7 @@ from rorqual.ops.triton.fp8 import Quantised
 from rorqual.ops.triton.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.picks import RowBlocks, empty_blocks
 from rorqual.ops.triton.segments import Derived, derived
+from rorqual.ops.unsummed import Rows, Unsummed
 
 WIDEST_HEAD = 256
 
@@ -81,6 +83,9 @@ class TritonOps(Ops):
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return norm_kernels.add_norm(x, residual, weight, eps)
+
+    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return expert_sums.combine_add_norm(gave, residual, weight, eps)
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)
@@ -270,14 +275,45 @@ class TritonOps(Ops):
         base: Tensor | None = None,
         shared: int = 0,
     ) -> Tensor:
-        """Where the grouped products take the picks, the kernel that chooses them sorts them."""
+        gave = self._unsummed(x, gate, bias, moe, gate_up, down, base, shared)
+        return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared) if gave is None else gave.total()
+
+    def unsummed_experts(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        moe: MoEConfig,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+    ) -> Rows:
+        few = x.shape[0] <= expert_sums.NORM_SUMS_TOKENS
+        gave = self._unsummed(x, gate, bias, moe, gate_up, down, base, shared) if few else None
+        return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared) if gave is None else gave
+
+    def _unsummed(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        moe: MoEConfig,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None,
+        shared: int,
+    ) -> Unsummed | None:
+        """Where the grouped products take the picks, of which the kernel that chooses them sorts a moderate number; else None."""
         fits = x.shape[0] and experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
-        plan = experts_kernels.sorted_plan(down, x.shape[0], moe.top_k, shared) if fits else None
+        plan = experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared) if fits else None
         if plan is None:
-            return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
-        blocks = empty_blocks(x.shape[0] * (moe.top_k + shared), down.data.shape[0], plan.rows, x.device, buckets=True)
+            return None
+        picks, blocks = x.shape[0] * (moe.top_k + shared), None
+        if experts_kernels.sorts_while_routing(down, picks):
+            blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
         ids, weights = _router(x, gate, bias, moe, shared, blocks)
-        return experts_kernels.grouped_experts(x, ids, weights, gate_up, down, plan, base=base, blocks=blocks)
+        return experts_kernels.unsummed_experts(x, ids, weights, gate_up, down, plan, base, blocks)
 
     def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
         """What the last `shared` experts give for all tokens, each as a layer of its own, and `base`."""

@@ -2,7 +2,7 @@
 
 Two forms behind `experts`:
 - direct, for a handful of picks: two kernels, each program streams the weight rows of one pick through ordinary arithmetic.
-- grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped GEMMs and a weighted sum.
+- grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped GEMMs and a weighted sum (expert_sums.py).
   While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose instructions want 64 rows there,
   and the tokens the N side, which may be as narrow as 16.
 
@@ -24,9 +24,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import tuning
+from rorqual.ops.triton.expert_sums import combine
 from rorqual.ops.triton.fp8 import Quantised, quantise, to_fp8
 from rorqual.ops.triton.launch import dependent, is_hopper, multiprocessors, next_power, wait_for_inputs
 from rorqual.ops.triton.picks import RowBlocks, sort_picks, takes_buckets
+from rorqual.ops.unsummed import Unsummed
 
 
 @dataclass(frozen=True)
@@ -214,24 +216,6 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
 
 
 @triton.jit
-def _combine_kernel(y, ids, weights, base, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BASE: tl.constexpr,
-                    DEPENDENT: tl.constexpr):  # fmt: skip
-    """out[t] = sum of weights[t, k] * y[t, k] in fp32, in the order of k. Picks that are not here were never written: skip them."""
-    wait_for_inputs(DEPENDENT)
-    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    inside = columns < HIDDEN
-    total = tl.zeros((SIZE,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        pick = token * TOP_K + k
-        here = tl.load(ids + pick) >= 0
-        part = tl.load(y + pick * HIDDEN + columns, mask=inside & here, other=0.0)
-        total += part.to(tl.float32) * tl.load(weights + pick)
-    if BASE:
-        total += tl.load(base + token * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _rounded(x, BLOCKS: tl.constexpr):
     """fp32 [BLOCKS * 128] after a round trip through fp8, as [BLOCKS, 128]."""
     data, scale = to_fp8(x, BLOCKS)
@@ -381,13 +365,17 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
-def sorted_plan(down: Weight, tokens: int, top_k: int, shared: int) -> Plan | None:
-    """The plan for tokens whose router is to sort its picks, top_k and `shared` each. None where another form takes them."""
-    slots, kind, picks = down.data.shape[0], kind_of(down), tokens * top_k
-    sorts = SORTS_WHILE_ROUTING and takes_buckets(picks + tokens * shared, slots)
-    if not sorts or picks <= DIRECT_PICKS[kind] or (shared and tokens > JOINED_TOKENS[kind]):
+def grouped_plan(down: Weight, tokens: int, top_k: int, shared: int) -> Plan | None:
+    """The plan for tokens of which each picks top_k routed experts and the `shared` ones. None where another form takes them."""
+    kind, picks = kind_of(down), tokens * top_k
+    if picks <= DIRECT_PICKS[kind] or (shared and tokens > JOINED_TOKENS[kind]):
         return None
     return plan_for(down, picks, shared)
+
+
+def sorts_while_routing(down: Weight, picks: int) -> bool:
+    """Whether the router is to sort so many picks, shared experts' among them."""
+    return SORTS_WHILE_ROUTING and takes_buckets(picks, down.data.shape[0])
 
 
 def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None,
@@ -417,26 +405,28 @@ def split_picks(top_k: int) -> tuple[int, int]:
 
 
 def grouped_experts(
-    x: Tensor | Quantised,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    plan: Plan,
-    dtype: torch.dtype | None = None,
+    x: Tensor | Quantised, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan, dtype: torch.dtype | None = None,
     base: Tensor | None = None,
-    blocks: RowBlocks | None = None,
-) -> Tensor:
-    """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype. blocks: the picks
-    are sorted, into rows of plan.rows."""
+) -> Tensor:  # fmt: skip
+    """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype."""
     kind = x.dtype if isinstance(x, Tensor) else dtype
     assert kind is not None
     assert dtype in (None, kind)
+    blocks = sort_picks(ids, gate_up.data.shape[0], plan.rows)
+    return combine(_products(x, gate_up, down, plan, blocks, ids.shape[1], kind), ids, weights, base)
+
+
+def unsummed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan, base: Tensor | None = None,
+                     blocks: RowBlocks | None = None) -> Unsummed:  # fmt: skip
+    """Everything but the sum, where all picks are here. blocks: they are sorted, into rows of plan.rows."""
     blocks = blocks or sort_picks(ids, gate_up.data.shape[0], plan.rows)
+    return Unsummed(_products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype), None, weights, base, combine)
+
+
+def _products(x: Tensor | Quantised, gate_up: Weight, down: Weight, plan: Plan, blocks: RowBlocks, top_k: int,
+              dtype: torch.dtype) -> Tensor:  # fmt: skip
     assert blocks.rows == plan.rows
-    h = gate_up_product(x, gate_up, blocks, ids.shape[1], plan.up)
-    y = down_product(h, down, blocks, kind, plan.down)
-    return combine(y, ids, weights, base)
+    return down_product(gate_up_product(x, gate_up, blocks, top_k, plan.up), down, blocks, dtype, plan.down)
 
 
 def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
@@ -470,16 +460,6 @@ def down_product(h: Tensor | Quantised, weight: Weight, blocks: RowBlocks, dtype
         data, scale, w, weight.scale, y, blocks.order, blocks.blocks, blocks.count, blocks.limit, *strides, hidden, inner,
         blocks.rows, **_constants(weight, tile), **dependent(y.device))  # fmt: skip
     return y
-
-
-def combine(y: Tensor, ids: Tensor, weights: Tensor, base: Tensor | None = None) -> Tensor:
-    """y [T K, hidden], ids and weights [T, K] to the weighted sum [T, hidden], base [T, hidden] added."""
-    (tokens, top_k), hidden = ids.shape, y.shape[1]
-    out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
-    size = min(next_power(hidden), 512 if tokens <= 64 else 1024)
-    _combine_kernel[tokens, triton.cdiv(hidden, size)](
-        y, ids, weights, base, out, hidden, top_k, size, base is not None, num_warps=4, **dependent(y.device))  # fmt: skip
-    return out
 
 
 def _activation(x: Tensor | Quantised) -> tuple[Any, Tensor | None, tuple[int, ...]]:

@@ -37,6 +37,11 @@ def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r
         store_fp8(y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE)
 
 
+def warps_for(size: int) -> int:
+    """Of a program that takes a whole row of so many columns; the order in which their squares are added hangs on it."""
+    return min(16, max(1, size // 512))
+
+
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, write: bool,
             quant: bool) -> tuple[Tensor | None, Tensor | None, Quantised | None]:  # fmt: skip
     tokens, columns = x.shape
@@ -51,7 +56,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, writ
         _norm_kernel[tokens,](
             x, residual, weight, out, total, data, scale, columns, x.stride(0), residual.stride(0) if residual is not None else 0,
             eps, *strides, size, residual is not None, write, quant,
-            num_warps=min(16, max(1, size // 512)), **dependent(x.device))  # fmt: skip
+            num_warps=warps_for(size), **dependent(x.device))  # fmt: skip
     return out, total, packed
 
 
