@@ -18,9 +18,10 @@ from rorqual.bench.kernels_experts import Call, Case, ExpertShape, Setup
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
+from rorqual.ops.triton import expert_sums, norm, picks, route
 from rorqual.ops.triton import experts as ex
 from rorqual.ops.triton import gate as gating
-from rorqual.ops.triton import picks, route
+from rorqual.ops.unsummed import Unsummed
 
 V2_LITE, V3 = ExpertShape("bf16", 66, 2048, 1408, 8, 2), ExpertShape("fp8", 257, 7168, 2048, 9, 1)
 V3_TP8 = ExpertShape("fp8", 257, 7168, 256, 9, 1)  # a rank's columns of every expert
@@ -164,6 +165,39 @@ def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
     return Setup(calls, error, *base.expert_cost(shape, picked))
 
 
+# --- the sum over a token's experts, and the norm behind it ---
+
+SUMS = {"2048 K8": (2048, 8), "4096 K8": (4096, 8), "7168 K9": (7168, 9)}  # V2-Lite and Qwen3-30B; Qwen3-235B; V3
+SUM_WAYS = ("", "spare ", "apart ")
+
+
+def sum_norm_setup(hidden: int, top_k: int, tokens: int, way: str, device: torch.device) -> Setup:
+    """One kernel, as it is or with as many loads at a time as the compiler likes (`spare`), or two (`apart`)."""
+    weight = torch.rand(hidden, device=device, dtype=torch.bfloat16) + 0.5
+
+    def one() -> tuple[Unsummed, Tensor]:
+        y, residual = (torch.randn(rows, hidden, device=device, dtype=torch.bfloat16) for rows in (tokens * top_k, tokens))
+        return Unsummed(y, None, torch.rand(tokens, top_k, device=device), None, expert_sums.combine), residual
+
+    def call(gave: Unsummed, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if way == "apart ":
+            return norm.add_norm(gave.total(), residual, weight, 1e-6)
+        with mock.patch.object(expert_sums, "ROW_REGISTERS", 0 if way else expert_sums.ROW_REGISTERS):
+            return expert_sums.combine_add_norm(gave, residual, weight, 1e-6)
+
+    row = tokens * hidden * 2
+    sets = base.rotated(row * (top_k + 1), one, device)
+
+    def error() -> float:
+        (gave, residual), found = sets[0], call(*sets[0])
+        for mine, other in zip(found, norm.add_norm(gave.total(), residual, weight, 1e-6), strict=True):
+            assert torch.equal(mine, other), "not the bits of the two kernels"
+        total = (gave.y.double().view(tokens, top_k, hidden) * gave.weights.double()[..., None]).sum(1)
+        return base.difference(found[0], reference.add_norm(total, residual.double(), weight.double(), 1e-6)[0])
+
+    return Setup([partial(call, *given) for given in sets], error, row * (top_k + 3))
+
+
 # --- a whole layer ---
 
 LAYERS = {"V3": V3, "Qwen3": base.QWEN3_30B, "V2-Lite": V2_LITE}
@@ -228,6 +262,8 @@ def cases() -> Iterator[Case]:
         for t in (8, 64, 256):
             yield Case(f"sort {model} T{t}", "bf16", partial(sort_setup, model, t, True))
             yield Case(f"sort by scans {model} T{t}", "bf16", partial(sort_setup, model, t, False))
+    for (name, sizes), t, way in itertools.product(SUMS.items(), (2, 8, 64, 256, 512), SUM_WAYS):
+        yield Case(f"sum_norm {way}{name} T{t}", "bf16", partial(sum_norm_setup, *sizes, t, way))
     for model, shape in LAYERS.items():
         for t, way in itertools.product((1, 8, 64, 256), WAYS):
             if shape.shared or way != "beside ":

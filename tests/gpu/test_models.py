@@ -26,6 +26,7 @@ if __name__ != "__main__" and not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
+from rorqual import LLM, SamplingParams
 from rorqual.config import ModelConfig
 from rorqual.engine.rank import RESIDUAL_GAIN
 from rorqual.layers.parameter import Build
@@ -34,6 +35,7 @@ from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.table import Ops
+from rorqual.ops.triton import expert_sums
 from rorqual.ops.triton.backend import TritonOps
 from tests.gpu.device_driver import DeviceDriver, all_logits, random_model, with_ops
 
@@ -149,6 +151,21 @@ def replayed_equals_eager(model: Transformer, ids: Tensor, bound: float, kv_dtyp
         refill(static, step)
         graph.replay()
         assert (out - want).abs().max() <= bound * want.abs().max()
+
+
+@pytest.mark.parametrize("option", ["v3", "qwen"])
+def test_engines_give_the_same_tokens_with_sums_in_norms(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded and eager steps, in bf16, by whichever kernel a token's experts are added up: bit for bit, so log probabilities too."""
+    folder, found = tiny(option, tmp_path), []
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for most in (expert_sums.NORM_SUMS_TOKENS, 0):
+        monkeypatch.setattr(expert_sums, "NORM_SUMS_TOKENS", most)
+        llm = LLM(folder, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=4, num_pages=40)
+        prompts = [[1, 2, 3], [9, 8], [4] * 11]
+        outs = [out.outputs[0] for given in (params, plain) for out in llm.generate(prompts, given)]
+        found.append([(out.token_ids, out.logprobs) for out in outs])
+    assert found[0] == found[1]
 
 
 def real(name: str) -> dict[str, float]:

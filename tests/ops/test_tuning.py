@@ -259,6 +259,8 @@ def test_cases_around_experts_are_right(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernels_moe, "LAYERS", {"V2-Lite": kernels_experts.ExpertShape("bf16", 18, 2048, 16, 6, 2)})
     for way in kernels_moe.WAYS:
         assert kernels_moe.layer_setup("V2-Lite", 5, way, device).error() < 1e-3
+    for way in kernels_moe.SUM_WAYS:
+        assert kernels_moe.sum_norm_setup(72, 3, 5, way, device).error() < 1e-4
     for parts in (1, 3):
         assert all(plan.m <= 64 for plan in kernels_tuning.gate_candidates(64, 128, parts))
 
