@@ -239,7 +239,7 @@ def cases() -> list[Case]:
         mla_case(1, 4096, 16, fp8=True), mla_case(128, 4096, 16, queries=2, fp8=True), mla_case(128, 4096, 16, queries=4, fp8=True),
         mla_case(64, 4096, 16, fp8=True, mixed=True), mla_case(16, 4096, 128, fp8=True),
         gqa_case(1, 1024, peer=12.2), gqa_case(1, 4096, peer=13.8), gqa_case(64, 1024, peer=44.0), gqa_case(256, 1024, peer=148.3),
-        gqa_case(64, 4096, peer=132.4), gqa_case(64, 4096, queries=3, mixed=True),
+        gqa_case(8, 1024), gqa_case(64, 4096, peer=132.4), gqa_case(64, 4096, queries=3, mixed=True),
         prefill_case(1, 4096, 0, 128, 128, (192, 128), False), prefill_case(4, 1024, 0, 128, 128, (192, 128), False),
         prefill_case(1, 1024, 7168, 128, 128, (192, 128), False), prefill_case(1, 4096, 0, 32, 4, (128, 128), True),
         prefill_case(8, 1024, 1024, 32, 4, (128, 128), True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.ops.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
 
 if SKIP_REASON is None:
     from rorqual.ops.triton import gqa_decode as gqa
-    from rorqual.ops.triton import latent_fp8, prefill
+    from rorqual.ops.triton import latent_fp8, launch, prefill
     from rorqual.ops.triton import mla_decode as mla
 
 pytestmark = needs_triton
@@ -157,6 +158,35 @@ def test_gqa_decode(dtype: torch.dtype, queries: int, heads: int, groups: int, p
     check(out, Ops().attention(q, k_plane, v_plane, where, 0.1))
 
 
+@pytest.mark.parametrize("lens", [LENS, [0, 0, 90], [40, 0, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 64), (torch.bfloat16, 24)])
+def test_the_last_program_of_a_request_puts_it_together(lens: list[int], dtype: torch.dtype, width: int) -> None:
+    """The parts in the order of the cache, whichever program is last: twice the same bits, and counters that are zero again. Requests
+    without cache give zeros."""
+    heads, groups, queries = 6, 2, 2
+    k_plane, tables = paged([random(n, groups, width, dtype=dtype).cpu() for n in lens], 16)
+    v_plane = torch.where(k_plane.isnan(), k_plane, torch.randn_like(k_plane))
+    q, where = random(len(lens) * queries, heads, width, dtype=dtype), segment(tables, lens, [queries] * len(lens))
+    expected, found = Ops().attention(q, k_plane, v_plane, where, 0.1), []
+    for min_tiles in (1, 1, 3, 100):
+        config = gqa.Config(16, 4, 1, min_tiles=min_tiles, tma=False, finish=True)
+        out = poisoned(*q.shape, dtype=dtype)
+        gqa.gqa_decode(q, k_plane, v_plane, tables, where.kv_lens, 0.1, 200, out=out, config=config)
+        check(out, expected)
+        assert not launch.zeroed_counters(out.device, launch.COUNTERS).any()
+        found.append(out)
+    assert torch.equal(found[0], found[1])
+
+
+def test_more_requests_than_counters_take_the_second_kernel() -> None:
+    k_plane, tables = paged([random(20, 1, 16).cpu()] * 3, 16)
+    q, where = random(3, 2, 16), segment(tables, [20] * 3, [1] * 3)
+    config = gqa.Config(16, 4, 1, tma=False, finish=True)
+    with mock.patch.object(gqa, "COUNTERS", 2):
+        out = gqa.gqa_decode(q, k_plane, k_plane.nan_to_num(), tables, where.kv_lens, 0.1, 20, config=config)
+    check(out, Ops().attention(q, k_plane, k_plane.nan_to_num(), where, 0.1))
+
+
 def starts_of(lens: list[int]) -> Tensor:
     return torch.tensor([0, *lens], device=DEVICE).cumsum(0)
 
@@ -188,6 +218,7 @@ def test_paged_prefill_behind_a_cached_prefix(dtype: torch.dtype, page: int, tma
 
 COMPILE = """
 import sys, torch
+from dataclasses import replace
 from rorqual.ops.triton import gqa_decode as gqa, latent_fp8, mla_decode as mla, prefill
 from tests.ops.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
@@ -200,6 +231,8 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
         latent_fp8.write(m(9, 64, 656, t=torch.uint8), i(4), m(4, 576), 512)
         latent_fp8.read(m(9, 64, 656, t=torch.uint8), i(4), 512, torch.bfloat16)
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=gqa_config)
+    joint = replace(gqa_config or gqa.Config(64, 4, 3), finish=True)
+    gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=joint)
     prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1, config=prefill_config)
     prefill.paged_prefill(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(1, 9), i(2), i(1), 4096, 0.1, config=prefill_config)
 older = mla.Config(16, 16, 4, 2, tma=False), gqa.Config(32, 4, 2, tma=False), prefill.Config(64, 32, 4, 2, tma=False)

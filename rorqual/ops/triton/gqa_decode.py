@@ -6,7 +6,7 @@ value is read once. A head size that is no power of two is padded with zeros on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,15 +15,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.triton import tuning
-from rorqual.ops.triton.launch import dependent, wait_for_inputs
+from rorqual.ops.triton.launch import COUNTERS, dependent, wait_for_inputs, zeroed_counters
 from rorqual.ops.triton.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
-from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
+from rorqual.ops.triton.split_kv import SplitPlan, _chunk, _together, combine, multiprocessors, split_plan
 
 
 @dataclass(frozen=True)
 class Config:
     """block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies, where block_n
-    divides a page."""
+    divides a page; finish: of the programs that share a request's head the last one to end puts their parts together, and no second
+    kernel runs."""
 
     block_n: int
     warps: int
@@ -31,6 +32,7 @@ class Config:
     per_sm: int = 2
     min_tiles: int = 1
     tma: bool = True
+    finish: bool = False
 
 
 def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> Config:
@@ -48,17 +50,32 @@ def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[Conf
     long = [Config(128, 4, 3, tma=False), Config(128, 4, 2, tma=False), Config(128, 8, 3, tma=False)]
     if max_kv_len > 2048:
         return long + many + short
+    short += [replace(config, finish=True) for config in short]
+    many += [replace(config, finish=True) for config in many[1:3]]
     return short + many + long if requests * max_kv_len <= 2048 else many + long + short
 
 
+@triton.jit
+def _zero_empty(out, starts, request, tile, requests, first_head, out_token, out_head, QUERIES: tl.constexpr, SHARE: tl.constexpr,
+                SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    """Zeros for `request` and those behind it that have no cache and stand before `tile`."""
+    rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, WIDTH)
+    mask = (rows < QUERIES * SHARE)[:, None] & (columns < SIZE)[None, :]
+    while (request < requests) & (tl.load(starts + tl.minimum(request + 1, requests)) == tile):
+        token = tl.cast(request, tl.int64) * QUERIES + rows // SHARE
+        place = out + token[:, None] * out_token + (first_head + rows % SHARE)[:, None] * out_head + columns[None, :]
+        tl.store(place, tl.zeros((BLOCK_H, WIDTH), out.dtype.element_ty), mask=mask)
+        request += 1
+
+
 @triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
-def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, starts, first, out, partial, lse, factor, q_token, q_head,
-                       kv_row, kv_head, table_row, out_token, out_head, requests, min_tiles, HEADS: tl.constexpr, SHARE: tl.constexpr,
-                       QUERIES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-                       BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-                       DEPENDENT: tl.constexpr):  # fmt: skip
+def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, starts, first, out, partial, lse, counters, factor, q_token,
+                       q_head, kv_row, kv_head, table_row, out_token, out_head, requests, min_tiles, HEADS: tl.constexpr,
+                       SHARE: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+                       BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+                       FINISH: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a head, padded to WIDTH; `factor` is the
-    softmax scale times log2(e)."""
+    softmax scale times log2(e). counters [requests, key/value heads], where FINISH: zero, and left zero."""
     wait_for_inputs(DEPENDENT)
     DTYPE: tl.constexpr = q.dtype.element_ty
     group, worker = tl.program_id(0), tl.program_id(1)
@@ -74,6 +91,9 @@ def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, start
     position = worker * chunk
     last = tl.minimum(position + chunk, all_tiles)
     request = tl.load(first + worker)
+    if FINISH:  # noqa: SIM102 - known to the compiler
+        if worker == 0:  # those before the first tile
+            _zero_empty(out, starts, worker, 0, requests, group * SHARE, out_token, out_head, QUERIES, SHARE, SIZE, WIDTH, BLOCK_H)
     while position < last:
         begin, end = tl.load(starts + request), tl.load(starts + request + 1)
         stop = tl.minimum(end, last)
@@ -124,6 +144,20 @@ def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, start
                 slot = (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * (QUERIES * HEADS) + query * HEADS + head
                 tl.store(lse + slot, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")), mask=row_ok)
                 tl.store(partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None])
+                if FINISH:
+                    sharing = (end - 1) // chunk - begin // chunk + 1
+                    counter = counters + request * tl.num_programs(0) + group
+                    tl.debug_barrier()  # every thread's part is stored before one of them counts this program in
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1:
+                        each = query * HEADS + head
+                        acc = _together(partial, lse, each, row_ok, begin // chunk, sharing, QUERIES * HEADS, WIDTH, BLOCK_H, 4)
+                        place = out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+                        tl.store(place, acc.to(DTYPE), mask=row_ok[:, None] & inside)
+                        tl.store(counter, 0)
+            if FINISH:  # noqa: SIM102
+                if stop == end:
+                    _zero_empty(out, starts, request + 1, end, requests, group * SHARE, out_token, out_head, QUERIES, SHARE, SIZE, WIDTH,
+                                BLOCK_H)  # fmt: skip
             position = stop
         request += 1
 
@@ -165,11 +199,14 @@ def gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, kv_l
     tma = config.tma and page % config.block_n == 0 and padded(width) == width
     describe = [_descriptor(x, config.block_n) if tma else None for x in (k_plane, v_plane)]
     block_h = max(16, triton.next_power_of_2(queries * share))
+    finish = config.finish and requests * groups <= COUNTERS
     _gqa_decode_kernel[(groups, plan.workers)](
-        q, k_plane, v_plane, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * LOG2E,
+        q, k_plane, v_plane, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse,
+        zeroed_counters(q.device, requests * groups) if finish else None, scale * LOG2E,
         q.stride(0), q.stride(1), k_plane.stride(1), k_plane.stride(2), tables.stride(0), out.stride(0), out.stride(1), requests,
         plan.min_tiles, heads, share, queries, width, padded(width), page, block_h, config.block_n, config.stages, tma,
-        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps, **dependent(q.device),
+        "ieee" if q.dtype == torch.float32 else "tf32", finish, num_warps=config.warps, **dependent(q.device),
     )  # fmt: skip
-    combine(plan, out, requests)
+    if not finish:
+        combine(plan, out, requests)
     return out

@@ -75,6 +75,30 @@ def split_plan(kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows
     return SplitPlan(starts, first, partial, lse, block_n, min_tiles)
 
 
+@triton.jit
+def _together(partial, lse, rows, row_ok, head_worker, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+              STEP: tl.constexpr):  # fmt: skip
+    """Rows [BLOCK_R] of a request that `count` workers from head_worker on share: the weighted sum of their partials, [BLOCK_R, WIDTH]."""
+    columns = tl.arange(0, WIDTH)
+    acc = tl.zeros((BLOCK_R, WIDTH), tl.float32)
+    peak = tl.full((BLOCK_R,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    for i in range(0, count, STEP):
+        split = i + tl.arange(0, STEP)
+        slot = 2 * (head_worker + split) + (split == 0).to(tl.int32)
+        where = slot.to(tl.int64)[None, :] * ROWS + rows[:, None]
+        ok = row_ok[:, None] & (split < count)[None, :]
+        score = tl.load(lse + where, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(partial + where[:, :, None] * WIDTH + columns[None, None, :], mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+        total = total * shrink + tl.sum(weight, 1)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["requests", "workers", "min_tiles"])
 def _combine_kernel(partial, lse, starts, out, out_token, out_head, requests, workers, min_tiles, HEADS: tl.constexpr,
                     ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr,
@@ -92,23 +116,7 @@ def _combine_kernel(partial, lse, starts, out, out_token, out_head, requests, wo
         return
     columns = tl.arange(0, WIDTH)
     row_ok = rows < ROWS
-    acc = tl.zeros((BLOCK_R, WIDTH), tl.float32)
-    peak = tl.full((BLOCK_R,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_R,), tl.float32)
-    for i in range(0, count, STEP):
-        split = i + tl.arange(0, STEP)
-        slot = 2 * (head_worker + split) + (split == 0).to(tl.int32)
-        where = slot.to(tl.int64)[None, :] * ROWS + rows[:, None]
-        ok = row_ok[:, None] & (split < count)[None, :]
-        score = tl.load(lse + where, mask=ok, other=float("-inf"))
-        values = tl.load(partial + where[:, :, None] * WIDTH + columns[None, None, :], mask=ok[:, :, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
-        total = total * shrink + tl.sum(weight, 1)
-        peak = new_peak
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    acc = _together(partial, lse, rows, row_ok, head_worker, count, ROWS, WIDTH, BLOCK_R, STEP)
     token = request.to(tl.int64) * (ROWS // HEADS) + rows // HEADS
     place = out + token[:, None] * out_token + (rows % HEADS)[:, None] * out_head + columns[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < SIZE)[None, :])
