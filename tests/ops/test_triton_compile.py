@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -102,12 +103,23 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                                                      absorb.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)))  # fmt: skip
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
-    for hidden, each, kind in ((2048, 8, torch.bfloat16), (7168, 9, torch.bfloat16), (4096, 8, torch.bfloat16), (7168, 9, wide)):
+    for hidden, each, kind in (
+        (2048, 8, torch.bfloat16),
+        (7168, 9, torch.bfloat16),
+        (4096, 8, torch.bfloat16),
+        (7168, 9, wide),
+        (100, 3, wide),
+    ):
         for beside, some in ((False, False), (True, False), (True, True)):
-            yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", lambda h=hidden, k=each, d=kind, b=beside, s=some: (
-                expert_sums.combine_add_norm(
-                    Unsummed(x(4 * k, h, dtype=d), picks(4, k)[0] if s else None, picks(4, k)[1], x(4, h, dtype=d) if b else None,
-                             expert_sums.combine), x(4, h, dtype=d), x(h, dtype=d), 1e-6))  # fmt: skip
+
+            def both(h: int = hidden, k: int = each, d: torch.dtype = kind, b: bool = beside, s: bool = some) -> None:
+                ids, weights = picks(4, k)
+                gave = Unsummed(x(4 * k, h, dtype=d), ids if s else None, weights, x(4, h, dtype=d) if b else None, expert_sums.combine)
+                rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
+                expert_sums.combine_add_norm(gave, *rest)
+                norm.add_norm(gave.total(), *rest)
+
+            yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", both
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     if v3:
         yield "norm fp8", lambda: norm.add_norm_fp8(x(4, 7168), x(4, 7168), x(7168), 1e-6, keep=True)
@@ -137,6 +149,13 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"draw normal {kind}", lambda kind=kind: counter.draw_normal(x(2048, 7168, dtype=kind), -5, 0.02, 2**40, 7168)
 
 
+def sum_layout(ttgir: str) -> str:
+    """How the tensor that a kernel sums lies over its threads, which decides the order of that sum."""
+    found = re.search(r'"tt\.reduce".*?\}\) : \(tensor<(\w+), (#\w+)>\)', ttgir, re.S)
+    assert found is not None
+    return found[1] + dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))[found[2]]
+
+
 def compile_all(capability: int) -> list[dict[str, Any]]:
     from tests.ops.cross_compile import compiling
 
@@ -147,6 +166,8 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
         for kernel in found:
             counts = {word: kernel.ptx.count(word) for word in INSTRUCTIONS if word in kernel.ptx}
             rows.append({"case": name, "kernel": kernel.name, **kernel.resources(), **counts})
+            if name.startswith("sum and norm") and "norm" in kernel.name:
+                rows[-1]["sums over"] = sum_layout(kernel.kernel.asm["ttgir"])
     return rows
 
 
@@ -167,6 +188,10 @@ def test_kernels_compile(capability: int) -> None:
             product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
             assert row["case"] == "fp32" or product in row, row
         assert ("griddepcontrol.wait" in row) == (capability >= 90), row
+    orders = [(row["case"], row["kernel"], row["sums over"]) for row in rows if "sums over" in row]
+    assert {kernel for _, kernel, _ in orders} == {"_norm_kernel", "_combine_norm_kernel"}
+    alike = len({(case, order) for case, _, order in orders}) == len({case for case, _, _ in orders})
+    assert alike, "the joint kernel sums squares as the norm's does"
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ ROW_REGISTERS = 192  # of a thread, for rows on their way; half with more than 8
 
 
 @triton.jit
-def _row(y, ids, pick, columns, inside, HIDDEN: tl.constexpr, ABSENT: tl.constexpr):
+def _row(y, ids, pick, offsets, inside, hidden, ABSENT: tl.constexpr):
     """What one pick gave. ABSENT: some are not here and were never written."""
     if ABSENT:
         inside = inside & (tl.load(ids + pick) >= 0)
-    return tl.load(y + pick * HIDDEN + columns, mask=inside, other=0.0)
+    return tl.load(y + pick * hidden + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def _zero_behind_a_barrier(token):
 
 
 @triton.jit
-def _picked_sum(y, ids, weights, token, columns, inside, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr,
-                AT_ONCE: tl.constexpr, ABSENT: tl.constexpr):  # fmt: skip
+def _picked_sum(y, ids, weights, token, offsets, inside, hidden, TOP_K: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
+                ABSENT: tl.constexpr):  # fmt: skip
     """Sum of weights[t, k] * y[t, k] in fp32, in the order of k.
 
     AT_ONCE: so many rows are on their way before the first is waited for. Left to itself (0) the compiler spares registers and has three or
@@ -48,14 +48,14 @@ def _picked_sum(y, ids, weights, token, columns, inside, HIDDEN: tl.constexpr, T
     barrier, but arithmetic, unless that needs what the barrier brings: hence a zero to start from."""
     parts, factors, total = (), (), tl.zeros((SIZE,), tl.float32)
     for k in tl.static_range(AT_ONCE):
-        parts += (_row(y, ids, token * TOP_K + k, columns, inside, HIDDEN, ABSENT),)  # type: ignore[assignment]
+        parts += (_row(y, ids, token * TOP_K + k, offsets, inside, hidden, ABSENT),)  # type: ignore[assignment]
         factors += (tl.load(weights + token * TOP_K + k),)  # type: ignore[assignment]
     if AT_ONCE > 0:
         total += _zero_behind_a_barrier(token)
     for k in tl.static_range(AT_ONCE):
         total += parts[k].to(tl.float32) * factors[k]
     for k in tl.static_range(AT_ONCE, TOP_K):
-        part = _row(y, ids, token * TOP_K + k, columns, inside, HIDDEN, ABSENT)
+        part = _row(y, ids, token * TOP_K + k, offsets, inside, hidden, ABSENT)
         total += part.to(tl.float32) * tl.load(weights + token * TOP_K + k)
     return total
 
@@ -73,13 +73,13 @@ def _combine_kernel(y, ids, weights, base, out, HIDDEN: tl.constexpr, TOP_K: tl.
 
 
 @triton.jit
-def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, r_row, columns, eps, HIDDEN: tl.constexpr,
-                         TOP_K: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, ABSENT: tl.constexpr, BASE: tl.constexpr,
+def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, r_row, hidden, eps, TOP_K: tl.constexpr,
+                         SIZE: tl.constexpr, AT_ONCE: tl.constexpr, ABSENT: tl.constexpr, BASE: tl.constexpr,
                          DEPENDENT: tl.constexpr):  # fmt: skip
-    """A token a program: its sum, rounded as if it had been written; + residual, rounded; the norm of that. `columns` is HIDDEN, which the
-    norm's kernel does not know beforehand either: a division by a constant may round differently."""
+    """A token a program: its sum, rounded as if it had been written; + residual, rounded; the norm of that. `hidden` is no constant, as in
+    the norm's kernel: a division by one may round differently, and rows known to be aligned may be laid out otherwise over threads."""
     offsets = tl.arange(0, SIZE)
-    inside = offsets < HIDDEN
+    inside = offsets < hidden
     # no kernel before writes it, and it comes from memory: the experts' weights went through the cache since the norm of the layer before
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
     wait_for_inputs(DEPENDENT)
@@ -87,13 +87,13 @@ def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, r_
     token = tl.program_id(0).to(tl.int64)
     other = tl.load(residual + token * r_row + offsets, mask=inside, other=0.0)
     if BASE:
-        beside = tl.load(base + token * HIDDEN + offsets, mask=inside, other=0.0)
-    x = _picked_sum(y, ids, weights, token, offsets, inside, HIDDEN, TOP_K, SIZE, AT_ONCE, ABSENT)
+        beside = tl.load(base + token * hidden + offsets, mask=inside, other=0.0)
+    x = _picked_sum(y, ids, weights, token, offsets, inside, hidden, TOP_K, SIZE, AT_ONCE, ABSENT)
     if BASE:
         x += beside.to(tl.float32)
     values = (x.to(kind).to(tl.float32) + other.to(tl.float32)).to(kind)
-    tl.store(total + token * HIDDEN + offsets, values, mask=inside)
-    tl.store(out + token * HIDDEN + offsets, normed(values.to(tl.float32), factor, columns, eps, kind), mask=inside)
+    tl.store(total + token * hidden + offsets, values, mask=inside)
+    tl.store(out + token * hidden + offsets, normed(values.to(tl.float32), factor, hidden, eps, kind), mask=inside)
 
 
 def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None = None) -> Tensor:
@@ -124,6 +124,6 @@ def combine_add_norm(gave: Unsummed, residual: Tensor, weight: Tensor, eps: floa
     at_once = 0 if INTERPRETED else rows_at_once(top_k, size, y.element_size())
     if tokens:
         _combine_norm_kernel[tokens,](
-            y, gave.ids, gave.weights, gave.base, residual, weight, out, total, residual.stride(0), hidden, eps, hidden, top_k, size,
+            y, gave.ids, gave.weights, gave.base, residual, weight, out, total, residual.stride(0), hidden, eps, top_k, size,
             at_once, gave.ids is not None, gave.base is not None, num_warps=warps_for(size), **dependent(y.device))  # fmt: skip
     return out, total
