@@ -15,8 +15,8 @@ from rorqual.ops.triton.launch import INTERPRETED, dependent, next_power, wait_f
 from rorqual.ops.triton.norm import normed, warps_for
 from rorqual.ops.unsummed import Unsummed
 
-# Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Nothing is gained beyond by bytes alone to speak of, and
-# y [T K, hidden] stays allocated until the layer that reads it is done.
+# Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would gain a seventh of the two kernels'
+# bytes, and hold y [T K, hidden] until the layer that reads it is done.
 NORM_SUMS_TOKENS = 512
 ROW_REGISTERS = 192  # of a thread, for rows on their way; half with more than 8 warps, whose threads have 128 in all
 
@@ -115,7 +115,8 @@ def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
 
 
 def combine_add_norm(gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result, bit for bit."""
+    """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result, bit for bit. The kernel launched before
+    must not be what writes `weight`: that is read without waiting for it."""
     (tokens, top_k), hidden, y = gave.weights.shape, gave.y.shape[1], gave.y
     assert residual.shape == (tokens, hidden)
     assert residual.stride(1) == 1
