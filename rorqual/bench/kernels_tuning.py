@@ -23,6 +23,7 @@ from rorqual.bench.kernels_experts import Call, Draw, ExpertShape
 from rorqual.config import MoEConfig
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import experts as ex
+from rorqual.ops.triton import experts_direct as direct
 from rorqual.ops.triton import gate as gating
 from rorqual.ops.triton import linear_fp8, linear_small, route, tuning
 from rorqual.ops.triton.launch import is_hopper, next_power
@@ -144,11 +145,11 @@ def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: We
 def tune_direct(shape: ExpertShape, picks: int, picked: list[Draw], gate_up: Weight, down: Weight, device: torch.device) -> None:
     """Both kernels alike, then each varied beside the best of these."""
     options = itertools.product((8, 16, 32), (128, 256, 512), (4, 8), (2, 3, 4))
-    plans = [ex.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
-    used = ex.direct_plan_for(down, picks)
+    plans = [direct.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
+    used = direct.direct_plan_for(down, picks)
 
-    def both(plan: ex.DirectPlan) -> list[Call]:
-        return [partial(ex.direct_experts, *draw, gate_up, down, plan) for draw in picked]
+    def both(plan: direct.DirectPlan) -> list[Call]:
+        return [partial(direct.direct_experts, *draw, gate_up, down, plan) for draw in picked]
 
     results = timed("direct, both", [used, *plans], both)
     for name, fields in (("up", ("up_rows", "up_columns")), ("down", ("down_rows", "down_columns"))):

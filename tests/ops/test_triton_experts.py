@@ -17,7 +17,7 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.table import Ops
-from rorqual.ops.triton import absorb, experts, fp8, linear_fp8, linear_skinny, linear_small, norm, picks, rope_cache
+from rorqual.ops.triton import absorb, experts, experts_direct, fp8, linear_fp8, linear_skinny, linear_small, norm, picks, rope_cache
 from rorqual.ops.triton import gate as gating
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.backend import TritonOps
@@ -114,7 +114,7 @@ def test_every_tokens_picks_do_not_change_the_configuration(monkeypatch: pytest.
     ("top_k", "widths"), [(1, (1, 0)), (2, (2, 0)), (6, (8, 0)), (8, (8, 0)), (9, (8, 1)), (10, (8, 2)), (12, (16, 0))]
 )
 def test_widths_of_a_tokens_picks(top_k: int, widths: tuple[int, int]) -> None:
-    assert experts.split_picks(top_k) == widths
+    assert experts_direct.split_picks(top_k) == widths
 
 
 @pytest.mark.parametrize("swap", [True, False])
@@ -137,10 +137,10 @@ def test_direct_form_takes_any_number_of_picks() -> None:
         hidden, inner, slots = SIZES[kind]
         gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
         x, (ids, weights) = random(5, hidden, dtype=KINDS[kind]), draw(5, 3, slots)
-        got, base = experts.direct_experts(x, ids, weights, gate_up, down), random(5, hidden, dtype=KINDS[kind])
+        got, base = experts_direct.direct_experts(x, ids, weights, gate_up, down), random(5, hidden, dtype=KINDS[kind])
         expected = reference.experts(x, ids, weights, gate_up, down)
         assert difference(got, expected) < LIMITS[kind]
-        assert difference(experts.direct_experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
+        assert difference(experts_direct.direct_experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
@@ -154,7 +154,7 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
     got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, gate_up, down)
     wide = reference.dequantise_activation(data, scale, torch.bfloat16)
     assert difference(got, reference.experts(wide, ids, weights, gate_up, down)) < LIMITS[kind]
-    if kind == "fp8" and ids.numel() > experts.DIRECT_PICKS["fp8"]:
+    if kind == "fp8" and ids.numel() > experts_direct.DIRECT_PICKS["fp8"]:
         assert torch.equal(got, experts.experts(x, ids, weights, gate_up, down))
 
 
@@ -341,7 +341,7 @@ def test_router_and_experts_in_one(kind: str, tokens: int, shared: int, monkeypa
     assert not made
     monkeypatch.setattr(experts, "SORTS_WHILE_ROUTING", False)
     expected = ops.routed_experts(x, *router, gate_up, down, base, shared)
-    assert bool(made) == (tokens * moe.top_k > experts.DIRECT_PICKS[kind])
+    assert bool(made) == (tokens * moe.top_k > experts_direct.DIRECT_PICKS[kind])
     assert torch.equal(got, expected)
     truth = reference.experts(x, *ops.router(x, *router, shared), gate_up, down) + base
     assert difference(got, truth) < LIMITS[kind]

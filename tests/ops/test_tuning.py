@@ -25,14 +25,14 @@ from rorqual.bench import kernels_experts, kernels_moe, kernels_tuning
 from rorqual.config import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton import experts, gate, gqa_decode, linear_skinny, linear_small, mla_decode, prefill, tuning
+from rorqual.ops.triton import experts, experts_direct, gate, gqa_decode, linear_skinny, linear_small, mla_decode, prefill, tuning
 from rorqual.ops.triton.launch import keep_compiled
 from rorqual.ops.triton.linear_fp8 import LinearPlan
 
 pytestmark = needs_triton
 
 KINDS = {
-    "experts": experts.Plan, "experts_direct": experts.DirectPlan, "linear_fp8": LinearPlan, "linear_small": linear_small.SmallPlan,
+    "experts": experts.Plan, "experts_direct": experts_direct.DirectPlan, "linear_fp8": LinearPlan, "linear_small": linear_small.SmallPlan,
     "linear_skinny": linear_skinny.SkinnyPlan, "gate": gate.GatePlan,
     "gqa_decode": gqa_decode.Config, "mla_decode": mla_decode.Config, "prefill": prefill.Config,
 }  # fmt: skip
@@ -95,7 +95,7 @@ def test_shipped_choices() -> None:
     assert [experts.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)] == [16, 16, 32, 32, 64, 128]
     assert experts.plan_for(down, 5).up == experts.Tile(128, 128, 4, 3, tma=True)
     quantised = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
-    assert [experts.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 32]
+    assert [experts_direct.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 32]
     q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)
     assert [gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))] == [64, 64, 128]
     assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [3, 5]
