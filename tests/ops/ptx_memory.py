@@ -1,29 +1,44 @@
-"""Shared memory for ptx_interpreter.py: swizzles and matrices as Hopper reads them, and who may touch what when.
+"""Shared memory for ptx_interpreter.py: swizzles, matrices and barriers of copies as Hopper has them, and who may touch what when.
 
-Threads run in lockstep here, so data would be right where a card would race. Each byte therefore knows who wrote and read it since the
-last barrier of all threads, and these fail: two warps touching a byte, one of them writing, with no barrier between; tensor cores reading
-what threads wrote without a fence and a barrier; writing what products under way read; reading a bulk copy's target before its barrier.
+These fail, as ptx_clocks.py finds them: two warps touching a byte, one of them writing, with nothing between that orders them; tensor cores
+or bulk stores reading what threads wrote without a fence, and a barrier after it; writing what products or stores under way still read;
+reading a bulk copy's target before its barrier; refilling a stage before all who read it said so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.ops.ptx_clocks import BULK_READS, OWN, PRODUCTS, Clocks, Watch
+
 BASE = 1024  # where shared memory begins
-MANY = -2  # several warps
 
 
 @dataclass
 class TensorMap:
-    """What a bulk copy's descriptor says: a matrix, the box, and the bytes of the swizzle."""
+    """What a bulk copy's descriptor says: a matrix, the box, and the bytes of the swizzle. early: no kernel before this one writes it."""
 
     rows: Tensor
     box: tuple[int, int]
     swizzle: int
+    early: bool = False
+
+
+@dataclass
+class CopyBarrier:
+    """An mbarrier: arrivals and bytes that are still to come in this phase, and what those who came know."""
+
+    count: int
+    agent: int
+    left: int
+    bytes: int = 0
+    phase: int = 0
+    gathered: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    released: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
 
 
 def swizzled(address: np.ndarray, width: int) -> np.ndarray:
@@ -33,114 +48,174 @@ def swizzled(address: np.ndarray, width: int) -> np.ndarray:
 
 
 class SharedMemory:
-    """Addresses are as on the card; `cells` are bytes from BASE on."""
+    """Of one block. Addresses are as on the card; `cells` are bytes from BASE on. rows: of the block's warps in `clocks`."""
 
-    def __init__(self, size: int):
-        self.data = np.full(size, 255, np.uint8)
-        self.written, self.writer = np.zeros(size, np.int32), np.full(size, -1, np.int16)  # when (by barriers) and by which warp
-        self.read, self.reader = np.zeros(size, np.int32), np.full(size, -1, np.int16)
+    def __init__(self, size: int, clocks: Clocks, block: int, threads: int):
+        self.data, self.clocks, self.block = np.full(size, 255, np.uint8), clocks, block
+        self.row = block * clocks.warps + np.arange(threads) // 32  # of each thread
+        own = block * clocks.warps + np.arange(clocks.warps)
+        self.watch = Watch(clocks, size, np.concatenate([clocks.agent(own, kind) for kind in (OWN, PRODUCTS, BULK_READS)]))
         self.unfenced = np.zeros(size, np.bool_)
-        self.copied, self.multiplied = np.zeros(size, np.bool_), np.zeros(size, np.int16)  # under way
-        self.now = 1
-        self.phases: dict[int, list[int]] = {}  # of a barrier of copies: fills that are complete, bytes still to come
-        self.copies: dict[int, list[np.ndarray]] = {}
-        self.products: list[list[np.ndarray]] = [[]]  # what groups of products under way read; the last is not committed
-
-    def barrier(self) -> None:
-        self.now += 1
-
-    def fence(self) -> None:
-        self.unfenced[:] = False
+        self.fencer, self.fenced = np.zeros(size, np.int32), np.zeros(size, np.int32)  # which warp fenced the last write, and when
+        self.barriers: dict[int, CopyBarrier] = {}
+        self.committed = np.zeros((3, clocks.warps), np.int32)  # groups of products and of bulk stores
 
     # ---- threads
 
-    def _by_warp(self, address: np.ndarray, size: int, mask: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    def _cells(self, address: np.ndarray, size: int) -> np.ndarray:
         cells = address[:, None] - BASE + np.arange(size)
-        assert (cells[mask] >= 0).all(), "shared memory before its beginning"
-        assert (cells[mask] < len(self.data)).all(), "shared memory past its end"
-        assert not (address[mask] % min(size, 16)).any(), "an address that is not aligned"
-        warps = np.arange(len(address)) // 32
-        return [(int(w), own, cells[own]) for w in np.unique(warps[mask]) for own in [mask & (warps == w)]]
+        assert (cells >= 0).all(), "shared memory before its beginning"
+        assert (cells < len(self.data)).all(), "shared memory past its end"
+        assert not (address % min(size, 16)).any(), "an address that is not aligned"
+        return cells
 
     def load(self, address: np.ndarray, size: int, mask: np.ndarray) -> np.ndarray:
         out = np.zeros((len(address), size), np.uint8)
-        for warp, own, cells in self._by_warp(address, size, mask):
-            assert not self.copied[cells].any(), "a copy's target is read before its barrier"
-            assert not ((self.written[cells] == self.now) & (self.writer[cells] != warp)).any(), "read what another warp has just written"
-            self.reader[cells] = np.where((self.read[cells] == self.now) & (self.reader[cells] != warp), MANY, warp)
-            self.read[cells] = self.now
-            out[own] = self.data[cells]
+        cells, rows = self._cells(address[mask], size), self.row[mask][:, None]
+        assert not self.watch.unseen_writes(cells, rows).any(), "read what may not be there yet: no barrier, or a copy not awaited"
+        self.watch.read(cells, self.clocks.agent(rows), self.clocks.now(rows))
+        out[mask] = self.data[cells]
         return out
 
     def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
-        for warp, own, cells in self._by_warp(address, value.shape[1], mask):
-            self._may_write(cells, warp, value[own])
-            self.data[cells], self.written[cells], self.writer[cells], self.unfenced[cells] = value[own], self.now, warp, True
+        cells, rows, value = self._cells(address[mask], value.shape[1]), self.row[mask][:, None], value[mask]
+        assert not self.watch.unseen_reads(cells, rows), "written what may still be read: no barrier, or a product or store under way"
+        unseen = self.watch.unseen_writes(cells, rows) & (self.data[cells] != value)  # several warps may write the same
+        assert not unseen.any(), "written what another warp or a copy may still write"
+        self.data[cells] = value
+        assert (self.data[cells] == value).all(), "two threads write different values"
+        self.watch.write(cells, self.clocks.agent(rows), self.clocks.now(rows))
+        self.unfenced[cells] = True
 
-    def _may_write(self, cells: np.ndarray, warp: int, value: np.ndarray | None) -> None:
-        assert not self.copied[cells].any(), "a copy's target is written before its barrier"
-        assert not self.multiplied[cells].any(), "written what a product under way reads"
-        assert not ((self.read[cells] == self.now) & (self.reader[cells] != warp)).any(), "written what another warp has just read"
-        other = (self.written[cells] == self.now) & (self.writer[cells] != warp)
-        assert not (other if value is None else other & (self.data[cells] != value)).any(), "written what another warp has just written"
+    def fence(self, mask: np.ndarray) -> None:
+        """What the warps wrote, or know to be written, may be read by tensor cores and bulk copies of those who know of this fence."""
+        waiting = np.flatnonzero(self.unfenced)
+        for row in np.unique(self.row[mask]):
+            seen = waiting[~self.watch.unseen_writes(waiting, row)]
+            self.unfenced[seen], self.fencer[seen] = False, self.clocks.agent(row)
+            self.fenced[seen] = self.clocks.now(row)
+
+    def _may_read_async(self, cells: np.ndarray | slice, rows: np.ndarray) -> None:
+        """rows: warps, all of which must know what is read."""
+        known = self.clocks.known[rows].min(0)
+        assert not (self.watch.written[cells] > known[self.watch.writer[cells]]).any(), "used what may not be there yet: not awaited"
+        self._fenced(cells, known)
+
+    def _fenced(self, cells: np.ndarray | slice, known: np.ndarray) -> None:
+        assert not self.unfenced[cells].any(), "used what threads wrote, without a fence"
+        assert not (self.fenced[cells] > known[self.fencer[cells]]).any(), "used what threads wrote, with no barrier after the fence"
 
     # ---- tensor cores
 
-    def matrix(self, descriptor: int, rows: int, transposed: bool) -> np.ndarray:
-        """wgmma's operand as 16-bit words [rows, 16], by the manual's canonical layouts. transposed: rows lie side by side."""
+    def matrix(self, descriptor: int, rows: int, transposed: bool, warps: np.ndarray) -> np.ndarray:
+        """wgmma's operand as bytes [rows, 32], by the manual's canonical layouts. transposed: rows lie side by side (16-bit elements only).
+        warps: rows of the clocks whose tensor cores read it."""
         begin, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         width = {1: 128, 2: 64, 3: 32}[descriptor >> 62]
-        row, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+        row, byte = np.arange(rows)[:, None], np.arange(32)[None, :]
         if transposed:
-            across = width // 2
-            address = begin + row % across * 2 + row // across * leading + k % 8 * width + k // 8 * stride
+            across, k = width // 2, byte // 2
+            address = begin + row % across * 2 + row // across * leading + k % 8 * width + k // 8 * stride + byte % 2
         else:
-            address = begin + row // 8 * stride + row % 8 * width + k * 2
+            address = begin + row // 8 * stride + row % 8 * width + byte
         cells = swizzled(address, width) - BASE
-        for own in (cells, cells + 1):
-            assert not self.copied[own].any(), "a copy's target is multiplied before its barrier"
-            assert not self.unfenced[own].any(), "multiplied what was written without a fence"
-            assert not ((self.written[own] == self.now) & (self.writer[own] >= 0)).any(), "multiplied what was written without a barrier"
-            self.multiplied[own] += 1
-            self.products[-1].append(own)
-        return self.data[cells].astype(np.uint16) | self.data[cells + 1].astype(np.uint16) << 8
+        self._may_read_async(cells, warps)
+        for warp in warps:
+            clock = self.committed[PRODUCTS, warp % self.clocks.warps] + 1
+            self.watch.read(cells, self.clocks.agent(warp, PRODUCTS), clock)
+        return self.data[cells]
 
-    def commit(self) -> None:
-        self.products.append([])
+    def commit(self, kind: int, mask: np.ndarray) -> None:
+        """A group of products, or of bulk stores."""
+        self.committed[kind, np.unique(self.row[mask]) % self.clocks.warps] += 1
 
-    def wait(self, left: int) -> None:
-        """Until only `left` groups of products are under way."""
-        for group in self.products[: max(len(self.products) - 1 - left, 0)]:
-            for cells in group:
-                self.multiplied[cells] -= 1
-                self.read[cells], self.reader[cells] = self.now, MANY  # another warp's part may last longer
-        self.products = self.products[max(len(self.products) - 1 - left, 0) :]
+    def wait(self, kind: int, left: int, mask: np.ndarray) -> None:
+        """Until only `left` groups are under way."""
+        rows = np.unique(self.row[mask])
+        done, agents = self.committed[min(kind, BULK_READS), rows % self.clocks.warps] - left, self.clocks.agent(rows, kind)
+        self.clocks.known[rows, agents] = np.maximum(self.clocks.known[rows, agents], done)
+
+    def nothing_under_way(self, mask: np.ndarray) -> None:
+        """At the end of these threads: shared memory goes to another block."""
+        rows = np.unique(self.row[mask])
+        for kind in (PRODUCTS, BULK_READS):
+            agents = self.clocks.agent(rows, kind)
+            last = self.watch.read_at[:, self.watch.columns[agents]].max(0)
+            assert (last <= self.clocks.known[rows, agents]).all(), "ends while a product or store under way reads shared memory"
 
     # ---- bulk copies
 
-    def copy(self, source: TensorMap, row: int, column: int, target: int, barrier: int, warp: int) -> None:
-        rows, columns = source.box
-        part = source.rows[row : row + rows, column : column + columns].contiguous().view(torch.uint8).numpy()
-        assert row >= 0
+    def _place(self, source: TensorMap, target: int) -> tuple[slice, np.ndarray]:
+        """All bytes of a copy, and where each of its rows' are."""
+        (rows, columns), begin = source.box, target - BASE
         width = columns * source.rows.element_size()
-        cells = swizzled(target + np.arange(rows)[:, None] * width + np.arange(width), source.swizzle) - BASE
-        self._may_write(cells, warp, None)
-        assert not self.unfenced[cells].any(), "copied over what was written without a fence"
-        self.data[cells[: len(part)]] = part
-        self.copied[cells], self.writer[cells] = True, -1
-        self.copies.setdefault(barrier, []).append(cells)
-        self.arrive(barrier, -rows * width)
+        assert begin >= 0
+        assert begin + rows * width <= len(self.data), "a copy past the end of shared memory"
+        assert target % (1024 if source.swizzle == 128 else 128) == 0, "a copy's place that is not aligned"
+        return slice(begin, begin + rows * width), swizzled(
+            target + np.arange(rows)[:, None] * width + np.arange(width), source.swizzle
+        ) - BASE
 
-    def arrive(self, barrier: int, size: int) -> None:
-        phase = self.phases[barrier]
-        phase[1] += size
-        if phase[1] == 0:
-            phase[0] += 1
+    def copy(self, source: TensorMap, row: int, column: int, target: int, barrier: int, warp: int) -> None:
+        """Rows and columns past the ends become zeros. warp: the row in `clocks` of the one that asks for it."""
+        (rows, columns), own = source.box, np.asarray(warp)
+        whole, cells = self._place(source, target)
+        box = torch.zeros(rows, columns, dtype=source.rows.dtype)
+        part = source.rows[row : row + rows, column : column + columns]
+        box[: part.shape[0], : part.shape[1]] = part
+        assert row >= 0
+        assert column >= 0
+        assert not self.watch.unseen_reads(whole, own[None]), "copied over what may still be read"
+        assert not self.watch.unseen_writes(np.arange(whole.start, whole.stop), own).any(), "copied over what may still be written"
+        self._fenced(whole, self.clocks.known[warp])
+        self._fenced(slice(barrier - BASE, barrier - BASE + 8), self.clocks.known[warp])
+        self.data[cells] = box.view(torch.uint8).numpy()
+        found = self.barriers[barrier]
+        self.watch.write(whole, found.agent, found.phase + 1)
+        self._count(found, 0, -cells.size)
 
-    def arrived(self, barrier: int) -> int:
-        """How often the barrier's copies have been completed; those are visible from now on."""
-        done, left = self.phases[barrier]
-        assert left == 0, "a wait for what nobody copies"
-        for cells in self.copies.pop(barrier, []):
-            self.copied[cells] = False
-        return done
+    def send(self, target: TensorMap, row: int, column: int, source: int, warp: int) -> np.ndarray:
+        """Bytes [rows, width] of a bulk store, which are read until its group is complete."""
+        _, cells = self._place(target, source)
+        own = np.asarray([warp])
+        self._may_read_async(cells, own)
+        self.watch.read(cells, self.clocks.agent(own, BULK_READS), self.committed[BULK_READS, own % self.clocks.warps] + 1)
+        return self.data[cells]
+
+    # ---- barriers of copies
+
+    def start(self, address: int, count: int, thread: np.ndarray) -> None:
+        """thread: a mask of one."""
+        words = np.zeros((len(thread), 8), np.uint8)
+        self.store(np.where(thread, address, 0), words, thread)
+        agent = self.barriers[address].agent if address in self.barriers else self.clocks.barrier_agent(self.block, len(self.barriers))
+        self.barriers[address] = CopyBarrier(count, agent, count)
+
+    def _found(self, address: int, row: np.ndarray) -> CopyBarrier:
+        assert address in self.barriers, "no barrier of copies"
+        cells = np.arange(address - BASE, address - BASE + 8)
+        assert not self.watch.unseen_writes(cells, row[..., None]).any(), "a barrier of copies that may not be there yet"
+        return self.barriers[address]
+
+    def arrive(self, address: int, size: int, row: int) -> None:
+        """One arrival, of the warp of that row, that announces `size` bytes."""
+        found, own = self._found(address, np.asarray([row])), np.asarray([row])
+        assert found.left > 0, "more arrivals than a barrier counts"
+        found.gathered = np.maximum(found.gathered, self.clocks.release(own))
+        self._count(found, 1, size)
+
+    def _count(self, found: CopyBarrier, arrivals: int, size: int) -> None:
+        found.left, found.bytes = found.left - arrivals, found.bytes + size
+        if found.left == found.bytes == 0:
+            found.phase, found.left = found.phase + 1, found.count
+            found.released = np.broadcast_to(np.maximum(found.released, found.gathered), self.clocks.known.shape[1:]).copy()
+            found.released[found.agent] = found.phase
+
+    def arrived(self, address: int, parity: int, mask: np.ndarray) -> bool:
+        """Whether the phase of that parity is over; then what was done for it is visible."""
+        rows = np.unique(self.row[mask])
+        found = self._found(address, rows)
+        if found.phase % 2 == parity:
+            return False
+        self.clocks.acquire(rows, found.released)
+        return True

@@ -13,6 +13,7 @@ from tests.ops.ptx_memory import BASE
 
 WORDS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 KINDS = {
+    "b8": np.uint8, "u8": np.uint8, "s8": np.int8,
     "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
     "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
 }  # fmt: skip
@@ -43,17 +44,29 @@ class Program:
         ptx = re.sub(r"//.*|^\s*\.(loc|file|section).*$", "", ptx, flags=re.MULTILINE)
         head, body = re.split(r"\.reqntid \d+\s*(?:\.maxnreg \d+\s*)?\{", ptx, maxsplit=1)
         self.threads = int(re.search(r"\.reqntid (\d+)", ptx).group(1))  # type: ignore[union-attr]
+        limit = re.search(r"\.maxnreg (\d+)", ptx)
+        self.registers = int(limit.group(1)) if limit else 0  # of each thread at the start
         self.parameters = {name: i for i, name in enumerate(re.findall(r"\.param .*?(\w+_param_\d+)", head))}
         self.kinds: dict[str, str] = {}
+        self.words: dict[str, Any] = {}
         self.labels: dict[str, int] = {}
+        self.tables: dict[str, list[str]] = {}  # where brx.idx may go
         self.instructions: list[tuple[str, str, list[str]]] = []
-        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body[: body.rindex("ret;") + 4]).replace("{\n", "\n")
+        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body.partition("$L__func_end")[0]).replace("{\n", "\n")
         for line in re.split(r";|(?<=:)[ \t]*\n", body):
             self.read(" ".join(line.split()).strip())
+
+    def kind(self, name: str) -> Any:
+        if name not in self.words:
+            self.words[name] = WORDS[self.kinds[re.sub(r"(%[a-z]+)\d+$", r"\1", name)]]
+        return self.words[name]
 
     def read(self, line: str) -> None:
         if re.fullmatch(r"[\w$]+:", line):
             self.labels[line[:-1]] = len(self.instructions)
+        elif ".branchtargets" in line:
+            name, _, targets = line.partition(": .branchtargets")
+            self.tables[name.strip()] = vector(targets)
         elif line.lstrip("} ").startswith(".reg"):
             _, kind, names = line.lstrip("} ").split(" ", 2)
             for name in names.split(","):
@@ -67,12 +80,31 @@ class Program:
 
 
 class Registers:
+    """One array a register. `active`: the threads that run now; others have their own values."""
+
     def __init__(self, code: Program, special: dict[str, Any]):
         self.code, self.threads, self.special = code, code.threads, special
         self.registers: dict[str, np.ndarray] = {}
+        self.constants: dict[tuple[str, str], np.ndarray] = {}
+        self.active = np.ones(code.threads, np.bool_)
+        self.sums: dict[str, np.ndarray] = {}  # registers that products under way write, and of which threads
+        self.operands: dict[str, np.ndarray] = {}  # and those they read
+        self.time = 0
+        self.touched: dict[str, int] = {}  # when a register that products use was last read or written
 
     def get(self, name: str, kind: str) -> np.ndarray:
-        dtype: Any = KINDS[kind]
+        value = self.registers.get(name)
+        if value is None:
+            value = self.constants.get((name, kind))
+            if value is None:
+                value = self.constants[name, kind] = self.constant(name, KINDS[kind], kind)
+            return value
+        if name in self.touched:
+            assert not (name in self.sums and (self.sums[name] & self.active).any()), f"{name} is read while a product under way writes it"
+            self.touched[name] = self.time
+        return value if value.dtype == KINDS[kind] else value.view(KINDS[kind])
+
+    def constant(self, name: str, dtype: Any, kind: str) -> np.ndarray:
         if name in self.special:
             return np.broadcast_to(np.asarray(self.special[name]), self.threads).astype(dtype)
         if name == "global_smem":
@@ -81,20 +113,22 @@ class Registers:
             return np.full(self.threads, self.code.parameters[name], np.uint64).view(dtype)
         if name.startswith("0f"):
             return np.full(self.threads, int(name[2:], 16), np.uint32).view(dtype)
-        if re.match(r"-?\d", name):
-            value, size = int(name, 0), np.dtype(dtype).itemsize
-            if kind == "pred":
-                return np.full(self.threads, bool(value))
-            return np.full(self.threads, value % 256**size, f"u{size}").view(dtype)
-        value = self.registers[name]
-        return value if value.dtype == dtype else value.view(dtype)
+        assert re.match(r"-?\d", name), f"{name} has no value"
+        value, size = int(name, 0), np.dtype(dtype).itemsize
+        if kind == "pred":
+            return np.full(self.threads, bool(value))
+        return np.full(self.threads, value % 256**size, f"u{size}").view(dtype)
 
     def put(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
         if name == "_":
             return
-        dtype = WORDS[self.code.kinds[re.sub(r"(%[a-z]+)\d+$", r"\1", name)]]
+        dtype = self.code.kind(name)
         value = np.ascontiguousarray(value)
         value = value.astype(np.bool_) if dtype is np.bool_ else value.view(dtype)
+        if name in self.touched:
+            for under_way in (self.sums, self.operands):
+                assert not (name in under_way and (under_way[name] & mask).any()), f"{name} is written while a product under way uses it"
+            self.touched[name] = self.time
         old = self.registers.get(name)
         self.registers[name] = value if old is None or mask.all() else np.where(mask, value, old)
 

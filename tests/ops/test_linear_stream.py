@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +12,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-import triton
-
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import linear_stream
-from tests.ops import gluon_emulator
+from tests.ops import gluon_emulator, ptx_interpreter
 from tests.ops.block_fp8 import error, exact, operands
 from tests.ops.gluon_emulator import Descriptor
+from tests.ops.ptx_kernels import Kernel, assembled, changes, compiled, run_time
+from tests.ops.ptx_memory import TensorMap
 
 ROWS, COLUMNS = 400, 640  # no whole tiles of rows, five units a tile
 
@@ -99,19 +96,15 @@ def test_programs_share_the_units_evenly(rows: int, columns: int, n: int, split:
     assert all(firsts[owner] <= unit < firsts[owner + 1] for owner, unit in zip(owners, range(0, tiles * blocks, 7), strict=True))
 
 
-COMPILE = """
-import torch
-from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton.fp8 import Quantised
+PLANS = """
 from rorqual.ops.triton.linear_fp8 import LinearPlan, linear
-from tests.ops.cross_compile import SHARED, compiling
 PLANS = [(1, LinearPlan(8, 128, 8, 6, split=64, stream=True)), (64, LinearPlan(64, 64, 4, 8, split=1, stream=True)),
          (64, LinearPlan(64, 256, 8, 4, split=64, stream=True)), (128, LinearPlan(128, 256, 8, 4, split=64, stream=True))]
-with compiling(90) as launched:
-    for tokens, plan in PLANS:
-        weight = Weight(torch.empty(2112, 7168, dtype=FP8), torch.empty(17, 56))
-        linear(Quantised.empty(tokens, 7168, torch.device("cpu")), weight, dtype=torch.bfloat16, plan=plan)
-assert [k.name for k in launched] == ["_stream_kernel"] * len(PLANS), launched
+for tokens, plan in PLANS:
+    linear(quantised(tokens, 7168), block_fp8(2112, 7168), dtype=torch.bfloat16, plan=plan)
+"""
+CHECKS = """
+assert [k.name for k in launched] == ["_stream_kernel"] * len(launched), launched
 for (tokens, plan), kernel in zip(PLANS, launched):
     found, pieces = kernel.resources(), plan.n // (16 * plan.warps)
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (plan, found)
@@ -120,17 +113,86 @@ for (tokens, plan), kernel in zip(PLANS, launched):
     assert "griddepcontrol.wait" in kernel.ptx
     first = kernel.ptx.index("cp.async.bulk.tensor")
     assert first < kernel.ptx.index("griddepcontrol.wait"), "weights do not wait"
-    open("{folder}/%d_%d.ptx" % (plan.m, plan.n), "w").write(kernel.ptx)
+"""
+FORMS = [  # tokens, rows, columns, m, n, warps, stages, split, programs, bias
+    (5, 200, 640, 8, 64, 4, 3, 8, 3, True),  # tokens and rows fill no tile; stages are filled again
+    (8, 264, 640, 8, 128, 4, 2, 8, 4, False),  # two pieces under way together
+    (8, 264, 384, 8, 128, 8, 4, 8, 9, True),  # one unit a program
+    (13, 200, 384, 16, 64, 4, 2, 1, 3, True),  # whole tiles
+    (60, 136, 256, 64, 64, 4, 2, 1, 2, False),
+    (64, 328, 640, 64, 256, 8, 2, 8, 3, True),  # two weight scales a tile
+    (128, 328, 640, 128, 256, 8, 2, 8, 3, False),  # one piece after the other
+]
+SMALL = f"""
+from rorqual.ops.triton.linear_stream import launch
+for tokens, rows, columns, m, n, warps, stages, split, _, bias in {FORMS}:
+    y = torch.empty(tokens, rows, dtype=torch.bfloat16)
+    launch(quantised(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y, m, n, warps, stages, split, 1)
 """
 
 
-def test_it_compiles_to_products_that_overlap(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(tmp_path))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    for text in tmp_path.glob("*.ptx"):
-        command = [str(assembler), "-v", "--gpu-name=sm_90a", str(text), "-o", "/dev/null"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "serialized" not in done.stderr, done.stderr
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    """Of PLANS and of FORMS."""
+    return compiled(PLANS + SMALL, tmp_path_factory.mktemp("compiled"), CHECKS)
+
+
+def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
+    for kernel in kernels[: -len(FORMS)]:
+        assert "serialized" not in assembled(kernel, tmp_path)
+
+
+def execute(kernel: Kernel, form: int, backwards: bool = False, seed: int | None = None, ptx: str = "") -> Tensor:
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it is right, and free of races."""
+    tokens, rows, columns, m, n, _, _, split, programs, biased = FORMS[form]
+    torch.manual_seed(form)
+    x, scale, weight = operands(tokens, columns, rows)
+    bias = torch.randn(rows).bfloat16() if biased else None
+    y, tiles = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16), -(-rows // n)
+    partials, counters = torch.full((2 * programs, m, n), float("nan")), torch.zeros(tiles, dtype=torch.int32)
+    shared = [partials, counters] if split > 1 else []
+    arguments = [
+        TensorMap(x, (m, 128), 128), scale, TensorMap(weight.data, (n, 128), 128, early=True), weight.scale, bias, y, *shared, tokens,
+        *run_time(scale.stride(0)), scale.stride(1), rows,
+    ]  # fmt: skip
+    arguments = [x for x in arguments if x is not None]
+    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, *shared], seed, backwards)
+    assert not counters.any(), "the next launch starts from zeros"
+    assert error(y, exact(x, scale, weight, bias)) < 2e-3
+    return y
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: int) -> None:
+    kernel = kernels[form - len(FORMS)]
+    y = execute(kernel, form)
+    assert torch.equal(y, execute(kernel, form, backwards=True))
+    assert torch.equal(y, execute(kernel, form, seed=form))
+
+
+BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter
+    "a stage is multiplied before it is there": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 2),
+    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1),
+    "barriers start without a fence": (r"fence\.proxy\.async[^;]*;", "", 1),
+    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
+    "registers without a fence": (r"wgmma\.fence[^;]*;", "", 1),
+    "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 1),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 1),
+    "counted in without releasing": ("acq_rel", "acquire", 1),
+    "counted in without acquiring": ("acq_rel", "release", 1),
+    # before factors are written and the stage of a unit before is filled; before a part is counted in; before others read the count
+    "threads do not meet": (r"bar\.sync[^;]*;", "", 3),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("form", [0, 5])
+def test_races_are_found(kernels: list[Kernel], form: int, what: str) -> None:
+    pattern, by, matter = BROKEN[what]
+    kernel, found = kernels[form - len(FORMS)], 0
+    for ptx in changes(kernel.ptx, pattern, by):
+        try:
+            execute(kernel, form, ptx=ptx)
+        except AssertionError:
+            found += 1
+    assert found >= matter, what

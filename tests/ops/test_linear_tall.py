@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,13 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-import triton
-
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton import linear_tall
-from tests.ops import gluon_emulator
+from tests.ops import gluon_emulator, ptx_interpreter
 from tests.ops.block_fp8 import error, exact, operands
 from tests.ops.gluon_emulator import Descriptor
+from tests.ops.ptx_kernels import Kernel, assembled, changes, compiled, run_time
+from tests.ops.ptx_memory import TensorMap
 
 CASES = [  # tokens, rows, columns, m, stages, programs
     (300, 320, 384, 256, 3, 2),  # 64 rows in the last tile; the last half tile has no tokens
@@ -54,19 +51,15 @@ def test_emulated_result(tokens: int, rows: int, columns: int, m: int, stages: i
         assert torch.equal(emulate(x[some], scale[some].t().contiguous().t(), weight, m, stages, programs - 1), y[some])
 
 
-COMPILE = """
-import torch
-from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton.fp8 import Quantised
+PLANS = """
 from rorqual.ops.triton.linear_fp8 import LinearPlan, linear
-from tests.ops.cross_compile import SHARED, compiling
 PLANS = [(2112, LinearPlan(256, 128, 4, 4, tall=True)), (4096, LinearPlan(256, 128, 4, 4, tall=True)),
          (4096, LinearPlan(128, 128, 4, 6, tall=True))]
-with compiling(90) as launched:
-    for rows, plan in PLANS:
-        weight = Weight(torch.empty(rows, 7168, dtype=FP8), torch.empty(-(-rows // 128), 56))
-        linear(Quantised.empty(4096, 7168, torch.device("cpu")), weight, dtype=torch.bfloat16, plan=plan)
-assert [k.name for k in launched] == ["_tall_kernel"] * len(PLANS), launched
+for rows, plan in PLANS:
+    linear(quantised(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
+"""
+CHECKS = """
+assert [k.name for k in launched] == ["_tall_kernel"] * len(launched), launched
 for (rows, plan), kernel in zip(PLANS, launched):
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (rows, plan, found)
@@ -74,17 +67,77 @@ for (rows, plan), kernel in zip(PLANS, launched):
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * plan.m // 128, plan
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n64k32") == (2 * 4 * plan.m // 128 if rows % 128 else 0), plan
     assert "setmaxnreg.inc.sync.aligned.u32 \\t240;" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
-    open("{folder}/%d_%d.ptx" % (rows, plan.m), "w").write(kernel.ptx)
+"""
+FORMS = [  # tokens, rows, columns, m, stages, programs, bias
+    (200, 200, 384, 256, 2, 1, True),  # 72 rows in the last tile
+    (200, 168, 384, 128, 2, 1, False),  # narrow last tiles, after which another follows
+    (300, 320, 384, 256, 3, 3, True),  # the last half tile has no tokens
+    (300, 336, 384, 128, 2, 4, True),
+]
+SMALL = f"""
+from rorqual.ops.triton.linear_tall import launch
+for tokens, rows, columns, m, stages, _, bias in {FORMS}:
+    y = torch.empty(tokens, rows, dtype=torch.bfloat16)
+    launch(quantised(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y, m, stages)
 """
 
 
-def test_it_compiles_to_products_that_overlap(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(tmp_path))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    for text in tmp_path.glob("*.ptx"):
-        command = [str(assembler), "-v", "--gpu-name=sm_90a", str(text), "-o", "/dev/null"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "serialized" not in done.stderr, done.stderr
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    """Of PLANS and of FORMS."""
+    return compiled(PLANS + SMALL, tmp_path_factory.mktemp("compiled"), CHECKS)
+
+
+def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
+    for kernel in kernels[: -len(FORMS)]:
+        assert "serialized" not in assembled(kernel, tmp_path)
+
+
+def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it is right, and free of races."""
+    tokens, rows, columns, m, _, programs, biased = FORMS[form]
+    torch.manual_seed(form)
+    x, scale, weight = operands(tokens, columns, rows)
+    bias = torch.randn(rows).bfloat16() if biased else None
+    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
+    maps = [TensorMap(x, (m, 128), 128), TensorMap(weight.data, (128, 128), 128), TensorMap(y, (64, 64), 128)]
+    strides = [*run_time(scale.stride(0)), scale.stride(1)]
+    arguments = [maps[0], scale, maps[1], weight.scale, *run_time(bias), y, maps[2], tokens, *strides]
+    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
+    assert error(y, exact(x, scale, weight, bias)) < 2e-3
+    return y
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: int) -> None:
+    kernel = kernels[form - len(FORMS)]
+    assert torch.equal(execute(kernel, form), execute(kernel, form, seed=form))
+
+
+BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter, in forms 0 and 1
+    "a stage is used or filled before it is there or free": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", (5, 7)),
+    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", (2, 4)),
+    "a stage is given back by one warpgroup": (r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", (2, 2)),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", (5, 7)),
+    "what threads wrote is sent without a fence": (r"fence\.proxy\.async[^;]*;", "", (5, 3)),
+    "registers without a fence": (r"wgmma\.fence[^;]*;", "", (4, 4)),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", (4, 4)),
+    "a store that still reads, also at the end": (r"cp\.async\.bulk\.wait_group[^;]*;", "", (6, 4)),
+    "a store that no group holds": (r"cp\.async\.bulk\.commit_group[^;]*;", "", (4, 2)),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", (3, 3)),
+    # the compiler's own before it waits for a stage would not be needed
+    "a warpgroup does not meet": (r"bar\.sync[^;]*;", "", (10, 8)),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("form", [0, 1])
+def test_races_are_found(kernels: list[Kernel], form: int, what: str) -> None:
+    pattern, by, matter = BROKEN[what]
+    kernel, found = kernels[form - len(FORMS)], 0
+    for ptx in changes(kernel.ptx, pattern, by):
+        try:
+            execute(kernel, form, ptx=ptx)
+        except AssertionError:
+            found += 1
+    assert found >= matter[form], what
