@@ -50,15 +50,8 @@ class Block(Products):
             self.move(head, rest, text, mask)
         elif head in ("atom", "red"):
             self.atomic(rest, text if head == "atom" else ["_", *text], mask)
-        elif head == "shfl":
-            self.whole_warps(self.active)
-            lane, name = np.arange(self.threads), text[0].partition("|")[0]
-            other = self.get(text[2], "s32")
-            source = lane ^ other if rest[1] == "bfly" else lane // 32 * 32 + other
-            self.put(name, self.get(text[1], "b32")[source], mask)
-        elif head == "elect":
-            self.whole_warps(self.active)
-            self.put(text[0].partition("|")[2], np.arange(self.threads) % 32 == 0, mask)
+        elif head in ("shfl", "redux", "elect"):
+            self.across_lanes(head, rest, text, mask)
         elif head == "cvta" or (head == "mov" and "{" in "".join(text)):
             self.unpack(text, kind, mask)
         elif head == "setp":
@@ -70,6 +63,19 @@ class Block(Products):
             self.put(text[0], self.convert(rest, text), mask)
         else:
             self.put(text[0], self.compute(head, rest, text[1:]), mask)
+
+    def across_lanes(self, head: str, rest: list[str], text: list[str], mask: np.ndarray) -> None:
+        self.whole_warps(self.active)
+        lane, warp = self.lanes
+        if head == "elect":
+            self.put(text[0].partition("|")[2], lane == 0, mask)
+        elif head == "redux":
+            values = self.get(text[1], rest[-1]).reshape(-1, 32)
+            self.put(text[0], {"min": np.min, "max": np.max, "add": np.sum}[rest[1]](values, 1).repeat(32).astype(values.dtype), mask)
+        else:
+            other, name = self.get(text[2], "s32"), text[0].partition("|")[0]
+            source = {"bfly": lane ^ other, "idx": other, "up": lane - other}[rest[1]]
+            self.put(name, self.get(text[1], "b32")[warp + np.where((source < 0) | (source > 31), lane, source)], mask)
 
     def asynchronous(self, op: str, text: list[str], mask: np.ndarray) -> None:
         if op.startswith("wgmma.mma_async"):
@@ -108,7 +114,8 @@ class Block(Products):
     def bulk_load(self, text: list[str], mask: np.ndarray) -> None:
         target, barrier = self.address(text[0]), self.address(text[2])
         for t, source, row, column in self._maps(text[1], mask):
-            assert source.early or self.waited[t], "a copy that does not wait for the kernel before"
+            early = source.rows.untyped_storage().data_ptr() in self.memory.early
+            assert early or self.waited[t], "a copy that does not wait for the kernel before"
             self.shared.copy(source, row, column, int(target[t]), int(barrier[t]), int(self.shared.row[t]))
 
     def bulk_store(self, text: list[str], mask: np.ndarray) -> None:
@@ -148,20 +155,21 @@ class Block(Products):
         if isinstance(value, float):
             self.put(text[0], np.full(self.threads, np.float32(value)), mask)
         else:
-            self.put(text[0], np.full(self.threads, value, KINDS["s" + kind[1:]]), mask)
+            dtype = f"i{np.dtype(self.code.kind(text[0])).itemsize}"  # a longer register is filled with the sign
+            self.put(text[0], np.full(self.threads, value, KINDS["s" + kind[1:]]).astype(dtype), mask)
 
     def move(self, head: str, rest: list[str], text: list[str], mask: np.ndarray) -> None:
-        space, kind = rest[0].partition("::")[0], rest[-1]
+        space, kind = next(x.partition("::")[0] for x in rest if x.startswith(("param", "shared", "global"))), rest[-1]
         if space == "param":
             self.parameter(text, kind, mask)
             return
-        assert space == "shared" or self.waited[mask].all(), "memory is used before the kernel before is complete"
+        assert head == "ld" or space == "shared" or self.waited[mask].all(), "memory is written before the kernel before is complete"
         size = np.dtype(KINDS[kind]).itemsize
         where, names = (text[1], vector(text[0])) if head == "ld" else (text[0], vector(text[1]))
         address = np.where(mask, self.address(where), 0)
         if head == "ld":
             data = (self.shared.load(address, size * len(names), mask) if space == "shared" else
-                    self.memory.load(address, size * len(names), mask, self.shared.row))  # fmt: skip
+                    self.memory.load(address, size * len(names), mask, self.shared.row, self.waited))  # fmt: skip
             for name, value in zip(names, data.view(KINDS[kind]).T, strict=True):
                 wide = np.dtype(self.code.kind(name)).itemsize
                 self.put(name, value if wide == size else value.astype(f"{'i' if kind[0] == 's' else 'u'}{wide}"), mask)
@@ -179,7 +187,7 @@ class Block(Products):
         kind, names = rest[-1], {x for x in rest if x in ("add", "exch", "cas", "min", "max", "or")}
         order = next((x for x in rest if x in ("relaxed", "acquire", "release", "acq_rel")), "relaxed")
         values = [self.get(x, kind) for x in text[2:]]
-        self.put(text[0], self.memory.atomic(names.pop(), order, kind, self.address(text[1]), values, mask, self.shared.row), mask)
+        self.put(text[0], self.memory.atomic(names.pop(), order, self.address(text[1]), values, mask, self.shared.row), mask)
 
     def unpack(self, text: list[str], kind: str, mask: np.ndarray) -> None:
         target, source = text

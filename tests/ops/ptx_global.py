@@ -23,8 +23,10 @@ class Area:
 
 
 class GlobalMemory:
-    def __init__(self, tensors: Sequence[Tensor], watched: Sequence[Tensor], clocks: Clocks):
-        self.clocks = clocks
+    """watched: what programs write and others may touch. early: what no kernel before writes, so that nobody waits for it."""
+
+    def __init__(self, tensors: Sequence[Tensor], watched: Sequence[Tensor], early: Sequence[Tensor], clocks: Clocks):
+        self.clocks, self.early = clocks, {x.untyped_storage().data_ptr() for x in early}
         own = {x.untyped_storage().data_ptr() for x in watched}
         found = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         self.areas = [Area(x, clocks, begin in own) for begin, x in found.items()]
@@ -41,10 +43,11 @@ class GlobalMemory:
         assert not left.any(), f"global memory at {address[left][:4]}, {size} bytes"
         assert not (address[mask] % size).any(), "an address that is not aligned"
 
-    def load(self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """row: in the clocks, of each thread."""
+    def load(self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray, waited: np.ndarray) -> np.ndarray:
+        """row: in the clocks, of each thread. waited: which threads know that the kernel before is complete."""
         out = np.zeros((len(address), size), np.uint8)
         for area, inside, cells in self._pieces(address, size, mask):
+            assert waited[inside].all() or area.begin in self.early, "memory is read before the kernel before is complete"
             if area.watch:
                 units, rows = cells[:, :: area.unit] // area.unit, row[inside][:, None]
                 assert not area.watch.unseen_writes(units, rows).any(), "read what another warp or program may not have written yet"
@@ -83,7 +86,7 @@ class GlobalMemory:
                 self._may_write(area.watch, units, own[None, None], True)
                 area.watch.write(units, self.clocks.agent(own, BULK_WRITES), clock)
 
-    def atomic(self, op: str, order: str, kind: str, address: np.ndarray, values: list[np.ndarray], mask: np.ndarray,
+    def atomic(self, op: str, order: str, address: np.ndarray, values: list[np.ndarray], mask: np.ndarray,
                row: np.ndarray) -> np.ndarray:  # fmt: skip
         """What was there before, thread after thread. order: relaxed, acquire, release or acq_rel."""
         out = np.zeros(len(address), values[0].dtype)

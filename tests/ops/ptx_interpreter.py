@@ -136,12 +136,14 @@ JUMPS: dict[str, Callable[..., bool]] = {
 
 @dataclass
 class Launch:
-    """arguments: what the kernel takes at run time; a TensorMap stands for a descriptor with its shape and strides."""
+    """arguments: what the kernel takes at run time; a TensorMap stands for a descriptor with its shape and strides. after: which launch
+    of the same Grid has to be complete, if any."""
 
     ptx: str
     shared: int
     grid: tuple[int, ...]
     arguments: Sequence[Any]
+    after: int | None = None
 
     def given(self) -> list[Any]:
         return [part for x in self.arguments for part in ([x, 0, 0, 0, 0] if isinstance(x, TensorMap) else [x])] + [0, 0]  # no scratch
@@ -150,27 +152,33 @@ class Launch:
 class Grid:
     """Programs of one or more launches that run at the same time, over the same memory."""
 
-    def __init__(self, launches: Sequence[Launch], watched: Sequence[Tensor]):
-        codes = [Program(launch.ptx) for launch in launches]
-        programs = [
-            (launch, code, place)
-            for launch, code in zip(launches, codes, strict=True)
-            for place in itertools.product(*map(range, launch.grid))
-        ]
-        self.clocks = Clocks(len(programs), max(code.threads for code in codes) // 32)
+    def __init__(self, launches: Sequence[Launch], watched: Sequence[Tensor], early: Sequence[Tensor] = ()):
+        codes = {launch.ptx: Program(launch.ptx) for launch in launches}
+        self.launches = launches
+        self.programs = [(i, place) for i, launch in enumerate(launches) for place in itertools.product(*map(range, launch.grid))]
+        self.codes = [codes[launch.ptx] for launch in launches]
+        self.clocks = Clocks(len(self.programs), max(code.threads for code in self.codes) // 32)
         given = [x.rows if isinstance(x, TensorMap) else x for launch in launches for x in launch.arguments]
-        self.memory = GlobalMemory([x for x in given if isinstance(x, Tensor)] + list(watched), watched, self.clocks)
-        self.programs, self.products = programs, 0
+        self.memory = GlobalMemory([x for x in given if isinstance(x, Tensor)] + list(watched), watched, early, self.clocks)
+        self.products = 0
+
+    def rows(self, launch: int) -> np.ndarray:
+        """In the clocks."""
+        mine = np.flatnonzero([i == launch for i, _ in self.programs])
+        return (mine[:, None] * self.clocks.warps + np.arange(self.clocks.warps)).reshape(-1)
 
     def start(self, index: int) -> Running:
-        launch, code, place = self.programs[index]
-        arguments = launch.given()
+        which, place = self.programs[index]
+        launch, code, arguments = self.launches[which], self.codes[which], self.launches[which].given()
         assert len(arguments) == len(code.parameters), (len(arguments), code.parameters)
         shared = SharedMemory(launch.shared, self.clocks, index, code.threads)
+        if launch.after is not None:
+            before = self.clocks.known[self.rows(launch.after)].max(0)
+            self.clocks.acquire(np.unique(shared.row), before)
         return Running(Block(code, arguments, place, launch.grid, shared, self.memory))
 
     def in_turn(self, order: Sequence[int]) -> None:
-        """Each program to its end; within it, each part until it has to wait."""
+        """Each program to its end; within it, each part until it has to wait. `order` keeps to what launches come after."""
         for index in order:
             running, left = self.start(index), STEPS
             while running.parts:
@@ -181,25 +189,31 @@ class Grid:
 
     def by_lot(self, seed: int) -> None:
         """Programs and their parts mixed, for some instructions each."""
-        lot = random.Random(seed)
-        running, idle, left = [self.start(i) for i in range(len(self.programs))], 0, STEPS
-        while running:
-            one = lot.choice(running)
+        lot, idle, left = random.Random(seed), 0, STEPS
+        waiting, running = list(range(len(self.programs))), dict[int, Running]()
+        to_come = [int(np.prod(launch.grid)) for launch in self.launches]  # programs that have not ended
+        while waiting or running:
+            for index in [i for i in waiting if (after := self.launches[self.programs[i][0]].after) is None or to_come[after] == 0]:
+                running[index] = self.start(index)
+                waiting.remove(index)
+            index = lot.choice(list(running))
+            one = running[index]
             part = lot.choice(one.parts)
             done = 0 if part.barrier is not None else one.step(part, lot.choice((1, 10, 100, 1000)))
             left, idle = left - done, 0 if done else idle + 1
             assert idle < 1000 * len(running), "everyone waits"
             assert left > 0, "the programs do not end"
             if not one.parts:
-                running.remove(one)
+                del running[index]
+                to_come[self.programs[index][0]] -= 1
                 self.products += one.block.products
 
 
 def run(ptx: str, shared: int, grid: tuple[int, ...], arguments: Sequence[Any], watched: Sequence[Tensor] = (), seed: int | None = None,
-        backwards: bool = False) -> int:  # fmt: skip
-    """One launch. watched: tensors that programs write and that others may touch. seed: by lot; else in turn. Returns how many products
-    (of one warpgroup's instructions) there were."""
-    found = Grid([Launch(ptx, shared, grid, arguments)], watched)
+        backwards: bool = False, early: Sequence[Tensor] = ()) -> int:  # fmt: skip
+    """One launch. watched: tensors that programs write and that others may touch; early: what no kernel before writes. seed: by lot; else
+    in turn. Returns how many products (of one warpgroup's instructions) there were."""
+    found = Grid([Launch(ptx, shared, grid, arguments)], watched, early)
     if seed is None:
         found.in_turn(range(len(found.programs))[:: -1 if backwards else 1])
     else:

@@ -20,12 +20,11 @@ BASE = 1024  # where shared memory begins
 
 @dataclass
 class TensorMap:
-    """What a bulk copy's descriptor says: a matrix, the box, and the bytes of the swizzle. early: no kernel before this one writes it."""
+    """What a bulk copy's descriptor says: a matrix, the box, and the bytes of the swizzle."""
 
     rows: Tensor
     box: tuple[int, int]
     swizzle: int
-    early: bool = False
 
 
 @dataclass

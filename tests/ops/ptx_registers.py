@@ -21,7 +21,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.f
 SIMPLE: dict[str, Callable[..., np.ndarray]] = {
     "mov": lambda a: a, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod, "neg": np.negative,
     "abs": np.abs, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "not": np.invert, "ex2": np.exp2, "lg2": np.log2, "shl": np.left_shift, "shr": np.right_shift,
+    "not": np.invert, "ex2": np.exp2, "lg2": np.log2, "rsqrt": lambda a: 1 / np.sqrt(a), "shl": np.left_shift, "shr": np.right_shift,
 }  # fmt: skip
 
 
@@ -158,9 +158,9 @@ class Registers:
 
     def compute(self, head: str, rest: list[str], text: list[str]) -> np.ndarray:
         kind = rest[-1]
-        if kind == "bf16":
-            values = [bf16_to_f32(self.get(x, "b16")) for x in text]
-            return f32_to_bf16(np.abs(values[0]) if head == "abs" else np.maximum(*values))
+        if kind in ("bf16", "bf16x2"):
+            values = [bf16_to_f32(self.get(x, "b16" if kind == "bf16" else "b32").view(np.uint16)) for x in text]
+            return f32_to_bf16(SIMPLE[head](*values))
         if head == "prmt":
             a, b, how = (self.get(x, "u32") for x in text)
             data = np.stack([a, b], 1).view(np.uint8).reshape(-1, 8)

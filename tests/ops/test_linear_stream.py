@@ -152,11 +152,11 @@ def execute(kernel: Kernel, form: int, backwards: bool = False, seed: int | None
     partials, counters = torch.full((2 * programs, m, n), float("nan")), torch.zeros(tiles, dtype=torch.int32)
     shared = [partials, counters] if split > 1 else []
     arguments = [
-        TensorMap(x, (m, 128), 128), scale, TensorMap(weight.data, (n, 128), 128, early=True), weight.scale, bias, y, *shared, tokens,
+        TensorMap(x, (m, 128), 128), scale, TensorMap(weight.data, (n, 128), 128), weight.scale, bias, y, *shared, tokens,
         *run_time(scale.stride(0)), scale.stride(1), rows,
     ]  # fmt: skip
     arguments = [x for x in arguments if x is not None]
-    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, *shared], seed, backwards)
+    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, *shared], seed, backwards, [weight.data])
     assert not counters.any(), "the next launch starts from zeros"
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
     return y
