@@ -137,7 +137,8 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    factors = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    high_factors = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # in one, a barrier would part them
     w_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     _let_next_start(DEPENDENT)
@@ -175,9 +176,9 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
             gl.thread_barrier()  # all warps have read the stage and the factors of the unit before
             coming, behind = gl.minimum(unit + 1, end - 1), unit - 1 + STAGES
             refill = (unit > first_unit) & (behind < end)
-            factors.index(0).store(low_factor)
+            factors.store(low_factor)
             if LATER:
-                factors.index(1).store(high_factor)
+                high_factors.store(high_factor)
             mbarrier.expect(w_here.index(used), N * 128, pred=refill)
             mbarrier.expect(x_here.index(used), M * 128, pred=refill)
             gl.thread_barrier()  # this unit's factors are there
@@ -195,14 +196,14 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
             part = warpgroup_mma(wt.slice(0, PIECE), xt, zero, use_acc=False, is_async=True)
             if TWO and OVERLAP:
                 other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
-            factor = factors.index(0).load(gl.SliceLayout(0, ACC))[None, :]
+            factor = factors.load(gl.SliceLayout(0, ACC))[None, :]
             if TWO and OVERLAP:
                 low = low + warpgroup_mma_wait(1, deps=[part]) * factor
             else:
                 low = low + warpgroup_mma_wait(0, deps=[part]) * factor
             if TWO:
                 if LATER:
-                    factor = factors.index(1).load(gl.SliceLayout(0, ACC))[None, :]
+                    factor = high_factors.load(gl.SliceLayout(0, ACC))[None, :]
                 if not OVERLAP:
                     other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
                 high = high + warpgroup_mma_wait(0, deps=[other]) * factor
