@@ -27,7 +27,7 @@ bf16 = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 into = lambda tokens: picks.empty_blocks(tokens * 6, {SLOTS}, {ROWS}, torch.device("cpu"), True)
 picks.sort_picks(torch.empty({PICKS}, 1, dtype=torch.int32), {SLOTS}, {ROWS})
 route.route(torch.empty(9, 24), torch.empty(24), {MOE}, torch.int32, shared=1, into=into(9))
-route.router(bf16(3, {HIDDEN}), bf16(24, {HIDDEN}), torch.empty(24), {MOE}, torch.int32, shared=1, into=into(3))
+route.router(bf16(2, {HIDDEN}), bf16(24, {HIDDEN}), torch.empty(24), {MOE}, torch.int32, shared=1, into=into(2))
 for two_shot in (False, True):
     for rank in range({RANKS}):
         x, table, epochs = bf16(2, {COLUMNS}), torch.empty({RANKS} + 1, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
@@ -82,7 +82,7 @@ def check_choice(logits: Tensor, bias: Tensor, ids: Tensor, weights: Tensor) -> 
 
 def choose(kernels: list[Kernel], seed: int | None, ptx: str = "", joint: bool = False) -> None:
     torch.manual_seed(1)
-    tokens, kernel, counters = 3 if joint else 9, kernels[1 + joint], torch.zeros(64, dtype=torch.int32)
+    tokens, kernel, counters = 2 if joint else 9, kernels[1 + joint], torch.zeros(64, dtype=torch.int32)
     x, gate, bias = torch.randn(tokens, HIDDEN).bfloat16(), (torch.randn(24, HIDDEN) / 48).bfloat16(), torch.randn(24) * 0.3
     logits = x.float() @ gate.float().T
     ids, weights, out, held = integers(tokens, 6), torch.full((tokens, 6), float("nan")), Sorted(tokens * 6), torch.full((tokens, 24), 1e9)
