@@ -139,7 +139,7 @@ class SharedMemory:
         rows = np.unique(self.row[mask])
         for kind in (PRODUCTS, BULK_READS):
             agents = self.clocks.agent(rows, kind)
-            last = self.watch.read_at[:, self.watch.columns[agents]].max(0)
+            last = self.watch.read_at[:, self.watch.columns[agents]].max(0, initial=0)
             assert (last <= self.clocks.known[rows, agents]).all(), "ends while a product or store under way reads shared memory"
 
     # ---- bulk copies
