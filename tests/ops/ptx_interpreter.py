@@ -119,7 +119,7 @@ class Running:
             wanted, own = int(text[0]), [int(w) for w in np.flatnonzero(part.threads.reshape(-1, 32).all(1))]
             after = self.registers | dict.fromkeys(own, wanted)
             assert ("inc" in op) == (wanted >= self.registers[own[0]]) or wanted == self.registers[own[0]], (op, wanted)
-            if sum(after.values()) > self.block.code.registers * len(after):
+            if 0 < self.block.code.registers * len(after) < sum(after.values()):
                 return False
             self.registers = after
         elif not self.block.tried(text, part.threads):

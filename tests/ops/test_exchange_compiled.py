@@ -59,13 +59,13 @@ def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = 
             arrived = memory[rank][data // 2 :][: RANKS * CAPACITY * COLUMNS].view(torch.bfloat16)
             holders = (slots[:, :, None] // EACH == torch.arange(RANKS)).any(1).sum(1, keepdim=True)
             wanted.append((out, (x.float() * holders).bfloat16()))
+            areas, sizes = [flags, data, scales, places, weights_at], [tokens, CAPACITY, COLUMNS, COLUMNS]
             own: list[tuple[int, list[object]]] = [
-                (CAPACITY, [x, slots, torch.rand(tokens, TOP_K), rows[rank], tokens, CAPACITY, COLUMNS, COLUMNS, *me, 0, flags, data, scales,
-                            places, weights_at]),
+                (CAPACITY, [x, slots, torch.rand(tokens, TOP_K), rows[rank], *sizes, *me, 0, *areas]),
                 (1, [*me, flags]),
                 (RANKS * CAPACITY, [arrived, CAPACITY, COLUMNS, *me, flags, places, sums]),
                 (tokens, [rows[rank], out, tokens, COLUMNS, *me, flags, sums]),
-            ]  # fmt: skip
+            ]
             for number, (programs, arguments) in enumerate(own):
                 kernel = kernels[rank * len(NAMES) + number]
                 ptx = (changed or {}).get(rank * len(NAMES) + number, kernel.ptx)
