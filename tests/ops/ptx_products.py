@@ -81,8 +81,9 @@ class Products(Registers):
         self.products += 1
 
     def _accumulate(self, sums: list[str], product: np.ndarray, own: slice, keep: bool) -> None:
-        for i, name in enumerate(sums):
-            value = product[ROW + i // 2 % 2 * 8, i // 4 * 8 + PAIR + i % 2]
+        i = np.arange(len(sums))[:, None]
+        values = product[ROW + i // 2 % 2 * 8, i // 4 * 8 + PAIR + i % 2]
+        for name, value in zip(sums, values, strict=True):
             before = self.registers.setdefault(name, np.full(self.threads, 0x7FC00000, np.uint32)).view(np.float32)
             after = before.copy()
             after[own] = value + before[own] if keep else value

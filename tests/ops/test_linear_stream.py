@@ -170,7 +170,7 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     assert torch.equal(y, execute(kernel, form, seed=form))
 
 
-BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter
+BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter at least
     "a stage is multiplied before it is there": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 2),
     "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1),
     "barriers start without a fence": (r"fence\.proxy\.async[^;]*;", "", 1),

@@ -69,10 +69,9 @@ for (rows, plan), kernel in zip(PLANS, launched):
     assert "setmaxnreg.inc.sync.aligned.u32 \\t240;" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
 FORMS = [  # tokens, rows, columns, m, stages, programs, bias
-    (200, 200, 384, 256, 2, 1, True),  # 72 rows in the last tile
-    (200, 168, 384, 128, 2, 1, False),  # narrow last tiles, after which another follows
-    (300, 320, 384, 256, 3, 3, True),  # the last half tile has no tokens
-    (300, 336, 384, 128, 2, 4, True),
+    (200, 200, 256, 256, 2, 1, True),  # 72 rows in the last tile
+    (200, 168, 256, 128, 2, 1, False),  # narrow last tiles, after which another follows
+    (300, 320, 384, 256, 3, 3, True),  # the last half tile has no tokens; three programs
 ]
 SMALL = f"""
 from rorqual.ops.triton.linear_tall import launch
@@ -114,30 +113,29 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     assert torch.equal(execute(kernel, form), execute(kernel, form, seed=form))
 
 
-BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter, in forms 0 and 1
-    "a stage is used or filled before it is there or free": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", (5, 7)),
-    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", (2, 4)),
-    "a stage is given back by one warpgroup": (r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", (2, 2)),
-    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", (5, 7)),
-    "what threads wrote is sent without a fence": (r"fence\.proxy\.async[^;]*;", "", (5, 3)),
-    "registers without a fence": (r"wgmma\.fence[^;]*;", "", (4, 4)),
-    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", (4, 4)),
-    "a store that still reads, also at the end": (r"cp\.async\.bulk\.wait_group[^;]*;", "", (6, 4)),
-    "a store that no group holds": (r"cp\.async\.bulk\.commit_group[^;]*;", "", (4, 2)),
-    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", (3, 3)),
+BROKEN = {  # what is taken out, one place at a time; by what; in which form; how many of the places matter at least
+    "a stage is used or filled before it is there or free": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 1, 6),
+    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1, 4),
+    "a stage is given back by one warpgroup": (r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 1, 2),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 1, 6),
+    "what threads wrote is sent without a fence": (r"fence\.proxy\.async[^;]*;", "", 0, 5),
+    "registers without a fence": (r"wgmma\.fence[^;]*;", "", 1, 4),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 1, 4),
+    "a store that still reads, also at the end": (r"cp\.async\.bulk\.wait_group[^;]*;", "", 0, 6),
+    "a store that no group holds": (r"cp\.async\.bulk\.commit_group[^;]*;", "", 0, 4),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 1, 3),
     # the compiler's own before it waits for a stage would not be needed
-    "a warpgroup does not meet": (r"bar\.sync[^;]*;", "", (10, 8)),
+    "a warpgroup does not meet": (r"bar\.sync[^;]*;", "", 0, 10),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-@pytest.mark.parametrize("form", [0, 1])
-def test_races_are_found(kernels: list[Kernel], form: int, what: str) -> None:
-    pattern, by, matter = BROKEN[what]
+def test_races_are_found(kernels: list[Kernel], what: str) -> None:
+    pattern, by, form, matter = BROKEN[what]
     kernel, found = kernels[form - len(FORMS)], 0
     for ptx in changes(kernel.ptx, pattern, by):
         try:
             execute(kernel, form, ptx=ptx)
         except AssertionError:
             found += 1
-    assert found >= matter[form], what
+    assert found >= matter, (what, found)
