@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,17 @@ def assembled(kernel: Kernel, folder: Path) -> str:
 def run_time(*arguments: Any) -> list[Any]:
     """Without those that are constants of the compiled kernel: what is absent, and ones."""
     return [x for x in arguments if x is not None and not (isinstance(x, int) and x == 1)]
+
+
+def caught(changed: Iterable[str], run: Callable[[str], object]) -> int:
+    """How many of the changed programs `run` finds wrong."""
+    found = 0
+    for ptx in changed:
+        try:
+            run(ptx)
+        except AssertionError:
+            found += 1
+    return found
 
 
 def changes(ptx: str, pattern: str, by: str = "") -> Iterator[str]:

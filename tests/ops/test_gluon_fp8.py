@@ -25,7 +25,7 @@ from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import mla_hopper_fp8
 from tests.ops import gluon_emulator, ptx_interpreter
 from tests.ops.gluon_emulator import Descriptor
-from tests.ops.ptx_kernels import changes
+from tests.ops.ptx_kernels import caught, changes
 from tests.ops.ptx_memory import TensorMap
 
 PAGE = 64
@@ -252,14 +252,13 @@ BROKEN = {  # what is changed, one place at a time, once the kernel has begun; b
 @emulated
 @pytest.mark.parametrize("what", BROKEN)
 def test_races_are_found(compiled: list[Path], what: str, tmp_path: Path) -> None:
-    (pattern, by, matter), path, found = BROKEN[what], tmp_path / "kernel.ptx", 0
+    (pattern, by, matter), path = BROKEN[what], tmp_path / "kernel.ptx"
     start, wait, rest = compiled[0].read_text().partition("griddepcontrol.wait")
     path.with_suffix(".shared").write_text(compiled[0].with_suffix(".shared").read_text())
     changed = [re.sub(r"bar\.sync[^;]*;", "", rest)] if "at all" in what else changes(rest, pattern, by)
-    for text in changed:
+
+    def execute(text: str) -> None:
         path.write_text(start + wait + text)
-        try:
-            check([150, 0, 3], 16, 1, 64, 2, mla.Config(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True), path)
-        except AssertionError:
-            found += 1
-    assert found >= matter, what
+        check([150, 0, 3], 16, 1, 64, 2, mla.Config(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True), path)
+
+    assert caught(changed, execute) >= matter, what

@@ -51,7 +51,7 @@ from rorqual.ops.triton.fp8 import Quantised
 from rorqual.ops.triton.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.picks import RowBlocks, empty_blocks
 from rorqual.ops.triton.segments import Derived, derived
-from rorqual.ops.unsummed import Rows, Unsummed
+from rorqual.ops.unsummed import Rows, Unsummed, summed
 
 WIDEST_HEAD = 256
 
@@ -256,8 +256,7 @@ class TritonOps(Ops):
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
     ) -> Tensor:
-        fits = experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
-        if not fits:
+        if not _fits_experts(gate_up, down):
             return super().experts(x, ids, weights, gate_up, down, base)
         if shared and x.shape[0] > experts_kernels.JOINED_TOKENS[experts_kernels.kind_of(down)]:
             ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
@@ -275,8 +274,7 @@ class TritonOps(Ops):
         base: Tensor | None = None,
         shared: int = 0,
     ) -> Tensor:
-        gave = self._unsummed(x, gate, bias, moe, gate_up, down, base, shared)
-        return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared) if gave is None else gave.total()
+        return summed(self.unsummed_experts(x, gate, bias, moe, gate_up, down, base, shared))
 
     def unsummed_experts(
         self,
@@ -289,31 +287,17 @@ class TritonOps(Ops):
         base: Tensor | None = None,
         shared: int = 0,
     ) -> Rows:
-        few = x.shape[0] <= expert_sums.NORM_SUMS_TOKENS
-        gave = self._unsummed(x, gate, bias, moe, gate_up, down, base, shared) if few else None
-        return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared) if gave is None else gave
-
-    def _unsummed(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        bias: Tensor | None,
-        moe: MoEConfig,
-        gate_up: Weight,
-        down: Weight,
-        base: Tensor | None,
-        shared: int,
-    ) -> Unsummed | None:
-        """Where the grouped products take the picks, of which the kernel that chooses them sorts a moderate number; else None."""
-        fits = x.shape[0] and experts_kernels.supported(gate_up, down) and (takes_fp8(x.device) or not gate_up.quantised)
+        """The grouped products of a moderate number of tokens leave the sum; the kernel that chooses picks sorts them, up to so many."""
+        fits = x.shape[0] and _fits_experts(gate_up, down)
         plan = experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared) if fits else None
         if plan is None:
-            return None
+            return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
         picks, blocks = x.shape[0] * (moe.top_k + shared), None
         if experts_kernels.sorts_while_routing(down, picks):
             blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
         ids, weights = _router(x, gate, bias, moe, shared, blocks)
-        return experts_kernels.unsummed_experts(x, ids, weights, gate_up, down, plan, base, blocks)
+        gave = experts_kernels.unsummed_experts(x, ids, weights, gate_up, down, plan, base, blocks)
+        return gave if x.shape[0] <= expert_sums.NORM_SUMS_TOKENS else gave.total()
 
     def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
         """What the last `shared` experts give for all tokens, each as a layer of its own, and `base`."""
@@ -327,7 +311,7 @@ class TritonOps(Ops):
     ) -> Tensor:
         """As they are where the grouped kernels meet fp8 weights; the direct ones for a few picks take wide rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
-        if direct or not gate_up.quantised or not experts_kernels.supported(gate_up, down) or not takes_fp8(x.device):
+        if direct or not gate_up.quantised or not _fits_experts(gate_up, down):
             return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down)
         plan = experts_kernels.plan_for(down, ids.numel())
         return experts_kernels.grouped_experts(Quantised(x, scale), ids, weights, gate_up, down, plan, dtype)
@@ -370,6 +354,10 @@ def _power(size: int) -> bool:
 
 def _fits_fp8(weight: Weight) -> bool:
     return linear_fp8.supported(weight) and takes_fp8(weight.data.device)
+
+
+def _fits_experts(gate_up: Weight, down: Weight) -> bool:
+    return experts_kernels.supported(gate_up, down) and (takes_fp8(down.data.device) or not gate_up.quantised)
 
 
 def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rorqual.ops.triton import tuning
 from rorqual.ops.triton.launch import dependent, multiprocessors, next_power, wait_for_inputs
+from rorqual.ops.triton.linear_small import columns_at
 
 # TritonOps takes this product for up to so many tokens, where one kernel does not do everything (route.ROUTER_TOKENS). 0: the library's.
 TOKENS = 512
@@ -33,15 +34,6 @@ class GatePlan:
     split: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _columns(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
-    """[rows, WIDTH] at `column` of rows whose first columns are `pointers`."""
-    if EVEN:
-        return tl.load(pointers + column)
-    else:
-        return tl.load(pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0)
 
 
 @triton.jit
@@ -65,13 +57,13 @@ def _gate_kernel(x, gate, sums, tokens, x_row, HIDDEN: tl.constexpr, EXPERTS: tl
     split, columns = tl.program_id(2), tl.arange(0, K)
     begin = split * EACH * K
     w_rows = gate + tl.minimum(expert, EXPERTS - 1)[:, None] * HIDDEN + columns[None, :]
-    first = _columns(w_rows, begin, HIDDEN, EVEN, K)  # weights: no kernel of a step writes them
+    first = columns_at(w_rows, begin, HIDDEN, EVEN, K)  # weights: no kernel of a step writes them
     wait_for_inputs(DEPENDENT)
     x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * x_row + columns[None, :]
-    acc = _add_product(tl.zeros((N, M), tl.float32), first, _columns(x_rows, begin, HIDDEN, EVEN, K), PARTS)
+    acc = _add_product(tl.zeros((N, M), tl.float32), first, columns_at(x_rows, begin, HIDDEN, EVEN, K), PARTS)
     if EACH > 1:
         for k in tl.range(begin + K, tl.minimum(begin + EACH * K, HIDDEN), K, num_stages=STAGES):
-            acc = _add_product(acc, _columns(w_rows, k, HIDDEN, EVEN, K), _columns(x_rows, k, HIDDEN, EVEN, K), PARTS)
+            acc = _add_product(acc, columns_at(w_rows, k, HIDDEN, EVEN, K), columns_at(x_rows, k, HIDDEN, EVEN, K), PARTS)
     out = sums + (split * tokens + token).to(tl.int64)[None, :] * EXPERTS + expert[:, None]
     tl.store(out, acc, mask=(token < tokens)[None, :] & (expert < EXPERTS)[:, None])
 

@@ -32,7 +32,7 @@ class SmallPlan:
 
 
 @triton.jit
-def _columns(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
+def columns_at(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
     """[rows, WIDTH] at `column` of rows whose first columns are `pointers`."""
     if EVEN:
         return tl.load(pointers + column)
@@ -59,20 +59,20 @@ def _small_kernel(x, w, bias, y, tokens, x_row, ROWS: tl.constexpr, COLUMNS: tl.
     row, columns = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
     inside = row if ROWS % N == 0 else tl.minimum(row, ROWS - 1)
     w_rows = w + inside.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-    first = _columns(w_rows, 0, COLUMNS, EVEN, K)  # weights: no kernel of a step writes them
+    first = columns_at(w_rows, 0, COLUMNS, EVEN, K)  # weights: no kernel of a step writes them
     up_rows = w_rows + ROWS * COLUMNS if GATED else w_rows
-    first_up = _columns(up_rows, 0, COLUMNS, EVEN, K) if GATED else first
+    first_up = columns_at(up_rows, 0, COLUMNS, EVEN, K) if GATED else first
     wait_for_inputs(DEPENDENT)
     token = tl.arange(0, M)
     x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * x_row + columns[None, :]
-    xk = _columns(x_rows, 0, COLUMNS, EVEN, K)
+    xk = columns_at(x_rows, 0, COLUMNS, EVEN, K)
     acc = _terms(first, xk, M)
     up = _terms(first_up, xk, M) if GATED else acc
     for k in tl.range(K, COLUMNS, K, num_stages=STAGES):
-        xk = _columns(x_rows, k, COLUMNS, EVEN, K)
-        acc += _terms(_columns(w_rows, k, COLUMNS, EVEN, K), xk, M)
+        xk = columns_at(x_rows, k, COLUMNS, EVEN, K)
+        acc += _terms(columns_at(w_rows, k, COLUMNS, EVEN, K), xk, M)
         if GATED:
-            up += _terms(_columns(up_rows, k, COLUMNS, EVEN, K), xk, M)
+            up += _terms(columns_at(up_rows, k, COLUMNS, EVEN, K), xk, M)
     out = tl.reshape(tl.sum(acc, 1 if M == 1 else 2), (M, N))
     if BIAS:
         out += tl.load(bias + inside).to(tl.float32)[None, :]

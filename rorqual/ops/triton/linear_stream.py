@@ -31,22 +31,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.fp8 import Quantised
+from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
 
 SHARED = 227 * 1024 - 1024  # bytes of a program's stages; the rest is for barriers
 TOGETHER = gl.constexpr(64)  # partial sums a thread may hold of both pieces of a tile; above, one piece is multiplied after the other
-
-
-@gluon.jit
-def _let_next_start(DEPENDENT: gl.constexpr):
-    if DEPENDENT:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_for_inputs(DEPENDENT: gl.constexpr):
-    if DEPENDENT:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -141,7 +130,7 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     high_factors = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # in one, a barrier would part them
     w_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    _let_next_start(DEPENDENT)
+    let_next_start(DEPENDENT)
     for i in gl.static_range(STAGES):
         mbarrier.init(w_here.index(i), count=1)
         mbarrier.init(x_here.index(i), count=1)
@@ -155,7 +144,7 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         mbarrier.expect(x_here.index(i), M * 128)
         place = [(unit + i) // BLOCKS * N, (unit + i) % BLOCKS * 128]
         tma.async_copy_global_to_shared(w_tma, place, w_here.index(i), weights.index(i))
-    _wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     for i in range(ahead):
         tma.async_copy_global_to_shared(x_tma, [0, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i))
 

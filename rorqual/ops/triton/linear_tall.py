@@ -28,8 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.fp8 import Quantised
+from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.launch import dependent, multiprocessors
-from rorqual.ops.triton.linear_stream import _let_next_start, _wait_for_inputs
 
 N = 128  # weight rows a tile
 SHARED = 227 * 1024 - 1024  # bytes of stages and of the output on its way out
@@ -58,7 +58,7 @@ def _tile(turn, rounds, tokens, M: gl.constexpr, ROWS: gl.constexpr):
 @gluon.jit
 def _copy(x_tma, w_tma, inputs, weights, full, empty, tokens, M: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
           STAGES: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
-    _wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     turns, rounds = _share(tokens, M, ROWS)
     stage, phase = 0, 1
     for turn in range(turns):
@@ -143,7 +143,7 @@ def _multiply(x_scale, w_scale, bias, y, y_tma, out, inputs, weights, full, empt
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     TWO: gl.constexpr = M == 256
     SKIP: gl.constexpr = WHO * (M // 2)
-    _wait_for_inputs(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     turns, rounds = _share(tokens, M, ROWS)
     stage, phase = 0, 0
     for turn in range(turns):
@@ -177,7 +177,7 @@ def _tall_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, y_tma, tokens, xs_row,
     outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], y_tma.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    _let_next_start(DEPENDENT)
+    let_next_start(DEPENDENT)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)

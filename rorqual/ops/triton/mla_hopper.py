@@ -28,19 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.launch import dependent
 from rorqual.ops.triton.split_kv import SplitPlan
 
 ROWS, TOKENS, RANK, ROPE = 64, 64, 512, 64
 WARPS = 8
-
-
-@gluon.jit
-def _wait_for_inputs(DEPENDENT: gl.constexpr):
-    """launch.wait_for_inputs, which is Triton's."""
-    if DEPENDENT:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -105,7 +98,8 @@ def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, 
     mbarrier.init(barriers.index(1), count=1)
     fence_async_shared()
 
-    _wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     worker, block = gl.program_id(1), gl.program_id(0)
     all_tiles = gl.load(starts + requests)
     workers = gl.num_programs(1)

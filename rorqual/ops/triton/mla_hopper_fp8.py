@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import latent_parts
+from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.latent_operands import (
     add_values,
     clear_end,
@@ -47,7 +48,7 @@ from rorqual.ops.triton.latent_operands import (
     score,
 )
 from rorqual.ops.triton.launch import dependent
-from rorqual.ops.triton.mla_hopper import _wait_for_inputs, locate
+from rorqual.ops.triton.mla_hopper import locate
 from rorqual.ops.triton.split_kv import SplitPlan
 
 TOKENS, RANK, ROPE, GROUP = 64, 512, 64, 128
@@ -144,7 +145,8 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
         mbarrier.init(ready.index(s), count=1)
     fence_async_shared()
 
-    _wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     worker, block = gl.program_id(1), gl.program_id(0)
     all_tiles = gl.load(starts + requests)
     workers = gl.num_programs(1)
