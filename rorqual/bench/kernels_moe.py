@@ -210,7 +210,7 @@ def constants(way: str) -> list[Any]:
     if way:
         patches.append(mock.patch.object(ex, "SORTS_WHILE_ROUTING", False))
     if way == "before ":
-        patches += [mock.patch.object(gating, "TOKENS", 0), mock.patch.object(picks, "BUCKET_PICKS", 0)]
+        patches += [mock.patch.object(gating, "TOKENS", {}), mock.patch.object(picks, "BUCKET_PICKS", 0)]
     return patches
 
 
@@ -252,6 +252,8 @@ def cases() -> Iterator[Case]:
     for model in ROUTERS:
         for t in (1, 8):
             yield Case(f"router {model} T{t}", "bf16", partial(router_setup, model, t, joint, None))
+        if ROUTERS[model].router_fp32:
+            yield Case(f"router bf16 gate {model} T1", "bf16", partial(router_setup, model, 1, joint, torch.bfloat16))
         for t in (1, 8, 16, 64, 256, 512, 4096):
             yield Case(f"router split {model} T{t}", "bf16", partial(router_setup, model, t, split, None))
             yield Case(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, apart, None))

@@ -262,6 +262,9 @@ def test_gate_products_keep_what_bf16_cannot_hold() -> None:
     assert gating.partial_logits(x, matrix).sum(0).eq(64 * (1 + 2.0**-9 + 2.0**-18)).all()
 
 
+EVERY = {torch.float32: 512, torch.bfloat16: 512}
+
+
 @pytest.mark.parametrize(("moe", "shared"), zip(ROUTERS, (0, 2, 1), strict=True), ids=lambda value: getattr(value, "method", value))
 def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By either product: the same choice, weights up to the order of sums; logits are rounded where the router is no fp32 one."""
@@ -269,9 +272,9 @@ def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.Monk
     for fp32 in (True, False):
         moe = replace(moe, router_fp32=fp32)
         gate = random(moe.num_experts, 160).mul(0.1).to(torch.float32 if fp32 else torch.bfloat16)
-        monkeypatch.setattr(gating, "TOKENS", 512)
+        monkeypatch.setattr(gating, "TOKENS", EVERY)
         ids, weights = TritonOps().router(x, gate, bias, moe, shared)
-        monkeypatch.setattr(gating, "TOKENS", 0)
+        monkeypatch.setattr(gating, "TOKENS", {})
         expected_ids, expected = TritonOps().router(x, gate, bias, moe, shared)
         same = (ids == expected_ids).all(1)
         assert same.all() if fp32 else same.float().mean() > 0.6  # rounded logits tie, or fall to the other side
@@ -285,7 +288,7 @@ def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     ops, moe, exact = TritonOps(), ROUTERS[0], random(16, 160).bfloat16().float()
     x, narrow = random(tokens, 160, dtype=torch.bfloat16), ops.held_gate(exact, torch.bfloat16)
     assert narrow.dtype == torch.bfloat16
-    for most in (512, 0):
+    for most in (EVERY, {}):
         monkeypatch.setattr(gating, "TOKENS", most)
         assert all(map(torch.equal, ops.router(x, narrow, None, moe), ops.router(x, exact, None, moe)))
     for gate, dtype in (

@@ -38,6 +38,7 @@ KINDS = {
 }  # fmt: skip
 CARD = tuning.Card("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
 FOUND = LinearPlan(16, 64, 8, 3, split=2)
+SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=2, stream=True)  # what ships for a token and 2112 x 7168
 
 
 def forget() -> None:
@@ -86,21 +87,27 @@ def test_every_shipped_rule_is_a_configuration() -> None:
 
 def test_shipped_choices() -> None:
     """Among them the edges of their ranges."""
-    small = LinearPlan(16, 64, 4, 6, split=8)
-    assert [linear_plan(t) for t in (1, 16)] == [small, small]
-    assert [linear_plan(t).m for t in (17, 64, 65, 256, 257)] == [32, 64, 128, 128, 128]
-    assert linear_plan(257).halves
-    assert not linear_plan(256).halves
+    assert [linear_plan(t) for t in (1, 8)] == [SMALL, SMALL]
+    assert [linear_plan(t).m for t in (9, 17, 64, 65, 256, 257, 511, 512)] == [16, 32, 64, 128, 128, 128, 128, 256]
+    assert [linear_plan(t).stream for t in (64, 65)] == [True, False]
+    assert [linear_plan(t).tall for t in (256, 257)] == [False, True]
+    assert [linear_plan(t, rows=4096).stream for t in (128, 129)] == [True, False]
+    deep = [linear_plan(t, rows=7168, columns=16384) for t in (1, 64, 128, 129)]
+    assert [plan.n for plan in deep] == [128] * 4
+    assert [plan.stream for plan in deep] == [True, True, True, False]
+    assert [linear_plan(t, rows=24576, columns=1536).n for t in (4, 5)] == [64, 128]
     down = Weight(torch.empty(128, 64, 32, dtype=torch.bfloat16))
     assert [experts.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)] == [16, 16, 32, 32, 64, 128]
     assert experts.plan_for(down, 5).up == experts.Tile(128, 128, 4, 3, tma=True)
     quantised = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
-    assert [experts_direct.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 32]
+    assert [experts_direct.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 4]
+    wide = Weight(torch.empty(32, 128, 640, dtype=FP8), torch.empty(32, 1, 5))
+    assert experts_direct.direct_plan_for(wide, 8).down_rows == 64
     q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)
     assert [gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))] == [64, 64, 128]
     assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [3, 5]
     assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [16, 32, 64]
-    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2)
+    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2)  # where there is no Hopper
     assert mla_decode.config_for(q, 128, False, 1, 99).gluon
     assert mla_decode.config_for(q.float(), 128, True, 1, 99).block_n == 16
     assert prefill.config_for(q, 4, True, 16) == prefill.Config(16, 64, 4, 3)
@@ -150,7 +157,7 @@ def test_a_damaged_file_is_passed_by_and_never_overwritten(
     CARD.file.parent.mkdir()
     CARD.file.write_text(text)
     with caplog.at_level(logging.WARNING, logger="rorqual"):
-        assert linear_plan(1) == LinearPlan(16, 64, 4, 6, split=8)
+        assert linear_plan(1) == SMALL
     assert str(CARD.file) in caplog.text
     with pytest.raises(ConfigError, match="tuned"):
         tuning.store(CARD, "linear_fp8", {"tokens": 1}, FOUND, 12.0)
@@ -164,7 +171,7 @@ def test_a_configuration_of_another_version_is_passed_by(on_card: Callable[..., 
     data["kernels"]["linear_fp8"][0]["config"] |= change
     CARD.file.write_text(json.dumps(data))
     forget()
-    assert linear_plan(1) == LinearPlan(16, 64, 4, 6, split=8)
+    assert linear_plan(1) == SMALL
 
 
 # ---- the search

@@ -343,7 +343,7 @@ def _router(
     rounded, kind = (torch.float32, torch.float32) if moe.router_fp32 else (x.dtype, gate.dtype)
     if routing.joint(x, gate):
         return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared, into=into)
-    if gating.chosen(x, gate):
+    if gating.chosen(x, gate, kind):
         return routing.route(gating.partial_logits(x, gate), bias, moe, rounded=rounded, shared=shared, kind=kind, into=into)
     return routing.route(F.linear(x.to(kind), gate.to(kind)), bias, moe, rounded=rounded, shared=shared, into=into)
 

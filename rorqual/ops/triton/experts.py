@@ -63,7 +63,7 @@ JOINS_SHARED = True
 # The kernel that chooses a token's experts sorts the picks as well, where nothing comes between router and experts.
 SORTS_WHILE_ROUTING = True
 # Up to so many tokens their rows go through the grouped products; above, products of whole matrices are faster.
-JOINED_TOKENS = {"bf16": 1024, "fp8": 1024, "fp32": 1024}
+JOINED_TOKENS = {"bf16": 512, "fp8": 1024, "fp32": 1024}
 
 
 @triton.jit

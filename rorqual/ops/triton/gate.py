@@ -18,8 +18,9 @@ from rorqual.ops.triton import tuning
 from rorqual.ops.triton.launch import dependent, multiprocessors, next_power, wait_for_inputs
 from rorqual.ops.triton.linear_small import columns_at
 
-# TritonOps takes this product for up to so many tokens, where one kernel does not do everything (route.ROUTER_TOKENS). 0: the library's.
-TOKENS = 512
+# TritonOps takes this product where one kernel does not do everything (route.ROUTER_TOKENS): always in place of a library's product in fp32,
+# which has no tensor cores, and for up to so many tokens in place of one in bf16.
+TOKENS = {torch.float32: 1 << 31, torch.bfloat16: 1024}
 # An fp32 gate whose values bf16 holds, as a checkpoint in bf16 has them, is kept in bf16: half the bytes, a third of the products.
 NARROWS = True
 
@@ -76,9 +77,9 @@ def held(gate: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow if torch.equal(narrow.float(), gate) else gate
 
 
-def chosen(x: Tensor, gate: Tensor) -> bool:
-    """Whether `partial_logits` takes this product by default."""
-    return 0 < x.shape[0] <= TOKENS and supported(x, gate)
+def chosen(x: Tensor, gate: Tensor, kind: torch.dtype) -> bool:
+    """Whether `partial_logits` takes this product, which is one in `kind` otherwise, by default."""
+    return 0 < x.shape[0] <= TOKENS.get(kind, 0) and supported(x, gate)
 
 
 def supported(x: Tensor, gate: Tensor) -> bool:

@@ -19,7 +19,7 @@ from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs, ze
 from rorqual.ops.triton.picks import ROUTER_COUNTERS, RowBlocks, bucket_counts, plan_if_last, take_places
 
 # The gate product and the choice are one kernel for up to so many tokens and products: every token reads the gate anew.
-ROUTER_TOKENS, ROUTER_PRODUCTS = 8, 1 << 21
+ROUTER_TOKENS, ROUTER_PRODUCTS = 2, 1 << 21
 NOBODY: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
