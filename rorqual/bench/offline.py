@@ -32,14 +32,15 @@ from rorqual.request import SamplingParams
 from rorqual.serve.llm import LLM
 
 READ_BYTES = 256 * 2**20
+SHORTEST = 8  # steps of all requests together that are worth a clock of their own
 
 
 @dataclass
 class Row:
-    """One concurrency. `step_ms`: (time for all tokens - time for the first) / (output - 1); ratios are against the first row.
-
-    With speculation a step verifies drafts, makes new ones and brings `accepted_length` tokens a request: `step_ms` is then measured
-    while all requests are decoding. `acceptance`: share of drafts taken, by place (a draft is taken only after all before it).
+    """One concurrency. `step_ms`: of a step while all requests are decoding, on its own clock; beside a peer, which has no such moment, and
+    where outputs are too short for one (`settings` says so), (time for all tokens - time for the first) / (output - 1), in which the
+    difference of two prompt runs shows. With speculation a step verifies drafts, makes new ones and brings `accepted_length` tokens a
+    request. `acceptance`: share of drafts taken, by place (a draft is taken only after all before it). Ratios are against the first row.
     """
 
     engine: str
@@ -103,18 +104,22 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
     gc.freeze()  # what is loaded stays: a collection in the middle of a run would look through all of it, in either engine
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
     here = llm.engine.config.dp if llm.engine.config.lone_rank else 1  # a lone rank has its own requests alone
+    profiled = []
     for count in concurrency:
         made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
         groups = [made[start : start + count // here] for start in range(0, len(made), count // here)]
         floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
-        report.rows.append(ours(llm, groups, work, floor, here))
+        report.rows.append(ours(llm, groups, work, floor, here, alike=compare is not None))
         _tell(report.rows[-1])
+        profiled.append((report.rows[-1], groups[0]))
         if compare:
             peer = Peer(llm, groups[0])
             once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
             report.rows.append(_row(compare, groups[:1], work, once, floor))
             report.rows[-1].settings = settings
             _tell(report.rows[-1])
+    for row, prompts in profiled if work.profiled else ():  # at the end: a profiler that has been there slows what follows
+        row.profile = profile_steps(llm, prompts, work.profiled)
     gc.unfreeze()
 
 
@@ -210,8 +215,8 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, times: int = 1) -> Row:
-    """`times`: so many ranks, this one included, are taken to do what this one does."""
+def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, times: int = 1, alike: bool = False) -> Row:
+    """`times`: so many ranks, this one included, are taken to do what this one does. alike: `step_ms` as a peer's is measured."""
     llm.generate(groups[0], greedy(min(4, work.output)))  # warm up
 
     def once(tokens: int) -> float:
@@ -225,19 +230,20 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, t
     row.concurrency *= times
     row.tokens_per_s *= times
     row.prefill_tokens_per_s *= times
-    if config.next_n:
+    together = config.next_n > 0 or (not alike and work.output >= enough_tokens(engine, groups[0], SHORTEST))
+    if together:
         row.step_ms = 1e3 * statistics.median(steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats))
     row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
     if compiled := engine.stats.compiled:
         row.settings += f", compile: {compiled.variants} variants, {compiled.from_cache} from the cache, {compiled.seconds:.1f} s"
+    if not together:
+        row.settings += ", step: a difference"
     if engine.speculation:
         row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
     if not config.parallel.is_single:
         row.settings += f", {layout_name(config.parallel)}" + (", LONE RANK: nothing is sent" if config.lone_rank else "")
     row.experts_hit = experts_hit(llm, groups[0])
-    if work.profiled:
-        row.profile = profile_steps(llm, groups[0], work.profiled)
     return row
 
 
