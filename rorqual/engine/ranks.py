@@ -209,6 +209,10 @@ class RankGroup:
             member.leave(deadline)
         if self.mesh is not None:
             self.mesh.let_go()
+        if hasattr(self, "rank"):
+            self.rank.runner.forget()  # NCCL leaves no group of which a recording holds a call
+        if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
+            log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized() and not (self.failed and dist.get_backend() == "nccl"):  # aborted groups are not to be closed again
             dist.destroy_process_group()
         self.launcher.close()

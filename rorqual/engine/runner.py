@@ -105,6 +105,11 @@ class ModelRunner:
             with self.platform.stream():
                 self.graphs.record(variants, next_ns, sizes)
 
+    def forget(self) -> None:
+        """Let go of recorded steps."""
+        if self.graphs:
+            self.graphs.graphs.clear()
+
     def _examples(self, next_ns: tuple[int, ...]) -> list[Step]:
         """Steps of padding rows: one token if there can be one alone, and several if there can be several."""
         most = max(next_ns)

@@ -145,6 +145,7 @@ def serve(link: Link, interface: str | None = None, card: int | None = None, mod
         worker = Worker(link, {**hello, "card": hello["card"] if card is None else card}, config)
         link.send(Kind.READY)
         worker.run()
+        worker.rank.runner.forget()
         dist.destroy_process_group()
         return 0
     except Exception as error:  # whatever it was, rank 0 tells the users

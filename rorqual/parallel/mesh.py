@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -96,6 +98,7 @@ class Mesh:
         self.dp_rank, self.tp_rank = divmod(self.stage_rank, sizes.tp)
         self.tp, self.dp, self.stage, self.pp = (axes[name] for name in ("tp", "dp", "stage", "pp"))
         self.stop: Tensor | None = None
+        self.leaving: list[threading.Thread] = []
 
     @staticmethod
     def single() -> Mesh:
@@ -165,11 +168,20 @@ class Mesh:
             self.stop.fill_(1)
 
     def abandon(self) -> None:
-        """Other ranks are gone, or stand still: collectives end as well. From any thread."""
+        """Other ranks are gone, or stand still: collectives end as well. From any thread, and returns at once: NCCL tells a group's kernels
+        to end, then waits until nothing recorded holds a call of the group, which may be long; so each group has a thread of its own."""
         self.let_go()
-        for axis in self.axes.values():
-            if isinstance(axis, GroupAxis):
-                axis.abandon()
+        groups = {id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)}
+        self.leaving = [threading.Thread(target=axis.abandon, daemon=True) for axis in groups.values()]
+        for thread in self.leaving:
+            thread.start()
+
+    def left(self, seconds: float) -> bool:
+        """Whether groups that were abandoned are no more, within so many seconds. Recordings must be gone before."""
+        deadline = time.monotonic() + seconds
+        for thread in self.leaving:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.leaving)
 
     def way_to_experts(
         self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True, flights: int = 1
