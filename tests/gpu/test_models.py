@@ -111,7 +111,7 @@ def test_mla_forms_on_the_card(forms: tuple[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("forms", [("CC", "A_CC_ME"), ("A_CC_ME", "AM_CC_ME")], ids="-".join)
 def test_fp8_latent_cache_gives_the_cpus_logits(forms: tuple[str, str], queries: int, tmp_path: Path) -> None:
     """No router, which a rounding at the edge of two e4m3 values might tip."""
-    folder = tiny("v3-all-dense", tmp_path)
+    folder = tiny("v3-wide-latent", tmp_path)
     ids = draw(3, LENGTH, 128)
     want = all_logits(load(folder, Ops(), CPU, forms), ids, CUTS, PAGE, kv_dtype="fp8")
     got = all_logits(load(folder, TritonOps(), CARD, forms), ids, CUTS, PAGE, queries, "fp8")
@@ -130,7 +130,7 @@ def refill(step: Step, other: Step) -> None:
     step.decode.kv_lens.copy_(other.decode.kv_lens)
 
 
-@pytest.mark.parametrize(("option", "kv_dtype"), [("v3", "auto"), ("v3", "fp8"), ("v3-no-q-lora", "auto"), ("qwen", "auto")])
+@pytest.mark.parametrize(("option", "kv_dtype"), [("v3", "auto"), ("v3-wide-latent", "fp8"), ("v3-no-q-lora", "auto"), ("qwen", "auto")])
 def test_a_decode_step_in_a_graph(option: str, kv_dtype: str, tmp_path: Path) -> None:
     """Captured once with bounds that are too high, then replayed for the steps that follow."""
     model = load(tiny(option, tmp_path), TritonOps(), CARD)
