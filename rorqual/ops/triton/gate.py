@@ -18,8 +18,8 @@ from rorqual.ops.triton import tuning
 from rorqual.ops.triton.launch import dependent, multiprocessors, next_power, wait_for_inputs
 from rorqual.ops.triton.linear_small import columns_at
 
-# TritonOps takes this product where one kernel does not do everything (route.ROUTER_TOKENS): always in place of a library's product in fp32,
-# which has no tensor cores, and for up to so many tokens in place of one in bf16.
+# TritonOps takes this product where one kernel does not do everything (route.ROUTER_TOKENS), for up to so many tokens in place of the
+# library's product in this type; in fp32 always, for that has no tensor cores.
 TOKENS = {torch.float32: 1 << 31, torch.bfloat16: 1024}
 # An fp32 gate whose values bf16 holds, as a checkpoint in bf16 has them, is kept in bf16: half the bytes, a third of the products.
 NARROWS = True
