@@ -76,7 +76,8 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
         wide = [Config(64, 64, 8, 2, tma=False), Config(64, 64, 8, 2)]
         return hopper + (narrow + wide if rows <= 32 else wide)
     narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
-              Config(few, 64, 8, 5, min_tiles=1), Config(64, 64, 8, 2)]  # fmt: skip
+              Config(few, 64, 8, 5, min_tiles=1), Config(few, 64, 4, 5), Config(few, 64, 8, 3), Config(few, 64, 4, 3),
+              Config(few, 32, 4, 5, per_sm=2), Config(few, 32, 4, 3, per_sm=3), Config(64, 64, 8, 2)]  # fmt: skip
     wide = [Config(64, 64, 8, 2), Config(64, 64, 8, 2, tma=False), Config(64, 32, 8, 5), Config(64, 32, 8, 7),
             Config(64, 64, 8, 2, min_tiles=1), Config(64, 64, 8, 2, min_tiles=4), Config(64, 64, 8, 2, gluon=True),
             Config(64, 64, 8, 2, min_tiles=1, gluon=True)]  # fmt: skip
