@@ -106,6 +106,8 @@ def test_shipped_choices() -> None:
     q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)
     assert [gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))] == [64, 64, 128]
     assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [3, 5]
+    assert [gqa_decode.config_for(q, plane, *at).finish for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024))] == [False, True] * 2
+    assert [mla_decode.config_for(q, 16, False, *at).block_n for at in ((128, 1024), (256, 1024), (256, 4096))] == [64, 32, 64]
     assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [16, 32, 64]
     assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2)  # where there is no Hopper
     assert mla_decode.config_for(q, 128, False, 1, 99).gluon
