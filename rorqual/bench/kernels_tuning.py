@@ -163,13 +163,13 @@ def tune_direct(shape: ExpertShape, picks: int, picked: list[Draw], gate_up: Wei
 # --- products ---
 
 
-ROOM = (72_000, 110_000, 220_000)  # bytes of a program's stages: three, two or one of them fit a multiprocessor
+ROOM = (66_000, 104_000, 200_000)  # bytes of a program's stages: three, two or one of them fit a multiprocessor
 
 
 def stream_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
     """Where two fit but one is launched, the next kernel's weights come while this one's parts are added up."""
     m = max(8, next_power(tokens))
-    for (n, warps), room, split in itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), ROOM, (1, 2, 4, 64)):
+    for (n, warps), room, split in itertools.product(((64, 4), (128, 4), (128, 8)), ROOM, (1, 2, 4, 64)):
         stages = min(16, room // ((n + m) * 128))
         for waves in range(1, 228_000 // room + 1) if stages > 1 and m <= 128 and n * m <= 128 * 32 * warps else ():
             yield linear_fp8.LinearPlan(m, n, warps, stages, split=split, waves=waves, stream=True)

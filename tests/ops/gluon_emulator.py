@@ -67,6 +67,8 @@ class Shared:
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         """[tokens, columns] in the layout of wgmma's operands, in which blocks of 128 bytes of all tokens follow one another, as these
         blocks, [blocks, tokens, elements]."""
+        if len(shape) == 2:  # the same bytes in other rows
+            return Shared(self.data.view(shape))
         blocks, tokens, columns = shape
         assert (columns * dtype.itemsize, tokens) == (128, self.shape[0]), "no blocks of 128 bytes"
         return Shared(self.data.view(dtype).view(tokens, blocks, columns).permute(1, 0, 2))

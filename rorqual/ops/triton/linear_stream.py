@@ -6,10 +6,11 @@ the last of them to finish adds the parts up in the order of columns: a sum depe
 
 Weights lie on the M side of the tensor cores (N rows a tile, in pieces of 16 rows a warp), tokens on the N side (M of them, at least 8).
 Bulk copies bring STAGES units at a time; those of weights start before the kernel waits for the one that makes x, since no kernel of a
-step writes weights. Scales are fetched a unit ahead: a load that is waited for in each unit costs as long as all copies before it.
+step writes weights. The scales of all its units a program fetches at once, before the first: a load that is waited for in each unit, though
+it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64 tokens).
 
 Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the products 4 for each token, their
-promotion 1, waits and barriers about 200.
+promotion 1, waits and a barrier about 150.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +36,9 @@ from rorqual.ops.triton.fp8 import Quantised
 from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
 
-SHARED = 227 * 1024 - 1024  # bytes of a program's stages; the rest is for barriers
+SHARED = 227 * 1024 - 1024  # bytes of a program's stages and scales; the rest is for barriers
+SCALES = 32  # so many of each kind a thread has on their way
+MOST_SCALES = 16 * 1024  # tokens times units of a program: larger matrices have more programs than run at once
 TOGETHER = gl.constexpr(64)  # partial sums a thread may hold of both pieces of a tile; above, one piece is multiplied after the other
 
 
@@ -60,11 +64,9 @@ def _worker_of(unit, workers, GROUPS: gl.constexpr, ALIGN: gl.constexpr):
 
 
 @gluon.jit
-def _factors(x_scale, w_scale, token, valid, tile, block, xs_row, xs_block, N: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-             LATER: gl.constexpr):  # fmt: skip
-    """What products of a block of columns are multiplied by, for each token: of the rows from 128 LATER on of a tile."""
-    row = gl.minimum(tile * N // 128 + LATER, (ROWS - 1) // 128)
-    return gl.load(x_scale + token * xs_row + block * xs_block, mask=valid, other=0.0) * gl.load(w_scale + row * BLOCKS + block)
+def _row_scales(w_scale, unit, end, N: gl.constexpr, BLOCKS: gl.constexpr):
+    """Of the weights of each of these units; 0 from `end` on."""
+    return gl.load(w_scale + unit // BLOCKS * N // 128 * BLOCKS + unit % BLOCKS, mask=unit < end, other=0.0)
 
 
 @gluon.jit
@@ -115,9 +117,11 @@ def _add_up(y, y_row, partials, bias, tile, tokens, workers, M: gl.constexpr, N:
 @gluon.jit(do_not_specialize=["tokens", "xs_block"])
 def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, tokens, xs_row, xs_block, y_row, ROWS: gl.constexpr,
                    COLUMNS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, ALIGN: gl.constexpr,
-                   BIAS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
-    """Grid: the programs, at most one a group of ALIGN units. At most M tokens. partials: two slots of [M, N] a program, for the tile it
-    begins in the middle and the one it ends in the middle; counters: units done of each tile, zero before and after."""
+                   CHUNKS: gl.constexpr, CHUNK: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
+                   DEPENDENT: gl.constexpr):  # fmt: skip
+    """Grid: the programs, at most one a group of ALIGN units, and of at most CHUNKS CHUNK units each. At most M tokens. partials: two slots
+    of [M, N] a program, for the tile it begins in the middle and the one it ends in the middle; counters: units done of each tile, zero
+    before and after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     GROUPS: gl.constexpr = (ROWS + N - 1) // N * (BLOCKS // ALIGN)
     PIECE: gl.constexpr = 16 * WARPS
@@ -126,8 +130,8 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    high_factors = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # in one, a barrier would part them
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    factors = gl.allocate_shared_memory(gl.float32, [CHUNKS * CHUNK, M], FLAT)  # what products of a unit are multiplied by, for each token
     w_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
@@ -144,17 +148,23 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         mbarrier.expect(x_here.index(i), M * 128)
         place = [(unit + i) // BLOCKS * N, (unit + i) % BLOCKS * 128]
         tma.async_copy_global_to_shared(w_tma, place, w_here.index(i), weights.index(i))
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    place = gl.arange(0, CHUNK * M, EACH)
+    token, asked = place % M, unit + place // M
+    rows = _row_scales(w_scale, asked, end, N, BLOCKS)
     wait_for_inputs(DEPENDENT)
     for i in range(ahead):
         tma.async_copy_global_to_shared(x_tma, [0, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i))
+    chunks = factors._reinterpret(gl.float32, [CHUNKS, CHUNK * M], FLAT)
+    for chunk in gl.static_range(CHUNKS):
+        if chunk:
+            asked = asked + CHUNK
+            rows = _row_scales(w_scale, asked, end, N, BLOCKS)
+        there = (asked < end) & (token < tokens)
+        scale = gl.load(x_scale + token * xs_row + asked % BLOCKS * xs_block, mask=there, other=0.0)
+        chunks.index(chunk).store(scale * rows)
 
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    LATER: gl.constexpr = N // 256  # the second piece has scales of its own
-    token = gl.arange(0, M, EACH)
-    valid = token < tokens
     stage, phase, used = 0, 0, 0
-    low_factor = _factors(x_scale, w_scale, token, valid, unit // BLOCKS, unit % BLOCKS, xs_row, xs_block, N, ROWS, BLOCKS, 0)
-    high_factor = _factors(x_scale, w_scale, token, valid, unit // BLOCKS, unit % BLOCKS, xs_row, xs_block, N, ROWS, BLOCKS, LATER)
     while unit < end:
         tile = unit // BLOCKS
         begin = tile * BLOCKS
@@ -162,22 +172,13 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         low = gl.full([PIECE, M], 0.0, gl.float32, ACC)
         high = low
         while unit < stop:
-            gl.thread_barrier()  # all warps have read the stage and the factors of the unit before
-            coming, behind = gl.minimum(unit + 1, end - 1), unit - 1 + STAGES
-            refill = (unit > first_unit) & (behind < end)
-            factors.store(low_factor)
-            if LATER:
-                high_factors.store(high_factor)
+            gl.thread_barrier()  # all warps have read the stage of the unit before; the first time, factors are there
+            behind = unit - 1 + STAGES
+            refill, column = (unit > first_unit) & (behind < end), behind % BLOCKS * 128
             mbarrier.expect(w_here.index(used), N * 128, pred=refill)
             mbarrier.expect(x_here.index(used), M * 128, pred=refill)
-            gl.thread_barrier()  # this unit's factors are there
-            column = behind % BLOCKS * 128
             tma.async_copy_global_to_shared(w_tma, [behind // BLOCKS * N, column], w_here.index(used), weights.index(used), pred=refill)
             tma.async_copy_global_to_shared(x_tma, [0, column], x_here.index(used), inputs.index(used), pred=refill)
-            next_tile, block = coming // BLOCKS, coming % BLOCKS
-            low_factor = _factors(x_scale, w_scale, token, valid, next_tile, block, xs_row, xs_block, N, ROWS, BLOCKS, 0)
-            if LATER:
-                high_factor = _factors(x_scale, w_scale, token, valid, next_tile, block, xs_row, xs_block, N, ROWS, BLOCKS, LATER)
             mbarrier.wait(w_here.index(stage), phase)
             mbarrier.wait(x_here.index(stage), phase)
             xt, wt = inputs.index(stage).permute((1, 0)), weights.index(stage)
@@ -185,14 +186,12 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
             part = warpgroup_mma(wt.slice(0, PIECE), xt, zero, use_acc=False, is_async=True)
             if TWO and OVERLAP:
                 other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
-            factor = factors.load(gl.SliceLayout(0, ACC))[None, :]
+            factor = factors.index(unit - first_unit).load(gl.SliceLayout(0, ACC))[None, :]
             if TWO and OVERLAP:
                 low = low + warpgroup_mma_wait(1, deps=[part]) * factor
             else:
                 low = low + warpgroup_mma_wait(0, deps=[part]) * factor
             if TWO:
-                if LATER:
-                    factor = high_factors.load(gl.SliceLayout(0, ACC))[None, :]
                 if not OVERLAP:
                     other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
                 high = high + warpgroup_mma_wait(0, deps=[other]) * factor
@@ -227,6 +226,17 @@ def programs(rows: int, columns: int, n: int, split: int, waves: int, processors
     return min(tiles * (blocks // align), max(1, waves) * processors, tiles * split if align == 1 else tiles), align
 
 
+def shared_bytes(m: int, n: int, stages: int, units: int) -> int:
+    return (n + m) * 128 * stages + 4 * m * units
+
+
+def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple[int, int]:
+    """(CHUNKS, CHUNK) for the scales of m tokens and of all units a program has, SCALES of them a thread at a time."""
+    most = -(-units // align // workers) * align
+    chunk = max(1, min(triton.next_power_of_2(most), SCALES * 32 * warps // m))
+    return -(-most // chunk), chunk
+
+
 def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
            waves: int) -> None:  # fmt: skip
     """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a launch (more
@@ -234,8 +244,12 @@ def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int,
     (rows, columns), device = weight.data.shape, y.device
     assert y.is_contiguous()
     assert n in (16 * warps, 32 * warps), (n, warps)
-    assert (n + m) * 128 * stages <= SHARED, (m, n, stages)
+    assert n <= 128, "one row of scales a tile"
     workers, align = programs(rows, columns, n, split, waves, multiprocessors(device))
+    units = -(-rows // n) * (columns // 128)
+    workers = max(workers, -(-units * m // MOST_SCALES))
+    chunks, chunk = chunks_of(units, workers, align, m, warps)
+    assert shared_bytes(m, n, stages, chunks * chunk) <= SHARED, (m, n, stages)
     shared = align * 128 < columns
     partials = torch.empty(2 * workers, m, n, dtype=torch.float32, device=device) if shared else None
     counters = zeroed_counters(device, -(-rows // n)) if shared else None
@@ -245,5 +259,5 @@ def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int,
         some, scale = x.data[first : first + m], x.scale[first : first + m]
         _stream_kernel[workers,](
             TensorDescriptor.from_tensor(some, [m, 128], layout), scale, w_tma, weight.scale, bias, y[first : first + m], partials,
-            counters, some.shape[0], *scale.stride(), rows, rows, columns, m, n, stages, align, bias is not None, warps,
+            counters, some.shape[0], *scale.stride(), rows, rows, columns, m, n, stages, align, chunks, chunk, bias is not None, warps,
             num_warps=warps, **dependent(device))  # fmt: skip
