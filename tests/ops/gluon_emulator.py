@@ -208,6 +208,11 @@ class Copies:
         """Copies out are done at once."""
 
 
+def _alike(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    a = torch.as_tensor(a)
+    return a, torch.as_tensor(b, dtype=a.dtype)
+
+
 class Language:
     """gluon.language"""
 
@@ -270,11 +275,11 @@ class Language:
 
     @staticmethod
     def maximum(a: Any, b: Any) -> Tensor:
-        return torch.maximum(torch.as_tensor(a), torch.as_tensor(b, dtype=a.dtype))
+        return torch.maximum(*_alike(a, b))
 
     @staticmethod
     def minimum(a: Any, b: Any) -> Tensor:
-        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b, dtype=a.dtype))
+        return torch.minimum(*_alike(a, b))
 
     @staticmethod
     def max(x: Tensor, axis: int) -> Tensor:

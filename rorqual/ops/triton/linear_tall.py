@@ -83,25 +83,33 @@ def _sum(x_scale, w_scale, inputs, weights, full, empty, stage, phase, first, n_
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
     low, high, done = zero, zero, zero
     never = tokens < 0  # so that products take the registers of the last one's result: the compiler finds no room otherwise
+    # Scales come a unit ahead: under way beside a product they would arrive after it. Masked, not kept inside: then one address serves all.
+    factor = gl.load(weight_scale)
+    low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
+    if TWO:
+        high_factor = gl.load(token_scale + 64 * xs_row, mask=token + 64 < tokens, other=0.0)
     for block in range(BLOCKS):
-        # on their way while the product is computed; masked, not kept inside: then one address serves all
-        factor = gl.load(weight_scale + block)
-        low_factor = gl.load(token_scale + block * xs_block, mask=token < tokens, other=0.0)
+        low_now = low_factor * factor
         if TWO:
-            high_factor = gl.load(token_scale + (block * xs_block + 64 * xs_row), mask=token + 64 < tokens, other=0.0)
+            high_now = high_factor * factor
+        coming = gl.minimum(block + 1, BLOCKS - 1)
+        factor = gl.load(weight_scale + coming)
+        low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
+        if TWO:
+            high_factor = gl.load(token_scale + (coming * xs_block + 64 * xs_row), mask=token + 64 < tokens, other=0.0)
         mbarrier.wait(full.index(stage), phase)
         xt, wt = inputs.index(stage), weights.index(stage).slice(0, WIDTH).permute((1, 0))
         part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
         if TWO:
             done = warpgroup_mma_wait(0, deps=[part])
-            low = low + done * (low_factor * factor)[:, None]
+            low = low + done * low_now[:, None]
             part = warpgroup_mma(xt.slice(SKIP + 64, 64), wt, done, use_acc=never, is_async=True)
         done = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(empty.index(stage), count=1)
         if TWO:
-            high = high + done * (high_factor * factor)[:, None]
+            high = high + done * high_now[:, None]
         else:
-            low = low + done * (low_factor * factor)[:, None]
+            low = low + done * low_now[:, None]
         stage = stage + 1
         if stage == STAGES:
             stage, phase = 0, phase ^ 1
