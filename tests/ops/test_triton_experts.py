@@ -238,7 +238,7 @@ def gate_sums(x: Tensor, matrix: Tensor, plan: gating.GatePlan) -> Tensor:
     """fp64, cut as the kernel cuts columns, for 132 multiprocessors."""
     blocks = -(-x.shape[0] // min(plan.m, 1 << max(4, (x.shape[0] - 1).bit_length()))) * -(-matrix.shape[0] // plan.n)
     steps = -(-x.shape[1] // plan.k)
-    width = plan.k * -(-steps // min(plan.split, 132 // blocks))
+    width = plan.k << (-(-steps // min(plan.split, 132 // blocks)) - 1).bit_length()
     return torch.stack([a.double() @ b.double().t() for a, b in zip(x.split(width, 1), matrix.split(width, 1), strict=True)])
 
 

@@ -101,7 +101,8 @@ def partial_logits(x: Tensor, gate: Tensor, plan: GatePlan | None = None) -> Ten
     plan = plan or plan_for(gate, tokens)
     m, n = min(plan.m, max(16, next_power(tokens))), min(plan.n, max(16, next_power(experts)))
     blocks, steps = (triton.cdiv(tokens, m), triton.cdiv(experts, n)), triton.cdiv(hidden, plan.k)
-    each = triton.cdiv(steps, max(1, min(plan.split, multiprocessors(x.device) // (blocks[0] * blocks[1]))))
+    wanted = max(1, min(plan.split, multiprocessors(x.device) // (blocks[0] * blocks[1])))
+    each = next_power(triton.cdiv(steps, wanted))  # few kernels for steps of any size: a new chunk of prompt must not compile one
     splits = triton.cdiv(steps, each)
     sums = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
     _gate_kernel[(*blocks, splits)](
