@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from rorqual.parallel.collectives import Alone
-from rorqual.parallel.mesh import AXES, members
+from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.mesh import AXES, Mesh, members
 from rorqual.parallel_config import ParallelConfig
 from tests.parallel.pool import RankPool
 
@@ -61,3 +66,28 @@ def test_groups_of_an_example() -> None:
     want = {"tp": (4, 5), "dp": (5, 7), "stage": (4, 5, 6, 7), "dense": (4, 5, 6, 7), "dense_dp": (5, 7)}
     want |= {"expert_tp": (4, 5), "ep": (5, 7), "pp": (1, 5), "head": (4, 5), "head_dp": (5,)}
     assert {axis: members(sizes, 5, axis) for axis in want} == want
+
+
+class Reluctant(GroupAxis):
+    """Over a group whose end takes until `recorded` is over, as NCCL's does."""
+
+    def __init__(self, recorded: threading.Event):
+        self.group, self.recorded, self.told = Mock(), recorded, threading.Event()
+
+    def abandon(self) -> None:
+        self.told.set()
+        self.recorded.wait(30)
+
+
+def test_no_group_that_is_given_up_waits_for_another() -> None:
+    recorded = threading.Event()
+    axes = [Reluctant(recorded) for _ in range(3)]
+    twin = Reluctant(recorded)
+    twin.group = axes[0].group
+    mesh = Mesh(ParallelConfig(tp=2), 0, dict(zip(AXES, itertools.chain(axes, itertools.repeat(twin)), strict=False)))
+    mesh.abandon()
+    assert all(axis.told.wait(5) for axis in [*axes[1:], twin])
+    assert not axes[0].told.is_set(), "one group is given up once"
+    assert not mesh.left(0.05)
+    recorded.set()
+    assert mesh.left(5)
