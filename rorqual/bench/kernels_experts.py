@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from rorqual.bench import kernels_peer as peers
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import experts as ex
 from rorqual.ops.triton import linear_fp8, linear_small, norm, rope_cache
+from rorqual.ops.triton.ahead import compiling
 from rorqual.ops.triton.fp8 import Quantised, quantise
 
 BANDWIDTH, RATES = 4.3e12, {"bf16": 735e12, "fp8": 1341e12}
@@ -94,22 +91,6 @@ def median_us(calls: list[Call], replays: int = 15) -> float:
     times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
     del graph
     return times[replays // 2] * 1e3 / (repeat * len(calls))
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Launches inside compile in parallel and run nothing."""
-    run = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        mock.patch.object(JITFunction, "run", compile_only),
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        yield
 
 
 @contextlib.contextmanager

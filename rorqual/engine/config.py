@@ -50,7 +50,8 @@ class EngineConfig:
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
     (decode steps recorded and replayed), or `compile` (the forward pass of decode steps goes through torch.compile, with a cache that
     survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. graph_sizes: batch sizes
-    whose steps are recorded at the start, the others when first needed (None: all, up to max_num_seqs). steps_in_flight: launched
+    whose steps are recorded at the start, the others when first needed (None: all, up to max_num_seqs). compile_ahead: kernels of
+    these steps are compiled side by side before, not one after the other when they are first launched. steps_in_flight: launched
     before the first is read (None: what the device wants, and one more for each micro-batch after the first). embed_device: `cpu` keeps
     the embedding table in pinned host memory, from where the device reads rows; `auto` is the device. On a CPU both are the same.
 
@@ -89,6 +90,7 @@ class EngineConfig:
     steps_in_flight: int | None = None
     exe_mode: str = "auto"
     graph_sizes: tuple[int, ...] | None = None
+    compile_ahead: bool = False
     embed_device: str = "auto"
     num_layers: int | None = None
     next_n: int = 0

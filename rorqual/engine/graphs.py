@@ -6,8 +6,9 @@ out, when one is first needed. A smaller batch is padded with a row whose block 
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,20 +38,33 @@ class DecodeGraphs:
 
     def record(self, variants: tuple[Variant, ...] = RECORDED, next_ns: Iterable[int] = (0,), sizes: Sequence[int] | None = None) -> None:
         """Record every bucket, or those that batches of `sizes` use; the largest first so that the others fit into its memory."""
+        for key in self._wanted(variants, next_ns, sizes):
+            self._record(*key)
+
+    def rehearse(self, variants: tuple[Variant, ...] = RECORDED, next_ns: Iterable[int] = (0,), sizes: Sequence[int] | None = None) -> None:
+        """Every step that `record` would compute, once."""
+        for size, variant, next_n in self._wanted(variants, next_ns, sizes):
+            self.body(self._padding(size), variant, next_n)
+
+    def _wanted(
+        self, variants: tuple[Variant, ...], next_ns: Iterable[int], sizes: Sequence[int] | None
+    ) -> Iterator[tuple[int, Variant, int]]:
         wanted = self.buckets if sizes is None else {self.bucket(size) for size in sizes if size <= self.buckets[-1]}
-        for next_n in next_ns:
-            for variant in variants:
-                for size in sorted(wanted, reverse=True):
-                    self._record(size, variant, next_n)
+        for next_n, variant in itertools.product(next_ns, variants):
+            yield from ((size, variant, next_n) for size in sorted(wanted, reverse=True))
 
     def bucket(self, size: int) -> int:
         return self.buckets[bisect_left(self.buckets, size)]
 
     def _record(self, size: int, variant: Variant, next_n: int) -> Callable[[], Tensor]:
-        """Of padding rows: recording computes the step a few times, and no request may move on by that."""
-        slots, self.shown = self.slots[:size].fill_(self.padding), []
+        slots = self._padding(size)
         graph = self.graphs[size, variant, next_n] = self.platform.record(lambda: self.body(slots, variant, next_n))
         return graph
+
+    def _padding(self, size: int) -> Tensor:
+        """Recording computes a step a few times, and no request may move on by that."""
+        self.shown = []
+        return self.slots[:size].fill_(self.padding)
 
     def run(self, slots: list[int], variant: Variant, next_n: int = 0, least: int = 0) -> Tensor:
         """What the step drew, [len(slots), ...]; valid until the next run, in stream order. `least`: other ranks have so many rows."""

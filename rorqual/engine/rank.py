@@ -76,7 +76,7 @@ class Rank:
         sizes = (config.max_num_seqs, self.max_row_len)
         self.runner = ModelRunner(self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled)
         choices = next_n_choices(config.next_n, config.next_n_policy == "adaptive")
-        self._phase("graphs", lambda: self.runner.record(RECORDED, choices, config.graph_sizes))
+        self._phase("graphs", lambda: self.runner.record(RECORDED, choices, config.graph_sizes, config.compile_ahead))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

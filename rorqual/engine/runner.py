@@ -94,14 +94,20 @@ class ModelRunner:
         return LookupDrafter(self.rows)
 
     @torch.inference_mode()
-    def record(self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,), sizes: Sequence[int] | None = None) -> None:
-        """Compile the forward pass where asked to, and where there are graphs record those of every batch bucket, or of batch `sizes`."""
+    def record(
+        self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,), sizes: Sequence[int] | None = None, ahead: bool = False
+    ) -> None:
+        """Compile the forward pass where asked to, and where there are graphs record those of every batch bucket, or of batch `sizes`.
+        ahead: kernels are compiled side by side before."""
         if self.compiled:
             with self.platform.stream():
                 self.compiled.compile(self._examples(next_ns))
         if self.graphs:
             if self.drafter and self.drafter.reads_hidden and set(variants) != {Variant.GREEDY}:
                 self.rows.keep_probs()  # recordings must not see it move
+            if ahead:
+                with self.platform.stream(), self.model.ops.compiling():
+                    self.graphs.rehearse(variants, next_ns, sizes)
             with self.platform.stream():
                 self.graphs.record(variants, next_ns, sizes)
 

@@ -7,6 +7,7 @@ number of query tokens, and `prefill`, where each request brings its own chunk.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,10 @@ class Ops:
     """The reference backend. Argument shapes are those of rorqual.ops.reference."""
 
     name = "reference"
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Inside, kernels that a device compiles at their first launch are compiled and do not run; what they would write is zero."""
+        return nullcontext()
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Whether a kernel of this backend serves `entry` for these weights, into which torch.compile must not look (ops/traced.py)."""

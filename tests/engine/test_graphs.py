@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.graphs import bucket_sizes
+from rorqual.engine.runner import ModelRunner
 from rorqual.engine.sampler import Variant
 from rorqual.errors import ConfigError
+from rorqual.ops.table import Ops
 from rorqual.platforms.cpu import CpuPlatform
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
@@ -152,6 +155,38 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(folder: Path, monkeypa
     assert {size for size, _, _ in graphs.graphs} == {1, 8}
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
     assert {size for size, _, _ in graphs.graphs} == {1, 4, 8}
+
+
+@pytest.mark.parametrize("next_n", [0, 2])
+def test_kernels_compiled_ahead(next_n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every step that is recorded is computed once before, inside what compiles; tokens stay what they are."""
+    save_with_mtp(tmp_path)
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "page_size": 8, "next_n": next_n}
+    prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [out.outputs[0].token_ids for out in LLM(tmp_path, **options).generate(prompts, params)]
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: ReplayingPlatform(torch.device("cpu")))
+    inside, computed = [False], []
+
+    @contextmanager
+    def compiling(self: Ops) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    plain = ModelRunner._decode_body
+
+    def body(self: ModelRunner, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
+        computed.append((inside[0], (len(slots), variant, next_n)))
+        return plain(self, slots, variant, next_n)
+
+    monkeypatch.setattr(Ops, "compiling", compiling)
+    monkeypatch.setattr(ModelRunner, "_decode_body", body)
+    llm = LLM(tmp_path, **options, compile_ahead=True)
+    ahead = [key for before, key in computed if before]
+    assert len(ahead) == len(set(ahead))
+    assert set(ahead) == set(llm.engine.runner.graphs.graphs)
+    assert all(before for before, _ in computed[: len(ahead)])
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
 
 
 @pytest.mark.parametrize(("sizes", "message"), [((0,), "at least 1"), ((9,), "max_num_seqs=8"), (4, "list"), (("a",), "at least 1")])

@@ -20,6 +20,8 @@ Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 m
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,6 +60,11 @@ WIDEST_HEAD = 256
 
 class TritonOps(Ops):
     name = "triton"
+
+    def compiling(self) -> AbstractContextManager[None]:
+        from rorqual.ops.triton import ahead
+
+        return ahead.compiling()
 
     def __init__(self) -> None:
         keep_compiled()

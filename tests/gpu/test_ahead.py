@@ -1,0 +1,47 @@
+"""An engine whose kernels are compiled ahead: its tokens, and nothing left to compile when steps are recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from rorqual import LLM, SamplingParams
+from rorqual.engine.graphs import DecodeGraphs
+
+TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("next_n", [0, 2])
+def test_kernels_compiled_ahead(next_n: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels() -> int:
+        return sum(len(cache) for made in seen for cache, *_ in made.device_caches.values())
+
+    seen: set[JITFunction] = set()
+    run, record, counts = JITFunction.run, DecodeGraphs.record, []
+
+    def noted(self: JITFunction, *args: object, **kwargs: object) -> object:
+        seen.add(self)
+        return run(self, *args, **kwargs)
+
+    def recorded(self: DecodeGraphs, *args: object) -> None:
+        counts.append(kernels())
+        record(self, *args)
+        counts.append(kernels())
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    monkeypatch.setattr(DecodeGraphs, "record", recorded)
+    options = {"device": "cuda", "dtype": dtype, "max_num_seqs": 4, "max_model_len": 256, "next_n": next_n}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = []
+    for ahead in (True, False):
+        llm = LLM(**options, compile_ahead=ahead)
+        found.append([out.outputs[0].token_ids for out in llm.generate(TEXTS, params)])
+    assert found[0] == found[1]
+    assert counts[0] == counts[1], "kernels were left to compile"
