@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.language import constexpr
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Shared:
         if len(shape) == 2:  # the same bytes in other rows
             return Shared(self.data.view(shape))
         blocks, tokens, columns = shape
-        assert (columns * dtype.itemsize, tokens) == (128, self.shape[0]), "no blocks of 128 bytes"
+        assert (columns * dtype.itemsize % 128, tokens) == (0, self.shape[0]), "no blocks of 128 bytes"
         return Shared(self.data.view(dtype).view(tokens, blocks, columns).permute(1, 0, 2))
 
     @property
@@ -339,7 +340,9 @@ def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list
             names |= vars(sys.modules[other])
         names |= {**vars(module), **tools}
         for name, value in list(names.items()):
-            if hasattr(value, "is_gluon"):
+            if isinstance(value, constexpr):
+                names[name] = value.value
+            elif hasattr(value, "is_gluon"):
                 names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
         names |= stand_ins
         with TURN:

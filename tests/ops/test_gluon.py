@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,12 @@ from tests.ops.triton_interpreter import DEVICE
 
 pytest.importorskip("triton.experimental.gluon")
 
-import triton
-
 from rorqual.bench.kernels_attention import attend
 from rorqual.ops.triton import mla_decode as mla
-from rorqual.ops.triton import mla_hopper
+from rorqual.ops.triton import mla_hopper, mla_pairs
 from tests.ops import gluon_emulator, ptx_interpreter
 from tests.ops.gluon_emulator import Descriptor
+from tests.ops.ptx_kernels import Kernel, assembled, caught, changes, compiled
 from tests.ops.ptx_memory import TensorMap
 
 PAGE = 64
@@ -32,7 +29,8 @@ CASES = [
 ]
 
 
-def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int, compiled: Path | None = None) -> None:
+def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int, machine: Kernel | None = None,
+          pairs: bool = False, seed: int | None = None) -> None:  # fmt: skip
     """Every program emulated, from the kernel's Python or from what it was compiled to, against fp64."""
     torch.manual_seed(1)
     columns, requests = 6 * PAGE // page, len(lens)
@@ -57,14 +55,16 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
         tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * mla.LOG2E, *q_latent.stride()[:2],
         *q_rope.stride()[:2], tables.stride(0), *out.stride()[:2], requests, min_tiles,
     ]  # fmt: skip
-    if compiled is not None:
+    if machine is not None:
         maps = [TensorMap(latent, (64, 64), 128), TensorMap(rope, (64, 64), 128)]
-        shared = int(compiled.with_suffix(".shared").read_text())
-        assert ptx_interpreter.run(compiled.read_text(), shared, grid, [q_latent, q_rope, *maps, *rest]) > 0
+        assert ptx_interpreter.run(machine.ptx, machine.shared, grid, [q_latent, q_rope, *maps, *rest], seed=seed) > 0
     else:
-        tiles = [Descriptor(latent, [64, 512]), Descriptor(rope, [64, 64])]
-        args = [q_latent, q_rope, *tiles, *rest, heads, queries, page, 64, 64, 512, 64, False]
-        gluon_emulator.run(mla_hopper, "_mla_hopper_kernel", grid, args)
+        tiles = [Descriptor(latent, [64, 64 if pairs else 512]), Descriptor(rope, [64, 64])]
+        args = [q_latent, q_rope, *tiles, *rest, heads, queries, page, 64, 64, 512, 64]
+        if pairs:
+            gluon_emulator.run(mla_pairs, "_mla_pairs_kernel", grid, [*args, *mla_pairs.REGISTERS, False])
+        else:
+            gluon_emulator.run(mla_hopper, "_mla_hopper_kernel", grid, [*args, False])
     mla.combine(plan, out, requests)
     for r, length in enumerate(lens):
         entries = cache[tables[r].long()].flatten(0, 1)[:length, None]
@@ -78,42 +78,70 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
 
 @pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles"), CASES)
 @pytest.mark.parametrize("page", [64, 128])
-def test_emulated_result(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int) -> None:
-    check(lens, heads, queries, workers, min_tiles, page)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_emulated_result(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int, pairs: bool) -> None:
+    check(lens, heads, queries, workers, min_tiles, page, pairs=pairs)
 
 
-COMPILE = """
-import torch
+LAUNCHES = """
 from rorqual.ops.triton import mla_decode as mla
-from tests.ops.cross_compile import SHARED, compiling
 m = lambda *s: torch.empty(*s, dtype=torch.bfloat16)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)
-with compiling(90) as launched:
+for pairs in (False, True):
     for heads, queries in ((128, 1), (128, 2), (16, 4)):
-        config = mla.Config(64, 64, 8, 2, gluon=True)
+        config = mla.Config(64, 64, 8, 2, gluon=True, pairs=pairs)
         mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=config)
-kernels = [k for k in launched if k.name == "_mla_hopper_kernel"]
-assert len(kernels) == 3
-for kernel in kernels:
+launched[:] = [kernel for kernel in launched if kernel.name.startswith("_mla")]
+"""
+CHECKS = """
+# each warpgroup half the scores, half the columns: 36 and 4 products of a tile, none twice; with pairs 36 of a tile of its own, 8 of both
+WHOLE = {"_mla_hopper_kernel": {"m64n32k16": 36, "m64n256k16": 4}, "_mla_pairs_kernel": {"m64n64k16": 72, "m64n256k16": 16}}
+MOST = {"_mla_hopper_kernel": 64, "_mla_pairs_kernel": 320}  # bytes of the stack: in pairs, products' descriptors, constant in the loop
+assert [kernel.name for kernel in launched] == ["_mla_hopper_kernel"] * 3 + ["_mla_pairs_kernel"] * 3
+for kernel in launched:
     found = kernel.resources()
-    assert found["shared"] <= SHARED[90] and found["stack"] < 64, found
-    # each warpgroup half the scores, half the columns: 36 and 4 products of a tile, none twice
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n32k16") == 36, kernel.ptx.count("m64n32k16")
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 4
+    assert found["shared"] <= SHARED[90] and found["stack"] < MOST[kernel.name], found
+    for product, count in WHOLE[kernel.name].items():
+        assert kernel.ptx.count("wgmma.mma_async.sync.aligned." + product) == count, (product, kernel.ptx.count(product))
     assert "griddepcontrol.wait" in kernel.ptx
-    open("{folder}/kernel.ptx", "w").write(kernel.ptx)
-    open("{folder}/kernel.shared", "w").write(str(found["shared"]))
 """
 
 
-def test_it_compiles_to_products_that_overlap(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    command = [sys.executable, "-c", COMPILE.replace("{folder}", str(tmp_path))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(assembler), "-v", "--gpu-name=sm_90a", str(tmp_path / "kernel.ptx"), "-o", "/dev/null"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "serialized" not in done.stderr, done.stderr
-    if DEVICE == "cpu":  # what it compiled to is right, and free of races
-        check([150, 0, 3], 16, 4, 2, 1, 64, tmp_path / "kernel.ptx")
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Kernel]:
+    """For 16 heads and 4 queries: without pairs, and with."""
+    found = compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
+    return {False: found[2], True: found[5]}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_it_compiles_to_products_that_overlap(kernels: dict[bool, Kernel], tmp_path: Path, pairs: bool) -> None:
+    assert "serialized" not in assembled(kernels[pairs], tmp_path)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="executed without a card")
+@pytest.mark.parametrize("pairs", [False, True])
+def test_compiled_code_is_right_and_free_of_races(kernels: dict[bool, Kernel], pairs: bool) -> None:
+    check([150, 0, 3], 16, 4, 2, 1, 64, kernels[pairs], pairs)
+    for seed in range(3 if pairs else 0):
+        check([200, 0, 3, 64], 16, 4, 2, 1, 64, kernels[pairs], pairs, seed)
+
+
+BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter at least
+    "a part is used before it is there, or a place not given up": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 21),
+    "weights, queries, barriers without a fence": (r"fence\.proxy\.async[^;]*;", "", 7),
+    "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 6),
+    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 3),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 3),
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="executed without a card")
+@pytest.mark.parametrize("what", BROKEN)
+def test_races_of_pairs_are_found(kernels: dict[bool, Kernel], what: str) -> None:
+    pattern, by, matter = BROKEN[what]
+
+    def run(ptx: str) -> None:
+        check([150, 0, 3, 200], 16, 4, 2, 1, 64, replace(kernels[True], ptx=ptx), True)
+
+    assert caught(changes(kernels[True].ptx, pattern, by), run) >= matter, what
