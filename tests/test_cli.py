@@ -44,14 +44,18 @@ def test_info_names_the_parts():
         assert words in done.stdout
 
 
-def test_bench_offline_writes_json(tmp_path: Path):
+@pytest.mark.parametrize("output", [4, 16])
+def test_bench_offline_writes_json(output: int, tmp_path: Path):
+    """Long outputs have steps of all requests together, on a clock of their own."""
     target = tmp_path / "out.json"
-    sizes = ("--concurrency", "1,2", "--prompt-len", "8", "--output-len", "4", "--repeats", "1")
+    sizes = ("--concurrency", "1,2", "--prompt-len", "8", "--output-len", str(output), "--repeats", "1")
     done = run("bench", "offline", *sizes, "--json", str(target))
     assert done.returncode == 0, done.stderr
     rows = json.loads(target.read_text())["rows"]
     assert [row["concurrency"] for row in rows] == [1, 2]
     assert all(row["tokens_per_s"] > 0 and row["floor_ms"] > 0 for row in rows)
+    assert all(("step: a difference" in row["settings"]) == (output == 4) for row in rows)
+    assert output == 4 or all(row["step_ms"] > 0 for row in rows)
 
 
 def test_bench_offline_of_an_fp8_cache(tmp_path: Path):

@@ -22,6 +22,7 @@ from rorqual.bench.peer import Peer
 from rorqual.bench.profile import StepProfile, check_platform, profile_steps
 from rorqual.bench.together import decoding_together, enough_tokens
 from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.errors import ConfigError
 from rorqual.perf.costs import Batch, Format, decode_floor_seconds, layer_ops, step_ops, total
 from rorqual.perf.deployments import layout_name
 from rorqual.perf.parallel_costs import Work as RankWork
@@ -230,13 +231,13 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, t
     row.concurrency *= times
     row.tokens_per_s *= times
     row.prefill_tokens_per_s *= times
-    together = config.next_n > 0 or (not alike and work.output >= enough_tokens(engine, groups[0], SHORTEST))
-    if together:
-        row.step_ms = 1e3 * statistics.median(steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats))
+    steady = None if alike and not config.next_n else steady_steps(llm, groups, work)
+    if steady is not None:
+        row.step_ms = 1e3 * steady
     row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
     if compiled := engine.stats.compiled:
         row.settings += f", compile: {compiled.variants} variants, {compiled.from_cache} from the cache, {compiled.seconds:.1f} s"
-    if not together:
+    if steady is None:
         row.settings += ", step: a difference"
     if engine.speculation:
         row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
@@ -265,8 +266,21 @@ class DraftCounts:
             row.accepted_length = round(1 + sum(accepted) / drafted[0], 3)
 
 
-def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> float:
-    """Seconds of a decode step while every request is decoding."""
+def steady_steps(llm: LLM, groups: list[list[list[int]]], work: Work) -> float | None:
+    """Median over runs of the seconds of a decode step while every request is decoding. None where outputs are too short to tell; with
+    speculation, where there is no other way, that raises ConfigError."""
+    try:
+        found = [steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats)]
+    except ConfigError:
+        if llm.engine.config.next_n:
+            raise
+        return None
+    told = llm.engine.config.next_n or min(steps for _, steps in found) >= SHORTEST
+    return statistics.median(seconds / steps for seconds, steps in found) if told else None
+
+
+def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> tuple[float, int]:
+    """Seconds of decode steps while every request is decoding, and how many there were."""
     engine = llm.engine
     engine.scheduler.prefix.clear()
     with decoding_together(engine, prompts, asked.sampling(asked.output)) as count:
@@ -276,7 +290,7 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> float:
             engine.step()
             steps += 1
         seconds = time.perf_counter() - start
-    return seconds / max(1, steps)
+    return seconds, max(1, steps)
 
 
 def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
