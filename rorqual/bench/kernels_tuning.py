@@ -168,10 +168,10 @@ ROOM = (66_000, 104_000, 200_000)  # bytes of a program's stages: three, two or 
 
 def stream_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
     """Where two fit but one is launched, the next kernel's weights come while this one's parts are added up."""
-    m = max(8, next_power(tokens))
-    for (n, warps), room, split in itertools.product(((64, 4), (128, 4), (128, 8)), ROOM, (1, 2, 4, 64)):
+    heights = (max(8, next_power(tokens)),) if tokens <= 128 else (64, 128) if tokens <= 512 else ()
+    for m, (n, warps), room, split in itertools.product(heights, ((64, 4), (128, 4), (128, 8)), ROOM, (1, 2, 4, 64)):
         stages = min(16, room // ((n + m) * 128))
-        for waves in range(1, 228_000 // room + 1) if stages > 1 and m <= 128 and n * m <= 128 * 32 * warps else ():
+        for waves in range(1, 228_000 // room + 1) if stages > 1 and n * m <= 128 * 32 * warps else ():
             yield linear_fp8.LinearPlan(m, n, warps, stages, split=split, waves=waves, stream=True)
 
 
@@ -206,7 +206,7 @@ def linear_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
 def sizes_alike(plan: linear_fp8.LinearPlan, tokens: int) -> list[float]:
     """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that fill the same tile are alike; one token,
     which is a decode step of one request, has a rule of its own."""
-    if not plan.stream:
+    if not plan.stream or tokens > plan.m:
         return tuning.near(tokens)
     return [1, 1] if tokens == 1 else [2 if plan.m == 8 else plan.m // 2 + 1, plan.m]
 

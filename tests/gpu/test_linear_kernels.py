@@ -25,9 +25,9 @@ FEW = [
     LinearPlan(16, 64, 4, 9, split=4, stream=True),
     LinearPlan(32, 128, 4, 5, split=64, waves=2, stream=True),
     LinearPlan(64, 64, 4, 6, split=1, waves=2, stream=True),
-    LinearPlan(64, 256, 8, 5, split=64, stream=True),
+    LinearPlan(64, 128, 4, 4, split=64, stream=True),
     LinearPlan(128, 128, 8, 6, split=2, stream=True),
-    LinearPlan(128, 256, 8, 4, split=64, stream=True),
+    LinearPlan(128, 64, 4, 3, split=4, waves=2, stream=True),
 ]
 MANY = [LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True) for m, stages in ((256, 4), (256, 2), (128, 6))]
 
@@ -56,7 +56,7 @@ def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
 @pytest.mark.parametrize("plan", FEW, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_few_tokens(plan: LinearPlan, rows: int, columns: int) -> None:
-    for tokens in (plan.m, plan.m - 1, max(1, plan.m // 2 - 3), plan.m + 1):
+    for tokens in (plan.m, plan.m - 1, max(1, plan.m // 2 - 3), plan.m + 1, 3 * plan.m + 1):
         check(plan, rows, columns, tokens)
 
 

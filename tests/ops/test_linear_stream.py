@@ -28,15 +28,15 @@ def emulate(x: Tensor, scale: Tensor, weight: Weight, m: int, n: int, warps: int
     (tokens, columns), rows = x.shape, weight.data.shape[0]
     align, tiles = columns // 128 if whole else 1, -(-rows // n)
     assert workers <= tiles * (columns // 128 // align)
-    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
-    partials = torch.full((2 * workers, m, n), float("nan"))
-    counters = torch.zeros(tiles, dtype=torch.int32)
+    y, blocks = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16), -(-tokens // m)
+    partials = torch.full((2 * workers * blocks, m, n), float("nan"))
+    counters = torch.zeros(tiles * blocks, dtype=torch.int32)
     chunks = linear_stream.chunks_of(tiles * (columns // 128), workers, align, m, warps)
     args = [
         Descriptor(x, [m, 128]), scale, Descriptor(weight.data, [n, 128]), weight.scale, bias, y, partials, counters, tokens,
         *scale.stride(), rows, rows, columns, m, n, stages, align, *chunks, bias is not None, warps, False,
     ]  # fmt: skip
-    gluon_emulator.run(linear_stream, "_stream_kernel", (workers,), args, backwards)
+    gluon_emulator.run(linear_stream, "_stream_kernel", (workers, blocks), args, backwards)
     assert not counters.any(), "the next launch starts from zeros"
     return y
 
@@ -49,6 +49,8 @@ CASES = [  # tokens, m, n, warps, stages, workers
     (60, 64, 64, 4, 5, 9),
     (128, 128, 128, 8, 3, 1),  # scales of 20 units in chunks of 64
     (128, 128, 64, 4, 3, 1),  # of 35 in chunks of 32
+    (100, 64, 64, 4, 3, 9),  # two blocks of tokens
+    (19, 8, 128, 8, 4, 3),
 ]
 
 
@@ -126,11 +128,12 @@ FORMS = [  # tokens, rows, columns, m, n, warps, stages, split, programs, bias
     (60, 136, 256, 64, 64, 4, 2, 1, 2, False),
     (64, 328, 640, 64, 128, 4, 2, 8, 4, True),  # one piece after the other
     (128, 328, 640, 128, 64, 4, 2, 8, 3, False),
+    (20, 264, 640, 8, 128, 4, 2, 8, 4, True),  # three blocks of tokens
 ]
 SMALL = f"""
 from rorqual.ops.triton import linear_stream
 for tokens, rows, columns, m, n, warps, stages, split, programs, bias in {FORMS}:
-    linear_stream.multiprocessors = lambda device: programs  # room for their scales is a constant
+    linear_stream.multiprocessors = lambda device: programs * -(-tokens // m)  # room for their scales is a constant
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     biases = y[0].clone() if bias else None
     linear_stream.launch(quantised(tokens, columns), block_fp8(rows, columns), biases, y, m, n, warps, stages, split, 1)
@@ -154,8 +157,9 @@ def execute(kernel: Kernel, form: int, backwards: bool = False, seed: int | None
     torch.manual_seed(form)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if biased else None
-    y, tiles = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16), -(-rows // n)
-    partials, counters = torch.full((2 * programs, m, n), float("nan")), torch.zeros(tiles, dtype=torch.int32)
+    y, tiles, blocks = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16), -(-rows // n), -(-tokens // m)
+    partials = torch.full((2 * programs * blocks, m, n), float("nan"))
+    counters = torch.zeros(tiles * blocks, dtype=torch.int32)
     shared = [partials, counters] if split > 1 else []
     arguments = [
         TensorMap(x, (m, 128), 128), scale, TensorMap(weight.data, (n, 128), 128), weight.scale, bias, y, *shared, tokens,
@@ -163,7 +167,7 @@ def execute(kernel: Kernel, form: int, backwards: bool = False, seed: int | None
     ]  # fmt: skip
     arguments = [x for x in arguments if x is not None]
     ptx_interpreter.run(
-        ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y, *shared], seed, backwards, [weight.data, weight.scale]
+        ptx or kernel.ptx, kernel.shared, (programs, blocks), arguments, [y, *shared], seed, backwards, [weight.data, weight.scale]
     )
     assert not counters.any(), "the next launch starts from zeros"
     assert error(y, exact(x, scale, weight, bias)) < 2e-3

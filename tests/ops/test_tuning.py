@@ -229,7 +229,7 @@ def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
     for tokens in (1, 8, 20, 64, 128, 200, 4096):
         for plan in kernels_tuning.gluon_candidates(tokens):
             assert plan.stream != plan.tall
-            assert plan.m >= min(tokens, 128)
+            assert plan.m >= min(tokens, 128) or (tokens > 128 and plan.m == 64)
             assert (plan.n + plan.m) * 128 * plan.stages + plan.tall * 32_768 <= 226 * 1024, plan
             assert plan.tall or plan.n in (16 * plan.warps, 32 * plan.warps), plan
 
@@ -247,8 +247,9 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
     assert linear_plan(2, 128, 256) == linear_plan(8, 128, 256) == plan
     assert linear_plan(9, 128, 256) == before
     assert linear_plan(1, 128, 256) != plan
-    sizes = {tokens: kernels_tuning.sizes_alike(replace(plan, m=m), tokens) for m, tokens in ((8, 1), (8, 8), (16, 16), (128, 128))}
-    assert sizes == {1: [1, 1], 8: [2, 8], 16: [9, 16], 128: [65, 128]}
+    fitting = ((8, 1), (8, 8), (16, 16), (128, 128), (64, 256))
+    sizes = {tokens: kernels_tuning.sizes_alike(replace(plan, m=m), tokens) for m, tokens in fitting}
+    assert sizes == {1: [1, 1], 8: [2, 8], 16: [9, 16], 128: [65, 128], 256: tuning.near(256)}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="as the table itself")

@@ -26,8 +26,8 @@ class LinearPlan:
     """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split: at most so many programs share a
     tile's columns; waves: at most so many programs a multiprocessor (0: one a tile); halves: the tile's weight rows in two products,
     so that half the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no split); stream: the kernel of
-    linear_stream.py, which has weights on the M side and bulk copies, a split of 1 for whole tiles and m from 8 on, and takes as many
-    launches as there are m tokens; tall: that of linear_tall.py, for m and stages alone."""
+    linear_stream.py, which has weights on the M side and bulk copies, a split of 1 for whole tiles and m from 8 on; tall: that of
+    linear_tall.py, for m and stages alone."""
 
     m: int
     n: int

@@ -10,7 +10,8 @@ step writes weights. The scales of all its units a program fetches at once, befo
 it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64 tokens).
 
 Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the products 4 for each token, their
-promotion 1, waits and a barrier about 150.
+promotion 1, waits and a barrier about 150. More tokens than M are several blocks, whose programs read the same weights at about the same
+time, so that all but one find them in the L2 cache.
 """
 
 from __future__ import annotations
@@ -119,10 +120,11 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
                    COLUMNS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, ALIGN: gl.constexpr,
                    CHUNKS: gl.constexpr, CHUNK: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
                    DEPENDENT: gl.constexpr):  # fmt: skip
-    """Grid: the programs, at most one a group of ALIGN units, and of at most CHUNKS CHUNK units each. At most M tokens. partials: two slots
-    of [M, N] a program, for the tile it begins in the middle and the one it ends in the middle; counters: units done of each tile, zero
-    before and after."""
+    """Grid: (the programs of M tokens, at most one a group of ALIGN units, and of at most CHUNKS CHUNK units each; blocks of M tokens).
+    partials: two slots of [M, N] a program, for the tile it begins in the middle and the one it ends in the middle; counters: units done
+    of each tile of each block, zero before and after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
+    TILES: gl.constexpr = (ROWS + N - 1) // N
     GROUPS: gl.constexpr = (ROWS + N - 1) // N * (BLOCKS // ALIGN)
     PIECE: gl.constexpr = 16 * WARPS
     TWO: gl.constexpr = N > PIECE
@@ -140,7 +142,11 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         mbarrier.init(x_here.index(i), count=1)
     fence_async_shared()
 
-    worker, workers = gl.program_id(0), gl.num_programs(0)
+    worker, workers, some = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
+    skip, tokens = some * M, tokens - some * M
+    x_scale, y = x_scale + skip * xs_row, y + skip.to(gl.int64) * y_row
+    if ALIGN < BLOCKS:
+        partials, counters = partials + some.to(gl.int64) * (2 * workers * M * N), counters + some * TILES
     unit, end = _first_unit(worker, workers, GROUPS, ALIGN), _first_unit(worker + 1, workers, GROUPS, ALIGN)
     first_unit, ahead = unit, gl.minimum(end - unit, STAGES)
     for i in range(ahead):
@@ -154,7 +160,7 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     rows = _row_scales(w_scale, asked, end, N, BLOCKS)
     wait_for_inputs(DEPENDENT)
     for i in range(ahead):
-        tma.async_copy_global_to_shared(x_tma, [0, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i))
+        tma.async_copy_global_to_shared(x_tma, [skip, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i))
     chunks = factors._reinterpret(gl.float32, [CHUNKS, CHUNK * M], FLAT)
     for chunk in gl.static_range(CHUNKS):
         if chunk:
@@ -178,7 +184,7 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
             mbarrier.expect(w_here.index(used), N * 128, pred=refill)
             mbarrier.expect(x_here.index(used), M * 128, pred=refill)
             tma.async_copy_global_to_shared(w_tma, [behind // BLOCKS * N, column], w_here.index(used), weights.index(used), pred=refill)
-            tma.async_copy_global_to_shared(x_tma, [0, column], x_here.index(used), inputs.index(used), pred=refill)
+            tma.async_copy_global_to_shared(x_tma, [skip, column], x_here.index(used), inputs.index(used), pred=refill)
             mbarrier.wait(w_here.index(stage), phase)
             mbarrier.wait(x_here.index(stage), phase)
             xt, wt = inputs.index(stage).permute((1, 0)), weights.index(stage)
@@ -218,12 +224,13 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
                 gl.store(counters + tile, 0)
 
 
-def programs(rows: int, columns: int, n: int, split: int, waves: int, processors: int) -> tuple[int, int]:
-    """(programs, units of columns that stay together): with a split of 1 whole tiles, else single units, at most `split` programs a tile on
-    average and `waves` a multiprocessor."""
-    tiles, blocks = -(-rows // n), columns // 128
-    align = blocks if split == 1 or tiles > COUNTERS else 1
-    return min(tiles * (blocks // align), max(1, waves) * processors, tiles * split if align == 1 else tiles), align
+def programs(rows: int, columns: int, n: int, split: int, waves: int, processors: int, blocks: int = 1) -> tuple[int, int]:
+    """(programs of a block of tokens, units of columns that stay together): with a split of 1 whole tiles, else single units, at most
+    `split` programs a tile on average and, of all `blocks`, `waves` a multiprocessor."""
+    tiles, units = -(-rows // n), columns // 128
+    align = units if split == 1 or tiles * blocks > COUNTERS else 1
+    at_once = max(1, max(1, waves) * processors // blocks)
+    return min(tiles * (units // align), at_once, tiles * split if align == 1 else tiles), align
 
 
 def shared_bytes(m: int, n: int, stages: int, units: int) -> int:
@@ -239,25 +246,23 @@ def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple
 
 def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
            waves: int) -> None:  # fmt: skip
-    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a launch (more
-    take several, each of which reads the weights); n: rows a tile, 16 or 32 a warp; see `programs` for split and waves."""
-    (rows, columns), device = weight.data.shape, y.device
+    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a block
+    (several share the weights through the cache); n: rows a tile, 16 or 32 a warp; see `programs` for split and waves."""
+    (rows, columns), tokens, device = weight.data.shape, x.shape[0], y.device
     assert y.is_contiguous()
     assert n in (16 * warps, 32 * warps), (n, warps)
     assert n <= 128, "one row of scales a tile"
-    workers, align = programs(rows, columns, n, split, waves, multiprocessors(device))
-    units = -(-rows // n) * (columns // 128)
+    blocks, tiles = -(-tokens // m), -(-rows // n)
+    workers, align = programs(rows, columns, n, split, waves, multiprocessors(device), blocks)
+    units = tiles * (columns // 128)
     workers = max(workers, -(-units * m // MOST_SCALES))
     chunks, chunk = chunks_of(units, workers, align, m, warps)
     assert shared_bytes(m, n, stages, chunks * chunk) <= SHARED, (m, n, stages)
     shared = align * 128 < columns
-    partials = torch.empty(2 * workers, m, n, dtype=torch.float32, device=device) if shared else None
-    counters = zeroed_counters(device, -(-rows // n)) if shared else None
+    partials = torch.empty(2 * workers * blocks, m, n, dtype=torch.float32, device=device) if shared else None
+    counters = zeroed_counters(device, tiles * blocks) if shared else None
     layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
-    w_tma = TensorDescriptor.from_tensor(weight.data, [n, 128], layout)
-    for first in range(0, x.shape[0], m):
-        some, scale = x.data[first : first + m], x.scale[first : first + m]
-        _stream_kernel[workers,](
-            TensorDescriptor.from_tensor(some, [m, 128], layout), scale, w_tma, weight.scale, bias, y[first : first + m], partials,
-            counters, some.shape[0], *scale.stride(), rows, rows, columns, m, n, stages, align, chunks, chunk, bias is not None, warps,
-            num_warps=warps, **dependent(device))  # fmt: skip
+    _stream_kernel[workers, blocks](
+        TensorDescriptor.from_tensor(x.data, [m, 128], layout), x.scale, TensorDescriptor.from_tensor(weight.data, [n, 128], layout),
+        weight.scale, bias, y, partials, counters, tokens, *x.scale.stride(), rows, rows, columns, m, n, stages, align, chunks, chunk,
+        bias is not None, warps, num_warps=warps, **dependent(device))  # fmt: skip
