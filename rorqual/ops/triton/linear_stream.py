@@ -125,7 +125,7 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     of each tile of each block, zero before and after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     TILES: gl.constexpr = (ROWS + N - 1) // N
-    GROUPS: gl.constexpr = (ROWS + N - 1) // N * (BLOCKS // ALIGN)
+    GROUPS: gl.constexpr = TILES * (BLOCKS // ALIGN)
     PIECE: gl.constexpr = 16 * WARPS
     TWO: gl.constexpr = N > PIECE
     OVERLAP: gl.constexpr = N * M <= TOGETHER * 32 * WARPS
@@ -142,11 +142,11 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         mbarrier.init(x_here.index(i), count=1)
     fence_async_shared()
 
-    worker, workers, some = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
-    skip, tokens = some * M, tokens - some * M
+    worker, workers, token_block = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
+    skip, tokens = token_block * M, tokens - token_block * M
     x_scale, y = x_scale + skip * xs_row, y + skip.to(gl.int64) * y_row
     if ALIGN < BLOCKS:
-        partials, counters = partials + some.to(gl.int64) * (2 * workers * M * N), counters + some * TILES
+        partials, counters = partials + token_block.to(gl.int64) * (2 * workers * M * N), counters + token_block * TILES
     unit, end = _first_unit(worker, workers, GROUPS, ALIGN), _first_unit(worker + 1, workers, GROUPS, ALIGN)
     first_unit, ahead = unit, gl.minimum(end - unit, STAGES)
     for i in range(ahead):

@@ -37,6 +37,15 @@ WARPS = 8
 
 
 @gluon.jit
+def span(starts, requests, min_tiles):
+    """(first tile of this worker, the one after its last): as split_kv.py shares them out."""
+    all_tiles, workers = gl.load(starts + requests), gl.num_programs(1)
+    chunk = gl.maximum((all_tiles + workers - 1) // workers, min_tiles)
+    tile = gl.program_id(1) * chunk
+    return tile, gl.minimum(tile + chunk, all_tiles)
+
+
+@gluon.jit
 def locate(tables, table_row, starts, request, begin, end, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
     """(whose tile it is, `request` or a later one, its first tile and the one after its last, the tile's page). Tiles are counted over all
     requests. These loads follow one another: whoever is about to fetch should have asked before."""
@@ -101,11 +110,7 @@ def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, 
     let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     worker, block = gl.program_id(1), gl.program_id(0)
-    all_tiles = gl.load(starts + requests)
-    workers = gl.num_programs(1)
-    chunk = gl.maximum((all_tiles + workers - 1) // workers, min_tiles)
-    tile = worker * chunk
-    last = gl.minimum(tile + chunk, all_tiles)
+    tile, last = span(starts, requests, min_tiles)
     if tile < last:
         request = gl.load(first + worker)
         # Of the tile that is fetched next: whose it is, that request's first tile and the one after its last, its page.

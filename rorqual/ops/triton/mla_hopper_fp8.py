@@ -48,7 +48,7 @@ from rorqual.ops.triton.latent_operands import (
     score,
 )
 from rorqual.ops.triton.launch import dependent
-from rorqual.ops.triton.mla_hopper import locate
+from rorqual.ops.triton.mla_hopper import locate, span
 from rorqual.ops.triton.split_kv import SplitPlan
 
 TOKENS, RANK, ROPE, GROUP = 64, 512, 64, 128
@@ -148,11 +148,8 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
     let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     worker, block = gl.program_id(1), gl.program_id(0)
-    all_tiles = gl.load(starts + requests)
-    workers = gl.num_programs(1)
-    chunk = gl.maximum((all_tiles + workers - 1) // workers, min_tiles)
-    earliest = worker * chunk
-    tile, last = earliest, gl.minimum(earliest + chunk, all_tiles)
+    earliest, last = span(starts, requests, min_tiles)
+    tile = earliest
     if tile < last:
         request = gl.load(first + worker)
         ahead, page = request, 0  # of the tile to be fetched next

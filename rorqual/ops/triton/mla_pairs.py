@@ -30,20 +30,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.launch import dependent
-from rorqual.ops.triton.mla_hopper import RANK, ROPE, ROWS, TOKENS, _put_queries, locate
+from rorqual.ops.triton.mla_hopper import RANK, ROPE, ROWS, TOKENS, _put_queries, locate, span
 from rorqual.ops.triton.split_kv import SplitPlan
 
 PARTS = gl.constexpr(3)  # of a tile, each with a barrier: 3 of its 9 blocks of 64 columns
 REGISTERS = (240, 24)  # of a thread that multiplies, of one that copies
-
-
-@gluon.jit
-def _span(starts, requests, min_tiles):
-    """(first tile of this worker, the one after its last): as split_kv.py shares them out."""
-    worker, workers = gl.program_id(1), gl.num_programs(1)
-    all_tiles = gl.load(starts + requests)
-    chunk = gl.maximum((all_tiles + workers - 1) // workers, min_tiles)
-    return worker * chunk, gl.minimum(worker * chunk + chunk, all_tiles)
 
 
 @gluon.jit
@@ -53,7 +44,7 @@ def _copy(latent_tma, rope_tma, tables, starts, first, latents, ropes, full, emp
     SHARED: gl.constexpr = latent_tma.layout
     BLOCKS: gl.constexpr = latents.shape[2] // 64
     wait_for_inputs(DEPENDENT)
-    tile, last = _span(starts, requests, min_tiles)
+    tile, last = span(starts, requests, min_tiles)
     if tile < last:
         request = gl.load(first + gl.program_id(1))
         begin, end = gl.load(starts + request), gl.load(starts + request + 1)
@@ -131,7 +122,7 @@ def _attend(q_latent, q_rope, kv_lens, starts, first, out, partial, lse, queries
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     worker, block = gl.program_id(1), gl.program_id(0)
-    tile, last = _span(starts, requests, min_tiles)
+    tile, last = span(starts, requests, min_tiles)
     if tile < last:
         request = gl.load(first + worker)
         phase, filled = 0, 0  # of the meetings; of both places: bit s turns each time place s is filled
