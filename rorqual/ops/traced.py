@@ -12,7 +12,7 @@ from which backends derive masks and schedules once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar
@@ -69,6 +69,9 @@ class TracedOps(Ops):
         finally:
             self.segment = None
             _at_hand.reset(before)
+
+    def compiling(self) -> AbstractContextManager[None]:
+        return self.inner.compiling()
 
     # ---- rows
 
