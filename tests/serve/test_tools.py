@@ -106,12 +106,13 @@ def test_long_arguments_take_linear_time():
 
     def seconds(size: int) -> float:
         text = '<tool_call>{"name": "f", "arguments": {"t": "' + "x" * size + '"}}</tool_call>'
-        start = time.process_time()
+        start = time.thread_time()
         parse(HermesParser(), [text[i : i + 4] for i in range(0, len(text), 4)])
-        return time.process_time() - start
+        return time.thread_time() - start
 
     seconds(1000)
-    assert seconds(40_000) < 40 * max(seconds(4_000), 0.005)
+    short, long = (min(seconds(size) for _ in range(3)) for size in (4_000, 40_000))  # a collection of garbage may fall into any one
+    assert long < 40 * max(short, 0.005)
 
 
 def test_call_object_gives_back_what_follows():
