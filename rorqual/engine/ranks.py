@@ -7,8 +7,10 @@ closed, at which every other rank ends itself, so that no collective waits for i
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import queue
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -39,6 +41,7 @@ log = logging.getLogger("rorqual.engine")
 CLOSE_SECONDS = 5.0
 BLAME_SECONDS = 1.0
 SUSPECT_SECONDS = 3.5 * ALIVE_SECONDS  # silent for so long while another rank's collective failed
+LAST_SECONDS = 20  # for the rest of a process whose groups were aborted, once its own handlers have run
 VERDICT_SECONDS = 3.0  # a collective fails at once when a peer dies; whose death it was is known a little later
 
 
@@ -213,9 +216,23 @@ class RankGroup:
             self.rank.runner.forget()  # NCCL leaves no group of which a recording holds a call
         if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
-        if dist.is_initialized() and not (self.failed and dist.get_backend() == "nccl"):  # aborted groups are not to be closed again
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            if self.failed and dist.get_backend() == "nccl":
+                leave_behind()
+            else:
+                dist.destroy_process_group()
         self.launcher.close()
+
+
+def leave_behind() -> None:
+    """Process groups that were aborted are not to be closed again, and taken apart where the interpreter ends they may keep it from
+    ending: it would wait for ranks that are no more. So they outlive it, and the process ends without asking libraries to clean up."""
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc's: called with the exit status, behind Python's own handlers and before the libraries'
+        libc.on_exit(libc._exit, None)
+    atexit.register(signal.alarm, LAST_SECONDS)  # and should something else wait: a signal that nobody handles
 
 
 def first(found: Iterable[str | None]) -> str | None:

@@ -171,6 +171,8 @@ class Mesh:
         """Other ranks are gone, or stand still: collectives end as well. From any thread, and returns at once: NCCL tells a group's kernels
         to end, then waits until nothing recorded holds a call of the group, which may be long; so each group has a thread of its own."""
         self.let_go()
+        if self.leaving:
+            return
         groups = {id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)}
         self.leaving = [threading.Thread(target=axis.abandon, daemon=True) for axis in groups.values()]
         for thread in self.leaving:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,17 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(blow: signal.Si
         llm.generate(TEXTS[:1], params(max_tokens=2))
     llm.engine.close()
     assert process.wait(5) is not None
+
+
+def test_a_process_that_leaves_its_groups_behind_ends_with_its_own_status(tmp_path: Path) -> None:
+    code = f"""
+import atexit, sys
+import torch.distributed as dist
+from rorqual.engine.ranks import leave_behind
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+atexit.register(print, "handlers run")
+leave_behind()
+sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (7, "handlers run\n"), done.stderr
