@@ -169,10 +169,10 @@ ROOM = (66_000, 104_000, 200_000)  # bytes of a program's stages: three, two or 
 def stream_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:
     """Where two fit but one is launched, the next kernel's weights come while this one's parts are added up."""
     heights = (max(8, next_power(tokens)),) if tokens <= 128 else (64, 128) if tokens <= 512 else ()
-    for m, (n, warps), room, split in itertools.product(heights, ((64, 4), (128, 4), (128, 8)), ROOM, (1, 2, 4, 64)):
+    for m, n, room, split in itertools.product(heights, (64, 128), ROOM, (1, 2, 4, 64)):
         stages = min(16, room // ((n + m) * 128))
-        for waves in range(1, 228_000 // room + 1) if stages > 1 and n * m <= 128 * 32 * warps else ():
-            yield linear_fp8.LinearPlan(m, n, warps, stages, split=split, waves=waves, stream=True)
+        for waves in range(1, 228_000 // room + 1) if stages > 1 else ():
+            yield linear_fp8.LinearPlan(m, n, n // 16, stages, split=split, waves=waves, stream=True)
 
 
 def tall_candidates(tokens: int) -> Iterator[linear_fp8.LinearPlan]:

@@ -23,9 +23,9 @@ SHAPES = [(2112, 7168), (400, 640), (7168, 2048), (1536, 128)]
 FEW = [
     LinearPlan(8, 128, 8, 6, split=64, stream=True),
     LinearPlan(16, 64, 4, 9, split=4, stream=True),
-    LinearPlan(32, 128, 4, 5, split=64, waves=2, stream=True),
+    LinearPlan(32, 128, 8, 5, split=64, waves=2, stream=True),
     LinearPlan(64, 64, 4, 6, split=1, waves=2, stream=True),
-    LinearPlan(64, 128, 4, 4, split=64, stream=True),
+    LinearPlan(64, 128, 8, 4, split=64, stream=True),
     LinearPlan(128, 128, 8, 6, split=2, stream=True),
     LinearPlan(128, 64, 4, 3, split=4, waves=2, stream=True),
 ]

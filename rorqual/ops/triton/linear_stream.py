@@ -4,14 +4,16 @@ The weights are cut into units of N rows and 128 columns, in the order of rows' 
 of units, whatever the numbers of tiles and columns are (stream-K). What a program holds of a tile that others share goes to memory, and
 the last of them to finish adds the parts up in the order of columns: a sum depends on shape and configuration alone.
 
-Weights lie on the M side of the tensor cores (N rows a tile, in pieces of 16 rows a warp), tokens on the N side (M of them, at least 8).
+Weights lie on the M side of the tensor cores (N rows a tile, 16 a warp), tokens on the N side (M of them, at least 8).
 Bulk copies bring STAGES units at a time; those of weights start before the kernel waits for the one that makes x, since no kernel of a
 step writes weights. The scales of all its units a program fetches at once, before the first: a load that is waited for in each unit, though
-it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64 tokens).
+it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64 tokens). The product of a unit is under way while
+that of the unit before it is scaled and added: one after the other, with its waits and a barrier, a unit of 64 rows and 64 tokens took
+340 ns, of which the tensor cores worked 65.
 
-Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the products 4 for each token, their
-promotion 1, waits and a barrier about 150. More tokens than M are several blocks, whose programs read the same weights at about the same
-time, so that all but one find them in the L2 cache.
+Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the products 4 for each token, beside them
+the scaling 1 and about 130 for waits and barriers. More tokens than M are several blocks, whose programs read the same weights at about
+the same time, so that all but one find them in the L2 cache.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ from rorqual.ops.triton.launch import COUNTERS, dependent, multiprocessors, zero
 SHARED = 227 * 1024 - 1024  # bytes of a program's stages and scales; the rest is for barriers
 SCALES = 32  # so many of each kind a thread has on their way
 MOST_SCALES = 16 * 1024  # tokens times units of a program: larger matrices have more programs than run at once
-TOGETHER = gl.constexpr(64)  # partial sums a thread may hold of both pieces of a tile; above, one piece is multiplied after the other
 
 
 @gluon.jit
@@ -71,9 +72,58 @@ def _row_scales(w_scale, unit, end, N: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _store(y, y_row, bias, acc, tile, tokens, AT: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr):
-    """acc [rows, M]: the whole sums of rows AT and following of a tile."""
-    row = tile * N + AT + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+def _next(stage, phase, STAGES: gl.constexpr):
+    stage = stage + 1
+    if stage == STAGES:
+        stage, phase = 0, phase ^ 1
+    return stage, phase
+
+
+@gluon.jit
+def _await(x_here, w_here, stage, phase):
+    mbarrier.wait(w_here.index(stage), phase)
+    mbarrier.wait(x_here.index(stage), phase)
+
+
+@gluon.jit
+def _begin(inputs, weights, stage, spare, never):
+    """The product of a stage, under way. Of `spare` nothing but its registers is used."""
+    return warpgroup_mma(weights.index(stage), inputs.index(stage).permute((1, 0)), spare, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def _factor(factors, unit, ACC: gl.constexpr):
+    return factors.index(unit).load(gl.SliceLayout(0, ACC))[None, :]
+
+
+@gluon.jit
+def _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, skip, BLOCKS: gl.constexpr):
+    """The stage, which this warp is done with, gets `unit` if there is one."""
+    gl.thread_barrier()  # all other warps are, too
+    N: gl.constexpr = weights.shape[1]
+    more, column = unit < end, unit % BLOCKS * 128
+    mbarrier.expect(w_here.index(stage), N * 128, pred=more)
+    mbarrier.expect(x_here.index(stage), inputs.shape[1] * 128, pred=more)
+    tma.async_copy_global_to_shared(w_tma, [unit // BLOCKS * N, column], w_here.index(stage), weights.index(stage), pred=more)
+    tma.async_copy_global_to_shared(x_tma, [skip, column], x_here.index(stage), inputs.index(stage), pred=more)
+
+
+@gluon.jit
+def _turn(product, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES: gl.constexpr,
+          BLOCKS: gl.constexpr):  # fmt: skip
+    """Begins the first product of the next unit, then waits for `product`, the last one of this unit, and gives the stage away."""
+    coming, turned = _next(stage, phase, STAGES)
+    _await(x_here, w_here, coming, turned)
+    begun = _begin(inputs, weights, coming, spare, never)
+    done = warpgroup_mma_wait(1, deps=[product])
+    _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit + STAGES, end, skip, BLOCKS)
+    return begun, done, coming, turned
+
+
+@gluon.jit
+def _store(y, y_row, bias, acc, tile, tokens, N: gl.constexpr, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr):
+    """acc [N, M]: the whole sums of a tile."""
+    row = tile * N + gl.arange(0, N, gl.SliceLayout(1, ACC))
     token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
     if BIAS:
         acc = acc + gl.load(bias + row, mask=row < ROWS, other=0.0).to(gl.float32)[:, None]
@@ -82,8 +132,8 @@ def _store(y, y_row, bias, acc, tile, tokens, AT: gl.constexpr, N: gl.constexpr,
 
 
 @gluon.jit
-def _put_aside(partials, acc, slot, tokens, AT: gl.constexpr, N: gl.constexpr, ACC: gl.constexpr):
-    inside = AT + gl.arange(0, acc.shape[0], gl.SliceLayout(1, ACC))
+def _put_aside(partials, acc, slot, tokens, N: gl.constexpr, ACC: gl.constexpr):
+    inside = gl.arange(0, N, gl.SliceLayout(1, ACC))
     token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
     place = partials + slot.to(gl.int64) * (acc.shape[1] * N)
     gl.store(place + token[None, :] * N + inside[:, None], acc, mask=(token < tokens)[None, :])
@@ -126,9 +176,6 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     BLOCKS: gl.constexpr = COLUMNS // 128
     TILES: gl.constexpr = (ROWS + N - 1) // N
     GROUPS: gl.constexpr = TILES * (BLOCKS // ALIGN)
-    PIECE: gl.constexpr = 16 * WARPS
-    TWO: gl.constexpr = N > PIECE
-    OVERLAP: gl.constexpr = N * M <= TOGETHER * 32 * WARPS
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 32])
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
@@ -170,56 +217,54 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         scale = gl.load(x_scale + token * xs_row + asked % BLOCKS * xs_block, mask=there, other=0.0)
         chunks.index(chunk).store(scale * rows)
 
-    stage, phase, used = 0, 0, 0
+    gl.thread_barrier()  # factors are there
+    never = tokens < 0
+    stage, phase = 0, 0
     while unit < end:
         tile = unit // BLOCKS
         begin = tile * BLOCKS
         start, stop = unit, gl.minimum(begin + BLOCKS, end)
-        low = gl.full([PIECE, M], 0.0, gl.float32, ACC)
-        high = low
-        while unit < stop:
-            gl.thread_barrier()  # all warps have read the stage of the unit before; the first time, factors are there
-            behind = unit - 1 + STAGES
-            refill, column = (unit > first_unit) & (behind < end), behind % BLOCKS * 128
-            mbarrier.expect(w_here.index(used), N * 128, pred=refill)
-            mbarrier.expect(x_here.index(used), M * 128, pred=refill)
-            tma.async_copy_global_to_shared(w_tma, [behind // BLOCKS * N, column], w_here.index(used), weights.index(used), pred=refill)
-            tma.async_copy_global_to_shared(x_tma, [skip, column], x_here.index(used), inputs.index(used), pred=refill)
-            mbarrier.wait(w_here.index(stage), phase)
-            mbarrier.wait(x_here.index(stage), phase)
-            xt, wt = inputs.index(stage).permute((1, 0)), weights.index(stage)
-            zero = gl.full([PIECE, M], 0.0, gl.float32, ACC)
-            part = warpgroup_mma(wt.slice(0, PIECE), xt, zero, use_acc=False, is_async=True)
-            if TWO and OVERLAP:
-                other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
-            factor = factors.index(unit - first_unit).load(gl.SliceLayout(0, ACC))[None, :]
-            if TWO and OVERLAP:
-                low = low + warpgroup_mma_wait(1, deps=[part]) * factor
-            else:
-                low = low + warpgroup_mma_wait(0, deps=[part]) * factor
-            if TWO:
-                if not OVERLAP:
-                    other = warpgroup_mma(wt.slice(PIECE, PIECE), xt, zero, use_acc=False, is_async=True)
-                high = high + warpgroup_mma_wait(0, deps=[other]) * factor
+        acc = gl.full([N, M], 0.0, gl.float32, ACC)
+        # Two products' registers take turns, each under the same name where a turn of the loop begins and ends: else it would be copied,
+        # and waited for.
+        spare = acc
+        _await(x_here, w_here, stage, phase)
+        part = _begin(inputs, weights, stage, acc, never)
+        while unit + 2 < stop:
+            other, done, stage, phase = _turn(
+                part, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES, BLOCKS
+            )
+            acc = acc + done * _factor(factors, unit - first_unit, ACC)
             unit = unit + 1  # not +=: tests run this on tensors, which that would change in place
-            used, stage = stage, stage + 1
-            if stage == STAGES:
-                stage, phase = 0, phase ^ 1
-        done = stop - start
+            part, spare, stage, phase = _turn(
+                other, done, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES, BLOCKS
+            )
+            acc = acc + spare * _factor(factors, unit - first_unit, ACC)
+            unit = unit + 1
+        if unit + 1 < stop:
+            other, done, stage, phase = _turn(
+                part, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES, BLOCKS
+            )
+            acc = acc + done * _factor(factors, unit - first_unit, ACC)
+            unit = unit + 1
+            done = warpgroup_mma_wait(0, deps=[other])
+        else:
+            done = warpgroup_mma_wait(0, deps=[part])
+        acc = acc + done * _factor(factors, unit - first_unit, ACC)
+        _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit + STAGES, end, skip, BLOCKS)
+        unit = unit + 1
+        stage, phase = _next(stage, phase, STAGES)
+        units = stop - start
         held = _now(tokens, DEPENDENT)
         EVEN: gl.constexpr = 8 if ROWS % 8 == 0 else 1
         y_step = _now(y_row // EVEN, DEPENDENT) * EVEN  # so much is known of it: stores are wide
-        if done == BLOCKS:
-            _store(y, y_step, bias, low, tile, held, 0, N, ROWS, BIAS, ACC)
-            if TWO:
-                _store(y, y_step, bias, high, tile, held, PIECE, N, ROWS, BIAS, ACC)
+        if units == BLOCKS:
+            _store(y, y_step, bias, acc, tile, held, N, ROWS, BIAS, ACC)
         elif ALIGN < BLOCKS:
             slot = 2 * worker + (start == begin).to(gl.int32)
-            _put_aside(partials, low, slot, held, 0, N, ACC)
-            if TWO:
-                _put_aside(partials, high, slot, held, PIECE, N, ACC)
+            _put_aside(partials, acc, slot, held, N, ACC)
             gl.thread_barrier()  # every thread's part is stored before one of them counts them in
-            if gl.atomic_add(counters + tile, done, sem="acq_rel") + done == BLOCKS:
+            if gl.atomic_add(counters + tile, units, sem="acq_rel") + units == BLOCKS:
                 _add_up(y, y_step, partials, bias, tile, held, workers, M, N, ROWS, BLOCKS, GROUPS, ALIGN, BIAS, WARPS)
                 gl.store(counters + tile, 0)
 
@@ -247,11 +292,12 @@ def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple
 def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
            waves: int) -> None:  # fmt: skip
     """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a block
-    (several share the weights through the cache); n: rows a tile, 16 or 32 a warp; see `programs` for split and waves."""
+    (several share the weights through the cache); n: rows a tile, 16 a warp; see `programs` for split and waves."""
     (rows, columns), tokens, device = weight.data.shape, x.shape[0], y.device
     assert y.is_contiguous()
-    assert n in (16 * warps, 32 * warps), (n, warps)
+    assert n == 16 * warps, (n, warps)
     assert n <= 128, "one row of scales a tile"
+    assert stages > 1, "one is multiplied while another fills"
     blocks, tiles = -(-tokens // m), -(-rows // n)
     workers, align = programs(rows, columns, n, split, waves, multiprocessors(device), blocks)
     units = tiles * (columns // 128)
