@@ -117,10 +117,18 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
         return [partial(ex.grouped_experts, *draw, gate_up, down, plan) for draw in picked]
 
     used = ex.plan_for(down, picks, shape.shared)
-    plans = [used, *(plan for rows in row_candidates(picks, shape.routed) if (plan := best_tiles(shape, picked, gate_up, down, rows)))]
+    plans = [used, *tall_plans(used, shape, picks, device)]
+    plans += [plan for rows in row_candidates(picks, shape.routed) if (plan := best_tiles(shape, picked, gate_up, down, rows))]
     named = {"kind": shape.kind, "slots": shape.routed, "hidden": shape.hidden, "inner": shape.inner}
     named["mean"] = tuning.near(picks / shape.routed)
     keep("experts", named, timed("whole layer", plans, whole), whole, used, ALIKE[shape.kind], device)
+
+
+def tall_plans(used: ex.Plan, shape: ExpertShape, picks: float, device: torch.device) -> list[ex.Plan]:
+    """experts_tall.py's kernel where an expert has many rows, with the tiles in use where it is not to be had."""
+    if shape.kind != "fp8" or picks / shape.routed < 16 or not is_hopper(device):
+        return []
+    return [replace(used, rows=rows, tall=stages) for rows, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3))]
 
 
 def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, rows: int) -> ex.Plan | None:

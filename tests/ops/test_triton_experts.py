@@ -17,7 +17,19 @@ from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.table import Ops
-from rorqual.ops.triton import absorb, experts, experts_direct, fp8, linear_fp8, linear_skinny, linear_small, norm, picks, rope_cache
+from rorqual.ops.triton import (
+    absorb,
+    experts,
+    experts_direct,
+    experts_tall,
+    fp8,
+    linear_fp8,
+    linear_skinny,
+    linear_small,
+    norm,
+    picks,
+    rope_cache,
+)  # fmt: skip
 from rorqual.ops.triton import gate as gating
 from rorqual.ops.triton import route as routing
 from rorqual.ops.triton.backend import TritonOps
@@ -561,3 +573,33 @@ def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
     y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=DEVICE)
     linear_fp8._launch_halves(fp8.quantise(x), w, bias, y, linear_fp8.LinearPlan(64, 128, 4, 2, tma=True, halves=True))
     assert difference(y, reference.linear(x, w, bias)) < 1e-5
+
+
+@pytest.mark.parametrize("picks_first", [30, 5000])  # sorted into buckets, and in chunks
+@pytest.mark.parametrize("quantised", [False, True])
+def test_rows_in_the_order_of_their_experts(picks_first: int, quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picks, "BUCKET_PICKS", 4096 if picks_first < 4096 else 0)
+    tokens, slots, inner = 40, 6, 256
+    ids = torch.stack([torch.randperm(slots)[:2] for _ in range(tokens)]).int().to(DEVICE)
+    ids[3], ids[7, 1] = -1, -1
+    blocks = picks.sort_picks(ids, slots, 128)
+    x = random(tokens, 384, dtype=torch.bfloat16)
+    given = fp8.quantise(x) if quantised else x
+    found, expected = experts_tall.in_order(given, blocks, 2), fp8.quantise(x)
+    here = int((ids >= 0).sum())
+    both = random(blocks.picks, 2 * inner, dtype=torch.bfloat16)
+    joined = experts_tall.joined(both, blocks)
+    truth = fp8.quantise(torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float())
+    seen = 0
+    for block in range(int(blocks.count)):
+        expert, start, end, shift = blocks.blocks[:, block].tolist()
+        for row in range(start, min(end, start + 128)):
+            pick = int(blocks.order[shift + row])
+            assert ids.flatten()[pick] == expert
+            assert torch.equal(found.data[row].view(torch.uint8), expected.data[pick // 2].view(torch.uint8))
+            assert torch.equal(found.scale[row], expected.scale[pick // 2])
+            assert torch.equal(joined.data[row].view(torch.uint8), truth.data[row].view(torch.uint8))
+            torch.testing.assert_close(joined.scale[row], truth.scale[row])
+            seen += 1
+    assert seen == here
+    assert (found.data[here:].view(torch.uint8) == 127).all(), "rows that are nobody's were written"

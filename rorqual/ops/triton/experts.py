@@ -1,7 +1,8 @@
 """Routed experts: out[t] = sum over picks k of weights[t, k] * down[e] (silu(gate[e] x_t) * up[e] x_t), with e = ids[t, k].
 
-Two forms behind `experts`:
+Three forms behind `experts`:
 - direct, for a handful of picks: experts_direct.py.
+- tall, for many rows an expert in fp8: experts_tall.py, between the grouped form's sorting and its sum.
 - grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped GEMMs and a weighted sum (expert_sums.py).
   While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose instructions want 64 rows there,
   and the tokens the N side, which may be as narrow as 16.
@@ -51,11 +52,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """rows: picks of one expert in a block; the tiles of both GEMMs."""
+    """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of experts_tall.py's kernel, which takes 128 or 256 rows
+    of fp8 in their place on Hopper; 0: never."""
 
     rows: int
     up: Tile
     down: Tile
+    tall: int = 0
 
 
 # Shared experts are experts among the routed ones where a layer can have it so (layers/moe.py). False: a layer beside them.
@@ -252,6 +255,10 @@ def unsummed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, d
 def _products(x: Tensor | Quantised, gate_up: Weight, down: Weight, plan: Plan, blocks: RowBlocks, top_k: int,
               dtype: torch.dtype) -> Tensor:  # fmt: skip
     assert blocks.rows == plan.rows
+    if plan.tall and gate_up.quantised and dtype.itemsize == 2 and is_hopper(gate_up.data.device):
+        from rorqual.ops.triton import experts_tall
+
+        return experts_tall.products(x, gate_up, down, blocks, top_k, dtype, plan.tall)
     return down_product(gate_up_product(x, gate_up, blocks, top_k, plan.up), down, blocks, dtype, plan.down)
 
 

@@ -37,21 +37,21 @@ REGISTERS = (240, 24)  # of a thread that multiplies, of one that copies
 
 
 @gluon.jit
-def _share(tokens, M: gl.constexpr, ROWS: gl.constexpr):
-    """(tiles of this program, whole rounds of all programs)"""
-    tiles, workers = (tokens + M - 1) // M * ((ROWS + 127) // 128), gl.num_programs(0)
+def share(high, ROWS: gl.constexpr):
+    """(tiles of this program, whole rounds of all programs) where tokens make `high` tiles."""
+    tiles, workers = high * ((ROWS + 127) // 128), gl.num_programs(0)
     return tiles // workers + (workers - 1 - gl.program_id(0) < tiles % workers).to(gl.int32), tiles // workers
 
 
 @gluon.jit
-def _tile(turn, rounds, tokens, M: gl.constexpr, ROWS: gl.constexpr):
+def tile_of(turn, rounds, high, ROWS: gl.constexpr):
     """(token tile, weight tile) of a turn: 16 token tiles go through all weight tiles together, so that both stay in the cache. The
     last round, of fewer tiles than programs, begins with the last program."""
     worker, workers = gl.program_id(0), gl.num_programs(0)
     tile = turn * workers + gl.where(turn < rounds, worker, workers - 1 - worker)
     PER_GROUP: gl.constexpr = 16 * ((ROWS + 127) // 128)
     group, inside = tile // PER_GROUP, tile % PER_GROUP
-    height = gl.minimum((tokens + M - 1) // M - group * 16, 16)
+    height = gl.minimum(high - group * 16, 16)
     return group * 16 + inside % height, inside // height
 
 
@@ -59,10 +59,11 @@ def _tile(turn, rounds, tokens, M: gl.constexpr, ROWS: gl.constexpr):
 def _copy(x_tma, w_tma, inputs, weights, full, empty, tokens, M: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
           STAGES: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
-    turns, rounds = _share(tokens, M, ROWS)
+    high = (tokens + M - 1) // M
+    turns, rounds = share(high, ROWS)
     stage, phase = 0, 1
     for turn in range(turns):
-        m_tile, n_tile = _tile(turn, rounds, tokens, M, ROWS)
+        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
         for block in range(BLOCKS):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), (M + 128) * 128)
@@ -74,12 +75,13 @@ def _copy(x_tma, w_tma, inputs, weights, full, empty, tokens, M: gl.constexpr, R
 
 
 @gluon.jit
-def _sum(x_scale, w_scale, inputs, weights, full, empty, stage, phase, first, n_tile, tokens, xs_row, xs_block, BLOCKS: gl.constexpr,
+def sums(x_scale, weight_scale, inputs, weights, full, empty, stage, phase, first, tokens, xs_row, xs_block, BLOCKS: gl.constexpr,
          STAGES: gl.constexpr, SKIP: gl.constexpr, TWO: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """Sums of 64 or, with TWO, 128 tokens from `first` on, which begin at row SKIP of the stages, over WIDTH weight rows."""
+    """Sums of 64 or, with TWO, 128 tokens from `first` on and before `tokens`, which begin at row SKIP of the stages, over WIDTH weight
+    rows with the scales from `weight_scale` on."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
-    token_scale, weight_scale = x_scale + token * xs_row, w_scale + n_tile * BLOCKS
+    token_scale = x_scale + token * xs_row
     zero = gl.full([64, WIDTH], 0.0, gl.float32, ACC)
     low, high, done = zero, zero, zero
     never = tokens < 0  # so that products take the registers of the last one's result: the compiler finds no room otherwise
@@ -152,25 +154,26 @@ def _multiply(x_scale, w_scale, bias, y, y_tma, out, inputs, weights, full, empt
     TWO: gl.constexpr = M == 256
     SKIP: gl.constexpr = WHO * (M // 2)
     wait_for_inputs(DEPENDENT)
-    turns, rounds = _share(tokens, M, ROWS)
+    high = (tokens + M - 1) // M
+    turns, rounds = share(high, ROWS)
     stage, phase = 0, 0
     for turn in range(turns):
-        m_tile, n_tile = _tile(turn, rounds, tokens, M, ROWS)
-        first = m_tile * M + SKIP
+        m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
+        first, scales = m_tile * M + SKIP, w_scale + n_tile * BLOCKS
         if ROWS % 128 > 0 and ROWS % 128 <= 64 and n_tile * 128 + 128 > ROWS:
-            narrow, narrow_high, stage, phase = _sum(
-                x_scale, w_scale, inputs, weights, full, empty, stage, phase, first, n_tile, tokens, xs_row, xs_block, BLOCKS, STAGES, SKIP,
-                TWO, 64)  # fmt: skip
+            narrow, narrow_high, stage, phase = sums(
+                x_scale, scales, inputs, weights, full, empty, stage, phase, first, tokens, xs_row, xs_block, BLOCKS, STAGES, SKIP, TWO, 64
+            )
             _store(y, _with_bias(narrow, bias, n_tile, ROWS, BIAS, NARROW), first, n_tile, tokens, ROWS, NARROW)
             if TWO:
                 _store(y, _with_bias(narrow_high, bias, n_tile, ROWS, BIAS, NARROW), first + 64, n_tile, tokens, ROWS, NARROW)
         else:
-            low, high, stage, phase = _sum(
-                x_scale, w_scale, inputs, weights, full, empty, stage, phase, first, n_tile, tokens, xs_row, xs_block, BLOCKS, STAGES, SKIP,
-                TWO, 128)  # fmt: skip
+            low, upper, stage, phase = sums(
+                x_scale, scales, inputs, weights, full, empty, stage, phase, first, tokens, xs_row, xs_block, BLOCKS, STAGES, SKIP, TWO, 128
+            )
             _send(y_tma, out, _with_bias(low, bias, n_tile, ROWS, BIAS, ACC), first, n_tile)
             if TWO:
-                _send(y_tma, out, _with_bias(high, bias, n_tile, ROWS, BIAS, ACC), first + 64, n_tile)
+                _send(y_tma, out, _with_bias(upper, bias, n_tile, ROWS, BIAS, ACC), first + 64, n_tile)
     tma.store_wait(0)
 
 
