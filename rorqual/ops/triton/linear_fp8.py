@@ -41,6 +41,11 @@ class LinearPlan:
     stream: bool = False
     tall: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ValueError: a configuration that somebody has stored may be of kernels that were."""
+        if self.stream and (self.n != 16 * self.warps or self.n > 128 or self.stages < 2):
+            raise ValueError(f"no streaming product has {self.n} weight rows, {self.warps} warps and {self.stages} stages")
+
 
 HALVES = LinearPlan(128, 128, 8, 3, swap=False, tma=True, halves=True)
 MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns

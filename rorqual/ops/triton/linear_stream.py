@@ -295,8 +295,7 @@ def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int,
     (several share the weights through the cache); n: rows a tile, 16 a warp; see `programs` for split and waves."""
     (rows, columns), tokens, device = weight.data.shape, x.shape[0], y.device
     assert y.is_contiguous()
-    assert n == 16 * warps, (n, warps)
-    assert n <= 128, "one row of scales a tile"
+    assert n == 16 * warps <= 128, (n, warps)  # one row of scales a tile
     assert stages > 1, "one is multiplied while another fills"
     blocks, tiles = -(-tokens // m), -(-rows // n)
     workers, align = programs(rows, columns, n, split, waves, multiprocessors(device), blocks)
