@@ -73,14 +73,14 @@ def test_mla_decode_configs_and_pages(page: int, index: int) -> None:
 
 @pytest.mark.parametrize("page", [64, 128])
 @pytest.mark.parametrize(("heads", "queries"), [(16, 4), (64, 1), (126, 2), (128, 1), (128, 4)])
-def test_mla_decode_in_pairs_of_tiles(heads: int, queries: int, page: int) -> None:
+def test_mla_decode_of_many_heads(heads: int, queries: int, page: int) -> None:
     """Requests of one tile, of an odd number, split over programs or not."""
     lens = [queries, 64, 65, 129, 4000, *lens_of(40, 1000)]
     entries = [random(n, 576) for n in lens]
     plane, tables = paged(entries, page)
     q = random(len(lens) * queries, heads, 576).cuda()
     out = poisoned(len(q), heads, 512, dtype=BF16)
-    config = mla.Config(64, 64, 8, 2, gluon=True, pairs=True)
+    config = mla.Config(64, 64, 8, 2, gluon=True)
     for _ in range(3):
         mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, 4000, out=out, config=config)
         check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))

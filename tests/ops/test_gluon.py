@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from rorqual.bench.kernels_attention import attend
 from rorqual.ops.triton import mla_decode as mla
-from rorqual.ops.triton import mla_hopper, mla_pairs
+from rorqual.ops.triton import mla_hopper
 from tests.ops import gluon_emulator, ptx_interpreter
 from tests.ops.gluon_emulator import Descriptor
 from tests.ops.ptx_kernels import Kernel, assembled, caught, changes, compiled
@@ -30,7 +30,7 @@ CASES = [
 
 
 def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int, machine: Kernel | None = None,
-          pairs: bool = False, seed: int | None = None) -> None:  # fmt: skip
+          seed: int | None = None) -> None:  # fmt: skip
     """Every program emulated, from the kernel's Python or from what it was compiled to, against fp64."""
     torch.manual_seed(1)
     columns, requests = 6 * PAGE // page, len(lens)
@@ -59,12 +59,9 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
         maps = [TensorMap(latent, (64, 64), 128), TensorMap(rope, (64, 64), 128)]
         assert ptx_interpreter.run(machine.ptx, machine.shared, grid, [q_latent, q_rope, *maps, *rest], seed=seed) > 0
     else:
-        tiles = [Descriptor(latent, [64, 64 if pairs else 512]), Descriptor(rope, [64, 64])]
+        tiles = [Descriptor(latent, [64, 512]), Descriptor(rope, [64, 64])]
         args = [q_latent, q_rope, *tiles, *rest, heads, queries, page, 64, 64, 512, 64]
-        if pairs:
-            gluon_emulator.run(mla_pairs, "_mla_pairs_kernel", grid, [*args, *mla_pairs.REGISTERS, False])
-        else:
-            gluon_emulator.run(mla_hopper, "_mla_hopper_kernel", grid, [*args, False])
+        gluon_emulator.run(mla_hopper, "_mla_hopper_kernel", grid, [*args, False])
     mla.combine(plan, out, requests)
     for r, length in enumerate(lens):
         entries = cache[tables[r].long()].flatten(0, 1)[:length, None]
@@ -78,70 +75,62 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
 
 @pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles"), CASES)
 @pytest.mark.parametrize("page", [64, 128])
-@pytest.mark.parametrize("pairs", [False, True])
-def test_emulated_result(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int, pairs: bool) -> None:
-    check(lens, heads, queries, workers, min_tiles, page, pairs=pairs)
+def test_emulated_result(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int) -> None:
+    check(lens, heads, queries, workers, min_tiles, page)
 
 
 LAUNCHES = """
 from rorqual.ops.triton import mla_decode as mla
 m = lambda *s: torch.empty(*s, dtype=torch.bfloat16)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)
-for pairs in (False, True):
-    for heads, queries in ((128, 1), (128, 2), (16, 4)):
-        config = mla.Config(64, 64, 8, 2, gluon=True, pairs=pairs)
-        mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=config)
+for heads, queries in ((128, 1), (128, 2), (16, 4)):
+    config = mla.Config(64, 64, 8, 2, gluon=True)
+    mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=config)
 launched[:] = [kernel for kernel in launched if kernel.name.startswith("_mla")]
 """
 CHECKS = """
-# each warpgroup half the scores, half the columns: 36 and 4 products of a tile, none twice; with pairs 36 of a tile of its own, 8 of both
-WHOLE = {"_mla_hopper_kernel": {"m64n32k16": 36, "m64n256k16": 4}, "_mla_pairs_kernel": {"m64n64k16": 72, "m64n256k16": 16}}
-MOST = {"_mla_hopper_kernel": 64, "_mla_pairs_kernel": 320}  # bytes of the stack: in pairs, products' descriptors, constant in the loop
-assert [kernel.name for kernel in launched] == ["_mla_hopper_kernel"] * 3 + ["_mla_pairs_kernel"] * 3
+assert [kernel.name for kernel in launched] == ["_mla_hopper_kernel"] * 3
 for kernel in launched:
     found = kernel.resources()
-    assert found["shared"] <= SHARED[90] and found["stack"] < MOST[kernel.name], found
-    for product, count in WHOLE[kernel.name].items():
+    assert found["shared"] <= SHARED[90] and found["stack"] < 64, found
+    # each warpgroup half the scores, half the columns: 36 and 4 products of a tile, none twice
+    for product, count in {"m64n32k16": 36, "m64n256k16": 4}.items():
         assert kernel.ptx.count("wgmma.mma_async.sync.aligned." + product) == count, (product, kernel.ptx.count(product))
     assert "griddepcontrol.wait" in kernel.ptx
 """
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Kernel]:
-    """For 16 heads and 4 queries: without pairs, and with."""
-    found = compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)
-    return {False: found[2], True: found[5]}
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    """For 16 heads and 4 queries."""
+    return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"), CHECKS)[2]
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_it_compiles_to_products_that_overlap(kernels: dict[bool, Kernel], tmp_path: Path, pairs: bool) -> None:
-    assert "serialized" not in assembled(kernels[pairs], tmp_path)
+def test_it_compiles_to_products_that_overlap(kernel: Kernel, tmp_path: Path) -> None:
+    assert "serialized" not in assembled(kernel, tmp_path)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="executed without a card")
-@pytest.mark.parametrize("pairs", [False, True])
-def test_compiled_code_is_right_and_free_of_races(kernels: dict[bool, Kernel], pairs: bool) -> None:
-    check([150, 0, 3], 16, 4, 2, 1, 64, kernels[pairs], pairs)
-    for seed in range(3 if pairs else 0):
-        check([200, 0, 3, 64], 16, 4, 2, 1, 64, kernels[pairs], pairs, seed)
+def test_compiled_code_is_right_and_free_of_races(kernel: Kernel) -> None:
+    check([150, 0, 3], 16, 4, 2, 1, 64, kernel)
+    check([200, 0, 3, 64], 16, 4, 2, 1, 64, kernel, 1)
 
 
 BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter at least
-    "a part is used before it is there, or a place not given up": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 21),
-    "weights, queries, barriers without a fence": (r"fence\.proxy\.async[^;]*;", "", 7),
-    "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 6),
-    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 3),
-    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 3),
+    "a part is used before it is there": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 1),
+    "weights, queries, barriers without a fence": (r"fence\.proxy\.async[^;]*;", "", 1),
+    "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 1),
+    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 1),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 1),
 }
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="executed without a card")
 @pytest.mark.parametrize("what", BROKEN)
-def test_races_of_pairs_are_found(kernels: dict[bool, Kernel], what: str) -> None:
+def test_races_are_found(kernel: Kernel, what: str) -> None:
     pattern, by, matter = BROKEN[what]
 
     def run(ptx: str) -> None:
-        check([150, 0, 3, 200], 16, 4, 2, 1, 64, replace(kernels[True], ptx=ptx), True)
+        check([150, 0, 3, 200], 16, 4, 2, 1, 64, replace(kernel, ptx=ptx))
 
-    assert caught(changes(kernels[True].ptx, pattern, by), run) >= matter, what
+    assert caught(changes(kernel.ptx, pattern, by), run) >= matter, what

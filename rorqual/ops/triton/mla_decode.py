@@ -33,7 +33,7 @@ ASSEMBLER = tl.constexpr(not INTERPRETED)
 @dataclass(frozen=True)
 class Config:
     """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies;
-    gluon: the kernel of mla_hopper.py, or mla_hopper_fp8.py, where it takes the call; pairs: mla_pairs.py in the first one's place."""
+    gluon: the kernel of mla_hopper.py, or mla_hopper_fp8.py, where it takes the call."""
 
     block_h: int
     block_n: int
@@ -43,7 +43,6 @@ class Config:
     min_tiles: int = 2
     tma: bool = True
     gluon: bool = False
-    pairs: bool = False
 
 
 def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int) -> Config:
@@ -81,8 +80,7 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
               Config(few, 32, 4, 5, per_sm=2), Config(few, 32, 4, 3, per_sm=3), Config(64, 64, 8, 2)]  # fmt: skip
     wide = [Config(64, 64, 8, 2), Config(64, 64, 8, 2, tma=False), Config(64, 32, 8, 5), Config(64, 32, 8, 7),
             Config(64, 64, 8, 2, min_tiles=1), Config(64, 64, 8, 2, min_tiles=4), Config(64, 64, 8, 2, gluon=True),
-            Config(64, 64, 8, 2, min_tiles=1, gluon=True), Config(64, 64, 8, 2, gluon=True, pairs=True),
-            Config(64, 64, 8, 2, min_tiles=4, gluon=True, pairs=True)]  # fmt: skip
+            Config(64, 64, 8, 2, min_tiles=1, gluon=True)]  # fmt: skip
     return narrow if rows <= 32 else wide
 
 
@@ -270,10 +268,10 @@ def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, 
     out = torch.empty(tokens, heads, rank, dtype=q_latent.dtype, device=q_latent.device) if out is None else out
     grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
     if config.gluon and is_hopper(q_latent.device):
-        from rorqual.ops.triton import mla_hopper, mla_hopper_fp8, mla_pairs
+        from rorqual.ops.triton import mla_hopper, mla_hopper_fp8
 
         if mla_hopper.supported(q_latent, cache, config.block_h, config.block_n):
-            (mla_pairs if config.pairs else mla_hopper).launch(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid)
+            mla_hopper.launch(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid)
             combine(plan, out, requests)
             return out
         if mla_hopper_fp8.supported(q_latent, cache, config.block_h, config.block_n, config.warps):
