@@ -90,7 +90,7 @@ class EngineConfig:
     steps_in_flight: int | None = None
     exe_mode: str = "auto"
     graph_sizes: tuple[int, ...] | None = None
-    compile_ahead: bool = False
+    compile_ahead: bool = True
     embed_device: str = "auto"
     num_layers: int | None = None
     next_n: int = 0
