@@ -121,7 +121,11 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
     plans += [plan for rows in row_candidates(picks, shape.routed) if (plan := best_tiles(shape, picked, gate_up, down, rows))]
     named = {"kind": shape.kind, "slots": shape.routed, "hidden": shape.hidden, "inner": shape.inner}
     named["mean"] = tuning.near(picks / shape.routed)
-    keep("experts", named, timed("whole layer", plans, whole), whole, used, ALIKE[shape.kind], device)
+
+    def stored(plan: ex.Plan) -> dict[str, Any]:
+        return named | {"tall": True} if plan.tall else named
+
+    keep("experts", stored, timed("whole layer", plans, whole), whole, used, ALIKE[shape.kind], device)
 
 
 def tall_plans(used: ex.Plan, shape: ExpertShape, picks: float, device: torch.device) -> list[ex.Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ class MoE:
         self.columns = range(*build.mesh.axes["expert_tp"].cut.span(moe.intermediate_size))
         gate_up, down = self._expert_weights(build, hidden)
         cut = build.mesh.axes["ep"].cut
-        store = ExpertStore(self.slots, gate_up, down, self.ops.experts, build.device, cut, self.ops.experts_fp8, self.joined)
+        compute, compute_fp8 = self.ops.experts, self.ops.experts_fp8
+        if cut.count > 1:
+            compute, compute_fp8 = partial(compute, share=1 / cut.count), partial(compute_fp8, share=1 / cut.count)
+        store = ExpertStore(self.slots, gate_up, down, compute, build.device, cut, compute_fp8, self.joined)
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)

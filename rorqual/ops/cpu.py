@@ -194,7 +194,15 @@ class CpuOps(Ops):
         return reference.route(logits, bias, moe)
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+        share: float = 1.0,
     ) -> Tensor:
         y = self._experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base

@@ -277,12 +277,20 @@ class Ops:
         return False
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+        share: float = 1.0,
     ) -> Tensor:
         """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden] added to it: what shared experts gave.
 
         `shared`: so many of the last experts, and of the last columns of ids and weights, are those that every token picks with weight 1,
-        in this order; a backend may compute them apart."""
+        in this order; a backend may compute them apart. `share`: how many of the picks are here, about; for the choice of a kernel."""
         y = reference.experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base
 
@@ -316,11 +324,19 @@ class Ops:
         return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
 
     def experts_fp8(
-        self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
+        self,
+        x: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        share: float = 1.0,
     ) -> Tensor:
         """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T, hidden] in `dtype`. Where they meet fp8
         weights a backend may take them as they are, instead of widening and rounding them again."""
-        return self.experts(reference.dequantise_activation(x, scale, dtype), ids, weights, gate_up, down)
+        return self.experts(reference.dequantise_activation(x, scale, dtype), ids, weights, gate_up, down, share=share)
 
     # ---- sampling
 

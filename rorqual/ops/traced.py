@@ -192,7 +192,15 @@ class TracedOps(Ops):
 
     @entry
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+        share: float = 1.0,
     ) -> Tensor:
         y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down), shared)
         return y if base is None else y + base

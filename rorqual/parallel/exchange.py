@@ -16,7 +16,7 @@ from rorqual.parallel.cut import WHOLE, Cut
 from rorqual.parallel.layout import Layout
 
 ExpertsFn = Callable[..., Tensor]  # Ops.experts
-ExpertsFp8Fn = Callable[[Tensor, Tensor, torch.dtype, Tensor, Tensor, Weight, Weight], Tensor]
+ExpertsFp8Fn = Callable[..., Tensor]  # Ops.experts_fp8
 
 
 @dataclass(frozen=True)

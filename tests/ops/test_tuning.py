@@ -38,7 +38,7 @@ KINDS = {
 }  # fmt: skip
 CARD = tuning.Card("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
 FOUND = LinearPlan(16, 64, 8, 3, split=2)
-SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=2, stream=True)  # what ships for a token and 2112 x 7168
+SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=3, stream=True)  # what ships for a token and 2112 x 7168
 
 
 def forget() -> None:
@@ -85,21 +85,27 @@ def test_every_shipped_rule_is_a_configuration() -> None:
             assert all(isinstance(tuning.build(made, rule.config), made) for rule in rules[kernel])
 
 
-def test_shipped_choices() -> None:
+def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them the edges of their ranges."""
     assert [linear_plan(t) for t in (1, 8)] == [SMALL, SMALL]
-    assert [linear_plan(t).m for t in (9, 17, 64, 65, 512, 513)] == [16, 32, 64, 128, 128, 256]
-    assert [linear_plan(t).stream for t in (64, 65)] == [True, False]
+    assert [linear_plan(t).m for t in (9, 17, 64, 65, 129, 512, 513)] == [16, 32, 64, 128, 64, 64, 256]
     assert [linear_plan(t).tall for t in (512, 513)] == [False, True]
-    assert [linear_plan(t, rows=4096).stream for t in (128, 129)] == [True, False]
-    deep = [linear_plan(t, rows=7168, columns=16384) for t in (1, 64, 128, 129)]
-    assert [plan.n for plan in deep] == [128] * 4
-    assert [plan.stream for plan in deep] == [True, True, True, False]
-    assert [linear_plan(t, rows=24576, columns=1536).n for t in (4, 5)] == [64, 128]
+    assert [linear_plan(t, rows=4096).stream for t in (256, 257)] == [True, False]
+    deep = [linear_plan(t, rows=7168, columns=16384) for t in (8, 9, 64, 128, 129, 512)]
+    assert [plan.n for plan in deep] == [128, 64, 64, 128, 128, 128]
+    assert [plan.stream for plan in deep] == [True, True, True, True, False, False]
+    assert [plan.m for plan in deep] == [8, 16, 64, 128, 128, 256]
+    assert [linear_plan(t, rows=24576, columns=1536).tall for t in (64, 65)] == [False, True]
+    assert [linear_plan(t, rows=36864).stages for t in (64, 128)] == [6, 2]
     down = Weight(torch.empty(128, 64, 32, dtype=torch.bfloat16))
     assert [experts.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)] == [16, 16, 32, 32, 64, 128]
     assert experts.plan_for(down, 5).up == experts.Tile(128, 128, 4, 3, tma=True)
     quantised = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
+    assert [experts.plan_for(quantised, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)] == [32, 64, 64]
+    monkeypatch.setattr(experts, "is_hopper", lambda device: True)
+    many = [experts.plan_for(quantised, 32 * mean) for mean in (56, 57, 96, 97)]
+    assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), (128, 4), (128, 4), (256, 4)]
+    assert experts.plan_for(quantised, 32 * 97, dtype=torch.float32).tall == 0
     assert [experts_direct.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 4]
     wide = Weight(torch.empty(32, 128, 640, dtype=FP8), torch.empty(32, 1, 5))
     assert experts_direct.direct_plan_for(wide, 8).down_rows == 64

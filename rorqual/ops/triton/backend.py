@@ -261,14 +261,23 @@ class TritonOps(Ops):
         return experts_kernels.JOINS_SHARED
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None, shared: int = 0
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+        share: float = 1.0,
     ) -> Tensor:
         if not _fits_experts(gate_up, down):
             return super().experts(x, ids, weights, gate_up, down, base)
+        expected = None if share == 1 else round(ids.numel() * share)
         if shared and x.shape[0] > experts_kernels.JOINED_TOKENS[experts_kernels.kind_of(down)]:
             ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
             base, shared = self._beside(x, gate_up, down, base, shared), 0
-        return experts_kernels.experts(x, ids, weights, gate_up, down, base=base, shared=shared)
+        return experts_kernels.experts(x, ids, weights, gate_up, down, expected, base, shared)
 
     def routed_experts(
         self,
@@ -296,7 +305,7 @@ class TritonOps(Ops):
     ) -> Rows:
         """The grouped products of a moderate number of tokens leave the sum; the kernel that chooses picks sorts them, up to so many."""
         fits = x.shape[0] and _fits_experts(gate_up, down)
-        plan = experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared) if fits else None
+        plan = experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared, x.dtype) if fits else None
         if plan is None:
             return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
         picks, blocks = x.shape[0] * (moe.top_k + shared), None
@@ -314,13 +323,21 @@ class TritonOps(Ops):
         return base
 
     def experts_fp8(
-        self, x: Tensor, scale: Tensor, dtype: torch.dtype, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
+        self,
+        x: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        share: float = 1.0,
     ) -> Tensor:
         """As they are where the grouped kernels meet fp8 weights; the direct ones for a few picks take wide rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
         if direct or not gate_up.quantised or not _fits_experts(gate_up, down):
-            return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down)
-        plan = experts_kernels.plan_for(down, ids.numel())
+            return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down, share)
+        plan = experts_kernels.plan_for(down, round(ids.numel() * share), dtype=dtype)
         return experts_kernels.grouped_experts(Quantised(x, scale), ids, weights, gate_up, down, plan, dtype)
 
     # ---- sampling

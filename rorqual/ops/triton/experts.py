@@ -188,13 +188,14 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
         tl.store(target, out, mask=valid[:, None] & (columns < HIDDEN)[None, :])
 
 
-def plan_for(down: Weight, picks: int, shared: int = 0) -> Plan:
+def plan_for(down: Weight, picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16) -> Plan:
     """The plan for so many picks of the experts with these weights; they matter by their mean number an expert. The last `shared` experts
-    and their picks do not count: their rows are only more blocks."""
+    and their picks do not count: their rows are only more blocks. dtype: of the result. Rules that ship name "tall" where a plan would be
+    of no use without experts_tall.py's kernel."""
     slots, hidden, inner = down.data.shape
     slots -= shared
     shape = {"kind": kind_of(down), "mean": picks / slots, "slots": slots, "hidden": hidden, "inner": inner}
-    return tuning.choose("experts", Plan, down.data.device, **shape)
+    return tuning.choose("experts", Plan, down.data.device, **shape, tall=dtype.itemsize == 2 and is_hopper(down.data.device))
 
 
 def supported(gate_up: Weight, down: Weight) -> bool:
@@ -216,16 +217,16 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
         return torch.zeros_like(x) if base is None else base.clone()
     if picks <= DIRECT_PICKS[kind]:
         return direct_experts(x, ids, weights, gate_up, down, direct_plan_for(down, picks), base)
-    plan = plan_for(down, picks if expected is None else expected, shared)
+    plan = plan_for(down, picks if expected is None else expected, shared, x.dtype)
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
-def grouped_plan(down: Weight, tokens: int, top_k: int, shared: int) -> Plan | None:
+def grouped_plan(down: Weight, tokens: int, top_k: int, shared: int, dtype: torch.dtype = torch.bfloat16) -> Plan | None:
     """The plan for tokens of which each picks top_k routed experts and the `shared` ones. None where another form takes them."""
     kind, picks = kind_of(down), tokens * top_k
     if picks <= DIRECT_PICKS[kind] or (shared and tokens > JOINED_TOKENS[kind]):
         return None
-    return plan_for(down, picks, shared)
+    return plan_for(down, picks, shared, dtype)
 
 
 def sorts_while_routing(down: Weight, picks: int) -> bool:
@@ -255,7 +256,7 @@ def unsummed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, d
 def _products(x: Tensor | Quantised, gate_up: Weight, down: Weight, plan: Plan, blocks: RowBlocks, top_k: int,
               dtype: torch.dtype) -> Tensor:  # fmt: skip
     assert blocks.rows == plan.rows
-    if plan.tall and gate_up.quantised and dtype.itemsize == 2 and is_hopper(gate_up.data.device):
+    if plan.tall:
         from rorqual.ops.triton import experts_tall
 
         return experts_tall.products(x, gate_up, down, blocks, top_k, dtype, plan.tall)

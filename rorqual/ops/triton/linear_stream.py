@@ -296,13 +296,13 @@ def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int,
     (rows, columns), tokens, device = weight.data.shape, x.shape[0], y.device
     assert y.is_contiguous()
     assert n == 16 * warps <= 128, (n, warps)  # one row of scales a tile
-    assert stages > 1, "one is multiplied while another fills"
     blocks, tiles = -(-tokens // m), -(-rows // n)
     workers, align = programs(rows, columns, n, split, waves, multiprocessors(device), blocks)
     units = tiles * (columns // 128)
     workers = max(workers, -(-units * m // MOST_SCALES))
     chunks, chunk = chunks_of(units, workers, align, m, warps)
-    assert shared_bytes(m, n, stages, chunks * chunk) <= SHARED, (m, n, stages)
+    stages = min(stages, (SHARED - shared_bytes(m, n, 0, chunks * chunk)) // ((n + m) * 128))  # scales of long runs take their room
+    assert stages > 1, "one is multiplied while another fills"
     shared = align * 128 < columns
     partials = torch.empty(2 * workers * blocks, m, n, dtype=torch.float32, device=device) if shared else None
     counters = zeroed_counters(device, tiles * blocks) if shared else None
