@@ -10,7 +10,7 @@ import platform as host
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 from rorqual.serve.llm import LLM
 
+IN_PROCESS = ("transformers", "transformers-compiled")
 READ_BYTES = 256 * 2**20
 SHORTEST = 8  # steps of all requests together that are worth a clock of their own
 
@@ -87,13 +88,20 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
 
+    def beside(self, rows: Iterable[Row]) -> None:
+        """Each behind that of the same concurrency."""
+        for row in rows:
+            last = max(i for i, other in enumerate(self.rows) if other.concurrency == row.concurrency)
+            self.rows.insert(last + 1, row)
+
     def write(self, path: Path) -> None:
         rows = [{**asdict(row), "percent_of_floor": row.percent_of_floor} for row in self.rows]
         path.write_text(json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
 
 
 def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compare: str | None = None) -> None:
-    """Measure every concurrency and add to the report; `compare` is `transformers`, or `transformers-compiled`, to measure it too."""
+    """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to measure it too, or the name of a peer that is
+    measured later (vllm_peer.py)."""
     if work.profiled:
         check_platform(llm.engine.platform)
     if not report.provenance:
@@ -113,7 +121,7 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
         report.rows.append(ours(llm, groups, work, floor, here, alike=compare is not None))
         _tell(report.rows[-1])
         profiled.append((report.rows[-1], groups[0]))
-        if compare:
+        if compare in IN_PROCESS:
             peer = Peer(llm, groups[0])
             once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
             report.rows.append(_row(compare, groups[:1], work, once, floor))

@@ -50,7 +50,10 @@ def bench_offline(
     output_len: Annotated[int, typer.Option()] = 128,
     repeats: Annotated[int, typer.Option(help="Medians are taken over this many runs.")] = 3,
     compare: Annotated[
-        str | None, typer.Option(help="transformers, or transformers-compiled (minutes to compile): measured in the same run.")
+        str | None,
+        typer.Option(
+            help="transformers, transformers-compiled (minutes to compile), or vllm (on a card, where installed): measured in the same run."
+        ),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; random tokens if left out.")] = None,
     dtype: Dtype = "auto",
@@ -87,10 +90,10 @@ def bench_offline(
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
-    from rorqual.bench import offline
+    from rorqual.bench import offline, vllm_peer
 
-    if compare not in (None, "transformers", "transformers-compiled"):
-        raise typer.BadParameter(f"{compare!r}; accepted: transformers, transformers-compiled")
+    if compare not in (None, *offline.IN_PROCESS, "vllm"):
+        raise typer.BadParameter(f"{compare!r}; accepted: {', '.join(offline.IN_PROCESS)}, vllm")
     batches, rates = numbers(concurrency), shares(simulated_acceptance)
     report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature, profile)
     counts = numbers(next_n, least=0)
@@ -131,15 +134,21 @@ def bench_offline(
             draft_window=draft_window,
             simulated_acceptance=rates[:count],
         )
+        if compare == "vllm":
+            vllm_peer.check(llm.engine.config)
         offline.run(report, llm, batches, work, compare if not report.rows else None)
         llm.engine.close()
-        platform = llm.engine.platform
+        platform, measured = llm.engine.platform, (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
         del llm
         gc.collect()  # engines hold themselves in circles
         platform.release_memory()  # for the next one
-    offline.print_report(report)
-    if json_file:
-        report.write(json_file)
+    try:
+        if compare == "vllm":
+            report.beside(vllm_peer.measure(*measured, list(report.rows), work))
+    finally:
+        offline.print_report(report)
+        if json_file:
+            report.write(json_file)
 
 
 @app.command("kernels")
