@@ -58,8 +58,8 @@ def bench(folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     (folder / "vllm/__init__.py").write_text(STAND_IN)
     root = Path(__file__).parents[2]
     command = [
-        sys.executable, "-m", "rorqual", "bench", "offline", "--weights", "random", "--layers", "2", "--concurrency", "2,3", "--repeats", "1",
-        "--prompt-len", "6", "--output-len", "5", "--compare", "vllm", "--json", str(folder / "report.json"),
+        sys.executable, "-m", "rorqual", "bench", "offline", "--weights", "random", "--layers", "2", "--concurrency", "2,3",
+        "--repeats", "1", "--prompt-len", "6", "--output-len", "5", "--compare", "vllm", "--json", str(folder / "report.json"),
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{folder}"} | more
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -58,7 +58,8 @@ class Picks:
 
 CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs, scatter
     ([70, 0, 130, 1], 128, 256, 256, 2, 3, False),
-    ([300, 64, 20], 256, 128, 384, 3, 2, True),  # a tile of two halves, one of which has 44 rows; others have one half
+    ([300, 64, 20], 256, 128, 384, 3, 2, True),  # four chunks of rows and one of 44, one, a part of one
+    ([130, 192], 256, 128, 256, 2, 1, False),  # three chunks: two and one
     ([129], 128, 384, 128, 4, 5, True),  # more programs than tiles of a round
 ]
 
@@ -68,7 +69,7 @@ def test_emulated_result(counts: list[int], m: int, rows: int, columns: int, sta
     case = Picks(counts, m, rows, columns)
     y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
     args = [
-        Descriptor(case.x, [m, 128]), case.scale, Descriptor(case.flat, [128, 128]), case.weight.scale, y, case.order, case.blocks,
+        Descriptor(case.x, [64, 128]), case.scale, Descriptor(case.flat, [128, 128]), case.weight.scale, y, case.order, case.blocks,
         case.count, case.limit, *case.scale.stride(), rows, columns, m, stages, scatter, *linear_tall.REGISTERS, False,
     ]  # fmt: skip
     gluon_emulator.run(experts_tall, "_grouped_kernel", (programs,), args)
@@ -92,10 +93,10 @@ assert [k.name for k in launched] == ["_grouped_kernel"] * len(launched), launch
 for index, kernel in enumerate(launched[: 2 * len(PLANS)]):
     (m, stages), found = PLANS[index // 2], kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (m, stages, found)
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * m // 128, m
+    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * (3 if m == 256 else 1), m
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
-FORMS = [([70, 0, 131, 1], 128, 256, 256, 2, 2, False), ([200, 20], 256, 128, 256, 2, 1, True)]  # as CASES
+FORMS = [([70, 0, 131, 1], 128, 256, 256, 2, 2, False), ([200, 20, 150], 256, 128, 256, 2, 1, True)]  # as CASES
 SMALL = f"""
 for counts, m, rows, columns, stages, _, scatter in {FORMS}:
     launch(counts, m, rows, columns, stages, scatter, sum(counts) + 5)
@@ -118,7 +119,7 @@ def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -
     counts, m, rows, columns, _, programs, scatter = FORMS[form]
     case = Picks(counts, m, rows, columns)
     y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
-    maps = [TensorMap(case.x, (m, 128), 128), TensorMap(case.flat, (128, 128), 128)]
+    maps = [TensorMap(case.x, (64, 128), 128), TensorMap(case.flat, (128, 128), 128)]
     strides = [*run_time(case.scale.stride(0)), case.scale.stride(1)]
     arguments = [maps[0], case.scale, maps[1], case.weight.scale, y, case.order, case.blocks, case.count, case.limit, *strides]
     ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)

@@ -2,7 +2,8 @@
 
 Rows are copied into the order of their experts and quantised on the way, so that a tile is one bulk copy. They are not padded: a tile
 begins where its block of rows does (picks.py) and multiplies the next expert's rows too where it has fewer of its own; those are not
-stored. A warpgroup none of whose rows are there lets the stages pass. How many tiles there are the card alone knows.
+stored. Of a tile only chunks of 64 rows that are there are
+copied; they go to the two warpgroups by turns, and one that has none lets the stages pass. How many tiles there are the card alone knows.
 
 The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the kernel that joins and quantises
 them: a tile of both would hold 64 columns of either, half of what one scale stands for. The second stores each row at its pick's place.
@@ -88,10 +89,14 @@ def _copy_rows(x_tma, w_tma, inputs, weights, full, empty, blocks, count, limit,
     for turn in range(turns):
         m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
         first, w_row = gl.load(blocks + limit + m_tile), gl.load(blocks + m_tile) * ROWS + n_tile * 128
+        chunks = gl.minimum((gl.load(blocks + 2 * limit + m_tile) - first + 63) // 64, M // 64)
         for block in range(BLOCKS):
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), (M + 128) * 128)
-            tma.async_copy_global_to_shared(x_tma, [first, block * 128], full.index(stage), inputs.index(stage))
+            for chunk in gl.static_range(M // 64):
+                mbarrier.expect(full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1)
+            for chunk in gl.static_range(M // 64):
+                place, part = [first + 64 * chunk, block * 128], inputs.index(stage).slice(64 * chunk, 64)
+                tma.async_copy_global_to_shared(x_tma, place, full.index(stage), part, pred=chunk < chunks)
             tma.async_copy_global_to_shared(w_tma, [w_row, block * 128], full.index(stage), weights.index(stage))
             stage = stage + 1
             if stage == STAGES:
@@ -128,9 +133,8 @@ def _put(y, out, acc, first, end, order, n_tile, ROWS: gl.constexpr, SCATTER: gl
 def _multiply_rows(x_scale, w_scale, y, out, inputs, weights, full, empty, order, blocks, count, limit, xs_row, xs_block, M: gl.constexpr,
                    ROWS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr, SCATTER: gl.constexpr,
                    DEPENDENT: gl.constexpr):  # fmt: skip
-    """One of the two warpgroups."""
-    TWO: gl.constexpr = M == 256
-    SKIP: gl.constexpr = WHO * (M // 2)
+    """One of the two warpgroups: chunks of 64 rows go to them by turns."""
+    SKIP: gl.constexpr = WHO * 64
     wait_for_inputs(DEPENDENT)
     high = gl.load(count)
     turns, rounds = share(high, ROWS)
@@ -141,13 +145,51 @@ def _multiply_rows(x_scale, w_scale, y, out, inputs, weights, full, empty, order
         first, end = gl.load(block + limit) + SKIP, gl.load(block + 2 * limit)
         if first < end:
             scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
-            low, upper, stage, phase = sums(
-                x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, TWO, 128
-            )
             picks = order + gl.load(block + 3 * limit)
-            _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
-            if TWO:
-                _put(y, out, upper, first + 64, end, picks, n_tile, ROWS, SCATTER)
+            if M == 256 and first + 128 < end:
+                low, upper, stage, phase = sums(
+                    x_scale,
+                    scales,
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    stage,
+                    phase,
+                    first,
+                    end,
+                    xs_row,
+                    xs_block,
+                    BLOCKS,
+                    STAGES,
+                    SKIP,
+                    True,
+                    128,
+                    128,
+                )
+                _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
+                _put(y, out, upper, first + 128, end, picks, n_tile, ROWS, SCATTER)
+            else:
+                low, upper, stage, phase = sums(
+                    x_scale,
+                    scales,
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    stage,
+                    phase,
+                    first,
+                    end,
+                    xs_row,
+                    xs_block,
+                    BLOCKS,
+                    STAGES,
+                    SKIP,
+                    False,
+                    128,
+                )
+                _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
         else:
             stage, phase = _let_pass(full, empty, stage, phase, BLOCKS, STAGES)
 
@@ -217,7 +259,7 @@ def product(x: Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype,
     layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
     flat = weight.data.view(experts * rows, columns)
     _grouped_kernel[min(blocks.limit * (rows // 128), multiprocessors(device)),](
-        TensorDescriptor.from_tensor(x.data, [m, 128], layout), x.scale, TensorDescriptor.from_tensor(flat, [128, 128], layout),
+        TensorDescriptor.from_tensor(x.data, [64, 128], layout), x.scale, TensorDescriptor.from_tensor(flat, [128, 128], layout),
         weight.scale, y, blocks.order, blocks.blocks, blocks.count, blocks.limit, *x.scale.stride(), rows, columns, m, stages, scatter,
         *REGISTERS, num_warps=4, maxnreg=168, **dependent(device))  # fmt: skip
     return y

@@ -76,9 +76,9 @@ def _copy(x_tma, w_tma, inputs, weights, full, empty, tokens, M: gl.constexpr, R
 
 @gluon.jit
 def sums(x_scale, weight_scale, inputs, weights, full, empty, stage, phase, first, tokens, xs_row, xs_block, BLOCKS: gl.constexpr,
-         STAGES: gl.constexpr, SKIP: gl.constexpr, TWO: gl.constexpr, WIDTH: gl.constexpr):  # fmt: skip
-    """Sums of 64 or, with TWO, 128 tokens from `first` on and before `tokens`, which begin at row SKIP of the stages, over WIDTH weight
-    rows with the scales from `weight_scale` on."""
+         STAGES: gl.constexpr, SKIP: gl.constexpr, TWO: gl.constexpr, WIDTH: gl.constexpr, NEXT: gl.constexpr = 64):  # fmt: skip
+    """Sums of 64 tokens from `first` on and, with TWO, of 64 more NEXT behind them, all before `tokens`, which begin at row SKIP of the
+    stages, over WIDTH weight rows with the scales from `weight_scale` on."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     token = first + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     token_scale = x_scale + token * xs_row
@@ -89,7 +89,7 @@ def sums(x_scale, weight_scale, inputs, weights, full, empty, stage, phase, firs
     factor = gl.load(weight_scale)
     low_factor = gl.load(token_scale, mask=token < tokens, other=0.0)
     if TWO:
-        high_factor = gl.load(token_scale + 64 * xs_row, mask=token + 64 < tokens, other=0.0)
+        high_factor = gl.load(token_scale + NEXT * xs_row, mask=token + NEXT < tokens, other=0.0)
     for block in range(BLOCKS):
         low_now = low_factor * factor
         if TWO:
@@ -98,14 +98,14 @@ def sums(x_scale, weight_scale, inputs, weights, full, empty, stage, phase, firs
         factor = gl.load(weight_scale + coming)
         low_factor = gl.load(token_scale + coming * xs_block, mask=token < tokens, other=0.0)
         if TWO:
-            high_factor = gl.load(token_scale + (coming * xs_block + 64 * xs_row), mask=token + 64 < tokens, other=0.0)
+            high_factor = gl.load(token_scale + (coming * xs_block + NEXT * xs_row), mask=token + NEXT < tokens, other=0.0)
         mbarrier.wait(full.index(stage), phase)
         xt, wt = inputs.index(stage), weights.index(stage).slice(0, WIDTH).permute((1, 0))
         part = warpgroup_mma(xt.slice(SKIP, 64), wt, done, use_acc=never, is_async=True)
         if TWO:
             done = warpgroup_mma_wait(0, deps=[part])
             low = low + done * low_now[:, None]
-            part = warpgroup_mma(xt.slice(SKIP + 64, 64), wt, done, use_acc=never, is_async=True)
+            part = warpgroup_mma(xt.slice(SKIP + NEXT, 64), wt, done, use_acc=never, is_async=True)
         done = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(empty.index(stage), count=1)
         if TWO:
