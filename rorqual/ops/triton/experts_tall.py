@@ -1,9 +1,9 @@
 """Grouped block-fp8 products of many rows an expert on Hopper: linear_tall.py's, whose tiles of rows each have weights of their own.
 
-Rows are copied into the order of their experts and quantised on the way, so that a tile is one bulk copy. They are not padded: a tile
-begins where its block of rows does (picks.py) and multiplies the next expert's rows too where it has fewer of its own; those are not
-stored. Of a tile only chunks of 64 rows that are there are
-copied; they go to the two warpgroups by turns, and one that has none lets the stages pass. How many tiles there are the card alone knows.
+Rows are copied into the order of their experts and quantised on the way, so that 64 of them are one bulk copy. They are not padded: a
+tile begins where its block of rows does (picks.py), and its last 64 may be in part the next expert's; those are not stored. Of a tile only
+what is there is copied. Chunks of 64 rows go to the two warpgroups by turns, and one that has none lets the stages pass. How many tiles
+there are the card alone knows.
 
 The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the kernel that joins and quantises
 them: a tile of both would hold 64 columns of either, half of what one scale stands for. The second stores each row at its pick's place.
@@ -148,47 +148,14 @@ def _multiply_rows(x_scale, w_scale, y, out, inputs, weights, full, empty, order
             picks = order + gl.load(block + 3 * limit)
             if M == 256 and first + 128 < end:
                 low, upper, stage, phase = sums(
-                    x_scale,
-                    scales,
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    stage,
-                    phase,
-                    first,
-                    end,
-                    xs_row,
-                    xs_block,
-                    BLOCKS,
-                    STAGES,
-                    SKIP,
-                    True,
-                    128,
-                    128,
-                )
+                    x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True,
+                    128, 128)  # fmt: skip
                 _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
                 _put(y, out, upper, first + 128, end, picks, n_tile, ROWS, SCATTER)
             else:
                 low, upper, stage, phase = sums(
-                    x_scale,
-                    scales,
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    stage,
-                    phase,
-                    first,
-                    end,
-                    xs_row,
-                    xs_block,
-                    BLOCKS,
-                    STAGES,
-                    SKIP,
-                    False,
-                    128,
-                )
+                    x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False,
+                    128)  # fmt: skip
                 _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
         else:
             stage, phase = _let_pass(full, empty, stage, phase, BLOCKS, STAGES)
@@ -265,9 +232,8 @@ def product(x: Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype,
     return y
 
 
-def products(
-    x: Tensor | Quantised, gate_up: Weight, down: Weight, blocks: RowBlocks, top_k: int, dtype: torch.dtype, stages: int
-) -> Tensor:
+def products(x: Tensor | Quantised, gate_up: Weight, down: Weight, blocks: RowBlocks, top_k: int, dtype: torch.dtype,
+             stages: int) -> Tensor:  # fmt: skip
     """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see experts.py."""
     both = product(in_order(x, blocks, top_k), gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), down, blocks, dtype, stages, True)

@@ -111,7 +111,7 @@ def _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, ski
 @gluon.jit
 def _turn(product, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES: gl.constexpr,
           BLOCKS: gl.constexpr):  # fmt: skip
-    """Begins the first product of the next unit, then waits for `product`, the last one of this unit, and gives the stage away."""
+    """Begins the product of the next unit, then waits for `product`, that of this unit, and gives the stage away."""
     coming, turned = _next(stage, phase, STAGES)
     _await(x_here, w_here, coming, turned)
     begun = _begin(inputs, weights, coming, spare, never)
