@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.fp8 import Quantised, store_fp8
+from rorqual.ops.triton.fp8 import Quantised, quantise, store_fp8
 from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
 from rorqual.ops.triton.launch import dependent, multiprocessors, next_power
 from rorqual.ops.triton.launch import wait_for_inputs as wait
@@ -116,17 +116,23 @@ def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.conste
 
 
 @gluon.jit
-def _put(y, out, acc, first, end, order, n_tile, ROWS: gl.constexpr, SCATTER: gl.constexpr):
-    """64 rows of sums, by way of `out`, to their places or, with SCATTER, those that `order` says."""
+def _places(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
+    """Where 64 rows from `first` on go: to their own places or, with SCATTER, those that `order` says; -1 from `end` on."""
+    row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
+    if SCATTER:
+        return gl.load(order + row, mask=row < end, other=-1)
+    else:
+        return gl.where(row < end, row, -1)
+
+
+@gluon.jit
+def _put(y, out, acc, place, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
+    """64 rows of sums, by way of `out`."""
     gl.thread_barrier()  # all have read what was there
     out.store(acc.to(out.dtype))
     gl.thread_barrier()
-    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
     column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
-    there = row < end
-    place = gl.load(order + row, mask=there, other=0) if SCATTER else row
-    gl.store(y + place.to(gl.int64)[:, None] * ROWS + column[None, :], out.load(LINE), mask=there[:, None])
+    gl.store(y + place.to(gl.int64)[:, None] * ROWS + column[None, :], out.load(LINE), mask=(place >= 0)[:, None])
 
 
 @gluon.jit
@@ -135,6 +141,7 @@ def _multiply_rows(x_scale, w_scale, y, out, inputs, weights, full, empty, order
                    DEPENDENT: gl.constexpr):  # fmt: skip
     """One of the two warpgroups: chunks of 64 rows go to them by turns."""
     SKIP: gl.constexpr = WHO * 64
+    LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     high = gl.load(count)
     turns, rounds = share(high, ROWS)
@@ -146,17 +153,19 @@ def _multiply_rows(x_scale, w_scale, y, out, inputs, weights, full, empty, order
         if first < end:
             scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
             picks = order + gl.load(block + 3 * limit)
+            place = _places(picks, first, end, LINE, SCATTER)  # before the products, beside which it is on its way
             if M == 256 and first + 128 < end:
+                next_place = _places(picks, first + 128, end, LINE, SCATTER)
                 low, upper, stage, phase = sums(
                     x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True,
                     128, 128)  # fmt: skip
-                _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
-                _put(y, out, upper, first + 128, end, picks, n_tile, ROWS, SCATTER)
+                _put(y, out, low, place, n_tile, ROWS, LINE)
+                _put(y, out, upper, next_place, n_tile, ROWS, LINE)
             else:
                 low, upper, stage, phase = sums(
                     x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False,
                     128)  # fmt: skip
-                _put(y, out, low, first, end, picks, n_tile, ROWS, SCATTER)
+                _put(y, out, low, place, n_tile, ROWS, LINE)
         else:
             stage, phase = _let_pass(full, empty, stage, phase, BLOCKS, STAGES)
 
@@ -235,5 +244,7 @@ def product(x: Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype,
 def products(x: Tensor | Quantised, gate_up: Weight, down: Weight, blocks: RowBlocks, top_k: int, dtype: torch.dtype,
              stages: int) -> Tensor:  # fmt: skip
     """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see experts.py."""
+    if top_k > 1 and isinstance(x, Tensor):
+        x = quantise(x)  # once a token: a copy for each of its picks is half as long then
     both = product(in_order(x, blocks, top_k), gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), down, blocks, dtype, stages, True)
