@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rorqual.errors import ConfigError
+from rorqual.ops import reference
 from rorqual.ops.reference import Weight
 
 Call = Callable[[int], Tensor]
@@ -21,8 +23,8 @@ Call = Callable[[int], Tensor]
 
 def check_installed() -> None:
     """Raises ConfigError where there is nothing to compare with."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("--peer runs vLLM's kernels beside ours, and vllm is not installed")
+    if not any(importlib.util.find_spec(name) for name in ("vllm", "deep_gemm")):
+        raise ConfigError("--peer runs vLLM's kernels beside ours, or DeepGEMM's alone, and neither vllm nor deep_gemm is installed")
 
 
 def best(makers: Mapping[str, Callable[[], Call]], measure: Callable[[Callable[[], Call]], tuple[float, float | None]]) -> dict[str, Any]:
@@ -126,15 +128,29 @@ def fused_experts(draws: list[tuple[Tensor, Tensor, Tensor]], gate_up: Weight, d
 
 
 def deep_gemm(x: Tensor, weights: list[Weight]) -> Call:
-    """x [T, columns] bf16, quantised outside the call as ours is; weights [rows, columns] fp8 with scales of 128 x 128."""
-    import vllm.utils.deep_gemm as library
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+    """x [T, columns] bf16, quantised outside the call as ours is; weights [rows, columns] fp8 with scales of 128 x 128. DeepGEMM by itself,
+    or the one in vLLM's wheel."""
+    if importlib.util.find_spec("deep_gemm") is not None:
+        from deep_gemm import fp8_gemm_nt
 
-    packed = per_token_group_quant_fp8(x, 128, column_major_scales=True, tma_aligned_scales=True, use_ue8m0=False)
+        product = partial(fp8_gemm_nt, disable_ue8m0_cast=True)
+    else:
+        from vllm.utils.deep_gemm import fp8_gemm_nt
+
+        product = fp8_gemm_nt
+    data, scale = reference.quantise_activation(x)
+    packed = data, _by_columns(scale)
     out = torch.empty(x.shape[0], weights[0].data.shape[0], dtype=torch.bfloat16, device=x.device)
 
     def call(i: int) -> Tensor:
-        library.fp8_gemm_nt(packed, (weights[i].data, weights[i].scale), out)
+        product(packed, (weights[i].data, weights[i].scale), out)
         return out
 
     return call
+
+
+def _by_columns(scale: Tensor) -> Tensor:
+    """[T, blocks] fp32 as bulk copies take it: column after column, each beginning on a multiple of 16 bytes."""
+    tokens, blocks = scale.shape
+    out = torch.empty_strided((tokens, blocks), (1, -(-tokens // 4) * 4), dtype=scale.dtype, device=scale.device)
+    return out.copy_(scale)

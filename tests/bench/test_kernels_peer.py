@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -65,12 +66,9 @@ def fused_experts_impl(x, w1, w2, topk_weights, topk_ids, use_fp8_w8a8=False, w1
     return experts.expert_truth((x, topk_ids.long(), topk_weights), torch.arange(x.shape[0]), w1, w2)
 
 
-def per_token_group_quant_fp8(x, group_size, *, column_major_scales, tma_aligned_scales, use_ue8m0):
-    assert (group_size, column_major_scales, tma_aligned_scales, use_ue8m0) == (128, True, True, False)
-    return reference.quantise_activation(x)
-
-
-def fp8_gemm_nt(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> None:
+def fp8_gemm_nt(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, disable_ue8m0_cast: bool | None = None) -> None:
+    assert a[1].stride(0) == 1
+    assert a[1].stride(1) % 4 == 0 <= a[1].stride(1) - a[1].shape[0] < 4
     x = a[0].double() * a[1].double().repeat_interleave(128, 1)
     out.copy_(x @ reference.dequantise(Weight(*b), torch.float64).t())
 
@@ -83,7 +81,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         },
         "vllm.vllm_flash_attn": {"flash_attn_varlen_func": flash_attn_varlen_func},
         "vllm.model_executor.layers.fused_moe.fused_moe": {"fused_experts_impl": fused_experts_impl},
-        "vllm.model_executor.layers.quantization.utils.fp8_utils": {"per_token_group_quant_fp8": per_token_group_quant_fp8},
         "vllm.utils.deep_gemm": {"fp8_gemm_nt": fp8_gemm_nt},
     }  # fmt: skip
     for name, members in contents.items():
@@ -134,6 +131,24 @@ def test_product_peers_compute_our_case(vllm: None, monkeypatch: pytest.MonkeyPa
     assert setup.judge(setup.peers["DeepGEMM"]()(1)) < 1e-4
 
 
+def test_deep_gemm_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("deep_gemm")
+    library.__spec__ = ModuleSpec("deep_gemm", None)
+    asked: list[bool | None] = []
+
+    def product(*given: Any, disable_ue8m0_cast: bool | None = None) -> None:
+        asked.append(disable_ue8m0_cast)
+        fp8_gemm_nt(*given)
+
+    library.fp8_gemm_nt = product  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    peers.check_installed()
+    setup = experts.linear_setup(256, 384, 5, CPU)
+    assert setup.judge is not None
+    assert setup.judge(setup.peers["DeepGEMM"]()(1)) < 1e-4
+    assert asked == [True]
+
+
 def test_the_fastest_peer_is_named_and_a_broken_one_is_told() -> None:
     def broken() -> peers.Call:
         raise RuntimeError("no such\nkernel")
@@ -146,6 +161,6 @@ def test_the_fastest_peer_is_named_and_a_broken_one_is_told() -> None:
     assert peers.best({}, lambda make: (1.0, None)) == {}
 
 
-def test_without_vllm_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vllm is not installed"):
+def test_without_peers_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither vllm nor deep_gemm is installed"):
         peers.check_installed()
