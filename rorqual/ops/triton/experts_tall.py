@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.fp8 import Quantised, quantise, store_fp8
-from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
+from rorqual.ops.triton.hopper import let_next_start, next_stage, wait_for_inputs
 from rorqual.ops.triton.launch import dependent, multiprocessors, next_power
 from rorqual.ops.triton.launch import wait_for_inputs as wait
 from rorqual.ops.triton.linear_tall import REGISTERS, SHARED, share, sums, tile_of
@@ -98,9 +98,7 @@ def _copy_rows(x_tma, w_tma, inputs, weights, full, empty, blocks, count, limit,
                 place, part = [first + 64 * chunk, block * 128], inputs.index(stage).slice(64 * chunk, 64)
                 tma.async_copy_global_to_shared(x_tma, place, full.index(stage), part, pred=chunk < chunks)
             tma.async_copy_global_to_shared(w_tma, [w_row, block * 128], full.index(stage), weights.index(stage))
-            stage = stage + 1
-            if stage == STAGES:
-                stage, phase = 0, phase ^ 1
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -109,9 +107,7 @@ def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.conste
     for _ in range(BLOCKS):
         mbarrier.wait(full.index(stage), phase)
         mbarrier.arrive(empty.index(stage), count=1)
-        stage = stage + 1
-        if stage == STAGES:
-            stage, phase = 0, phase ^ 1
+        stage, phase = next_stage(stage, phase, STAGES)
     return stage, phase
 
 

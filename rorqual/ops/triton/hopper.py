@@ -1,4 +1,5 @@
-"""Programmatic dependent launch for kernels in Gluon: what launch.wait_for_inputs is for Triton's, in its two halves."""
+"""What kernels in Gluon have in common: programmatic dependent launch in its two halves (Triton's have launch.wait_for_inputs), and the
+ring of stages that bulk copies fill."""
 
 from __future__ import annotations
 
@@ -16,3 +17,12 @@ def let_next_start(DEPENDENT: gl.constexpr):
 def wait_for_inputs(DEPENDENT: gl.constexpr):
     if DEPENDENT:
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """(the stage behind this one, the phase of its barriers), which turns with every round."""
+    stage = stage + 1
+    if stage == STAGES:
+        stage, phase = 0, phase ^ 1
+    return stage, phase

@@ -36,7 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.fp8 import Quantised
-from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
+from rorqual.ops.triton.hopper import let_next_start, next_stage, wait_for_inputs
 from rorqual.ops.triton.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
 
 SHARED = 227 * 1024 - 1024  # bytes of a program's stages and scales; the rest is for barriers
@@ -72,14 +72,6 @@ def _row_scales(w_scale, unit, end, N: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    stage = stage + 1
-    if stage == STAGES:
-        stage, phase = 0, phase ^ 1
-    return stage, phase
-
-
-@gluon.jit
 def _await(x_here, w_here, stage, phase):
     mbarrier.wait(w_here.index(stage), phase)
     mbarrier.wait(x_here.index(stage), phase)
@@ -112,7 +104,7 @@ def _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, ski
 def _turn(product, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES: gl.constexpr,
           BLOCKS: gl.constexpr):  # fmt: skip
     """Begins the product of the next unit, then waits for `product`, that of this unit, and gives the stage away."""
-    coming, turned = _next(stage, phase, STAGES)
+    coming, turned = next_stage(stage, phase, STAGES)
     _await(x_here, w_here, coming, turned)
     begun = _begin(inputs, weights, coming, spare, never)
     done = warpgroup_mma_wait(1, deps=[product])
@@ -253,7 +245,7 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         acc = acc + done * _factor(factors, unit - first_unit, ACC)
         _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit + STAGES, end, skip, BLOCKS)
         unit = unit + 1
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         units = stop - start
         held = _now(tokens, DEPENDENT)
         EVEN: gl.constexpr = 8 if ROWS % 8 == 0 else 1

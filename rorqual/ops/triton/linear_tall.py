@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.fp8 import Quantised
-from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
+from rorqual.ops.triton.hopper import let_next_start, next_stage, wait_for_inputs
 from rorqual.ops.triton.launch import dependent, multiprocessors
 
 N = 128  # weight rows a tile
@@ -69,9 +69,7 @@ def _copy(x_tma, w_tma, inputs, weights, full, empty, tokens, M: gl.constexpr, R
             mbarrier.expect(full.index(stage), (M + 128) * 128)
             tma.async_copy_global_to_shared(x_tma, [m_tile * M, block * 128], full.index(stage), inputs.index(stage))
             tma.async_copy_global_to_shared(w_tma, [n_tile * 128, block * 128], full.index(stage), weights.index(stage))
-            stage = stage + 1
-            if stage == STAGES:
-                stage, phase = 0, phase ^ 1
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -112,9 +110,7 @@ def sums(x_scale, weight_scale, inputs, weights, full, empty, stage, phase, firs
             high = high + done * high_now[:, None]
         else:
             low = low + done * low_now[:, None]
-        stage = stage + 1
-        if stage == STAGES:
-            stage, phase = 0, phase ^ 1
+        stage, phase = next_stage(stage, phase, STAGES)
     return low, high, stage, phase
 
 
