@@ -325,11 +325,15 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
 
 
 def _row(engine: str, groups: list[list[list[int]]], work: Work, once: Callable[[int], float], floor_ms: float) -> Row:
-    output, count, length = work.output, len(groups[0]), len(groups[0][0])
     first = statistics.median(once(1) for _ in range(work.repeats)) / len(groups)
-    whole = statistics.median(once(output) for _ in range(work.repeats)) / len(groups)
+    whole = statistics.median(once(work.output) for _ in range(work.repeats)) / len(groups)
+    return row_of(engine, len(groups[0]), len(groups[0][0]), work.output, first, whole, floor_ms)
+
+
+def row_of(engine: str, count: int, prompt: int, output: int, first: float, whole: float, floor_ms: float) -> Row:
+    """first, whole: seconds for one token and for all of each request, prompts included."""
     step = (whole - first) / max(1, output - 1)
-    return Row(engine, count, length, output, whole, count * output / whole, 1e3 * step, count * length / first, floor_ms)
+    return Row(engine, count, prompt, output, whole, count * output / whole, 1e3 * step, count * prompt / first, floor_ms)
 
 
 def print_report(report: Report) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -86,8 +87,8 @@ def run(job: dict[str, Any]) -> None:
             tell(concurrency=count, experts_hit=experts_hit([out.outputs[0].routed_experts for out in generate(count, output)[1]]))
             continue
         generate(count, min(4, output))  # warm up
-        first, whole = (sorted(generate(count, tokens)[0] for _ in range(job["repeats"])) for tokens in (1, output))
-        tell(concurrency=count, first=first[len(first) // 2], whole=whole[len(whole) // 2])
+        first, whole = (statistics.median(generate(count, tokens)[0] for _ in range(job["repeats"])) for tokens in (1, output))
+        tell(concurrency=count, first=first, whole=whole)
 
 
 if __name__ == "__main__":

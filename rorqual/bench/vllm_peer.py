@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rorqual.bench.offline import Row, Work
+from rorqual.bench.offline import Row, Work, row_of
 from rorqual.bench.vllm_child import MARK
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.rank import RESIDUAL_GAIN
@@ -56,12 +57,9 @@ def measure(config: EngineConfig, dtype: str, num_layers: int, ours: Sequence[Ro
             log.warning("experts hit are not known: %s", error)
             hit = {}
         for row in ours:
-            answer = timed[row.concurrency]
-            step = (answer["whole"] - answer["first"]) / max(1, work.output - 1)
-            yield Row(
-                "vllm", row.concurrency, work.prompt, work.output, answer["whole"], row.concurrency * work.output / answer["whole"],
-                1e3 * step, row.concurrency * work.prompt / answer["first"], row.floor_ms, hit.get(row.concurrency), _version(),
-            )  # fmt: skip
+            answer, count = timed[row.concurrency], row.concurrency
+            found = row_of("vllm", count, work.prompt, work.output, answer["first"], answer["whole"], row.floor_ms)
+            yield replace(found, experts_hit=hit.get(count), settings=_version())
 
 
 def _answers(job: dict[str, Any]) -> list[dict[str, Any]]:
