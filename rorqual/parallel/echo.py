@@ -36,7 +36,7 @@ class EchoAxis(Alone):
         return Ready(self.all_gather(x, counts))
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        return self.all_gather(x.transpose(0, 1), widths).transpose(0, 1)
+        return self.all_gather(x.transpose(0, 1), widths).transpose(0, 1).contiguous()  # as what arrives is
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         parts = x.split(list(send))

@@ -74,7 +74,9 @@ def test_copies_have_the_size_of_what_would_arrive() -> None:
     assert torch.equal(axis.all_gather(x[:0], [1, 0, 2]), torch.zeros(3, 2))
     assert torch.equal(axis.reduce_scatter(x[:3]), x[1:2])
     assert torch.equal(axis.reduce_scatter(x, [1, 3, 0]), x[1:])
-    assert torch.equal(axis.all_gather_columns(x, [1, 2, 2]), torch.cat((x[:, :1], x, x), 1))
+    columns = axis.all_gather_columns(x, [1, 2, 2])
+    assert torch.equal(columns, torch.cat((x[:, :1], x, x), 1))
+    assert columns.is_contiguous(), "kernels take rows that are"
     assert torch.equal(axis.all_to_all(x, [1, 2, 1], [2, 2, 0]), x[[0, 0, 1, 2]])
     assert torch.equal(axis.all_to_all_fixed(x), x)
     assert axis.traffic.total == 0
