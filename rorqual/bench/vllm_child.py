@@ -61,10 +61,12 @@ def experts_hit(routed: Sequence[Any]) -> float:
 def run(job: dict[str, Any]) -> None:
     """job: model, random, gain, dtype, prompt, output, repeats, temperature, concurrency, batched_tokens, routing."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # minutes; recording and the warm-up runs compile what the timed runs meet
     from vllm import LLM, SamplingParams
 
     began, output = time.perf_counter(), ROUTED_STEPS + 2 if job["routing"] else job["output"]
-    only = {"enforce_eager": True, "enable_return_routed_experts": True} if job["routing"] else {}
+    recorded = {"cudagraph_capture_sizes": sorted(job["concurrency"])}  # of vLLM's own sizes those that are used
+    only: dict[str, Any] = {"enforce_eager": True, "enable_return_routed_experts": True} if job["routing"] else recorded
     llm = LLM(
         model=job["model"], dtype=job["dtype"], load_format="dummy" if job["random"] else "auto", skip_tokenizer_init=True,
         enable_prefix_caching=False, max_model_len=job["prompt"] + output + 8, max_num_seqs=max(job["concurrency"]),
