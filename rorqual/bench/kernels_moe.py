@@ -26,7 +26,7 @@ from rorqual.ops.unsummed import Unsummed
 V2_LITE, V3 = ExpertShape("bf16", 66, 2048, 1408, 8, 2), ExpertShape("fp8", 257, 7168, 2048, 9, 1)
 V3_TP8 = ExpertShape("fp8", 257, 7168, 256, 9, 1)  # a rank's columns of every expert
 JOINED = [(V2_LITE, "experts bf16 V2-Lite joined"), (V3, "experts fp8 V3 joined"), (V3_TP8, "experts fp8 V3 tp8 joined")]
-JOINED_TOKENS = (1, 8, 64, 256, 1024, 4096)
+JOINED_TOKENS = (1, 2, 4, 8, 64, 256, 1024, 4096)
 
 # --- routers ---
 

@@ -12,8 +12,11 @@ from rorqual.parallel.collectives import Axis
 
 
 class Norm:
-    def __init__(self, build: Build, name: str, size: int, eps: float):
+    """pack: only products of the layer's own weights follow, so that where these are fp8 the rows are wanted in fp8."""
+
+    def __init__(self, build: Build, name: str, size: int, eps: float, pack: bool = False):
         self.ops = build.ops
+        self.pack = pack and build.quant is not None
         self.name = name
         self.eps = eps
         self.weight = build.empty(size)
@@ -26,10 +29,10 @@ class Norm:
         the sum over a token's experts, addition and norm."""
         if isinstance(x, Unsummed):
             if residual is not None and (axis is None or axis.size == 1):
-                return self.ops.sum_add_norm(x, residual, self.weight, self.eps)
+                return self.ops.sum_add_norm(x, residual, self.weight, self.eps, self.pack)
             x = x.total()
         if axis is None:
-            return self.ops.add_norm(x, residual, self.weight, self.eps)
+            return self.ops.add_norm(x, residual, self.weight, self.eps, self.pack)
         return axis.add_norm(x, residual, self.weight, self.eps, self.ops.add_norm)
 
     def targets(self) -> Iterator[Target]:

@@ -39,8 +39,8 @@ class Layer:
 
     def __init__(self, build: Build, prefix: str, config: ModelConfig, attention: Attention, mlp: DenseMLP | MoE):
         self.attention, self.mlp = attention, mlp
-        self.input_norm = Norm(build, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.input_norm = Norm(build, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, pack=True)
+        self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps, pack=True)
 
     def forward(self, x: Rows, residual: Tensor | None, step: Step) -> Generator[None, None, tuple[Rows, Tensor]]:
         """What it returns goes into a norm, of the next layer or of the end, by way of step.layout."""

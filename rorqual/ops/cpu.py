@@ -63,7 +63,7 @@ class CpuOps(Ops):
         native = self._native(x, weight, rows=MANY_ROWS) if x.dim() == 2 else None
         return native.add_norm(x, None, weight, eps)[0] if native else F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         native = self._native(x, weight, rows=MANY_ROWS)
         if native and (residual is None or residual.is_contiguous()):
             return native.add_norm(x, residual, weight, eps)

@@ -116,12 +116,14 @@ class Ops:
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.norm(x, weight, eps)
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may quantise the norm in the same kernel; no
+        value depends on it."""
         return reference.add_norm(x, residual, weight, eps)
 
-    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         """`add_norm` of the sum of what experts gave."""
-        return self.add_norm(gave.total(), residual, weight, eps)
+        return self.add_norm(gave.total(), residual, weight, eps, pack)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return reference.linear(x, weight, bias)

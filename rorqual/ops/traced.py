@@ -102,7 +102,7 @@ class TracedOps(Ops):
         return torch.ops.rorqual.embed(ids, table)
 
     @entry
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         if residual is None or not self.inner.opaque("add_norm", weight):
             return super().add_norm(x, residual, weight, eps)
         return torch.ops.rorqual.add_norm(x, residual, weight, eps)

@@ -53,7 +53,7 @@ class Deferring(Ops):
         y = torch.stack([reference.experts(x, ids[:, k : k + 1], one, gate_up, down) for k in range(ids.shape[1])], 1)
         return Unsummed(y.flatten(0, 1), None, weights, base, plain_sum)
 
-    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         self.taken += 1
         return super().sum_add_norm(gave, residual, weight, eps)
 

@@ -20,6 +20,8 @@ from rorqual.ops.reference import Weight
 from rorqual.ops.table import Ops
 from rorqual.ops.triton import expert_sums, experts, norm
 from rorqual.ops.triton.backend import TritonOps
+from rorqual.ops.triton.fp8 import quantise
+from rorqual.ops.triton.launch import takes_fp8
 from rorqual.ops.unsummed import Unsummed, summed
 from tests.gpu.device_driver import all_logits, random_model
 from tests.ops.test_triton_backend import DEEPSEEK, QWEN
@@ -66,6 +68,12 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(hidden: int, top_k: int, bas
         got, got_stream = expert_sums.combine_add_norm(gave, residual, weight, EPS)
         assert torch.equal(got_stream, stream)
         assert torch.equal(got, normed)
+        if takes_fp8(residual.device):
+            same, _ = expert_sums.combine_add_norm(gave, residual, weight, EPS, pack=True)
+            assert torch.equal(same, normed)
+            beside, behind = quantise(same), quantise(normed)  # by the joint kernel, by one of its own
+            assert torch.equal(beside.data.view(torch.uint8), behind.data.view(torch.uint8))
+            assert torch.equal(beside.scale, behind.scale)
 
 
 def test_no_tokens() -> None:

@@ -116,13 +116,13 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 ids, weights = picks(4, k)
                 gave = Unsummed(x(4 * k, h, dtype=d), ids if s else None, weights, x(4, h, dtype=d) if b else None, expert_sums.combine)
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
-                expert_sums.combine_add_norm(gave, *rest)
-                norm.add_norm(gave.total(), *rest)
+                expert_sums.combine_add_norm(gave, *rest, pack=v3)
+                norm.add_norm(gave.total(), *rest, pack=v3)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", both
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     if v3:
-        yield "norm fp8", lambda: norm.add_norm_fp8(x(4, 7168), x(4, 7168), x(7168), 1e-6, keep=True)
+        yield "norm fp8", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, pack=True)
         yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
     yield "rope", lambda: rope_cache.rope(x(4, 128, 64), x(4, 32, dtype=wide), x(4, 32, dtype=wide), True)
     slots, angle = x(4, dtype=torch.int64), x(4, 32, dtype=wide)

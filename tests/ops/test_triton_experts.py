@@ -479,9 +479,11 @@ def test_norms(dtype: torch.dtype) -> None:
     got, got_total = norm.add_norm(x, residual, factor, 1e-6)
     assert torch.equal(got_total, total)
     torch.testing.assert_close(got, expected, **close)
-    packed, _, kept = norm.add_norm_fp8(x, residual, factor, 1e-6, keep=True)
-    assert kept is not None
-    torch.testing.assert_close(kept, expected, **close)
+    kept, _ = norm.add_norm(x, residual, factor, 1e-6, pack=True)
+    assert torch.equal(kept, got)
+    packed = fp8.quantise(kept)
+    assert packed is fp8.quantise(kept), "made once"
+    assert fp8.quantise(kept[:]) is not packed, "of this tensor alone"
     data, scale = reference.quantise_activation(kept)
     assert torch.equal(packed.scale, scale)
     assert torch.equal(packed.data.float(), data.float())

@@ -88,11 +88,11 @@ class TritonOps(Ops):
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_kernels.norm(x, weight, eps)
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return norm_kernels.add_norm(x, residual, weight, eps)
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+        return norm_kernels.add_norm(x, residual, weight, eps, pack and takes_fp8(x.device))
 
-    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return expert_sums.combine_add_norm(gave, residual, weight, eps)
+    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+        return expert_sums.combine_add_norm(gave, residual, weight, eps, pack and takes_fp8(residual.device))
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)

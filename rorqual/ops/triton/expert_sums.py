@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.triton.fp8 import store_fp8
 from rorqual.ops.triton.launch import INTERPRETED, dependent, next_power, wait_for_inputs
-from rorqual.ops.triton.norm import normed, warps_for
+from rorqual.ops.triton.norm import normed, room_beside, warps_for
 from rorqual.ops.unsummed import Unsummed
 
 # Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would gain a seventh of the two kernels'
@@ -72,10 +73,10 @@ def _combine_kernel(y, ids, weights, base, out, HIDDEN: tl.constexpr, TOP_K: tl.
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, r_row, hidden, eps, TOP_K: tl.constexpr,
-                         SIZE: tl.constexpr, AT_ONCE: tl.constexpr, ABSENT: tl.constexpr, BASE: tl.constexpr,
-                         DEPENDENT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["scale_block"])
+def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, data, scale, r_row, hidden, eps, scale_row, scale_block,
+                         TOP_K: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, ABSENT: tl.constexpr, BASE: tl.constexpr,
+                         QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """A token a program: its sum, rounded as if it had been written; + residual, rounded; the norm of that. `hidden` is no constant, as in
     the norm's kernel: a division by one may round differently, and rows known to be aligned may be laid out otherwise over threads."""
     offsets = tl.arange(0, SIZE)
@@ -93,7 +94,10 @@ def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, r_
         x += beside.to(tl.float32)
     values = (x.to(kind).to(tl.float32) + other.to(tl.float32)).to(kind)
     tl.store(total + token * hidden + offsets, values, mask=inside)
-    tl.store(out + token * hidden + offsets, normed(values.to(tl.float32), factor, hidden, eps, kind), mask=inside)
+    normal = normed(values.to(tl.float32), factor, hidden, eps, kind)
+    tl.store(out + token * hidden + offsets, normal, mask=inside)
+    if QUANT:
+        store_fp8(normal.to(tl.float32), data, scale, token, 0, hidden, hidden, scale_row, scale_block, SIZE)
 
 
 def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None = None) -> Tensor:
@@ -114,17 +118,19 @@ def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
     return min(top_k, max(0, (ROW_REGISTERS if warps <= 8 else ROW_REGISTERS // 2) // max(1, each) - 3))
 
 
-def combine_add_norm(gave: Unsummed, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def combine_add_norm(gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
     """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result, bit for bit. The kernel launched before
-    must not be what writes `weight`: that is read without waiting for it."""
+    must not be what writes `weight`: that is read without waiting for it. pack: as add_norm's."""
     (tokens, top_k), hidden, y = gave.weights.shape, gave.y.shape[1], gave.y
     assert residual.shape == (tokens, hidden)
     assert residual.stride(1) == 1
     out, total = (torch.empty(tokens, hidden, dtype=y.dtype, device=y.device) for _ in range(2))
-    size = max(16, next_power(hidden))
+    data, scale, strides = room_beside(out, pack)
+    size = max(128 if pack else 16, next_power(hidden))
     at_once = 0 if INTERPRETED else rows_at_once(top_k, size, y.element_size())
     if tokens:
         _combine_norm_kernel[tokens,](
-            y, gave.ids, gave.weights, gave.base, residual, weight, out, total, residual.stride(0), hidden, eps, top_k, size,
-            at_once, gave.ids is not None, gave.base is not None, num_warps=warps_for(size), **dependent(y.device))  # fmt: skip
+            y, gave.ids, gave.weights, gave.base, residual, weight, out, total, data, scale, residual.stride(0), hidden, eps, *strides,
+            top_k, size, at_once, gave.ids is not None, gave.base is not None, pack,
+            num_warps=warps_for(size), **dependent(y.device))  # fmt: skip
     return out, total

@@ -30,6 +30,15 @@ class Quantised:
         return Quantised(torch.empty(tokens, columns, dtype=FP8, device=device), scale.t())
 
 
+TWIN = "_rorqual_fp8"  # attribute of a tensor whose rows exist in fp8 as well
+
+
+def keep_beside(x: Tensor, packed: Quantised) -> None:
+    """packed: what `quantise(x)` would make, made already. It goes with this tensor object alone, no copy or view of it, and nobody may
+    change the values."""
+    setattr(x, TWIN, packed)
+
+
 @triton.jit
 def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
     """fp32 [BLOCKS * 128] to (e4m3 [BLOCKS, 128], scale [BLOCKS]); amax is clamped at 1e-4. EXACT: divisions are correctly rounded, so
@@ -66,7 +75,10 @@ def _quantise_kernel(x, data, scale, columns, x_stride, scale_row, scale_block, 
 
 
 def quantise(x: Tensor) -> Quantised:
-    """x [T, columns] in any float dtype, rows `x.stride(0)` apart."""
+    """x [T, columns] in any float dtype, rows `x.stride(0)` apart. What the kernel that made x has quantised is not quantised again."""
+    made: Quantised | None = getattr(x, TWIN, None)
+    if made is not None:
+        return made
     tokens, columns = x.shape
     assert x.stride(1) == 1
     out = Quantised.empty(tokens, columns, x.device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.fp8 import Quantised, store_fp8
+from rorqual.ops.triton.fp8 import Quantised, keep_beside, store_fp8
 from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
 
 
@@ -20,7 +20,7 @@ def normed(x, weight, columns, eps, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale_block"])
 def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r_row, eps, scale_row, scale_block, SIZE: tl.constexpr,
-                 ADD: tl.constexpr, WRITE: tl.constexpr, QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                 ADD: tl.constexpr, QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = offsets < columns
@@ -31,8 +31,7 @@ def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r
         values = (values.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row * columns + offsets, values, mask=inside)
     y = normed(values.to(tl.float32), factor, columns, eps, x.dtype.element_ty)
-    if WRITE:
-        tl.store(out + row * columns + offsets, y, mask=inside)
+    tl.store(out + row * columns + offsets, y, mask=inside)
     if QUANT:
         store_fp8(y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE)
 
@@ -42,44 +41,40 @@ def warps_for(size: int) -> int:
     return min(16, max(1, size // 512))
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, write: bool,
-            quant: bool) -> tuple[Tensor | None, Tensor | None, Quantised | None]:  # fmt: skip
+def room_beside(out: Tensor, pack: bool) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    """(data, scale, strides of the scale) for a kernel that is to quantise the rows of `out` as it makes them, if `pack`."""
+    if not pack:
+        return None, None, (0, 0)
+    packed = Quantised.empty(out.shape[0], out.shape[1], out.device)
+    keep_beside(out, packed)
+    return packed.data, packed.scale, packed.scale.stride()
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool) -> tuple[Tensor, Tensor | None]:
     tokens, columns = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
-    out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device) if write else None
-    total = torch.empty(tokens, columns, dtype=x.dtype, device=x.device) if residual is not None else None
-    packed = Quantised.empty(tokens, columns, x.device) if quant else None
-    data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
-    size = max(128 if quant else 16, next_power(columns))
+    out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if residual is not None else None
+    data, scale, strides = room_beside(out, pack)
+    size = max(128 if pack else 16, next_power(columns))
     if tokens:
         _norm_kernel[tokens,](
             x, residual, weight, out, total, data, scale, columns, x.stride(0), residual.stride(0) if residual is not None else 0,
-            eps, *strides, size, residual is not None, write, quant,
-            num_warps=warps_for(size), **dependent(x.device))  # fmt: skip
-    return out, total, packed
+            eps, *strides, size, residual is not None, pack, num_warps=warps_for(size), **dependent(x.device))  # fmt: skip
+    return out, total
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., columns], rows evenly spaced, to the same shape; weight [columns]."""
-    out, _, _ = _launch(_rows(x), None, weight, eps, True, False)
-    assert out is not None
-    return out.view(x.shape)
+    return _launch(_rows(x), None, weight, eps, False)[0].view(x.shape)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x itself, not a copy."""
-    out, total, _ = _launch(x, residual, weight, eps, True, False)
-    assert out is not None
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x itself, not a copy. pack: the norm is
+    quantised on the way, and `quantise` finds it (fp8.py)."""
+    out, total = _launch(x, residual, weight, eps, pack)
     return out, x if total is None else total
-
-
-def add_norm_fp8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
-                 keep: bool = False) -> tuple[Quantised, Tensor, Tensor | None]:  # fmt: skip
-    """(norm(x + residual) in fp8, x + residual, the norm in x's dtype as well if `keep`: a router wants it)."""
-    out, total, packed = _launch(x, residual, weight, eps, keep, True)
-    assert packed is not None
-    return packed, x if total is None else total, out
 
 
 def _rows(x: Tensor) -> Tensor:
