@@ -144,7 +144,8 @@ class ModelRunner:
     def _replay(self, plan: Plan, common: Common, variant: Variant) -> Pending:
         assert self.graphs is not None
         most = max(common.sampled)  # ranks replay the same bucket
-        return Pending(self.platform.fetch(self.graphs.run(plan.decode_slots, variant, plan.next_n, most)))
+        drawn = self.graphs.run(plan.decode_slots, variant, plan.next_n, most)
+        return Pending(self.platform.fetch(drawn)) if self.model.mesh.last_stage else Pending()
 
     def _launch(self, plan: Plan, common: Common) -> Pending:
         decode = prefill = None

@@ -1,7 +1,7 @@
-"""Memory that the cards of one host share (torch symmetric memory, unicast), and small all-reduces over it, with residual addition and
-RMSNorm fused in: what NCCL's latency would dominate.
+"""Memory that the cards of one host share (ipc.py; plain loads and stores, no multicast), and small all-reduces over it, with residual
+addition and RMSNorm fused in: what NCCL's latency would dominate.
 
-Runs inside captured graphs. All calls of a group stay on one stream. Not yet timed on cards: ONE_SHOT_BYTES comes from published figures.
+Runs inside captured graphs. All calls of a group stay on one stream. ONE_SHOT_BYTES comes from published figures.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rorqual.parallel.group_axis import GroupAxis
+from rorqual.parallel.ipc import Mapping
 
 ONE_SHOT_BYTES = 256 * 1024
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,35 @@ class PeerMemory:
     @staticmethod
     def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> PeerMemory:
         """`size` bytes on each rank's card. stop: this rank's word in pinned host memory. Collective: all ranks of the axis make it at the
-        same time, with the same size."""
-        import torch.distributed._symmetric_memory as symm_mem
+        same time, with the same size. Raises RuntimeError on every rank where some rank cannot."""
+        with torch.cuda.device(device):
+            mine, name = on_all(axis, lambda: _export(size), device)
+            names = axis.all_gather(torch.tensor([list(name)], dtype=torch.uint8, device=device)).cpu().numpy()
+            own = mine.tensor(device).zero_()
+            torch.cuda.synchronize(device)  # and then the ranks meet: none raises a flag before all flags are zero
+            theirs = {rank: handle.tobytes() for rank, handle in enumerate(names) if rank != axis.rank}
+            found = on_all(axis, lambda: {rank: Mapping.of(handle, size) for rank, handle in theirs.items()} | {axis.rank: mine}, device)
+            table = torch.tensor([*(found[rank].pointer for rank in range(axis.size)), stop.data_ptr()], dtype=torch.int64, device=device)
+        return PeerMemory(own, table, stop, found)
 
-        own = symm_mem.empty(size, dtype=torch.uint8, device=device)
-        handle: Any = symm_mem.rendezvous(own, axis.group)
-        own.zero_()
-        table = torch.tensor([*handle.buffer_ptrs, stop.data_ptr()], dtype=torch.int64, device=device)
-        torch.cuda.synchronize(device)
-        dist.barrier(group=axis.group)  # no rank raises a flag before all flags are zero
-        return PeerMemory(own, table, stop, handle)
+
+def on_all(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
+    """What `work`, which every rank calls and which waits for no other, gives here, once all have done it; RuntimeError on every rank where
+    it did not work on some: a container may forbid what it needs."""
+    reason, found = "", []
+    try:
+        found = [work()]
+    except (RuntimeError, OSError, AttributeError) as error:  # also no driver's library, or one that lacks a function
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    refused = int(axis.all_reduce(torch.tensor(int(not found), device=device)))
+    if refused:
+        raise RuntimeError(reason or f"refused on {refused} of {axis.size} ranks")
+    return found[0]
+
+
+def _export(size: int) -> tuple[Mapping, bytes]:
+    block = Mapping.new(size)
+    return block, block.handle()
 
 
 def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
@@ -61,18 +81,11 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
     if int(missing):
         return "cards that cannot reach one another's memory"
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    return refusal(axis, lambda: PeerMemory.of(axis, 256, device, stop), device)
-
-
-def refusal(axis: GroupAxis, make: Callable[[], object], device: torch.device) -> str:
-    """Why `make`, which every rank calls, did not work on some rank; empty where it did on all. A container may forbid what it needs."""
-    reason = ""
     try:
-        make()
-    except (RuntimeError, OSError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    refused = int(axis.all_reduce(torch.tensor(int(bool(reason)), device=device)))
-    return reason or (f"refused on {refused} of {axis.size} ranks" if refused else "")
+        PeerMemory.of(axis, 256, device, stop)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _host() -> int:

@@ -103,10 +103,12 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
     assert [experts.plan_for(quantised, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)] == [32, 64, 64]
     monkeypatch.setattr(experts, "is_hopper", lambda device: True)
-    many = [experts.plan_for(quantised, 32 * mean) for mean in (56, 57, 96, 97)]
-    assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), (128, 4), (128, 4), (256, 4)]
+    many = [experts.plan_for(quantised, 32 * mean) for mean in (56, 57)]
+    assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), (256, 4)]
     assert experts.plan_for(quantised, 32 * 97, dtype=torch.float32).tall == 0
     assert [experts_direct.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 4]
+    assert [experts_direct.direct_plan_for(down, picks).up_rows for picks in (8, 9)] == [8, 16]
+    assert [experts.plan_for(quantised, picks).up.stages for picks in (2, 3)] == [2, 4]
     wide = Weight(torch.empty(32, 128, 640, dtype=FP8), torch.empty(32, 1, 5))
     assert experts_direct.direct_plan_for(wide, 8).down_rows == 64
     q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)

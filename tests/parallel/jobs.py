@@ -30,7 +30,7 @@ from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Groups, Mesh
 from rorqual.parallel.messages import step_messages
-from rorqual.parallel.symmetric import refusal
+from rorqual.parallel.symmetric import on_all
 from rorqual.parallel_config import ParallelConfig
 from rorqual.perf.costs import Batch, Format
 from rorqual.perf.parallel_costs import Work, rank_step
@@ -241,7 +241,11 @@ def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:
         if axis.rank in failing:
             raise RuntimeError("no permission\nand more")
 
-    return refusal(axis, make, CPU)
+    try:
+        on_all(axis, make, CPU)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[int], two_shot: list[bool]) -> tuple[float, str]:

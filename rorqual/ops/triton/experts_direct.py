@@ -27,7 +27,7 @@ class DirectPlan:
     stages: int = 3
 
 
-DIRECT_PICKS = {"bf16": 8, "fp8": 8, "fp32": 2}  # this form reads an expert anew for each pick: up to so many picks
+DIRECT_PICKS = {"bf16": 16, "fp8": 8, "fp32": 2}  # this form reads an expert anew for each pick: up to so many picks
 
 
 @triton.jit

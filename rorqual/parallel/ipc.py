@@ -1,0 +1,87 @@
+"""Memory of one card that processes of its host map into their own: CUDA's interprocess handles, asked of the driver itself.
+
+torch's symmetric memory maps the same way, but its meeting of ranks counts, in each process and for as long as that lives, how often it
+has met before. The processes of an engine's other ranks are new each time and rank 0's is not, so a second engine would wait for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class Handle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+@functools.cache
+def driver() -> Any:
+    """libcuda, with its functions' arguments declared."""
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, size = ctypes.c_uint64, ctypes.c_size_t
+    library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(pointer), size]
+    library.cuMemFree_v2.argtypes = [pointer]
+    library.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(Handle), pointer]
+    library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(pointer), Handle, ctypes.c_uint]
+    library.cuIpcCloseMemHandle.argtypes = [pointer]
+    library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
+
+
+def call(function: str, *args: Any) -> None:
+    """Raises RuntimeError with the driver's name for what went wrong."""
+    code = getattr(driver(), function)(*args)
+    if code:
+        name = ctypes.c_char_p()
+        driver().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"{function}: {(name.value or b'unknown').decode()} ({code})")
+
+
+def _undo(function: str, pointer: int, card: int) -> None:
+    with torch.cuda.device(card):
+        torch.cuda.current_stream().query()  # the card's context is current, whichever thread this is
+        getattr(driver(), function)(pointer)
+
+
+class Mapping:
+    """A block of memory at `pointer`, given back (`undo`: the driver's function) when nobody holds this any more. Made on torch's current
+    card, which this thread must have used."""
+
+    def __init__(self, pointer: int, size: int, undo: str):
+        self.pointer, self.size = pointer, size
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        end = weakref.finalize(self, _undo, undo, pointer, torch.cuda.current_device())
+        end.atexit = False  # a process's end frees it, with the context
+
+    @staticmethod
+    def new(size: int) -> Mapping:
+        pointer = ctypes.c_uint64()
+        call("cuMemAlloc_v2", ctypes.byref(pointer), size)
+        return Mapping(pointer.value, size, "cuMemFree_v2")
+
+    @staticmethod
+    def of(handle: bytes, size: int) -> Mapping:
+        """What another process of this host calls `handle`, from its `Mapping.new(size)`."""
+        pointer = ctypes.c_uint64()
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), Handle.from_buffer_copy(handle), ENABLE_PEERS)
+        return Mapping(pointer.value, size, "cuIpcCloseMemHandle")
+
+    def handle(self) -> bytes:
+        """HANDLE_BYTES, for another process."""
+        found = Handle()
+        call("cuIpcGetMemHandle", ctypes.byref(found), self.pointer)
+        return bytes(found.reserved)
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """[size] uint8; holds the mapping."""
+        return torch.as_tensor(self, device=device)
