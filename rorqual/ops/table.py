@@ -117,8 +117,8 @@ class Ops:
         return reference.norm(x, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may quantise the norm in the same kernel; no
-        value depends on it."""
+        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may quantise the norm in the same kernel;
+        values may differ by the order of a sum."""
         return reference.add_norm(x, residual, weight, eps)
 
     def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:

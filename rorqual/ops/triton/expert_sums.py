@@ -119,8 +119,8 @@ def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
 
 
 def combine_add_norm(gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-    """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result, bit for bit. The kernel launched before
-    must not be what writes `weight`: that is read without waiting for it. pack: as add_norm's."""
+    """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result with the same `pack`, bit for bit.
+    The kernel launched before must not be what writes `weight`: that is read without waiting for it."""
     (tokens, top_k), hidden, y = gave.weights.shape, gave.y.shape[1], gave.y
     assert residual.shape == (tokens, hidden)
     assert residual.stride(1) == 1
