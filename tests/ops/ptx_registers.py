@@ -147,6 +147,9 @@ class Registers:
             parts = np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1)
             narrow = parts.astype(np.float16) if form[0] == "f" else f32_to_bf16(parts)
             return narrow.view(np.uint32).reshape(-1)
+        if form == "satfinite.e4m3x2.f32":
+            pair = torch.from_numpy(np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1)).clamp(-448.0, 448.0)
+            return pair.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16).reshape(-1)
         if form == "bf16.f32":
             return f32_to_bf16(self.get(x, "f32"))
         if form == "f32.bf16":
