@@ -90,6 +90,7 @@ class MLA:
             LATENT_NORM_EPS,
             self.interleaved,
             keep_query_input=materialised,
+            pack=self.out.weight.quantised,
             layer=self.index,
         )
         self.materialised: tuple[Weight, Weight, Weight] | None = None
@@ -167,14 +168,14 @@ class MLA:
             return self._attend_materialised(query_in, planes["latent"], step, segment, part)
         if form == "A_CC" and planes["latent"].dtype != torch.uint8:  # an fp8 cache keeps latent and rope key apart
             return self._attend_joined(q, planes["latent"], segment)
-        return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale).flatten(1))
+        return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale))
 
     def _attend_joined(self, q: Tensor, plane: Tensor, segment: Segment) -> Tensor:
         nope, rank = self.config.nope_dim, self.config.kv_lora_rank
         joined = torch.cat((self.ops.heads_matmul(q[..., :nope], self.weights.w_uk), q[..., nope:]), -1)
         key = plane[:, :, None]
         latent = self.ops.attention(joined, key, key[..., :rank], segment, self.scale)
-        return self.out.forward(self.ops.heads_matmul(latent, self.weights.w_uv).flatten(1))
+        return self.out.forward(self.ops.joined_heads(latent, self.weights))
 
     def _attend_materialised(self, query_in: Tensor, plane: Tensor, step: Step, segment: Segment, part: slice) -> Tensor:
         assert self.materialised is not None

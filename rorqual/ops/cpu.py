@@ -111,7 +111,7 @@ class CpuOps(Ops):
         tables = segment.tables
         if plane.dtype == torch.uint8:
             plane, tables = _dequantised_pages(plane, segment, w.config.kv_lora_rank, q.dtype)
-        return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale)
+        return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale).flatten(1)
 
     def gqa_prologue(
         self,

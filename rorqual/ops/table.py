@@ -67,6 +67,7 @@ class MLAWeights:
     eps: float
     interleaved: bool
     keep_query_input: bool = False  # the materialised form reads the query input; the others have no use for it
+    pack: bool = False  # an fp8 product takes what attention gives
     layer: int = 0  # which layer of the model
     scratch: Any = None  # whatever a backend derives once a layer
 
@@ -186,11 +187,15 @@ class Ops:
         return q, None
 
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
-        """Absorbed attention over the latent cache: queries [T, H, qk] to heads [T, H, v]. W_UK moves to the query, W_UV behind
-        the sum, and neither rope nor latent parts are concatenated."""
+        """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side, [T, H v]. W_UK moves to the query, W_UV
+        behind the sum, and neither rope nor latent parts are concatenated."""
         nope = w.config.nope_dim
         latent = self.latent_attention(self.heads_matmul(q[..., :nope], w.w_uk), q[..., nope:], plane, segment, scale)
-        return self.heads_matmul(latent, w.w_uv)
+        return self.joined_heads(latent, w)
+
+    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
+        """From sums of latents [T, H, C] to heads side by side, [T, H v]."""
+        return self.heads_matmul(latent, w.w_uv).flatten(1)
 
     def gqa_prologue(
         self,

@@ -151,7 +151,9 @@ class TracedOps(Ops):
     def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
         if not self.inner.opaque("mla_absorbed", w.kv_b.data):
             return super().mla_absorbed(q, w, plane, segment, scale)
-        return torch.ops.rorqual.mla_absorbed(w.layer, q, plane, w.config.v_dim, scale)
+        return torch.ops.rorqual.mla_absorbed(w.layer, q, plane, w.config.num_heads * w.config.v_dim, scale)
+
+    joined_heads = entry(Ops.joined_heads)
 
     @entry
     def gqa_prologue(
@@ -294,7 +296,7 @@ def _mla_prologue(layer: int, x: Tensor, cos: Tensor, sin: Tensor, plane: Tensor
 
 @_operator(
     "(int layer, Tensor q, Tensor plane, int width, float scale) -> Tensor",
-    lambda layer, q, plane, width, scale: q.new_empty(q.shape[0], q.shape[1], width),
+    lambda layer, q, plane, width, scale: q.new_empty(q.shape[0], width),
 )
 def _mla_absorbed(layer: int, q: Tensor, plane: Tensor, width: int, scale: float) -> Tensor:
     return _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale).contiguous()

@@ -76,7 +76,8 @@ class SharedMemory:
         out[mask] = self.data[cells]
         return out
 
-    def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray) -> None:
+    def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, copied: bool = False) -> None:
+        """copied: by cp.async, behind which the compiler takes no fence to be needed."""
         cells, rows, value = self._cells(address[mask], value.shape[1]), self.row[mask][:, None], value[mask]
         assert not self.watch.unseen_reads(cells, rows), "written what may still be read: no barrier, or a product or store under way"
         unseen = self.watch.unseen_writes(cells, rows) & (self.data[cells] != value)  # several warps may write the same
@@ -84,7 +85,7 @@ class SharedMemory:
         self.data[cells] = value
         assert (self.data[cells] == value).all(), "two threads write different values"
         self.watch.write(cells, self.clocks.agent(rows), self.clocks.now(rows))
-        self.unfenced[cells] = True
+        self.unfenced[cells], self.fenced[cells] = not copied, 0
 
     def fence(self, mask: np.ndarray) -> None:
         """What the warps wrote, or know to be written, may be read by tensor cores and bulk copies of those who know of this fence."""

@@ -137,11 +137,13 @@ class Products(Registers):
                      for e in range(2)]  # fmt: skip
             self.put(name, np.stack(words, 1).view(np.uint32).reshape(-1), mask)
 
-    def stmatrix(self, names: list[str], address: np.ndarray, mask: np.ndarray) -> None:
+    def stmatrix(self, names: list[str], address: np.ndarray, transposed: bool, mask: np.ndarray) -> None:
         self.whole_warps(mask)
         lane, warp = self.lanes
         for i, name in enumerate(names):
             words = self.get(name, "b32").copy().view(np.uint16).reshape(-1, 2)
-            rows = np.stack([words[warp + lane % 8 * 4 + c // 2, c % 2] for c in range(8)], 1)  # row `lane % 8` of matrix i
+            own = lane % 8  # the row of matrix i, or its column
+            places = [(c, own) if transposed else (own, c) for c in range(8)]
+            rows = np.stack([words[warp + row * 4 + column // 2, column % 2] for row, column in places], 1)
             here = mask & (lane // 8 == i)
             self.shared.store(np.where(here, address, 0), rows.view(np.uint8).reshape(self.threads, 16), here)

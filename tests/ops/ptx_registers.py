@@ -114,7 +114,7 @@ class Registers:
         if name.startswith("0f"):
             return np.full(self.threads, int(name[2:], 16), np.uint32).view(dtype)
         assert re.match(r"-?\d", name), f"{name} has no value"
-        value, size = int(name, 0), np.dtype(dtype).itemsize
+        value, size = int(name.rstrip("U"), 0), np.dtype(dtype).itemsize
         if kind == "pred":
             return np.full(self.threads, bool(value))
         return np.full(self.threads, value % 256**size, f"u{size}").view(dtype)
@@ -165,7 +165,8 @@ class Registers:
             values = [bf16_to_f32(self.get(x, "b16" if kind == "bf16" else "b32").view(np.uint16)) for x in text]
             return f32_to_bf16(SIMPLE[head](*values))
         if head == "prmt":
-            a, b, how = (self.get(x, "u32") for x in text)
+            nothing = [x.startswith("%") and x not in self.registers for x in text]  # a place that another prmt fills afterwards
+            a, b, how = (np.zeros(self.threads, np.uint32) if empty else self.get(x, "u32") for x, empty in zip(text, nothing, strict=True))
             data = np.stack([a, b], 1).view(np.uint8).reshape(-1, 8)
             return np.stack([data[np.arange(self.threads), how >> 4 * i & 7] for i in range(4)], 1).view(np.uint32).reshape(-1)
         if head == "mad" or (head == "mul" and "wide" in rest):

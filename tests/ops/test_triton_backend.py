@@ -14,7 +14,7 @@ if SKIP_REASON is not None:
 pytest.importorskip("safetensors")
 
 from rorqual.ops.table import Ops
-from rorqual.ops.triton import embedding, norm
+from rorqual.ops.triton import embedding, fp8
 from rorqual.ops.triton.backend import TritonOps
 from tests.gpu.device_driver import all_logits, random_model, with_ops
 
@@ -102,7 +102,7 @@ def test_what_norms_quantise_on_the_way_changes_no_bit(monkeypatch: pytest.Monke
     model, ids = random_model(config, TritonOps(), "float32", torch.device(DEVICE), ("CC", "A_CC_ME")), torch.arange(22).view(2, 11)
     beside = all_logits(model, ids, CUTS, PAGE)
     dropped: list[torch.Size] = []
-    monkeypatch.setattr(norm, "keep_beside", lambda out, packed: dropped.append(packed.shape))
+    monkeypatch.setattr(fp8, "keep_beside", lambda out, packed: dropped.append(packed.shape))
     assert torch.equal(all_logits(model, ids, CUTS, PAGE), beside)
     steps = 2 + LENGTH - CUTS[1]
     assert len(dropped) == 2 * steps, "before attention and before experts"

@@ -101,6 +101,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     for tokens in (1, 8):
         yield f"absorb T{tokens}", lambda t=tokens: (absorb.heads_matmul(x(t, 16, 192)[..., :128], up[:, :128]),
                                                      absorb.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)))  # fmt: skip
+    if v3:
+        yield "absorb fp8", lambda: absorb.heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2), pack=True)
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     for hidden, each, kind in (

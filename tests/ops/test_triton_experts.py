@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -455,18 +456,29 @@ def test_skinny_linear(tokens: int, rows: int, columns: int, biased: bool, dtype
         assert difference(out, expected) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8])
-def test_absorb_products(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "product"), [(1, absorb.heads_small), (8, absorb.heads_small), (1, absorb.heads_dot),
+                                                 (3, absorb.heads_dot), (16, absorb.heads_dot)])  # fmt: skip
+@pytest.mark.parametrize(("nope", "value", "rank"), [(24, 20, 48), (128, 128, 384)])
+def test_absorb_products(tokens: int, product: Callable[[Tensor, Tensor], Tensor], nope: int, value: int, rank: int) -> None:
     """Matrices as MLA has them, views of one weight: columns side by side going in, rows side by side coming out."""
-    heads, nope, value, rank = 3, 24, 20, 48
-    up = random(heads, nope + value, rank, dtype=torch.bfloat16)
-    q = random(tokens, heads, nope + 16, dtype=torch.bfloat16)[..., :nope]
-    latent = random(tokens, heads, rank, dtype=torch.bfloat16)
+    up = random(3, nope + value, rank, dtype=torch.bfloat16)
+    q = random(tokens, 3, nope + 16, dtype=torch.bfloat16)[..., :nope]
+    latent = random(tokens, 3, rank, dtype=torch.bfloat16)
     for x, matrices in ((q, up[:, :nope]), (latent, up[:, nope:].transpose(1, 2))):
-        out = absorb.heads_matmul(x, matrices)
+        out = product(x, matrices)
         assert out.is_contiguous()
         assert not out.isnan().any()
         assert difference(out, torch.einsum("tha,hab->thb", x.double(), matrices.double())) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_heads_quantised_where_they_are_made(tokens: int) -> None:
+    latent, matrices = random(tokens, 3, 256, dtype=torch.bfloat16), random(3, 256, 128, dtype=torch.bfloat16)
+    out = absorb.heads_dot(latent, matrices, pack=True)
+    assert torch.equal(out, absorb.heads_dot(latent, matrices).flatten(1))
+    made, behind = fp8.quantise(out), fp8.quantise(out.clone())
+    assert torch.equal(made.scale, behind.scale)
+    assert torch.equal(made.data.float(), behind.data.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

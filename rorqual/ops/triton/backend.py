@@ -133,6 +133,13 @@ class TritonOps(Ops):
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return out
 
+    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
+        """A few tokens' are quantised where they are made, if what comes next wants that."""
+        few = absorb.chosen(latent) and latent.shape[0] > absorb.TOKENS
+        if few and w.pack and w.config.v_dim == absorb.HEAD and takes_fp8(latent.device):
+            return absorb.heads_dot(latent, w.w_uv, pack=True)
+        return super().joined_heads(latent, w)
+
     # ---- attention
 
     def mla_prologue(

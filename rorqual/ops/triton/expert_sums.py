@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.fp8 import store_fp8
+from rorqual.ops.triton.fp8 import room_beside, store_fp8
 from rorqual.ops.triton.launch import INTERPRETED, dependent, next_power, wait_for_inputs
-from rorqual.ops.triton.norm import normed, room_beside, warps_for
+from rorqual.ops.triton.norm import normed, warps_for
 from rorqual.ops.unsummed import Unsummed
 
 # Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would gain a seventh of the two kernels'

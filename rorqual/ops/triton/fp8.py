@@ -39,6 +39,15 @@ def keep_beside(x: Tensor, packed: Quantised) -> None:
     setattr(x, TWIN, packed)
 
 
+def room_beside(out: Tensor, pack: bool) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    """(data, scale, strides of the scale) for a kernel that is to quantise the rows of `out` as it makes them, if `pack`."""
+    if not pack:
+        return None, None, (0, 0)
+    packed = Quantised.empty(out.shape[0], out.shape[1], out.device)
+    keep_beside(out, packed)
+    return packed.data, packed.scale, packed.scale.stride()
+
+
 @triton.jit
 def to_fp8(x, BLOCKS: tl.constexpr, EXACT: tl.constexpr = False):
     """fp32 [BLOCKS * 128] to (e4m3 [BLOCKS, 128], scale [BLOCKS]); amax is clamped at 1e-4. EXACT: divisions are correctly rounded, so

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.fp8 import Quantised, keep_beside, store_fp8
+from rorqual.ops.triton.fp8 import Quantised, room_beside, store_fp8
 from rorqual.ops.triton.launch import dependent, next_power, wait_for_inputs
 
 
@@ -39,15 +39,6 @@ def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r
 def warps_for(size: int) -> int:
     """Of a program that takes a whole row of so many columns; the order in which their squares are added hangs on it."""
     return min(16, max(1, size // 512))
-
-
-def room_beside(out: Tensor, pack: bool) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    """(data, scale, strides of the scale) for a kernel that is to quantise the rows of `out` as it makes them, if `pack`."""
-    if not pack:
-        return None, None, (0, 0)
-    packed = Quantised.empty(out.shape[0], out.shape[1], out.device)
-    keep_beside(out, packed)
-    return packed.data, packed.scale, packed.scale.stride()
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool) -> tuple[Tensor, Tensor | None]:
