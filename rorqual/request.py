@@ -58,7 +58,8 @@ class SamplingParams:
     """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and natural-log probabilities.
 
     temperature 0 is greedy. top_k 0 or -1 is off. seed None takes a fresh one. The random number of a token depends on
-    (seed, position) alone, so a seeded request repeats itself whatever else is in the batch.
+    (seed, position) alone, so a seeded request repeats itself whatever else is in the batch. max_tokens None: as many as the context, and
+    the cache if it is smaller, have room for.
     """
 
     n: int = 1

@@ -28,10 +28,14 @@ log = logging.getLogger("rorqual.bench")
 PATIENCE = 1800.0  # seconds for one process: compiling may take minutes
 
 
-def check(config: EngineConfig) -> None:
-    """Raises ConfigError where there is nothing to compare, or not alike."""
+def check_installed() -> None:
+    """Raises ConfigError where it is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("--compare vllm runs vLLM on the same shapes, and vllm is not installed")
+
+
+def check(config: EngineConfig) -> None:
+    """Raises ConfigError where the two would not do alike."""
     if not config.parallel.is_single or config.next_n or config.kv_cache_dtype != "auto":
         raise ConfigError("--compare vllm takes one card, no speculation, and a cache as the model has it")
 

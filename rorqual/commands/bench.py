@@ -94,6 +94,8 @@ def bench_offline(
 
     if compare not in (None, *offline.IN_PROCESS, "vllm"):
         raise typer.BadParameter(f"{compare!r}; accepted: {', '.join(offline.IN_PROCESS)}, vllm")
+    if compare == "vllm":
+        vllm_peer.check_installed()
     batches, rates = numbers(concurrency), shares(simulated_acceptance)
     report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature, profile)
     counts = numbers(next_n, least=0)

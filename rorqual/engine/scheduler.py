@@ -100,7 +100,10 @@ class Scheduler:
         if length >= most:
             raise RequestError(f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit")
         wanted = request.params.max_tokens
-        target = most if wanted is None else min(most, length + wanted)
+        if wanted is None:  # as many as there can be, the last of which needs no entry
+            target = max(length + 1, min(most, self.allocator.capacity * self.config.page_size + 1))
+        else:
+            target = min(most, length + wanted)
         pages = self._pages_for(target - 1)
         if pages > self.allocator.capacity:
             have = self.allocator.capacity

@@ -87,7 +87,7 @@ def test_a_peer_that_fails_leaves_our_rows(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not installed"):
-        vllm_peer.check(EngineConfig(""))
+        vllm_peer.check_installed()
     monkeypatch.setattr(vllm_peer.importlib.util, "find_spec", lambda name: name)
     vllm_peer.check(EngineConfig(""))
     with pytest.raises(ConfigError, match="speculation"):

@@ -320,7 +320,7 @@ def test_random_cancels_leave_every_page_free(depth: int) -> None:
         (ask("x", range(64), 4), "64 tokens"),
         (ask("x", range(70), 4), "70 tokens"),
         (ask("x", range(30), 30), "cache pages"),
-        (ask("x", range(3), None), "cache pages"),
+        (ask("x", range(41), None), "cache pages"),
     ],
 )
 def test_what_can_never_be_served_is_refused(request_: Request, named: str) -> None:
@@ -339,6 +339,17 @@ def test_the_longest_servable_request_is_not_refused() -> None:
     loop = loop_of(scheduler)
     run_all(loop, requests)
     assert_expected(loop, requests)
+
+
+def test_a_request_without_a_limit_ends_where_the_cache_does() -> None:
+    for pages, longest in ((6, 41), (99, 64)):
+        scheduler = make(max_model_len=64, num_pages=pages, page_size=8)
+        loop = loop_of(scheduler)
+        loop.scheduler.add(ask("open", range(3), None))
+        loop.drain(most_plans=70)
+        check_idle(scheduler)
+        assert len(loop.outputs["open"]) == longest - 3
+        assert loop.finishes == {"open": "length"}
 
 
 def test_an_id_in_use_and_a_full_queue_are_refused() -> None:
