@@ -50,8 +50,7 @@ class BatchBuilder:
     def __init__(self, rows: Rows, pool: KVPool, rotary: Rotary, exact: bool):
         self.rows, self.pool, self.rotary, self.exact = rows, pool, rotary, exact
         self.platform, self.page_size = rows.platform, pool.spec.page_size
-        self.offsets = torch.arange(rows.most_drafts + 1, device=self.platform.device)
-        self.nothing = self.offsets[:0]
+        self.nothing = torch.empty(0, dtype=torch.int64, device=self.platform.device)
 
     def batch(self, decode: Part | None, prefill: Part | None, layout: Layout = SINGLE_LAYOUT) -> Batch:
         """Without either half a rank computes nothing of its own and takes part in what the others compute."""
@@ -66,17 +65,11 @@ class BatchBuilder:
     def decode(self, slots: Tensor, bounds: tuple[int, ...], next_n: int) -> Part:
         """The newest token of each request and next_n drafts behind it."""
         rows, width = self.rows, next_n + 1
-        first = rows.length.index_select(0, slots)
-        ids = rows.last_token.index_select(0, slots)
         tables = rows.tables[slots, : self._pages(max(bounds))]
-        spread = first[:, None]
-        if next_n:
-            ids = torch.cat((ids[:, None], rows.drafts.index_select(0, slots)[:, :next_n]), 1).flatten()
-            spread = spread + self.offsets[:width]
-        positions = spread.flatten()
-        held = tables.gather(1, spread // self.page_size).flatten()
-        mapping = held * self.page_size + positions % self.page_size
-        segment = Segment(tables, first + width, (width,) * len(bounds), bounds, self.exact)
+        ids, positions, mapping, lens = rows.ops.decode_rows(
+            rows.length, rows.last_token, rows.drafts, tables, slots, next_n, self.page_size
+        )
+        segment = Segment(tables, lens, (width,) * len(bounds), bounds, self.exact)
         logit_rows = torch.arange(positions.shape[0], device=self.platform.device)
         return Part(ids, positions, mapping, logit_rows, slots, segment, bounds)
 

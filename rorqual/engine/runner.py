@@ -52,11 +52,13 @@ class Pending:
 @dataclass
 class Drawn:
     """What decoding requests got. result: what goes home, [R] tokens, or [R, next_n + 2] tokens and the number of drafts;
-    tokens [R, next_n + 1]; counts [R] of them, None without speculation: one each."""
+    tokens [R, next_n + 1]. With speculation, for who drafts: following [R (next_n + 1)], the token after each row, and last [R], each
+    request's last row that stands."""
 
     result: Tensor
     tokens: Tensor
-    counts: Tensor | None = None
+    following: Tensor | None = None
+    last: Tensor | None = None
 
 
 class ModelRunner:
@@ -230,13 +232,11 @@ class ModelRunner:
             rows.length.index_copy_(0, slots, decode.segment.kv_lens)
             return Drawn(tokens, tokens[:, None])
         verdict = self.verifier.verify(logits, variant, slots, decode.positions + 1, next_n)
-        rows.last_token.index_copy_(0, slots, verdict.newest)
-        first = decode.segment.kv_lens - (next_n + 1)
-        rows.length.index_copy_(0, slots, first + verdict.counts)
+        following, last = rows.ops.move_rows(rows.last_token, rows.length, slots, decode.segment.kv_lens, verdict.tokens, verdict.counts)
         if rows.history is not None:
             places = decode.positions.view(-1, next_n + 1) + 1
             rows.history[slots[:, None], places] = verdict.tokens.clamp(min=0)
-        return Drawn(torch.cat((verdict.tokens, verdict.drafted[:, None]), 1), verdict.tokens, verdict.counts)
+        return Drawn(torch.cat((verdict.tokens, verdict.drafted[:, None]), 1), verdict.tokens, following, last)
 
     def _draw_prefill(self, logits: Tensor, variant: Variant, prefill: Part) -> Tensor:
         """First tokens [S] of the prompts that are complete."""
@@ -341,10 +341,10 @@ class ModelRunner:
         following, last, slots = [], [], []
         bounds: tuple[int, ...] = ()
         count = 0
-        if batch.decode and drawn and drawn.counts is not None:
+        if batch.decode and drawn and drawn.following is not None and drawn.last is not None:
             decode, count = batch.decode, batch.decode.ids.shape[0]
-            following.append(drawn.tokens.clamp(min=0).flatten())
-            last.append(torch.arange(0, count, next_n + 1, device=self.platform.device) + drawn.counts - 1)
+            following.append(drawn.following)
+            last.append(drawn.last)
             slots.append(decode.slots)
             bounds = tuple(min(bound + next_n, self.max_len) for bound in decode.bounds)
         if batch.prefill and batch.prefill.following is not None:

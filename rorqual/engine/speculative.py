@@ -37,11 +37,6 @@ class Verdict:
     counts: Tensor
     drafted: Tensor
 
-    @property
-    def newest(self) -> Tensor:
-        """[R] the last token of each request."""
-        return self.tokens.gather(1, self.counts[:, None] - 1).squeeze(1)
-
 
 class Verifier:
     """`rates`: probability that the draft at each place is accepted, drawn by lot instead of compared (simulated acceptance)."""
@@ -58,26 +53,18 @@ class Verifier:
         if not next_n:
             tokens = choose(logits, variant, slots, positions, rows)
             return Verdict(tokens[:, None], torch.ones_like(slots), torch.zeros_like(slots))
-        drafts = rows.drafts.index_select(0, slots)[:, :next_n]
-        drafted = rows.num_drafts.index_select(0, slots).clamp(max=next_n)
-        if variant is Variant.GREEDY:
-            given, tokens = None, logits.argmax(-1).view(-1, width)
-            accepted = tokens[:, :next_n] == drafts
-        else:
-            each = slots.repeat_interleave(width)
-            given = distribution(logits, variant, each, rows)
-            tokens = draw(given, each, positions, rows).view(-1, width)
-            accepted = self._accepted(given, tokens, drafts, slots, positions)
+        each = slots.repeat_interleave(width) if variant is not Variant.GREEDY else slots
+        given = distribution(logits, variant, each, rows) if variant is not Variant.GREEDY else None
+        tokens = (logits.argmax(-1) if given is None else draw(given, each, positions, rows)).view(-1, width)
+        drafts, taken = rows.drafts, None
         if self.rates is not None:
-            accepted = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
-        accepted = accepted & (self.places[:next_n] < drafted[:, None])
-        right = accepted.long().cumprod(1).sum(1)
-        if self.rates is not None:
-            tokens = self._forced(tokens, drafts, right)
+            taken = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
         elif given is not None:
-            tokens = self._replaced(given, tokens, drafts, slots, positions, right, drafted)
-        tokens = torch.where(self.places[:width] <= right[:, None], tokens, -1)
-        return Verdict(tokens, right + 1, drafted)
+            taken = self._accepted(given, tokens, drafts.index_select(0, slots)[:, :next_n], slots, positions)
+        stand, counts, drafted = rows.ops.judge_drafts(tokens, drafts, rows.num_drafts, slots, taken)
+        if given is not None and self.rates is None:
+            stand = self._replaced(given, tokens, stand, slots, positions, counts - 1, drafted)
+        return Verdict(stand, counts, drafted)
 
     def _accepted(self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """[R, next_n]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
@@ -93,12 +80,12 @@ class Verifier:
         return self.rows.ops.uniform(seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions), positions, stream)
 
     def _replaced(
-        self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor, right: Tensor, drafted: Tensor
+        self, given: Distribution, tokens: Tensor, stand: Tensor, slots: Tensor, positions: Tensor, right: Tensor, drafted: Tensor
     ) -> Tensor:
-        """Accepted drafts stand; the token after them is drawn from what the refused draft's own distribution left over."""
-        rows, n = self.rows, drafts.shape[1]
+        """`stand` with the token behind the accepted drafts drawn from what the refused draft's own distribution left over."""
+        rows, n = self.rows, tokens.shape[1] - 1
         place = right.clamp(max=n - 1)
-        refused = drafts.gather(1, place[:, None]).squeeze(1)
+        refused = rows.drafts[slots, place]
         after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + right  # the row behind the accepted drafts
         numbers = self._numbers(slots, positions.index_select(0, after), TOKEN)
         q = None if rows.draft_probs is None else rows.draft_probs.flatten(0, 1)
@@ -106,15 +93,11 @@ class Verifier:
         other = rows.ops.draw_rest(given, torch.where(own, -1, after), numbers, refused, q, slots * rows.most_drafts + place)
         # So it does where nothing is left over, p and q being equal but for rounding: a refusal cannot have happened by more than that.
         last = torch.where(other < 0, tokens.gather(1, right[:, None]).squeeze(1), other)
-        return torch.cat((drafts, last[:, None]), 1).scatter(1, right[:, None], last[:, None])
+        return stand.scatter(1, right[:, None], last[:, None])
 
     def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:
         assert self.rates is not None
         return self._numbers(slots, positions, SIMULATE) < self.rates[: positions.shape[1]]
-
-    def _forced(self, tokens: Tensor, drafts: Tensor, right: Tensor) -> Tensor:
-        taken = self.places[: drafts.shape[1]] < right[:, None]
-        return torch.cat((torch.where(taken, drafts, tokens[:, :-1]), tokens[:, -1:]), 1)
 
 
 # ---- making drafts
@@ -191,12 +174,10 @@ class MTPDrafter:
     def _row_step(self, work: Drafting, positions: Tensor) -> Step:
         """One row for each request, at the given positions."""
         longest = -(-max(work.kv_bounds, default=1) // self.page_size)
-        tables = self.rows.tables[work.slots, :longest]
-        pages = tables.gather(1, (positions // self.page_size)[:, None]).squeeze(1)
-        bounds = work.kv_bounds
-        segment = Segment(tables, positions + 1, (1,) * len(bounds), bounds, exact=False) if bounds else None
+        tables, bounds, each = self.rows.tables[work.slots, :longest], work.kv_bounds, self._all(positions)
+        _, positions, mapping, lens = self.rows.ops.decode_rows(positions, positions, self.rows.drafts, tables, each, 0, self.page_size)
+        segment = Segment(tables, lens, (1,) * len(bounds), bounds, exact=False) if bounds else None
         cos, sin = self.model.rotary.rows(positions)
-        mapping = pages * self.page_size + positions % self.page_size
         layout = self.model.layout(work.sampled, decode=True)
         return Step(positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout)
 

@@ -301,3 +301,48 @@ def draw_rest(
 def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:
     """Probabilities to the rows [M] of plane [N, V] fp32."""
     plane.index_copy_(0, rows, given.probs().to(plane.dtype))
+
+
+# ---- how requests move on through a decode step
+
+
+def decode_rows(
+    length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What requests in `slots` [R] compute: the newest token of each, whose entry is still to be written, and next_n drafts behind it.
+
+    length, last_token [S] and drafts [S, at least next_n] by slot; tables [R, pages] block tables of these requests. All int64. Returns
+    ids, positions and slot mapping, [R (next_n + 1)] each, and the lengths [R] of the cache once all are written."""
+    first, ids = length.index_select(0, slots), last_token.index_select(0, slots)
+    spread = first[:, None]
+    if next_n:
+        ids = torch.cat((ids[:, None], drafts.index_select(0, slots)[:, :next_n]), 1).flatten()
+        spread = spread + torch.arange(next_n + 1, device=slots.device)
+    positions = spread.flatten()
+    held = tables.gather(1, spread // page_size).flatten()
+    return ids, positions, held * page_size + positions % page_size, first + (next_n + 1)
+
+
+def judge_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Which drafts stand. tokens [R, n + 1]: the model's own behind each row; drafts [S, at least n] and num_drafts [S] by slot; taken
+    [R, n] bool: whether each is right, None: where it is the model's own. A draft counts only behind others that do.
+
+    Returns (drafts that stand, then the model's own token, then -1: [R, n + 1]; how many these are [R]; drafts there were [R])."""
+    n = tokens.shape[1] - 1
+    ahead, drafted = drafts.index_select(0, slots)[:, :n], num_drafts.index_select(0, slots).clamp(max=n)
+    places = torch.arange(n + 1, device=tokens.device)
+    good = (tokens[:, :n] == ahead if taken is None else taken) & (places[:n] < drafted[:, None])
+    right = good.long().cumprod(1).sum(1)
+    stands = torch.cat((torch.where(places[:n] < right[:, None], ahead, tokens[:, :n]), tokens[:, n:]), 1)
+    return torch.where(places <= right[:, None], stands, -1), right + 1, drafted
+
+
+def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Requests in `slots` [R] have got `counts` [R] of tokens [R, n + 1], after a step that wrote entries up to lens [R]: their newest
+    token and their length, by slot in last_token and length, move on.
+
+    Returns (the token after each row of the step, 0 where none stands, [R (n + 1)]; the row of each request's last such, [R])."""
+    width = tokens.shape[1]
+    last_token.index_copy_(0, slots, tokens.gather(1, counts[:, None] - 1).squeeze(1))
+    length.index_copy_(0, slots, lens - width + counts)
+    return tokens.clamp(min=0).flatten(), torch.arange(0, tokens.numel(), width, device=tokens.device) + counts - 1

@@ -345,6 +345,23 @@ class Ops:
         weights a backend may take them as they are, instead of widening and rounding them again."""
         return self.experts(reference.dequantise_activation(x, scale, dtype), ids, weights, gate_up, down, share=share)
 
+    # ---- requests by slot
+
+    def decode_rows(
+        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return reference.decode_rows(length, last_token, drafts, tables, slots, next_n, page_size)
+
+    def judge_drafts(
+        self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return reference.judge_drafts(tokens, drafts, num_drafts, slots, taken)
+
+    def move_rows(
+        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return reference.move_rows(last_token, length, slots, lens, tokens, counts)
+
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:

@@ -235,7 +235,6 @@ def test_coupled_rows_draw_what_they_would_have_drawn(slot: int) -> None:
             rows.drafts[slot, right] = (rows.drafts[slot, right] + 1) % 16
         found = verifier.verify(logits[slot], Variant.FILTERED, row, positions[slot], 2)
         assert found.tokens[0].tolist() == [int(token) for token in one[: right + 1]] + [-1] * (2 - right)
-        assert int(found.newest[0]) == int(one[right])
         seen.add(int(found.counts[0]))
     assert seen == {1, 2, 3}
 

@@ -31,6 +31,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.reference import FP8, Weight
     from rorqual.ops.triton import (
         absorb,
+        advance,
         counter,
         embedding,
         expert_sums,
@@ -103,6 +104,14 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                                                      absorb.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)))  # fmt: skip
     if v3:
         yield "absorb fp8", lambda: absorb.heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2), pack=True)
+    index = x(9, dtype=torch.int64)
+    for n in (0, 3):
+        yield f"rows of a step, {n} drafts", lambda n=n: advance.decode_rows(
+            index, index, x(9, 3, dtype=torch.int64), x(4, 20, dtype=torch.int64), index[:4], n, 64)  # fmt: skip
+    tokens = x(4, 4, dtype=torch.int64)
+    for taken in (None, x(4, 3, dtype=torch.bool)):
+        yield f"drafts judged {taken is None}", lambda t=taken: advance.judge_drafts(tokens, tokens[:, :3], index[:4], index[:4], t)
+    yield "rows move", lambda: advance.move_rows(index, index, index[:4], index[:4], tokens, index[:4])
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     for hidden, each, kind in (

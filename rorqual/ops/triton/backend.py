@@ -32,6 +32,7 @@ from rorqual.ops.reference import FP8, Distribution, Weight
 from rorqual.ops.table import MLAWeights, Ops, Segment
 from rorqual.ops.triton import (
     absorb,
+    advance,
     counter,
     embedding,
     expert_sums,
@@ -346,6 +347,23 @@ class TritonOps(Ops):
             return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down, share)
         plan = experts_kernels.plan_for(down, round(ids.numel() * share), dtype=dtype)
         return experts_kernels.grouped_experts(Quantised(x, scale), ids, weights, gate_up, down, plan, dtype)
+
+    # ---- requests by slot
+
+    def decode_rows(
+        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return advance.decode_rows(length, last_token, drafts, tables, slots, next_n, page_size)
+
+    def judge_drafts(
+        self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return advance.judge_drafts(tokens, drafts, num_drafts, slots, taken)
+
+    def move_rows(
+        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return advance.move_rows(last_token, length, slots, lens, tokens, counts)
 
     # ---- sampling
 
