@@ -53,15 +53,18 @@ class Verifier:
         if not next_n:
             tokens = choose(logits, variant, slots, positions, rows)
             return Verdict(tokens[:, None], torch.ones_like(slots), torch.zeros_like(slots))
-        each = slots.repeat_interleave(width) if variant is not Variant.GREEDY else slots
-        given = distribution(logits, variant, each, rows) if variant is not Variant.GREEDY else None
-        tokens = (logits.argmax(-1) if given is None else draw(given, each, positions, rows)).view(-1, width)
-        drafts, taken = rows.drafts, None
+        given = taken = None
+        if variant is Variant.GREEDY:
+            tokens = logits.argmax(-1).view(-1, width)
+        else:
+            each = slots.repeat_interleave(width)
+            given = distribution(logits, variant, each, rows)
+            tokens = draw(given, each, positions, rows).view(-1, width)
         if self.rates is not None:
             taken = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
         elif given is not None:
-            taken = self._accepted(given, tokens, drafts.index_select(0, slots)[:, :next_n], slots, positions)
-        stand, counts, drafted = rows.ops.judge_drafts(tokens, drafts, rows.num_drafts, slots, taken)
+            taken = self._accepted(given, tokens, rows.drafts.index_select(0, slots)[:, :next_n], slots, positions)
+        stand, counts, drafted = rows.ops.judge_drafts(tokens, rows.drafts, rows.num_drafts, slots, taken)
         if given is not None and self.rates is None:
             stand = self._replaced(given, tokens, stand, slots, positions, counts - 1, drafted)
         return Verdict(stand, counts, drafted)
@@ -175,7 +178,8 @@ class MTPDrafter:
         """One row for each request, at the given positions."""
         longest = -(-max(work.kv_bounds, default=1) // self.page_size)
         tables, bounds, each = self.rows.tables[work.slots, :longest], work.kv_bounds, self._all(positions)
-        _, positions, mapping, lens = self.rows.ops.decode_rows(positions, positions, self.rows.drafts, tables, each, 0, self.page_size)
+        # a position is the length of what is cached before it; no token is known yet
+        _, _, mapping, lens = self.rows.ops.decode_rows(positions, positions, self.rows.drafts, tables, each, 0, self.page_size)
         segment = Segment(tables, lens, (1,) * len(bounds), bounds, exact=False) if bounds else None
         cos, sin = self.model.rotary.rows(positions)
         layout = self.model.layout(work.sampled, decode=True)

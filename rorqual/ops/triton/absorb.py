@@ -54,7 +54,7 @@ def _piece(pointers, inner, outer, AXIS: tl.constexpr, WHOLE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "scale_head"])
 def _heads_dot_kernel(x, matrices, out, data, scale, tokens, x_token, x_head, m_head, m_row, m_column, scale_head, A: tl.constexpr,
                       B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
-                      PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                      DEPENDENT: tl.constexpr):  # fmt: skip
     """Program (head, N columns), M tokens of which `tokens` are there, K rows of a matrix at a time. QUANT: N is all columns of a head, and
     what one scale stands for."""
     head, heads = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -65,10 +65,10 @@ def _heads_dot_kernel(x, matrices, out, data, scale, tokens, x_token, x_head, m_
     x_part = x + head * x_head + token.to(tl.int64)[None, :] * x_token + row[:, None]
     first = _piece(part, row < A, ours, 1, WHOLE)  # weights: no kernel of a step writes them
     wait_for_inputs(DEPENDENT)
-    acc = tl.dot(first, _piece(x_part, row < A, there, 0, False), input_precision=PRECISION)
+    acc = tl.dot(first, _piece(x_part, row < A, there, 0, False))
     for k in tl.range(K, A, K, num_stages=STAGES):
         piece = _piece(part + k * m_row, k + row < A, ours, 1, WHOLE)
-        acc = tl.dot(piece, _piece(x_part + k, k + row < A, there, 0, False), acc, input_precision=PRECISION)
+        acc = tl.dot(piece, _piece(x_part + k, k + row < A, there, 0, False), acc)
     y, keep = acc.to(out.dtype.element_ty), there[None, :] & ours[:, None]
     place = (token.to(tl.int64)[None, :] * heads + head) * B + column[:, None]
     tl.store(out + place, y, mask=keep)
@@ -81,7 +81,8 @@ def _heads_dot_kernel(x, matrices, out, data, scale, tokens, x_token, x_head, m_
 
 def chosen(x: Tensor) -> bool:
     """Whether `heads_matmul` takes this product by default."""
-    return 0 < x.shape[0] <= DOT_TOKENS and x.stride(2) == 1 and is_hopper(x.device)
+    most = DOT_TOKENS if x.element_size() == 2 else TOKENS
+    return 0 < x.shape[0] <= most and x.stride(2) == 1 and is_hopper(x.device)
 
 
 def heads_matmul(x: Tensor, matrices: Tensor) -> Tensor:
@@ -107,20 +108,20 @@ def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
-    """The same on tensor cores, T at most 16. pack: `quantise` of the result, its heads side by side, is made on the way (fp8.py); b is 128
-    then, and the result [T, H b]."""
+    """The same on tensor cores, T at most 16, in 16 bits. pack: `quantise` of the result, its heads side by side, is made on the way
+    (fp8.py); b is 128 then, and the result [T, H b]."""
     (tokens, heads, rows), columns = x.shape, matrices.shape[2]
     assert tokens <= COLUMNS
     assert x.stride(2) == 1
     assert x.dtype == matrices.dtype
+    assert x.element_size() == 2
     assert not pack or columns == HEAD
     out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
     if pack:
         out = out.flatten(1)
     data, scale, strides = room_beside(out, pack)
     if tokens:
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _heads_dot_kernel[heads, triton.cdiv(columns, HEAD)](
             x, matrices, out, data, scale, tokens, x.stride(0), x.stride(1), *matrices.stride(), strides[1], rows, columns, COLUMNS, HEAD,
-            min(128, max(16, next_power(rows))), pack, 3, precision, num_warps=4, **dependent(x.device))  # fmt: skip
+            min(128, max(16, next_power(rows))), pack, 3, num_warps=4, **dependent(x.device))  # fmt: skip
     return out
