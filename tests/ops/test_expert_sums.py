@@ -71,8 +71,8 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(hidden: int, top_k: int, bas
         if takes_fp8(residual.device):
             found, _ = expert_sums.combine_add_norm(gave, residual, weight, EPS, pack=True)
             assert torch.equal(found, norm.add_norm(total, residual, weight, EPS, pack=True)[0])
-            step = 2**-7 if dtype == torch.bfloat16 else 2**-20  # squares may be added in another order than without `pack`
-            assert ((found.float() - normed.float()).abs() <= step * normed.float().abs() + 1e-6).all()
+            # Squares may be added in another order than without `pack`, and a norm is rounded before its weight and after.
+            assert ((found.float() - normed.float()).abs() <= 2 * step * normed.float().abs() + 1e-6).all()
             beside, behind = quantise(found), quantise(found.clone())  # by the joint kernel, by one of its own
             assert torch.equal(beside.data.view(torch.uint8), behind.data.view(torch.uint8))
             assert torch.equal(beside.scale, behind.scale)
