@@ -234,6 +234,7 @@ def cases() -> list[Case]:
     return [
         mla_case(1, 4096, 128, peer=19.7), mla_case(1, 32768, 128, peer=52.3), mla_case(16, 4096, 128, peer=49.3),
         mla_case(128, 1024, 128, peer=84.3), mla_case(128, 4096, 128, peer=278.5), mla_case(64, 4096, 128, queries=2, mixed=True),
+        mla_case(128, 1100, 128, queries=2), mla_case(128, 1100, 128, queries=4), mla_case(32, 1100, 128, queries=4),
         mla_case(1, 4096, 16, peer=29.1), mla_case(128, 4096, 16, peer=153.0), mla_case(128, 4096, 16, queries=2, peer=154.1),
         mla_case(1, 1024, 16), mla_case(8, 1024, 16), mla_case(64, 1024, 16), mla_case(256, 1024, 16), mla_case(64, 4096, 16, mixed=True),
         mla_case(128, 4096, 16, fp8=True), mla_case(128, 4096, 128, fp8=True),

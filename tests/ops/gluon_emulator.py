@@ -67,12 +67,16 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         """[tokens, columns] in the layout of wgmma's operands, in which blocks of 128 bytes of all tokens follow one another, as these
-        blocks, [blocks, tokens, elements]."""
+        blocks, [blocks, tokens, elements], or as pieces of so many of their tokens."""
         if len(shape) == 2:  # the same bytes in other rows
             return Shared(self.data.view(shape))
-        blocks, tokens, columns = shape
-        assert (columns * dtype.itemsize % 128, tokens) == (0, self.shape[0]), "no blocks of 128 bytes"
-        return Shared(self.data.view(dtype).view(tokens, blocks, columns).permute(1, 0, 2))
+        _, tokens, columns = shape
+        assert columns * dtype.itemsize % 128 == 0, "no blocks of 128 bytes"
+        found = self.data.view(dtype).view(-1, tokens, self.data.view(dtype).shape[1] // columns, columns).permute(2, 0, 1, 3)
+        if tokens == self.shape[0]:
+            return Shared(found[:, 0])
+        assert (columns * dtype.itemsize, tokens % 8) == (128, 0), "no pieces that follow one another"
+        return Pieces(found)
 
     @property
     def layout(self) -> None:
@@ -84,6 +88,13 @@ class Shared:
     def store(self, value: Tensor) -> None:
         assert value.dtype == self.data.dtype, (value.dtype, self.data.dtype)
         self.data.copy_(value)
+
+
+class Pieces(Shared):
+    """[blocks, pieces of a block, tokens, elements], counted through."""
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[divmod(int(i), self.shape[1])])
 
 
 @dataclass

@@ -17,6 +17,7 @@ from tests.ops.ptx_registers import KINDS, Program, vector
 NOTHING = ("griddepcontrol.launch", "bar.warp.sync", "setmaxnreg", "cp.async.commit_group", "cp.async.wait_group")
 COMPARE: dict[str, Any] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "neu": np.not_equal,  # true of NaN too
 }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ from rorqual.ops.triton.latent_operands import (
     score,
 )
 from rorqual.ops.triton.launch import dependent
-from rorqual.ops.triton.mla_hopper import locate, span
+from rorqual.ops.triton.mla_hopper import span
 from rorqual.ops.triton.split_kv import SplitPlan
 
 TOKENS, RANK, ROPE, GROUP = 64, 512, 64, 128
@@ -74,6 +74,17 @@ def _peaks_layout(rows, parts):
     registers, second = _columns(rows, parts)
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout([*registers, [1, 0], [2, 0]], lanes, [[0, 0], [0, 0], *second], [], [4, rows])
+
+
+@gluon.jit
+def _locate(tables, table_row, starts, request, begin, end, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
+    """(whose tile it is, `request` or a later one, its first tile and the one after its last, the tile's page). Tiles are counted over all
+    requests. These loads follow one another: whoever is about to fetch should have asked before."""
+    while end <= tile:
+        request = request + 1
+        begin, end = end, gl.load(starts + request + 1)
+    page = gl.load(tables + request.to(gl.int64) * table_row + (tile - begin) * TOKENS // PAGE)
+    return request, begin, end, page.to(gl.int32)
 
 
 @gluon.jit
@@ -156,7 +167,7 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
         ahead_begin, ahead_end = gl.load(starts + request), gl.load(starts + request + 1)
         for s in gl.static_range(STAGES):
             if tile + s < last:
-                ahead, ahead_begin, ahead_end, page = locate(
+                ahead, ahead_begin, ahead_end, page = _locate(
                     tables, table_row, starts, ahead, ahead_begin, ahead_end, tile + s, PAGE, TOKENS
                 )
                 token = (tile + s - ahead_begin) * TOKENS
@@ -179,7 +190,7 @@ def _mla_hopper_fp8_kernel(q_latent, q_rope, latent_tma, scale_tma, rope_tma, ta
                 turn = tile - earliest
                 stage = turn % STAGES
                 if tile + STAGES < last:  # nobody waits for the page's number here
-                    ahead, ahead_begin, ahead_end, page = locate(
+                    ahead, ahead_begin, ahead_end, page = _locate(
                         tables, table_row, starts, ahead, ahead_begin, ahead_end, tile + STAGES, PAGE, TOKENS
                     )
                 mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
