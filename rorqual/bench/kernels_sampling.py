@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rorqual.bench.kernels_experts import ROTATE, Case, Setup
 from rorqual.ops import reference
-from rorqual.ops.triton import sampling
+from rorqual.ops.triton import best, sampling
 
 VOCABULARIES = {"V3": 129_280, "Qwen3": 151_936}
 OFF = (1.0, 0.0, 0.0)  # top_p, min_p, top_k
@@ -82,7 +82,17 @@ def rest_setup(rows: int, vocab: int, device: torch.device) -> Setup:
     return Setup([partial(call, *pair) for pair in pairs], error, rows * vocab * 8)
 
 
+def best_setup(rows: int, vocab: int, library: bool, device: torch.device) -> Setup:
+    """The best token of a row, which greedy decoding draws; or by torch's reduction."""
+    sets = random_logits(rows, vocab, device)
+    find = (lambda logits: logits.argmax(-1)) if library else best.best
+    return Setup([partial(find, x) for x in sets], lambda: float((find(sets[0]) != sets[0].argmax(-1)).double().mean()), rows * vocab * 4)
+
+
 def cases() -> Iterator[Case]:
+    for rows in (1, 2, 8, 64, 128, 512):
+        yield Case(f"best V3 B{rows}", "bf16", partial(best_setup, rows, VOCABULARIES["V3"], False))
+        yield Case(f"best torch V3 B{rows}", "bf16", partial(best_setup, rows, VOCABULARIES["V3"], True))
     for rows in (1, 8, 64, 256):
         for kind in SETTINGS:
             yield Case(f"sample V3 {kind} B{rows}", "bf16", partial(sample_setup, rows, VOCABULARIES["V3"], kind, False))

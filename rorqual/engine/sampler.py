@@ -50,7 +50,7 @@ def drawing_of(params: list[SamplingParams]) -> Variant:
 def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
     """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of the tokens to be drawn."""
     if variant is Variant.GREEDY:
-        return logits.argmax(-1)
+        return rows.ops.best(logits)
     return draw(distribution(logits, variant, slots, rows), slots, positions, rows)
 
 

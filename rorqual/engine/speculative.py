@@ -55,7 +55,7 @@ class Verifier:
             return Verdict(tokens[:, None], torch.ones_like(slots), torch.zeros_like(slots))
         given = taken = None
         if variant is Variant.GREEDY:
-            tokens = logits.argmax(-1).view(-1, width)
+            tokens = rows.ops.best(logits).view(-1, width)
         else:
             each = slots.repeat_interleave(width)
             given = distribution(logits, variant, each, rows)
@@ -189,7 +189,7 @@ class MTPDrafter:
         """Draft number `place` of each request, [N], for the token at `positions`."""
         rows, ops = self.rows, self.rows.ops
         if variant is Variant.GREEDY:
-            tokens = logits.argmax(-1)
+            tokens = ops.best(logits)
         else:
             given = distribution(logits, variant, slots, rows)
             ops.write_probs(given, rows.keep_probs().flatten(0, 1), slots * rows.most_drafts + place)

@@ -368,6 +368,10 @@ class Ops:
         """Random numbers in [0, 1) that depend on (seed, position, stream) alone: int64 of one shape to fp64 of that shape. Exact."""
         return counter.uniform(seeds, positions, stream)
 
+    def best(self, logits: Tensor) -> Tensor:
+        """[M, V] to [M] int64: the token with the greatest logit."""
+        return logits.argmax(-1)
+
     def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
         return reference.distribution(logits, settings, cuts)
 

@@ -93,6 +93,7 @@ class TracedOps(Ops):
     judge_drafts = entry(Ops.judge_drafts)
     move_rows = entry(Ops.move_rows)
     uniform = entry(Ops.uniform)
+    best = entry(Ops.best)
     distribution = entry(Ops.distribution)
     draw = entry(Ops.draw)
     draw_rest = entry(Ops.draw_rest)

@@ -32,6 +32,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.triton import (
         absorb,
         advance,
+        best,
         counter,
         embedding,
         expert_sums,
@@ -150,6 +151,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     exact, index = x(4, dtype=torch.float64), x(4, dtype=torch.int64)
     for vocab in (4096, 151936):
         logits = x(4, vocab, dtype=wide)
+        yield f"best {vocab}", lambda t=logits: best.best(t)
         yield f"distribution {vocab}", lambda t=logits: sampling.distribution(t, x(4, 4, dtype=torch.float64), True)
     given = sampling.Distribution(logits, x(4, 4, dtype=torch.float64), index, x(4, 38, dtype=torch.float64))
     yield "draw", lambda: sampling.draw(given, exact)

@@ -33,6 +33,7 @@ from rorqual.ops.table import MLAWeights, Ops, Segment
 from rorqual.ops.triton import (
     absorb,
     advance,
+    best,
     counter,
     embedding,
     expert_sums,
@@ -369,6 +370,9 @@ class TritonOps(Ops):
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         return counter.uniform(seeds, positions, stream)
+
+    def best(self, logits: Tensor) -> Tensor:
+        return best.best(logits)
 
     def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
         return sampling.distribution(logits, settings, cuts)
