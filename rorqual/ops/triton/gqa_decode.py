@@ -15,9 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.triton import tuning
-from rorqual.ops.triton.launch import COUNTERS, dependent, wait_for_inputs, zeroed_counters
+from rorqual.ops.triton.launch import COUNTERS, dependent, multiprocessors, wait_for_inputs, zeroed_counters
 from rorqual.ops.triton.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
-from rorqual.ops.triton.split_kv import SplitPlan, _chunk, _together, combine, multiprocessors, split_plan
+from rorqual.ops.triton.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 
 
 @dataclass(frozen=True)

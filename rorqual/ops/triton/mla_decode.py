@@ -23,8 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rorqual.ops.reference import latent_parts
 from rorqual.ops.triton import tuning
 from rorqual.ops.triton.latent_fp8 import groups_of
-from rorqual.ops.triton.launch import INTERPRETED, dependent, is_hopper, wait_for_inputs
-from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, multiprocessors, split_plan
+from rorqual.ops.triton.launch import INTERPRETED, dependent, is_hopper, multiprocessors, wait_for_inputs
+from rorqual.ops.triton.split_kv import SplitPlan, _chunk, combine, split_plan
 
 LOG2E = 1.4426950408889634
 ASSEMBLER = tl.constexpr(not INTERPRETED)

@@ -8,7 +8,6 @@ The same idea is FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +36,6 @@ class SplitPlan:
     @property
     def workers(self) -> int:
         return self.first.shape[0]
-
-
-@functools.lru_cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.jit
