@@ -232,7 +232,7 @@ class ModelRunner:
             rows.length.index_copy_(0, slots, decode.segment.kv_lens)
             return Drawn(tokens, tokens[:, None])
         verdict = self.verifier.verify(logits, variant, slots, decode.positions + 1, next_n)
-        following, last = rows.ops.move_rows(rows.last_token, rows.length, slots, decode.segment.kv_lens, verdict.tokens, verdict.counts)
+        following, last = rows.ops.move_rows(rows.last_token, rows.length, slots, decode.segment.kv_lens, verdict.tokens, verdict.right)
         if rows.history is not None:
             places = decode.positions.view(-1, next_n + 1) + 1
             rows.history[slots[:, None], places] = verdict.tokens.clamp(min=0)

@@ -31,11 +31,16 @@ from rorqual.parallel.overlap import straight
 
 @dataclass
 class Verdict:
-    """tokens [R, next_n + 1]: accepted drafts, the model's own token, then -1. counts [R]: how many; drafted [R]: drafts there were."""
+    """tokens [R, next_n + 1]: accepted drafts, the model's own token, then -1. right, drafted [R]: drafts accepted, and made."""
 
     tokens: Tensor
-    counts: Tensor
+    right: Tensor
     drafted: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[R]: tokens a request has got."""
+        return self.right + 1
 
 
 class Verifier:
@@ -52,7 +57,7 @@ class Verifier:
         rows, width = self.rows, next_n + 1
         if not next_n:
             tokens = choose(logits, variant, slots, positions, rows)
-            return Verdict(tokens[:, None], torch.ones_like(slots), torch.zeros_like(slots))
+            return Verdict(tokens[:, None], torch.zeros_like(slots), torch.zeros_like(slots))
         given = taken = None
         if variant is Variant.GREEDY:
             tokens = rows.ops.best(logits).view(-1, width)
@@ -64,10 +69,10 @@ class Verifier:
             taken = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
         elif given is not None:
             taken = self._accepted(given, tokens, rows.drafts.index_select(0, slots)[:, :next_n], slots, positions)
-        stand, counts, drafted = rows.ops.judge_drafts(tokens, rows.drafts, rows.num_drafts, slots, taken)
+        stand, right, drafted = rows.ops.judge_drafts(tokens, rows.drafts, rows.num_drafts, slots, taken)
         if given is not None and self.rates is None:
-            stand = self._replaced(given, tokens, stand, slots, positions, counts - 1, drafted)
-        return Verdict(stand, counts, drafted)
+            stand = self._replaced(given, tokens, stand, slots, positions, right, drafted)
+        return Verdict(stand, right, drafted)
 
     def _accepted(self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """[R, next_n]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""

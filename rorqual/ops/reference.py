@@ -327,22 +327,22 @@ def judge_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tens
     """Which drafts stand. tokens [R, n + 1]: the model's own behind each row; drafts [S, at least n] and num_drafts [S] by slot; taken
     [R, n] bool: whether each is right, None: where it is the model's own. A draft counts only behind others that do.
 
-    Returns (drafts that stand, then the model's own token, then -1: [R, n + 1]; how many these are [R]; drafts there were [R])."""
+    Returns (drafts that stand, then the model's own token, then -1: [R, n + 1]; how many drafts stand [R]; drafts there were [R])."""
     n = tokens.shape[1] - 1
     ahead, drafted = drafts.index_select(0, slots)[:, :n], num_drafts.index_select(0, slots).clamp(max=n)
     places = torch.arange(n + 1, device=tokens.device)
     good = (tokens[:, :n] == ahead if taken is None else taken) & (places[:n] < drafted[:, None])
     right = good.long().cumprod(1).sum(1)
     stands = torch.cat((torch.where(places[:n] < right[:, None], ahead, tokens[:, :n]), tokens[:, n:]), 1)
-    return torch.where(places <= right[:, None], stands, -1), right + 1, drafted
+    return torch.where(places <= right[:, None], stands, -1), right, drafted
 
 
-def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Requests in `slots` [R] have got `counts` [R] of tokens [R, n + 1], after a step that wrote entries up to lens [R]: their newest
-    token and their length, by slot in last_token and length, move on.
+def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Requests in `slots` [R] have got right [R] drafts and a token more, of tokens [R, n + 1], after a step that wrote entries up to lens
+    [R]: their newest token and their length, by slot in last_token and length, move on.
 
     Returns (the token after each row of the step, 0 where none stands, [R (n + 1)]; the row of each request's last such, [R])."""
     width = tokens.shape[1]
-    last_token.index_copy_(0, slots, tokens.gather(1, counts[:, None] - 1).squeeze(1))
-    length.index_copy_(0, slots, lens - width + counts)
-    return tokens.clamp(min=0).flatten(), torch.arange(0, tokens.numel(), width, device=tokens.device) + counts - 1
+    last_token.index_copy_(0, slots, tokens.gather(1, right[:, None]).squeeze(1))
+    length.index_copy_(0, slots, lens - width + 1 + right)
+    return tokens.clamp(min=0).flatten(), torch.arange(0, tokens.numel(), width, device=tokens.device) + right

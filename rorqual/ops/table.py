@@ -358,9 +358,9 @@ class Ops:
         return reference.judge_drafts(tokens, drafts, num_drafts, slots, taken)
 
     def move_rows(
-        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor
+        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return reference.move_rows(last_token, length, slots, lens, tokens, counts)
+        return reference.move_rows(last_token, length, slots, lens, tokens, right)
 
     # ---- sampling
 

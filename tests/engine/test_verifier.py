@@ -19,7 +19,7 @@ from rorqual.engine.sampler import DRAFT, TOKEN, Variant
 from rorqual.engine.speculative import Drafting, LookupDrafter, Verdict, Verifier
 from rorqual.ops.counter import uniform
 from rorqual.ops.reference import invert
-from rorqual.ops.table import ops_for
+from rorqual.ops.table import Ops, ops_for
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import SamplingParams
 
@@ -237,6 +237,33 @@ def test_coupled_rows_draw_what_they_would_have_drawn(slot: int) -> None:
         assert found.tokens[0].tolist() == [int(token) for token in one[: right + 1]] + [-1] * (2 - right)
         seen.add(int(found.counts[0]))
     assert seen == {1, 2, 3}
+
+
+class Blank(Ops):
+    """What kernels that are only compiled leave behind: zeros. Indices among them must be ones that may be used."""
+
+    def best(self, logits: Tensor) -> Tensor:
+        return torch.zeros_like(super().best(logits))
+
+    def draw(self, given: Any, numbers: Tensor) -> Tensor:
+        return torch.zeros_like(super().draw(given, numbers))
+
+    def draw_rest(self, *arguments: Any) -> Tensor:
+        return torch.zeros_like(super().draw_rest(*arguments))
+
+    def judge_drafts(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        stand, right, drafted = map(torch.zeros_like, super().judge_drafts(*arguments))
+        return stand, right, drafted
+
+
+@pytest.mark.parametrize("variant", list(Variant)[:3])
+def test_a_rehearsal_without_kernels_stays_in_range(variant: Variant) -> None:
+    rows, logits, positions = mixed(KINDS)
+    rows.ops = Blank()
+    found = Verifier(rows, 2).verify(logits.flatten(0, 1), variant, torch.arange(len(KINDS)), positions.flatten(), 2)
+    moved = rows.ops.move_rows(rows.last_token, rows.length, torch.arange(len(KINDS)), positions[:, 0], found.tokens, found.right)
+    assert found.counts.tolist() == [1] * len(KINDS)
+    assert all(int(x.min()) >= 0 and int(x.max()) < logits.shape[0] * logits.shape[1] for x in moved)
 
 
 @pytest.mark.parametrize("variant", list(Variant)[:3])

@@ -60,12 +60,12 @@ def test_drafts_are_judged_and_rows_move_on(count: int, told: bool, next_n: int)
         judged = advance.judge_drafts(tokens, drafts, there, slots, taken)
         for found, expected in zip(judged, reference.judge_drafts(tokens, drafts, there, slots, taken), strict=True):
             assert torch.equal(found, expected)
-        stand, counts, _ = judged
-        seen |= set(counts.tolist())
+        stand, right, _ = judged
+        seen |= set(right.tolist())
         lens, state = numbers(30, count) + 10, (numbers(99, SLOTS), numbers(99, SLOTS))
         mine, theirs = [x.clone() for x in state], [x.clone() for x in state]
-        moved = advance.move_rows(*mine, slots, lens, stand, counts)
-        for found, expected in zip(moved, reference.move_rows(*theirs, slots, lens, stand, counts), strict=True):
+        moved = advance.move_rows(*mine, slots, lens, stand, right)
+        for found, expected in zip(moved, reference.move_rows(*theirs, slots, lens, stand, right), strict=True):
             assert torch.equal(found, expected)
         assert all(map(torch.equal, mine, theirs))
-    assert count < 9 or seen == set(range(1, next_n + 2))
+    assert count < 9 or seen == set(range(next_n + 1))

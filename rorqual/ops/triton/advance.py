@@ -43,7 +43,7 @@ def decode_rows(
 
 
 @triton.jit(do_not_specialize=["draft_row"])
-def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, counts, drafted, draft_row, ROWS: tl.constexpr, SIZE: tl.constexpr,
+def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, stand, drafted, draft_row, ROWS: tl.constexpr, SIZE: tl.constexpr,
                   TOLD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     request, row = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
@@ -56,7 +56,7 @@ def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, counts, drafted
     right = tl.min(first_bad, 0).to(tl.int64)
     token = tl.where(row < right, draft, tl.where(row == right, own, -1))
     tl.store(out + request * ROWS + row, token, mask=row < ROWS)
-    tl.store(counts + request, right + 1)
+    tl.store(stand + request, right)
     tl.store(drafted + request, present)
 
 
@@ -65,34 +65,34 @@ def judge_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tens
     count, width = tokens.shape
     assert tokens.is_contiguous()
     assert taken is None or taken.is_contiguous()
-    out, counts, drafted = torch.empty_like(tokens), torch.empty_like(slots), torch.empty_like(slots)
+    out, right, drafted = torch.empty_like(tokens), torch.empty_like(slots), torch.empty_like(slots)
     if count:
         _judge_kernel[count,](
-            tokens, drafts, num_drafts, slots, taken, out, counts, drafted, drafts.stride(0), width, next_power(width), taken is not None,
+            tokens, drafts, num_drafts, slots, taken, out, right, drafted, drafts.stride(0), width, next_power(width), taken is not None,
             num_warps=1, **dependent(slots.device))  # fmt: skip
-    return out, counts, drafted
+    return out, right, drafted
 
 
 @triton.jit
-def _move_kernel(last_token, length, slots, lens, tokens, counts, following, last, ROWS: tl.constexpr, SIZE: tl.constexpr,
+def _move_kernel(last_token, length, slots, lens, tokens, right, following, last, ROWS: tl.constexpr, SIZE: tl.constexpr,
                  DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     request, row = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    slot, count = tl.load(slots + request), tl.load(counts + request)
+    slot, newest = tl.load(slots + request), tl.load(right + request)
     token = tl.load(tokens + request * ROWS + row, mask=row < ROWS, other=-1)
     tl.store(following + request * ROWS + row, tl.maximum(token, 0), mask=row < ROWS)
-    tl.store(last + request, request * ROWS + count - 1)
-    tl.store(last_token + slot, tl.load(tokens + request * ROWS + count - 1))
-    tl.store(length + slot, tl.load(lens + request) - ROWS + count)
+    tl.store(last + request, request * ROWS + newest)
+    tl.store(last_token + slot, tl.load(tokens + request * ROWS + newest))
+    tl.store(length + slot, tl.load(lens + request) - ROWS + 1 + newest)
 
 
-def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """As rorqual.ops.reference.move_rows."""
     count, width = tokens.shape
     assert tokens.is_contiguous()
     following, last = torch.empty(count * width, dtype=torch.int64, device=slots.device), torch.empty_like(slots)
     if count:
         _move_kernel[count,](
-            last_token, length, slots, lens, tokens, counts, following, last, width, next_power(width), num_warps=1,
+            last_token, length, slots, lens, tokens, right, following, last, width, next_power(width), num_warps=1,
             **dependent(slots.device))  # fmt: skip
     return following, last

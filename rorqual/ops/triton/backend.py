@@ -362,9 +362,9 @@ class TritonOps(Ops):
         return advance.judge_drafts(tokens, drafts, num_drafts, slots, taken)
 
     def move_rows(
-        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, counts: Tensor
+        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return advance.move_rows(last_token, length, slots, lens, tokens, counts)
+        return advance.move_rows(last_token, length, slots, lens, tokens, right)
 
     # ---- sampling
 
