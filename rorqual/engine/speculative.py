@@ -37,11 +37,6 @@ class Verdict:
     right: Tensor
     drafted: Tensor
 
-    @property
-    def counts(self) -> Tensor:
-        """[R]: tokens a request has got."""
-        return self.right + 1
-
 
 class Verifier:
     """`rates`: probability that the draft at each place is accepted, drawn by lot instead of compared (simulated acceptance)."""

@@ -369,7 +369,7 @@ class Ops:
         return counter.uniform(seeds, positions, stream)
 
     def best(self, logits: Tensor) -> Tensor:
-        """[M, V] to [M] int64: the token with the greatest logit."""
+        """[M, V] to [M] int64: the token with the greatest logit, one of them where several are equal."""
         return logits.argmax(-1)
 
     def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:

@@ -90,7 +90,7 @@ def assert_follows(tokens: Tensor, wanted: Tensor) -> None:
 
 def check(found: Trial, p: Tensor, q: Tensor) -> None:
     """Token by token: the first follows p[0]; the next, where there is one, p[1] whatever the first was; and so on."""
-    tokens, counts = found.verdict.tokens, found.verdict.counts
+    tokens, counts = found.verdict.tokens, found.verdict.right + 1
     n = p.shape[0] - 1
     for place in range(n + 1):
         there = counts > place
@@ -118,7 +118,7 @@ def test_pairs_of_tokens_are_independent_where_p_says_so() -> None:
     """What is accepted at one place says nothing about the next: of runs that reach the second token, all pairs come up as p x p."""
     p, q = random_probs(3, 3), random_probs(2, 4)
     found = trial(p, q).verdict
-    both = found.counts > 1
+    both = found.right > 0
     pairs = found.tokens[both, 0] * VOCAB + found.tokens[both, 1]
     overlap = torch.minimum(p[0], q[0])
     assert_follows(pairs, (overlap / overlap.sum())[:, None].mul(p[1]).flatten())
@@ -128,15 +128,15 @@ def test_p_equal_to_q_accepts_everything() -> None:
     p = random_probs(3, 5)
     found = trial(p, p[:2])
     # q is kept in single precision: a refusal by rounding happens once in some ten million times.
-    assert int((found.verdict.counts < 3).sum()) <= 1
-    assert_follows(found.verdict.tokens[:, 2][found.verdict.counts == 3], p[2])
+    assert int((found.verdict.right < 2).sum()) <= 1
+    assert_follows(found.verdict.tokens[:, 2][found.verdict.right == 2], p[2])
 
 
 def test_where_q_has_nothing_in_common_with_p_every_draft_is_refused() -> None:
     p = torch.tensor([[0.3, 0.7, 0, 0], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     q = torch.tensor([[0, 0, 0.5, 0.5]], dtype=torch.float64)
     found = trial(p, q).verdict
-    assert torch.equal(found.counts, torch.ones(DRAWS, dtype=torch.int64))
+    assert torch.equal(found.right, torch.zeros(DRAWS, dtype=torch.int64))
     assert_follows(found.tokens[:, 0], p[0])
 
 
@@ -161,11 +161,11 @@ def test_missing_drafts_count_as_refused_and_change_no_probability(certain: bool
     have = torch.arange(DRAWS) % 3
     found = trial(p, None, torch.randint(VOCAB, (DRAWS, 2)), have=have) if certain else trial(p, q, have=have)
     assert torch.equal(found.verdict.drafted, have)
-    assert bool((found.verdict.counts <= have + 1).all())
+    assert bool((found.verdict.right <= have).all())
     for drafted in range(3):
         some = have == drafted
         for place in range(drafted + 1):
-            there = some & (found.verdict.counts > place)
+            there = some & (found.verdict.right >= place)
             assert_follows(found.verdict.tokens[there, place], p[place])
 
 
@@ -180,7 +180,7 @@ def test_less_than_what_was_drafted_may_be_verified() -> None:
         assert torch.equal(found.drafted, torch.full((DRAWS,), width - 1))
         assert_follows(found.tokens[:, 0], p[0])
         if width == 2:
-            assert_follows(found.tokens[found.counts == 2, 1], p[1])
+            assert_follows(found.tokens[found.right == 1, 1], p[1])
 
 
 # ---- rows of all kinds side by side
@@ -235,8 +235,8 @@ def test_coupled_rows_draw_what_they_would_have_drawn(slot: int) -> None:
             rows.drafts[slot, right] = (rows.drafts[slot, right] + 1) % 16
         found = verifier.verify(logits[slot], Variant.FILTERED, row, positions[slot], 2)
         assert found.tokens[0].tolist() == [int(token) for token in one[: right + 1]] + [-1] * (2 - right)
-        seen.add(int(found.counts[0]))
-    assert seen == {1, 2, 3}
+        seen.add(int(found.right[0]))
+    assert seen == {0, 1, 2}
 
 
 class Blank(Ops):
@@ -262,7 +262,7 @@ def test_a_rehearsal_without_kernels_stays_in_range(variant: Variant) -> None:
     rows.ops = Blank()
     found = Verifier(rows, 2).verify(logits.flatten(0, 1), variant, torch.arange(len(KINDS)), positions.flatten(), 2)
     moved = rows.ops.move_rows(rows.last_token, rows.length, torch.arange(len(KINDS)), positions[:, 0], found.tokens, found.right)
-    assert found.counts.tolist() == [1] * len(KINDS)
+    assert found.right.tolist() == [0] * len(KINDS)
     assert all(int(x.min()) >= 0 and int(x.max()) < logits.shape[0] * logits.shape[1] for x in moved)
 
 
@@ -271,7 +271,7 @@ def test_nothing_drafted_is_plain_sampling(variant: Variant) -> None:
     rows, logits, positions = mixed(KINDS)
     found = Verifier(rows, 2).verify(logits[:, 0], variant, torch.arange(len(KINDS)), positions[:, 0], 0)
     assert found.tokens.shape == (len(KINDS), 1)
-    assert found.counts.tolist() == [1] * len(KINDS)
+    assert found.right.tolist() == [0] * len(KINDS)
     assert found.drafted.tolist() == [0] * len(KINDS)
 
 
