@@ -52,7 +52,8 @@ class Verifier:
         rows, width = self.rows, next_n + 1
         if not next_n:
             tokens = choose(logits, variant, slots, positions, rows)
-            return Verdict(tokens[:, None], torch.zeros_like(slots), torch.zeros_like(slots))
+            none = torch.zeros_like(slots)
+            return Verdict(tokens[:, None], none, none)
         given = taken = None
         if variant is Variant.GREEDY:
             tokens = rows.ops.best(logits).view(-1, width)

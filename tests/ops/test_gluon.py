@@ -125,11 +125,11 @@ def test_compiled_code_is_right_and_free_of_races(kernel: Kernel) -> None:
     check([200, 0, 3, 64], 16, 4, 2, 1, 64, kernel, past=-1e30)
 
 
-BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter at least
-    "a part is used before it is there, or a place not given up": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 5),
+BROKEN = {  # what is taken out, one place at a time; by what; how many places there are, of which all matter
+    "a part is used before it is there, or a place not given up": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 7),
     "weights, queries, barriers without a fence": (r"fence\.proxy\.async[^;]*;", "", 3),
     "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 3),
-    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 5),
+    "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 7),
     "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 3),
 }
 

@@ -43,7 +43,7 @@ def decode_rows(
 
 
 @triton.jit(do_not_specialize=["draft_row"])
-def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, stand, drafted, draft_row, ROWS: tl.constexpr, SIZE: tl.constexpr,
+def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, right, drafted, draft_row, ROWS: tl.constexpr, SIZE: tl.constexpr,
                   TOLD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     request, row = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
@@ -53,10 +53,10 @@ def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, stand, drafted,
     draft = tl.load(drafts + slot * draft_row + row, mask=draws, other=0)
     good = tl.load(taken + request * (ROWS - 1) + row, mask=draws, other=0) != 0 if TOLD else own == draft
     first_bad = tl.where(good & draws & (row < present), SIZE, row)
-    right = tl.min(first_bad, 0).to(tl.int64)
-    token = tl.where(row < right, draft, tl.where(row == right, own, -1))
+    stand = tl.min(first_bad, 0).to(tl.int64)
+    token = tl.where(row < stand, draft, tl.where(row == stand, own, -1))
     tl.store(out + request * ROWS + row, token, mask=row < ROWS)
-    tl.store(stand + request, right)
+    tl.store(right + request, stand)
     tl.store(drafted + request, present)
 
 

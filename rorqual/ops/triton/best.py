@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.triton.launch import dependent, multiprocessors, next_power, wait_for_inputs
+from rorqual.ops.triton.sampling import NEVER, _chunk
 
 CHUNK = 2048  # tokens a program reads at a time
-NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit(do_not_specialize=["chunks", "parts"])
@@ -19,12 +19,9 @@ def _part_kernel(logits, peaks, firsts, row_stride, vocab, chunks, parts, CHUNK:
     """Program (row, part): the greatest logit of so many chunks, and the first token that has it. NaN counts as greatest."""
     wait_for_inputs(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
-    first = logits + row.to(tl.int64) * row_stride
-    lane = tl.arange(0, CHUNK)
     best, at = tl.full((CHUNK,), NEVER, tl.float32), tl.full((CHUNK,), 0, tl.int32) + vocab
     for chunk in range(part * chunks, part * chunks + chunks):
-        token = chunk * CHUNK + lane
-        x = tl.load(first + token, mask=token < vocab, other=NEVER).to(tl.float32)
+        token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
         x = tl.where(x == x, x, float("inf"))
         better = (x > best) | ((at == vocab) & (token < vocab))  # the first of equals; -inf where there is nothing else
         best, at = tl.where(better, x, best), tl.where(better, token, at)

@@ -1,5 +1,5 @@
-"""What kernels in Gluon have in common: programmatic dependent launch in its two halves (Triton's have launch.wait_for_inputs), and the
-ring of stages that bulk copies fill."""
+"""What kernels in Gluon have in common: programmatic dependent launch in its two halves (Triton's have launch.wait_for_inputs), the ring
+of stages that bulk copies fill, and a way to keep a loop from computing ahead what its registers have no room for."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def let_next_start(DEPENDENT: gl.constexpr):
 def wait_for_inputs(DEPENDENT: gl.constexpr):
     if DEPENDENT:
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_zero():
+    """0, but the compiler does not know: addresses it is added to are not all computed before the loop and kept in registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -73,12 +73,6 @@ def _widen_pairs(pairs):
 
 
 @gluon.jit
-def opaque_zero():
-    """0, but the compiler does not know: addresses it is added to are not all computed before the loop and kept in registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _clear(tile, first, length, value, LAYOUT: gl.constexpr):
     token = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
     tile.store(gl.where((token < length)[:, None], tile.load(LAYOUT), value))

@@ -30,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rorqual.ops.triton.hopper import let_next_start, next_stage, wait_for_inputs
-from rorqual.ops.triton.latent_operands import opaque_zero
+from rorqual.ops.triton.hopper import let_next_start, next_stage, opaque_zero, wait_for_inputs
 from rorqual.ops.triton.launch import dependent
 from rorqual.ops.triton.split_kv import SplitPlan
 
@@ -50,10 +49,24 @@ def span(starts, requests, min_tiles):
 
 
 @gluon.jit
-def _locate(tables, table_row, starts, request, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
-    """(whose tile it is, `request` or a later one; where it begins in the cache). Tiles are counted over all requests."""
+def _owner(starts, request, tile):
+    """Whose tile it is, `request` or a later one. Tiles are counted over all requests."""
     while gl.load(starts + request + 1) <= tile:
         request = request + 1
+    return request
+
+
+@gluon.jit
+def _share(starts, requests, min_tiles, request, stop):
+    """(whether this worker, which stops there, has had all of a request's tiles; else the place of its partial result)."""
+    begins = gl.load(starts + request) >= span(starts, requests, min_tiles)[0]  # here, not with the worker before
+    return begins & (stop == gl.load(starts + request + 1)), 2 * gl.program_id(1) + begins.to(gl.int32)
+
+
+@gluon.jit
+def _locate(tables, table_row, starts, request, tile, PAGE: gl.constexpr, TOKENS: gl.constexpr):
+    """(whose tile it is, `request` or a later one; where it begins in the cache)."""
+    request = _owner(starts, request, tile)
     token = (tile - gl.load(starts + request)) * TOKENS
     page = gl.load(tables + request.to(gl.int64) * table_row + token // PAGE).to(gl.int32)
     return request, page * PAGE + token % PAGE
@@ -139,14 +152,13 @@ def _score(q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_rope
     FOLDED: gl.constexpr = gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
-    worker, block = gl.program_id(1), gl.program_id(0)
+    block = gl.program_id(0)
     tile, last = span(starts, requests, min_tiles)
     if tile < last:
-        request = gl.load(first + worker)
+        request = gl.load(first + gl.program_id(1))
         stage, phase, turn = 0, 0, 0
         while tile < last:
-            while gl.load(starts + request + 1) <= tile:
-                request = request + 1
+            request = _owner(starts, request, tile)
             stop = gl.minimum(gl.load(starts + request + 1), last)
             row = _rows(block, ROWS, gl.SliceLayout(1, COPY))
             places = _places(request, row, q_token, q_head, HEADS, QUERIES)
@@ -210,12 +222,11 @@ def _score(q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_rope
             totals.index(before).store(total)
             gl.thread_barrier()
             mbarrier.arrive(go.index(before), count=1)
-            begins = gl.load(starts + request) >= span(starts, requests, min_tiles)[0]  # here, not with the worker before
-            if (not begins) | (stop != gl.load(starts + request + 1)):
-                slot = (2 * worker + begins.to(gl.int32)).to(gl.int64) * TOTAL
+            whole, slot = _share(starts, requests, min_tiles, request, stop)
+            if not whole:
                 found = gl.where(total > 0, peak + gl.log2(gl.maximum(total, 1e-37)), float("-inf"))
                 found_row = _rows(block, ROWS, gl.SliceLayout(1, SCORES))
-                gl.store(lse + slot + found_row, found, mask=found_row < TOTAL)
+                gl.store(lse + slot.to(gl.int64) * TOTAL + found_row, found, mask=found_row < TOTAL)
 
 
 @gluon.jit
@@ -242,8 +253,7 @@ def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial
                         _fetch(rope_tma, next_at, rope_full.index(i), ropes.index(i))
         stage, phase, turn = 0, 0, 0
         while tile < last:
-            while gl.load(starts + request + 1) <= tile:
-                request = request + 1
+            request = _owner(starts, request, tile)
             stop = gl.minimum(gl.load(starts + request + 1), last)
             acc = gl.full([ROWS, HALF], 0.0, gl.float32, SUMS)
             total = gl.full([ROWS], 0.0, gl.float32, ROW)
@@ -272,13 +282,13 @@ def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial
             row = _rows(gl.program_id(0), ROWS, ROW)
             column = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
             there = (row < TOTAL)[:, None]
-            begins = gl.load(starts + request) >= span(starts, requests, min_tiles)[0]  # here, not with the worker before
-            if begins & (stop == gl.load(starts + request + 1)):
+            whole, slot = _share(starts, requests, min_tiles, request, stop)
+            if whole:
                 places = _places(request, row, out_token, out_head, HEADS, QUERIES)
                 gl.store(out + places[:, None] + column[None, :], acc.to(gl.bfloat16), mask=there)
             else:
-                slot = (2 * gl.program_id(1) + begins.to(gl.int32)).to(gl.int64) * TOTAL
-                gl.store(partial + (slot + row)[:, None] * RANK + column[None, :], acc, mask=there)
+                at_row = slot.to(gl.int64) * TOTAL + row
+                gl.store(partial + at_row[:, None] * RANK + column[None, :], acc, mask=there)
 
 
 @gluon.jit(do_not_specialize=["requests", "min_tiles", "table_row"])

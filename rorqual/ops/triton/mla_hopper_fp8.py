@@ -36,13 +36,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import latent_parts
-from rorqual.ops.triton.hopper import let_next_start, wait_for_inputs
+from rorqual.ops.triton.hopper import let_next_start, opaque_zero, wait_for_inputs
 from rorqual.ops.triton.latent_operands import (
     add_values,
     clear_end,
     key_layout,
     load_scales,
-    opaque_zero,
     put_queries,
     scale_layout,
     score,
