@@ -183,7 +183,8 @@ class CpuOps(Ops):
     # ---- experts
 
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
-        native = self._native(x, rows=MANY_ROWS) if gate.dtype in STORAGE and gate.numel() <= NATIVE_ELEMENTS else None
+        known = gate.dtype in (x.dtype, torch.float32) and gate.numel() <= NATIVE_ELEMENTS
+        native = self._native(x, rows=MANY_ROWS) if known else None
         if native is None:
             return super().router(x, gate, bias, moe, shared)
         ids, weights = native.router(x, gate, bias, moe)

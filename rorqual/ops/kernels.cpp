@@ -351,7 +351,7 @@ struct MlaLayer {
 };
 
 struct Router {
-    int64_t experts, top_k, groups, top_groups, sigmoid, best_two, grouped, normalise;
+    int64_t experts, top_k, groups, top_groups, sigmoid, best_two, grouped, normalise, rounded;
     double scaling;
     const void *gate;
     const float *bias;
@@ -486,7 +486,22 @@ void gqa_decode(const T *q, const T *keys, const T *values, const int64_t *table
     });
 }
 
-int64_t best(const float *x, int64_t n) { return std::max_element(x, x + n) - x; }
+// The k best of n values, in the order in which torch.topk(sorted=False) leaves them on the CPU:
+// the same algorithm of the standard library, so that of equal values (rounded logits often are)
+// the same ones are taken as by the definition. Valid until the next call on this thread.
+const std::pair<float, int64_t> *best(const float *x, int64_t n, int64_t k) {
+    static thread_local std::vector<std::pair<float, int64_t>> queue;
+    queue.resize(n);
+    for (int64_t i = 0; i < n; i++) queue[i] = {x[i], i};
+    auto before = [](const auto &a, const auto &b) {
+        return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
+    };
+    if (k * 64 <= n)
+        std::partial_sort(queue.begin(), queue.begin() + k, queue.end(), before);
+    else
+        std::nth_element(queue.begin(), queue.begin() + k - 1, queue.end(), before);
+    return queue.data();
+}
 
 // Keep the groups whose best expert (or best two together) score highest; the others cannot be chosen.
 void limit_groups(const Router &r, float *choice) {
@@ -505,7 +520,8 @@ void limit_groups(const Router &r, float *choice) {
         }
         value[g] = r.best_two ? first + second : first;
     }
-    for (int64_t i = 0; i < r.top_groups; i++) value[best(value, r.groups)] = NEVER;  // NEVER marks the kept ones
+    const auto *kept = best(value, r.groups, r.top_groups);
+    for (int64_t i = 0; i < r.top_groups; i++) value[kept[i].second] = NEVER;  // the kept ones
     for (int64_t g = 0; g < r.groups; g++)
         if (value[g] != NEVER) std::fill(choice + g * size, choice + (g + 1) * size, NEVER);
 }
@@ -528,13 +544,18 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
         for (int64_t t = begin; t < end; t++) {
             widen_all(x + t * hidden, hidden, in);
             gemm_alone(in, 1, (const G *)r.gate, r.experts, hidden, score);
+            for (int64_t e = 0; r.rounded && e < r.experts; e++) {  // logits of the gate's type
+                G rounded;
+                narrow(score[e], &rounded);
+                score[e] = widen(rounded);
+            }
             score_all(r, score);
             for (int64_t e = 0; e < r.experts; e++) choice[e] = score[e] + (r.bias ? r.bias[e] : 0);
             if (r.grouped) limit_groups(r, choice);
             float sum = 0;
+            const auto *picks = best(choice, r.experts, r.top_k);
             for (int64_t i = 0; i < r.top_k; i++) {
-                int64_t e = best(choice, r.experts);
-                choice[e] = -std::numeric_limits<float>::infinity();
+                int64_t e = picks[i].second;
                 ids[t * r.top_k + i] = e;
                 sum += weights[t * r.top_k + i] = score[e];
             }

@@ -32,7 +32,8 @@ class _MlaLayer(ctypes.Structure):
 
 
 class _Router(ctypes.Structure):
-    _names = ("experts", "top_k", "groups", "top_groups", "sigmoid", "best_two", "grouped", "normalise")
+    _names: tuple[str, ...] = ("experts", "top_k", "groups", "top_groups")
+    _names += ("sigmoid", "best_two", "grouped", "normalise", "rounded")
     _fields_ = [(name, ctypes.c_int64) for name in _names]
     _fields_ += [("scaling", ctypes.c_double), ("gate", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
 
@@ -210,7 +211,8 @@ class Native:
         ids = torch.empty(x.shape[0], moe.top_k, dtype=torch.int64)
         weights = torch.empty(x.shape[0], moe.top_k)
         grouped = moe.method != "greedy" and moe.n_group > 1
-        flags = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped, moe.norm_topk_prob)
+        kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
+        flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
         sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
         settings = _Router(*sizes, *map(int, flags), moe.scaling, self.weight(gate), _pointer(bias))
         at = ctypes.addressof(settings)
