@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -77,12 +78,19 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def _output(*command: str) -> bytes:
+    run = subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
+    return run.stdout
+
+
 def _build(command: str) -> Path:
     """Compile into the cache folder, under a name that covers source, flags, compiler and processor."""
-    version = subprocess.run([command, "-march=native", "-Q", "--help=target"], capture_output=True, timeout=COMPILE_SECONDS).stdout
-    name = subprocess.run([command, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=True).stdout
+    # The macros are those of the instructions that may be used. Every compiler prints them; one
+    # that does not leaves no way to tell this processor's library from another's: nothing is built.
+    processor = _output(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    name = _output(command, "--version")
     source = b"".join(path.read_bytes() for path in (SOURCE, *PARTS))
-    key = hashlib.sha256(source + " ".join(FLAGS).encode() + version + name).hexdigest()[:16]
+    key = hashlib.sha256(source + " ".join(FLAGS).encode() + processor + name).hexdigest()[:16]
     target = cache_folder() / f"kernels-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
