@@ -44,6 +44,13 @@ class RopeConfig:
     def yarn_mscale(factor: float, mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
+    def longest(self, trained: int) -> int:
+        """Positions of the longest sequence, of a model whose file says `trained`: with YaRN it
+        may be as it was before the factor was added, or count the stretched positions itself."""
+        if self.kind != "yarn":
+            return trained
+        return max(trained, int(self.factor * self.original_max_position))
+
     @property
     def table_scale(self) -> float:
         """Factor on cos and sin."""

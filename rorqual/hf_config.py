@@ -213,7 +213,7 @@ class _Reader:
         ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
         return QuantConfig((int(block[0]), int(block[1])), tuple(ignored))
 
-    def common(self) -> dict[str, Any]:
+    def common(self, rope: RopeConfig) -> dict[str, Any]:
         dtype = str(self.get("dtype", self.get("torch_dtype", "bfloat16"))).removeprefix("torch.")
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ConfigError(f"dtype={dtype!r} is not supported; accepted: bfloat16, float16, float32")
@@ -224,7 +224,8 @@ class _Reader:
             "hidden_size": self.integer("hidden_size"),
             "num_layers": self.integer("num_hidden_layers"),
             "norm_eps": self.number("rms_norm_eps", 1e-6),
-            "max_position": self.integer("max_position_embeddings", default=4096),
+            "max_position": rope.longest(self.integer("max_position_embeddings", default=4096)),
+            "rope": rope,
             "dense_intermediate": self.integer("intermediate_size"),
             "tie_embeddings": bool(self.get("tie_word_embeddings", False)),
             "dtype": dtype,
@@ -251,13 +252,13 @@ def _read_deepseek(reader: _Reader) -> ModelConfig:
         v_dim=reader.integer("v_head_dim", default=128),
         bias=bool(reader.get("attention_bias", False)),
     )
-    common = reader.common()
+    rope = reader.rope(attention.rope_dim, bool(reader.get("rope_interleave", True)))
+    common = reader.common(rope)
     moe = _deepseek_moe(reader, third)
     layers = _deepseek_layers(reader, common["num_layers"], third)
     return ModelConfig(
         **common,
         attention=attention,
-        rope=reader.rope(attention.rope_dim, bool(reader.get("rope_interleave", True))),
         moe=moe,
         moe_layers=layers,
         num_mtp_layers=reader.integer("num_nextn_predict_layers", default=0, least=0),
@@ -317,14 +318,14 @@ def _check_layer_types(reader: _Reader, layers: tuple[bool, ...]) -> tuple[bool,
 
 
 def _read_qwen(reader: _Reader) -> ModelConfig:
-    common = reader.common()
     heads = reader.integer("num_attention_heads")
     attention = GQAConfig(
         num_heads=heads,
         num_kv_heads=reader.integer("num_key_value_heads", default=heads),
-        head_dim=reader.integer("head_dim", default=common["hidden_size"] // heads),
+        head_dim=reader.integer("head_dim", default=reader.integer("hidden_size") // heads),
         bias=bool(reader.get("attention_bias", False)),
     )
+    common = reader.common(reader.rope(attention.head_dim, interleaved=False))
     if heads % attention.num_kv_heads:
         raise ConfigError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={attention.num_kv_heads}")
     moe = MoEConfig(
@@ -340,7 +341,6 @@ def _read_qwen(reader: _Reader) -> ModelConfig:
     return ModelConfig(
         **common,
         attention=attention,
-        rope=reader.rope(attention.head_dim, interleaved=False),
         moe=moe,
         moe_layers=_check_layer_types(reader, layers),
     )

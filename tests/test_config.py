@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rorqual.config import GQAConfig, MLAConfig, ModelConfig, QuantConfig, RopeConfig
 from rorqual.errors import ConfigError
+from rorqual.layers.rotary import Rotary, inverse_frequencies
 
 Fields = dict[str, Any]
 
@@ -255,6 +257,48 @@ def test_rope_kinds(key: str) -> None:
     given = read(QWEN3, rope_scaling={key: "yarn", "factor": 4.0, "attention_factor": 1.25}).rope
     assert given.table_scale == 1.25
     assert read(QWEN3, rope_scaling={key: "default"}).rope == read(QWEN3).rope
+
+
+CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "longest"),
+    [
+        (QWEN3, {}, 40960),
+        (QWEN3, {"rope_scaling": CARD}, 131072),  # as the model card says, all else left alone
+        (QWEN3, {"rope_scaling": {**CARD, "factor": 1.1}}, 40960),  # 36,044 by YaRN alone
+        (QWEN3, {"rope_scaling": CARD, "max_position_embeddings": 131072}, 131072),
+        (QWEN3, {"rope_scaling": CARD, "max_position_embeddings": 262144}, 262144),
+        (QWEN3, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 40960),
+        (V3, {}, 163840),
+        (V2_LITE, {}, 163840),
+        (V3, {"max_position_embeddings": 4096}, 163840),
+    ],
+)
+def test_longest_sequence(base: Fields, changes: Fields, longest: int) -> None:
+    assert read(base, **changes).max_position == longest
+
+
+def test_yarn_tables_of_the_longest_sequence_equal_transformers() -> None:
+    pytest.importorskip("transformers")
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
+
+    config = read(QWEN3, rope_scaling=CARD)
+    tables = Rotary(config.rope, config.max_position, torch.device("cpu"))
+    assert tables.cos.shape == tables.sin.shape == (131072, 64)
+    sizes = {name: QWEN3[name] for name in ("head_dim", "hidden_size", "max_position_embeddings")}
+    theirs = Qwen3MoeRotaryEmbedding(
+        Qwen3MoeConfig(**sizes, rope_parameters={**CARD, "rope_theta": QWEN3["rope_theta"]}),
+    )
+    assert torch.allclose(inverse_frequencies(config.rope), theirs.inv_freq, rtol=3e-7, atol=0)
+    positions = torch.tensor([0, 1, 4095, 32767, 32768, 40959, 40960, 100_003, 131071])
+    cos, sin = theirs(torch.empty(1), positions[None])
+    # A frequency that differs in its last bit moves the angle at position p by p times as much.
+    for got, want in zip(tables.rows(positions), (cos[0, :, :64], sin[0, :, :64]), strict=True):
+        assert torch.allclose(got, want, atol=1e-3)
+        assert torch.allclose(got[:3], want[:3], atol=1e-4)
 
 
 def test_explicit_null_and_absence_differ_for_q_lora_rank() -> None:
