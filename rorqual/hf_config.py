@@ -2,12 +2,14 @@
 
 Both spellings are read: transformers 4 (`rope_scaling` + `rope_theta`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`).
 A field that would change the mathematics and is not supported is refused by name; so is a field never heard of, unless the
-caller lists it in `ignore_fields`.
+caller lists it in `ignore_fields`. So are the fields of rope_scaling, rope_parameters and
+quantization_config, which `ignore_fields` calls by both names: quantization_config.scale_fmt.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,9 +55,41 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-ROPE_NUMBERS = (
-    "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
-)  # fmt: skip
+MODULE = re.compile(r"[\w.-]+")
+
+# Fields of rope_scaling and rope_parameters, each with the value at which it changes nothing.
+ROPE: dict[str, float | None] = {
+    "rope_theta": None,
+    "factor": 1,
+    "original_max_position_embeddings": None,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0,
+    "mscale_all_dim": 0,
+    "attention_factor": 1,
+}
+SMALLEST = 5e-324  # any number above zero
+ROPE_LEAST = {"rope_theta": SMALLEST, "factor": SMALLEST, "original_max_position_embeddings": 1}
+ROPE_ALWAYS = _fields("rope_type type rope_theta partial_rotary_factor")
+ROPE_KINDS = {
+    "default": ROPE_ALWAYS,
+    "linear": ROPE_ALWAYS | _fields("factor mscale_all_dim"),
+    "yarn": ROPE_ALWAYS | {*ROPE, "truncate"},
+}
+ROPE_OFF: dict[str, tuple[Any, ...]] = {
+    **{name: (value, None) for name, value in ROPE.items()},
+    "truncate": (True, None),
+}
+
+MODULE_LISTS = ("modules_to_not_convert", "ignored_layers")
+QUANT = _fields("quant_method fmt activation_scheme weight_block_size").union(MODULE_LISTS)
+# scale_fmt: ue8m0 (DeepSeek-V3.1) asks for activations scaled by powers of two; no kernel does it.
+QUANT_OFF: dict[str, tuple[Any, ...]] = {
+    "scale_fmt": ("float", None),
+    "dequantize": (False, None),
+    "modules_to_convert": ([], None),
+    "expert_dtype": ("fp8", None),
+}
 
 
 COMMON = _fields(
@@ -76,8 +110,8 @@ def read_config(data: Mapping[str, Any], ignore_fields: Iterable[str] = ()) -> M
     if not isinstance(data, Mapping):
         raise ConfigError("config.json must hold an object")
     family = _family(data)
-    reader = _Reader(data, family)
-    reader.refuse(QWEN if family == "qwen3_moe" else DEEPSEEK, frozenset(ignore_fields))
+    reader = _Reader(data, family, frozenset(ignore_fields))
+    reader.refuse(QWEN if family == "qwen3_moe" else DEEPSEEK)
     return _read_qwen(reader) if family == "qwen3_moe" else _read_deepseek(reader)
 
 
@@ -95,13 +129,14 @@ def _family(data: Mapping[str, Any]) -> str:
 class _Reader:
     """Typed access to the fields of one config.json."""
 
-    def __init__(self, data: Mapping[str, Any], family: str):
+    def __init__(self, data: Mapping[str, Any], family: str, ignored: frozenset[str]):
         self.data = data
         self.family = family
+        self.ignored = ignored
 
-    def refuse(self, honoured: frozenset[str], ignored: frozenset[str]) -> None:
+    def refuse(self, honoured: frozenset[str]) -> None:
         for name, value in self.data.items():
-            if name in ignored or name in honoured or name in HARMLESS:
+            if name in self.ignored or name in honoured or name in HARMLESS:
                 continue
             if name in UNSUPPORTED:
                 if value not in UNSUPPORTED[name] and not self._harmless_list(name, value):
@@ -160,27 +195,104 @@ class _Reader:
             raise ConfigError(f"config field {name}={value!r} must be {'an integer or ' if single else ''}a list of integers")
         return tuple(found)
 
+    def refuse_nested(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        honoured: frozenset[str],
+        off: Mapping[str, tuple[Any, ...]],
+        owner: str,
+    ) -> None:
+        """As `refuse`, for the fields of an object. `off`: values that change nothing."""
+        for field, value in values.items():
+            full = f"{name}.{field}"
+            if field in honoured or full in self.ignored or value in off.get(field, ()):
+                continue
+            accepted = repr(off[field][0]) if field in off else ", ".join(sorted(honoured))
+            raise ConfigError(
+                f"config field {full}={value!r} may change the result and is not supported for "
+                f"{owner}; accepted: {accepted}; ignore_config_fields takes {full}"
+            )
+
+    def strings(self, name: str, values: Mapping[str, Any], field: str) -> list[str]:
+        """A list of modules' names."""
+        found = values.get(field)
+        if found is None:
+            return []
+        if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+            raise ConfigError(f"config field {name}.{field}={found!r} must be a list of names")
+        for item in found:
+            if not MODULE.fullmatch(item):
+                accepted = "modules' names, no wildcards or patterns"
+                full = f"{name}.{field}"
+                raise ConfigError(f"config field {full} holds {item!r}; accepted: {accepted}")
+        return found
+
+    def rope_fields(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """The fields of rope_scaling or rope_parameters and where they stand: in the object itself,
+        or once for each kind of layer. All layers here are of one kind and share one embedding."""
+        values = self.mapping(name)
+        if not any(isinstance(value, Mapping) for value in values.values()):
+            return name, values
+        kind = "full_attention"
+        for other, value in values.items():
+            if value is not None and (kind not in values or value != values[kind]):
+                raise ConfigError(
+                    f"config field {name}.{other}={value!r} is not supported: all layers have one "
+                    f"rotary embedding; accepted: {kind}, and other kinds that equal it"
+                )
+        return f"{name}.{kind}", values[kind]
+
     def rope(self, dim: int, interleaved: bool) -> RopeConfig:
-        values = {**self.mapping("rope_scaling"), **self.mapping("rope_parameters")}
-        for name in ROPE_NUMBERS:
+        values: dict[str, Any] = {}
+        places: dict[str, str] = {}
+        objects = [self.rope_fields(name) for name in ("rope_scaling", "rope_parameters")]
+        for name, fields in objects:
+            for field, value in fields.items():
+                key = "rope_type" if field == "type" else field
+                if value is None:
+                    continue
+                if key in values and values[key] != value:
+                    raise ConfigError(
+                        f"config field {places[key]}={values[key]!r} contradicts "
+                        f"{name}.{field}={value!r}; accepted: one of them, or the same value"
+                    )
+                values[key] = value
+                places[key] = f"{name}.{field}"
+        kind = values.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in ROPE_KINDS:
+            accepted = ", ".join(ROPE_KINDS)
+            raise ConfigError(f"rope type {kind!r} is not supported; accepted: {accepted}")
+        for name, fields in objects:
+            self.refuse_nested(name, fields, ROPE_KINDS[kind], ROPE_OFF, f"rope type {kind}")
+        self._check_rope(values, places)
+        theta = float(values.get("rope_theta") or self.number("rope_theta", 10000.0))
+        base = RopeConfig(dim, theta, kind, interleaved)
+        if kind == "default":
+            return base
+        return self._scaled_rope(base, values, places["rope_type"].rpartition(".")[0])
+
+    def _check_rope(self, values: Mapping[str, Any], places: Mapping[str, str]) -> None:
+        for name in ROPE:
             number = values.get(name)
             if number is None:
                 continue
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0 or (number == 0 and name in ROPE_NUMBERS[:3]):
-                raise ConfigError(f"rope field {name}={number!r} must be a positive number")
-        kind = values.get("rope_type", values.get("type", "default")) or "default"
-        if kind not in ("default", "linear", "yarn"):
-            raise ConfigError(f"rope type {kind!r} is not supported; accepted: default, linear, yarn")
-        if values.get("partial_rotary_factor", 1.0) not in (1, 1.0, None):
+            known = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if not known or not ROPE_LEAST.get(name, 0) <= number < math.inf:
+                raise ConfigError(f"rope field {places[name]}={number!r} must be a positive number")
+        truncate = values.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise ConfigError(f"rope field {places['truncate']}={truncate!r} must be true or false")
+        if values.get("partial_rotary_factor", 1.0) != 1:
             raise ConfigError(f"partial_rotary_factor={values['partial_rotary_factor']!r} is not supported; accepted: 1.0")
-        theta = float(values.get("rope_theta") or self.number("rope_theta", 10000.0))
-        if kind == "default":
-            return RopeConfig(dim, theta, interleaved=interleaved)
-        return self._scaled_rope(RopeConfig(dim, theta, kind, interleaved), values)
 
-    def _scaled_rope(self, base: RopeConfig, values: Mapping[str, Any]) -> RopeConfig:
-        original = int(values.get("original_max_position_embeddings") or self.integer("max_position_embeddings"))
-        factor = values.get("factor") or self.integer("max_position_embeddings") / original
+    def _scaled_rope(self, base: RopeConfig, values: Mapping[str, Any], place: str) -> RopeConfig:
+        given = values.get("original_max_position_embeddings")
+        factor = values.get("factor")
+        if factor is None and (given is None or base.kind == "linear"):
+            raise ConfigError(f"config field {place}.factor is missing for rope type {base.kind}")
+        original = int(given or self.integer("max_position_embeddings"))
+        factor = factor or self.integer("max_position_embeddings") / original
         factor_of_attention = values.get("attention_factor")
         return RopeConfig(
             base.dim,
@@ -194,24 +306,27 @@ class _Reader:
             mscale=float(values.get("mscale") or 0),
             mscale_all_dim=float(values.get("mscale_all_dim") or 0),
             attention_factor=None if factor_of_attention is None else float(factor_of_attention),
-            truncate=bool(values.get("truncate", True)),
+            truncate=values.get("truncate", True),
         )
 
     def quant(self) -> QuantConfig | None:
-        values = self.mapping("quantization_config")
+        name = "quantization_config"
+        values = self.mapping(name)
         if not values:
             return None
         method, fmt = values.get("quant_method"), values.get("fmt", "e4m3")
         block = values.get("weight_block_size")
         if method != "fp8" or fmt != "e4m3" or not block:
             given = f"quant_method={method!r} fmt={fmt!r} weight_block_size={block!r}"
-            raise ConfigError(f"quantization_config {given} is not supported; accepted: fp8, e4m3, [128, 128]")
+            raise ConfigError(f"{name} {given} is not supported; accepted: fp8, e4m3, [128, 128]")
         if values.get("activation_scheme", "dynamic") != "dynamic":
             raise ConfigError(f"activation_scheme={values['activation_scheme']!r} is not supported; accepted: dynamic")
         if list(block) != [128, 128]:
             raise ConfigError(f"weight_block_size={block!r} is not supported; accepted: [128, 128]")
-        ignored = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
-        return QuantConfig((int(block[0]), int(block[1])), tuple(ignored))
+        self.refuse_nested(name, values, QUANT, QUANT_OFF, f"quant_method {method}")
+        # Two names for one list; whoever writes both means the layers of either.
+        names = [item for field in MODULE_LISTS for item in self.strings(name, values, field)]
+        return QuantConfig((int(block[0]), int(block[1])), tuple(dict.fromkeys(names)))
 
     def common(self, rope: RopeConfig) -> dict[str, Any]:
         dtype = str(self.get("dtype", self.get("torch_dtype", "bfloat16"))).removeprefix("torch.")

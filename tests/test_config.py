@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from rorqual.config import GQAConfig, MLAConfig, ModelConfig, QuantConfig, RopeConfig
 from rorqual.errors import ConfigError
 from rorqual.layers.rotary import Rotary, inverse_frequencies
+from rorqual.perf.catalog import IDS, published
 
 Fields = dict[str, Any]
 
@@ -143,6 +146,8 @@ QWEN3: Fields = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# What Qwen3's model card adds for sequences longer than 32,768.
+CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 ALL = pytest.mark.parametrize("base", [V2_LITE, V3, QWEN3], ids=["v2-lite", "v3", "qwen3"])
 
 
@@ -242,6 +247,45 @@ def test_dtype(base: Fields, spelling: str, value: str) -> None:
     assert read(base, without=other, **{spelling: value}).dtype == value.removeprefix("torch.")
 
 
+CLASSES = {
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
+
+
+@ALL
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": CARD}], ids=["published", "card"])
+def test_what_transformers_makes_of_a_file_means_the_same(base: Fields, scaling: Fields) -> None:
+    transformers = pytest.importorskip("transformers")
+    data = {**base, **scaling}
+    known = getattr(transformers, CLASSES[base["model_type"]])
+    theirs = known(**copy.deepcopy(data)).to_dict()
+    assert "rope_scaling" not in theirs
+    assert ModelConfig.from_dict({**theirs, "architectures": base["architectures"]}) == read(data)
+
+
+@ALL
+def test_rope_parameters_by_kind_of_layer(base: Fields) -> None:
+    flat = modern(base)
+    layer = flat["rope_parameters"]
+
+    def nested(**kinds: Any) -> ModelConfig:
+        return ModelConfig.from_dict({**flat, "rope_parameters": kinds})
+
+    assert nested(full_attention=layer) == read(base)
+    assert nested(full_attention=layer, sliding_attention=None) == read(base)
+    assert nested(full_attention=layer, sliding_attention=dict(layer)) == read(base)
+    with pytest.raises(ConfigError, match=r"rope_parameters\.sliding_attention=.*one rotary"):
+        nested(full_attention=layer, sliding_attention={**layer, "rope_theta": 5.0})
+    with pytest.raises(ConfigError, match=r"rope_parameters\.sliding_attention=.*one rotary"):
+        nested(sliding_attention=layer)
+    with pytest.raises(ConfigError, match=r"rope_parameters\.rope_theta=5.0.*one rotary"):
+        nested(full_attention=layer, rope_theta=5.0)
+    with pytest.raises(ConfigError, match=r"rope_parameters\.full_attention\.sand=1"):
+        nested(full_attention={**layer, "sand": 1})
+
+
 def test_missing_dtype_is_bfloat16() -> None:
     assert read(QWEN3, without=("torch_dtype",)).dtype == "bfloat16"
 
@@ -257,9 +301,6 @@ def test_rope_kinds(key: str) -> None:
     given = read(QWEN3, rope_scaling={key: "yarn", "factor": 4.0, "attention_factor": 1.25}).rope
     assert given.table_scale == 1.25
     assert read(QWEN3, rope_scaling={key: "default"}).rope == read(QWEN3).rope
-
-
-CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 @pytest.mark.parametrize(
@@ -324,6 +365,41 @@ def test_modules_left_unquantised() -> None:
     assert found.covers("model.layers.10.mlp.gate_proj")
 
 
+# As Qwen publishes its fp8 checkpoints.
+QWEN_FP8: Fields = {
+    **V3["quantization_config"],
+    "modules_to_not_convert": [
+        "lm_head",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.mlp.gate",
+        "model.layers.0.post_attention_layernorm",
+    ],
+}
+
+
+def test_quantisation_as_published() -> None:
+    found = read(QWEN3, quantization_config=QWEN_FP8).quant
+    assert found == QuantConfig((128, 128), tuple(QWEN_FP8["modules_to_not_convert"]))
+    assert found.covers("model.layers.0.mlp.gate_proj")
+    assert not found.covers("model.layers.0.mlp.gate")
+    twice = {**QWEN_FP8, "ignored_layers": ["lm_head", "model.embed_tokens"]}
+    both = read(QWEN3, quantization_config=twice).quant
+    assert both is not None
+    assert both.ignored == (*QWEN_FP8["modules_to_not_convert"], "model.embed_tokens")
+
+
+def test_what_transformers_writes_of_a_quantisation_is_read() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict()
+    assert read(V3, quantization_config=theirs).quant == QuantConfig((128, 128), ("lm_head",))
+
+
+@pytest.mark.parametrize("name", sorted({shape for shape, _ in IDS.values()}))
+@pytest.mark.parametrize("quant", ["auto", "fp8", "none"])
+def test_bundled_shapes_are_read(name: str, quant: str) -> None:
+    assert published(name, quant).hidden_size
+
+
 # ---- which layers are sparse
 
 
@@ -349,6 +425,57 @@ def test_an_unknown_field_is_refused_by_name_unless_it_is_to_be_ignored(base: Fi
     with pytest.raises(ConfigError, match=r"rope_of_sand=3.*ignore_config_fields"):
         ModelConfig.from_dict(data)
     assert ModelConfig.from_dict(data, ["rope_of_sand"]) == read(base)
+
+
+Nested = tuple[Fields, str, Fields, str]
+V31 = {**V3["quantization_config"], "scale_fmt": "ue8m0"}
+NESTED: list[Nested] = [
+    # base, object, its fields, the field refused
+    (V3, "quantization_config", V31, "scale_fmt='ue8m0'"),
+    (V3, "quantization_config", {**V31, "scale_fmt": None, "dequantize": True}, "dequantize=True"),
+    (V3, "quantization_config", {**QWEN_FP8, "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+    (V3, "quantization_config", {**QWEN_FP8, "modules_to_convert": ["a"]}, "modules_to_convert="),
+    (V3, "quantization_config", {**QWEN_FP8, "sand": None}, "sand=None"),
+    (QWEN3, "rope_scaling", {**CARD, "low_freq_factor": 1.0}, "low_freq_factor=1.0"),
+    (QWEN3, "rope_scaling", {**CARD, "sand": None}, "sand=None"),
+    (QWEN3, "rope_scaling", {"factor": 4.0}, "factor=4.0"),
+    (QWEN3, "rope_scaling", {"type": "default", "mscale": 0.7}, "mscale=0.7"),
+    (QWEN3, "rope_scaling", {"type": "linear", "factor": 4.0, "beta_fast": 16}, "beta_fast=16"),
+    (QWEN3, "rope_parameters", {**CARD, "rope_theta": 1e6, "long_factor": [1.0]}, "long_factor="),
+]
+
+
+@pytest.mark.parametrize("case", NESTED, ids=[case[3] for case in NESTED])
+def test_a_field_of_an_object_is_refused_by_name_unless_it_is_to_be_ignored(case: Nested) -> None:
+    base, name, fields, named = case
+    data = {**base, name: fields}
+    field = f"{name}.{named.partition('=')[0]}"
+    words = rf"{re.escape(f'{name}.{named}')}.*accepted: .*ignore_config_fields takes {field}"
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_dict(data)
+    assert ModelConfig.from_dict(data, [field]).family == base["model_type"]
+
+
+def test_an_ignored_scale_format_leaves_scales_as_they_are() -> None:
+    data = {**V3, "quantization_config": V31}
+    assert ModelConfig.from_dict(data, ["quantization_config.scale_fmt"]) == read(V3)
+
+
+def test_fields_of_another_kind_that_hold_their_defaults_mean_nothing() -> None:
+    spelt = {"type": "default", "factor": 1.0, "mscale": None, "beta_fast": 32, "truncate": True}
+    assert read(QWEN3, rope_scaling=spelt).rope == read(QWEN3).rope
+
+
+def test_two_spellings_that_contradict_each_other() -> None:
+    default = {"rope_type": "default", "rope_theta": 1e6}
+    named = r"rope_scaling\.rope_type='yarn' contradicts rope_parameters\.rope_type='default'"
+    with pytest.raises(ConfigError, match=named):
+        read(QWEN3, rope_scaling=CARD, rope_parameters=default)
+    with pytest.raises(ConfigError, match=r"rope_type='default' contradicts .*\.type='yarn'"):
+        read(QWEN3, rope_scaling={**CARD, "type": "yarn", "rope_type": "default"})
+    same = read(QWEN3, rope_scaling=CARD, rope_parameters={**CARD, "rope_theta": 1e6})
+    assert same == read(QWEN3, rope_scaling={**CARD, "type": "yarn"})
+    assert read(QWEN3, rope_scaling={**CARD, "type": "yarn", "rope_type": None}) == same
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
@@ -398,6 +525,13 @@ WRONG: list[tuple[Fields, Fields, str]] = [
     (QWEN3, {"rope_scaling": {"type": "yarn", "factor": "four"}}, "factor"),
     (QWEN3, {"rope_scaling": {"type": "yarn", "factor": -4.0}}, "factor"),
     (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "rope_theta"),
+    (QWEN3, {"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor=nan"),
+    (QWEN3, {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing"),
+    (QWEN3, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    (QWEN3, {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+    (QWEN3, {"rope_scaling": {"rope_type": ["yarn"]}}, r"\['yarn'\]"),
+    (QWEN3, {"rope_scaling": {**CARD, "truncate": "no"}}, "truncate='no'"),
+    (QWEN3, {"rope_scaling": {**CARD, "original_max_position_embeddings": 0.5}}, "=0.5"),
     (QWEN3, {"mlp_only_layers": 3}, "mlp_only_layers"),
     (QWEN3, {"eos_token_id": "end"}, "eos_token_id"),
     (QWEN3, {"quantization_config": "fp8"}, "quantization_config"),
@@ -414,6 +548,9 @@ WRONG: list[tuple[Fields, Fields, str]] = [
     (V3, {"quantization_config": {**V3["quantization_config"], "weight_block_size": None}}, "weight_block_size"),
     (V3, {"quantization_config": {**V3["quantization_config"], "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
     (V3, {"quantization_config": {**V3["quantization_config"], "activation_scheme": "static"}}, "'static'"),
+    (V3, {"quantization_config": {**QWEN_FP8, "modules_to_not_convert": "lm_head"}}, "='lm_head'"),
+    (V3, {"quantization_config": {**QWEN_FP8, "modules_to_not_convert": [3]}}, r"=\[3\]"),
+    (V3, {"quantization_config": {**QWEN_FP8, "ignored_layers": ["re:.*gate"]}}, "'re:"),
     (V2_LITE, {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
 ]
 
