@@ -45,11 +45,9 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], bytes]:
         """Pages of the longest cached prefix that leaves at least one token to compute, now held for the caller, and its key."""
-        key, pages = root_key(salt), []
-        if not self.enabled:
-            return [], key
-        for i in range((len(tokens) - max(1, self.lookahead)) // self.page_size):
-            candidate = next_key(key, self.covered(tokens, i))
+        key = root_key(salt)
+        pages: list[int] = []
+        while (candidate := self.following(tokens, len(pages), key)) is not None:
             page = self.pages.get(candidate)
             if page is None:
                 break
@@ -57,6 +55,14 @@ class PrefixCache:
             pages.append(page)
             key = candidate
         return pages, key
+
+    def following(self, tokens: Sequence[int], page: int, previous: bytes) -> bytes | None:
+        """The key under which `match` looks for a sequence's page number `page`; None where it
+        would not look."""
+        last = (len(tokens) - max(1, self.lookahead)) // self.page_size
+        if not self.enabled or page >= last:
+            return None
+        return next_key(previous, self.covered(tokens, page))
 
     def covered(self, tokens: Sequence[int], page: int) -> Sequence[int]:
         """What the key of a sequence's page number `page` covers beside its predecessor's."""

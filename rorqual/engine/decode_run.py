@@ -36,7 +36,26 @@ def _may_admit(scheduler: Scheduler) -> bool:
         return False
     room = scheduler.config.max_num_batched_tokens - len(scheduler.decoding) * (scheduler.next_n + 1)
     head = scheduler.waiting[0]
-    return room > 0 and not head.pending and not scheduler._still_blocked(head)
+    if room <= 0 or head.pending:
+        return False
+    return not scheduler._still_blocked(head) or _may_unblock(scheduler, head)
+
+
+def _may_unblock(scheduler: Scheduler, head: Sequence) -> bool:
+    """Whether a decoding request, by its tokens so far, may end up with the very page that the
+    queue's head waits to find in the prefix cache."""
+    blocked, config = scheduler._blocked, scheduler.config
+    if blocked is None or blocked.wanted is None:
+        return False
+    length = (blocked.matched + 1) * config.page_size + config.lookahead  # what its key covers
+    salt = head.request.cache_salt
+    for row in scheduler.decoding.values():
+        if row.hashed > blocked.matched or row.request.cache_salt != salt:
+            continue
+        common = min(length, len(row.tokens))
+        if row.tokens[0] == head.tokens[0] and row.tokens[:common] == head.tokens[:common]:
+            return True
+    return False
 
 
 def _most_pages(scheduler: Scheduler, steps: int) -> int:

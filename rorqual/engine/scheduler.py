@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
@@ -57,6 +58,21 @@ class SchedulerConfig:
             )
 
 
+class Blocked(NamedTuple):
+    """The queue's head that found too few pages, and what was there then: pages available, requests
+    running, how many of its pages the prefix cache had, and the key of the next one (None: there is
+    no next one).
+
+    Nothing can have improved for it until more pages are available, fewer requests run, or the
+    cache has learned that next page. Asking again before would only hash its prompt again."""
+
+    head: Sequence
+    available: int
+    running: int
+    matched: int
+    wanted: bytes | None
+
+
 class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
@@ -72,9 +88,7 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.in_flight: deque[InFlight] = deque()  # kept where requests take turns
-        # The queue's head that found too few pages, with the pages available and the requests running then: until one of these
-        # changes for the better, asking again would only hash its prompt again.
-        self._blocked: tuple[Sequence, int, int] | None = None
+        self._blocked: Blocked | None = None
         self._order = 0
         self._seeds = random.SystemRandom()
 
@@ -263,7 +277,9 @@ class Scheduler:
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and self.num_running:
             self.prefix.release(pages)
-            self._blocked = (sequence, self.prefix.available, self.num_running)
+            wanted = self.prefix.following(sequence.tokens, len(pages), key)
+            now = (self.prefix.available, self.num_running)
+            self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
         self.waiting.popleft()
@@ -271,10 +287,14 @@ class Scheduler:
         return sequence
 
     def _still_blocked(self, sequence: Sequence) -> bool:
-        if self._blocked is None:
-            return False
-        head, available, running = self._blocked
-        return head is sequence and self.prefix.available <= available and self.num_running >= running
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.head is sequence
+            and self.prefix.available <= blocked.available
+            and self.num_running >= blocked.running
+            and (blocked.wanted is None or blocked.wanted not in self.prefix.pages)
+        )
 
     def _start(self, plan: Plan, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
         size = self.config.page_size

@@ -139,3 +139,41 @@ def test_a_run_stops_where_pages_run_out() -> None:
     assert scheduler.num_preemptions == 0
     with pytest.raises(AssertionError):
         advance(scheduler, 39, [[1] * 39] * 2)
+
+
+def test_no_run_where_a_request_may_bring_the_page_a_blocked_head_waits_for() -> None:
+    """Two requests say what the head of the queue has in its prompt. One of them says something
+    else before the page is full: from then on only the other one counts."""
+    prompt = (*range(8), *[1] * 12)
+
+    def blocked(*salts: str) -> Scheduler:
+        scheduler = scheduler_of(num_pages=11, max_model_len=44)
+        for index, salt in enumerate(salts):
+            params = SamplingParams(max_tokens=12, seed=0)
+            scheduler.add(Request(f"r{index}", prompt[:9], params, cache_salt=salt))
+        say(scheduler, [[1]] * len(salts))
+        scheduler.add(Request("head", (*prompt, *range(16)), SamplingParams(max_tokens=2, seed=0)))
+        say(scheduler, [[1]] * len(salts))
+        assert [sequence.request.id for sequence in scheduler.waiting] == ["head"]
+        return scheduler
+
+    assert decode_run(blocked("other")) > 0, "it shares nothing with the head"
+    alone = blocked("")
+    before = alone._blocked
+    for _ in range(2):
+        assert decode_run(alone) == 0
+        say(alone, [[1]])
+        assert alone._blocked == before
+    assert len(alone.sequences["r0"].tokens) == 13, "its third page is full"
+    assert alone.plan() is not None
+    assert alone._blocked != before, "the plan looked at the head again"
+    both = blocked("", "other")
+    assert decode_run(both) == 0
+    say(both, [[2], [1]])
+    assert decode_run(both) > 0, "its third page is another one now"
+
+
+def say(scheduler: Scheduler, tokens: list[list[int]]) -> None:
+    step = scheduler.plan()
+    assert step is not None
+    scheduler.update(step, StepResult(tokens))

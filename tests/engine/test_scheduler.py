@@ -622,6 +622,54 @@ def test_planning_time_while_a_long_cached_prompt_waits_for_pages() -> None:
     assert found <= 1.0
 
 
+def test_a_blocked_prompt_starts_once_its_prefix_is_known() -> None:
+    """Two equal prompts of 20 pages, of which 39 are there. The second shares 19 of them as soon
+    as the first has computed them, and both are served together."""
+    scheduler = make(max_num_batched_tokens=128, num_pages=40, page_size=5)
+    loop = loop_of(scheduler)
+    requests = [ask(name, range(100), 40) for name in "ab"]
+    for request in requests:
+        scheduler.add(request)
+    ends = {}
+    while scheduler.has_work:
+        ends.update({out.sequence.request.id: loop.plans for out in loop.step() if out.finish})
+    assert ends == {"a": 40, "b": 41}
+    assert scheduler.num_preemptions == 0
+    assert (scheduler.prefix.hits, scheduler.prefix.queries) == (95, 200)
+    assert_expected(loop, requests)
+    check_idle(scheduler)
+
+
+def test_a_blocked_prompt_is_matched_again_only_when_its_own_prefix_grew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others fill page after page with text of their own meanwhile, which cannot help it."""
+    scheduler = make(max_num_batched_tokens=24, prefill_chunk=8, num_pages=65, page_size=4)
+    loop = loop_of(scheduler)
+    prompt = list(range(90))
+    for index in range(3):
+        scheduler.add(ask(f"other{index}", [90 + index], 41))
+    loop.step()
+    scheduler.add(ask("first", [*prompt, 1], 100))
+    scheduler.add(ask("second", [*prompt, 2, *range(160)], 4))
+    matches: list[int] = []
+    match = scheduler.prefix.match
+
+    def counted(*given: Any) -> Any:
+        found = match(*given)
+        matches.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(scheduler.prefix, "match", counted)
+    learned = []
+    for _ in range(30):
+        loop.step()
+        learned.append(len(scheduler.prefix.pages))
+    assert [sequence.request.id for sequence in scheduler.waiting] == ["second"]
+    assert matches == [0, *range(0, 23, 2)], "the first prompt once, the second as the first grew"
+    assert learned[-1] > learned[15] >= 22, "the others went on"
+
+
 # ---- turns
 
 
