@@ -80,6 +80,7 @@ def advance(scheduler: Scheduler, count: int, tokens: ReadOnly[list[int]], accep
         assert not sequence.pending, "steps are in flight"
         events += _events(scheduler, sequence, row, lengths)
         sequence.tokens += new
+        scheduler.live_tokens += len(new)
         sequence.cached = sequence.collected = lengths[-1] - 1
         if right is not None:
             _count_drafts(scheduler, sequence, right)

@@ -7,7 +7,7 @@ collectives of the others, so one plan holds a part for each rank, and says what
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -78,16 +78,24 @@ class GroupScheduler:
         self.config = config
         self.ranks = [Scheduler(config) for _ in range(ranks)]
         self.home: dict[str, Scheduler] = {}
+        self.sequences = self._view(rank.sequences for rank in self.ranks)
+        self.decoding = self._view(rank.decoding for rank in self.ranks)
+        self.prefilling = self._view(rank.prefilling for rank in self.ranks)
         self.prefix = Prefixes(self.ranks)
         self.next_n = config.next_n
         self.drafted = [0] * config.next_n
         self.accepted = [0] * config.next_n
 
+    @staticmethod
+    def _view(kept: Iterable[dict[str, Sequence]]) -> Mapping[str, Sequence]:
+        """What the ranks keep, as one mapping that follows every change of theirs."""
+        return ChainMap(*kept)
+
     # ---- requests in and out
 
     def add(self, request: Request) -> None:
         """Queue a request on the rank where it costs least: live tokens there, and tokens of its own that are not cached there."""
-        if request.id in self.sequences:
+        if request.id in self.home:
             raise RequestError(f"request id {request.id!r} is already in use")
         home = min(self.ranks, key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request))
         home.add(request)
@@ -108,18 +116,6 @@ class GroupScheduler:
         home = self.home.pop(sequence.request.id, None)
         if home:
             home.finish(sequence, reason)
-
-    @property
-    def sequences(self) -> Mapping[str, Sequence]:
-        return ChainMap(*(rank.sequences for rank in self.ranks))
-
-    @property
-    def decoding(self) -> Mapping[str, Sequence]:
-        return ChainMap(*(rank.decoding for rank in self.ranks))
-
-    @property
-    def prefilling(self) -> Mapping[str, Sequence]:
-        return ChainMap(*(rank.prefilling for rank in self.ranks))
 
     @property
     def has_work(self) -> bool:

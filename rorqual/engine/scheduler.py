@@ -85,6 +85,9 @@ class Scheduler:
         self.prefilling: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
+        # Tokens known of all requests, running or waiting: what this scheduler's device will have
+        # to attend to. Counted along, for every request that comes is placed by it.
+        self.live_tokens = 0
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.in_flight: deque[InFlight] = deque()  # kept where requests take turns
@@ -105,6 +108,7 @@ class Scheduler:
         self._order += 1
         sequence = Sequence(request, target, seed, self._order)
         self.sequences[request.id] = sequence
+        self.live_tokens += sequence.known
         self.waiting.append(sequence)
 
     def _target(self, request: Request) -> int:
@@ -136,6 +140,7 @@ class Scheduler:
             return
         sequence.finish = reason
         del self.sequences[sequence.request.id]
+        self.live_tokens -= sequence.known
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         self._leave(sequence)
@@ -158,11 +163,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
-
-    @property
-    def live_tokens(self) -> int:
-        """Tokens known of all requests, running or waiting: what this scheduler's device will have to attend to."""
-        return sum(sequence.known for sequence in self.sequences.values())
 
     def usage(self) -> Usage:
         pages, prefix = self.allocator.capacity, self.prefix
@@ -217,6 +217,7 @@ class Scheduler:
             slots.append(sequence.slot)
             bounds.append(length + sequence.slack + next_n)
             sequence.slack += next_n
+        self.live_tokens += len(sampled)
         return sampled
 
     def _turn(self) -> Iterable[Sequence]:
@@ -331,6 +332,7 @@ class Scheduler:
             del self.prefilling[sequence.request.id]
             self.decoding[sequence.request.id] = sequence
             sequence.pending += 1
+            self.live_tokens += 1
             sampled.append(sequence)
         return stop - start
 
@@ -351,6 +353,8 @@ class Scheduler:
         outs = []
         for row, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             sequence.pending -= 1
+            if sequence.finish is None:
+                self.live_tokens -= 1
             if result.drafted:
                 self._count_drafts(step, sequence, row, result.drafted[row], len(tokens) - 1)
             logprobs = result.logprobs.get(row)
@@ -377,6 +381,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOut:
         sequence.tokens.append(token)
+        self.live_tokens += 1
         length = len(sequence.tokens)
         if sequence.slot >= 0:
             # All but the newest token have their entries written.

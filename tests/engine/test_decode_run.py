@@ -29,6 +29,7 @@ def state(scheduler: Scheduler) -> dict[str, Any]:
         "order": ([s.request.id for s in scheduler.waiting], list(scheduler.prefilling), list(scheduler.decoding)),
         "pages": (list(scheduler.allocator.free), scheduler.allocator.holders, prefix.pages, prefix.keys, list(prefix.idle)),
         "counts": (prefix.queries, prefix.hits, scheduler.drafted, scheduler.accepted, scheduler.num_preemptions, scheduler.free_slots),
+        "live": scheduler.live_tokens,
         "blocked": blocked and (blocked[0].request.id, *blocked[1:]),
     }
 
@@ -96,6 +97,7 @@ def test_k_steps_at_once_equal_k_single_steps(
             assert not any(out.finish for out in outs)
         advance(fast, count, new, accepted)
         assert state(fast) == state(slow)
+        assert fast.live_tokens == sum(sequence.known for sequence in fast.sequences.values())
 
 
 def scheduler_of(**changes: Any) -> Scheduler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 
 import pytest
@@ -12,7 +13,7 @@ from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
 from rorqual.engine.scheduler import SchedulerConfig
 from rorqual.engine.wire import decode_plan, decode_result, encode_plan, encode_result
 from rorqual.errors import RequestError
-from rorqual.request import Request, SamplingParams, StructuredOutput
+from rorqual.request import FinishReason, Request, SamplingParams, StructuredOutput
 from tests.engine.fake_runner import FakeRunner, check_idle, expected
 
 LONGEST, VOCAB = 96, 97
@@ -102,6 +103,63 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert scheduler.home["again"] is scheduler.ranks[holder]
     scheduler.add(request("fresh", 40, 2, 3))
     assert scheduler.home["fresh"] is other
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_live_tokens_are_counted_exactly_whatever_happens(seed: int) -> None:
+    """Requests come, end by themselves or by the caller's word, and are preempted, with steps in
+    flight; after everything that happens each rank's count is what its requests add up to."""
+    rng = random.Random(seed)
+    loop = GroupLoop(GroupScheduler(config(num_pages=26, next_n=seed % 3), 3), depth=3)
+    scheduler = loop.scheduler
+
+    def check() -> None:
+        for rank in scheduler.ranks:
+            assert rank.live_tokens == sum(sequence.known for sequence in rank.sequences.values())
+        assert scheduler.live_tokens == sum(s.known for s in scheduler.sequences.values())
+        assert set(scheduler.home) == set(scheduler.sequences)
+
+    for count in range(400):
+        if rng.random() < 0.4:
+            stops = rng.sample(range(VOCAB), 3)
+            sizes = (rng.randint(1, 50), rng.randint(1, 40))
+            scheduler.add(request(f"r{count}", *sizes, count, stop_token_ids=stops))
+            check()
+        if scheduler.sequences and rng.random() < 0.1:
+            victim = rng.choice(sorted(scheduler.sequences))
+            if rng.random() < 0.5:
+                scheduler.abort(victim)
+            else:
+                scheduler.finish(scheduler.sequences[victim], FinishReason.STOP)
+            check()
+        if scheduler.has_work or loop.in_flight:
+            loop.step()
+            check()
+    assert scheduler.usage().preemptions > 0
+    loop.drain()
+    assert scheduler.live_tokens == 0
+
+
+def test_the_work_of_adding_a_request_does_not_grow_with_those_there() -> None:
+    """Counted are the calls of functions, Python's and built-in ones."""
+    scheduler = GroupScheduler(config(), 4)
+    asked = [request(f"r{i}", 4, 4, i) for i in range(20_000)]
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+        assert calls <= 50 * len(asked), "more than 50 calls a request"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for item in asked:
+            scheduler.add(item)
+    finally:
+        sys.setprofile(before)
+    assert [len(rank.sequences) for rank in scheduler.ranks] == [5_000] * 4
+    assert scheduler.live_tokens == 80_000
 
 
 def test_an_aborted_request_leaves_its_rank() -> None:

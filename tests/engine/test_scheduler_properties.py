@@ -105,6 +105,8 @@ class History(RuleBasedStateMachine):
     def counted(self) -> None:
         if hasattr(self, "scheduler"):
             check_pages(self.scheduler)
+            live = sum(sequence.known for sequence in self.scheduler.sequences.values())
+            assert self.scheduler.live_tokens == live
             orders = [s.order for s in self.scheduler.waiting]
             assert orders == sorted(orders)
 
@@ -113,6 +115,7 @@ class History(RuleBasedStateMachine):
             return
         self.loop.drain(self.loop.plans + 200 * (len(self.requests) + 1))
         check_idle(self.scheduler)
+        assert self.scheduler.live_tokens == 0
         for name, request in self.requests.items():
             wanted, found = expected(request, MAX_LEN, VOCAB), self.loop.outputs.get(name, [])
             assert found == (wanted[: len(found)] if name in self.cut else wanted)
