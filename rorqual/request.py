@@ -94,6 +94,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(bias))
         self._check_ranges()
         self._check_lists()
+        self._check_structured()
 
     def _check_ranges(self) -> None:
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -128,6 +129,15 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _check(isinstance(token, int) and token >= 0, "logit_bias", token, "token ids as keys")
             _check(-100 <= _number("logit_bias", bias) <= 100, "logit_bias", bias, "-100 to 100")
+
+    def _check_structured(self) -> None:
+        """A grammar allows the end where its text ends and nothing behind it: what forbids the end
+        there, or goes on after it, leaves no token to draw."""
+        given = self.structured
+        if given is not None:
+            only = "with structured output, which ends by itself"
+            _check(not self.ignore_eos, "ignore_eos", self.ignore_eos, f"False {only}")
+            _check(not self.min_tokens, "min_tokens", self.min_tokens, f"0 {only}")
 
     @property
     def greedy(self) -> bool:

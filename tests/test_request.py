@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from rorqual.errors import RequestError, RorqualError
-from rorqual.request import MAX_LOGPROBS, MAX_STOP, CompletionOutput, Request, SamplingParams
+from rorqual.request import (
+    MAX_LOGPROBS,
+    MAX_STOP,
+    CompletionOutput,
+    Request,
+    SamplingParams,
+    StructuredOutput,
+)
 
 BAD: list[tuple[str, Any]] = [
     ("temperature", -0.1),
@@ -134,6 +141,26 @@ def test_stop_ids_join_the_callers_and_the_models() -> None:
     params = SamplingParams(stop_token_ids=[5])
     assert Request("r", (1,), params, (7, 8)).stop_ids == {5, 7, 8}
     assert Request("r", (1,), replace(params, ignore_eos=True), (7, 8)).stop_ids == {5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [("ignore_eos", True, "False"), ("min_tokens", 1, "0")],
+)
+def test_what_keeps_structured_output_from_ending_is_refused(
+    name: str,
+    value: Any,
+    accepted: str,
+) -> None:
+    """The grammar allows nothing but the end once its text is complete."""
+    structured = StructuredOutput("regex", "[ab]+")
+    said = f"^{name}={value} is out of range; accepted: {accepted} with structured output"
+    with pytest.raises(RequestError, match=said):
+        SamplingParams(structured=structured, **{name: value})
+    with pytest.raises(RequestError, match=said):
+        replace(SamplingParams(**{name: value}), structured=structured)
+    plain = SamplingParams(structured=structured, ignore_eos=False, min_tokens=0)
+    assert plain.structured == structured
 
 
 def test_data_cannot_be_changed_behind_the_engines_back() -> None:

@@ -170,8 +170,6 @@ class Builder:
 
     def _params(self, body: Sampling, max_tokens: int | None, top: int | None, structure: StructuredOutput | None) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
-        if structure is not None and (body.min_tokens or body.ignore_eos):
-            raise bad_request("structured output ends by itself: min_tokens and ignore_eos do not go with it", "min_tokens")
         values = {**self.served.defaults.sampling, **given, "max_tokens": max_tokens, "logit_bias": _bias(body), "stop": body.stop or ()}
         try:
             return SamplingParams(**{**values, "logprobs": top, "structured": structure})

@@ -13,6 +13,7 @@ from tests.serve.running import Running
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 TURN = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORCED = {"tools": [TOOL], "tool_choice": "required"}
 
 
 def check_shape(body: Any) -> dict[str, Any]:
@@ -69,7 +70,8 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"guided_choice": []}, "guided_choice", ""),
         (COMPLETE, {"guided_choice": [""]}, "guided_choice", "empty"),
         (COMPLETE, {"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "only one structure"),
-        (COMPLETE, {"guided_choice": ["a"], "ignore_eos": True}, "min_tokens", "ends by itself"),
+        (COMPLETE, {"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ends by itself"),
+        (COMPLETE, {"guided_choice": ["a"], "min_tokens": 2}, "min_tokens", "ends by itself"),
         (COMPLETE, {"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "not known"),
         (CHAT, {"messages": []}, "messages", ""),
         (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role", ""),
@@ -82,6 +84,8 @@ def check_shape(body: Any) -> dict[str, Any]:
         (CHAT, {"tools": [TOOL] * 129}, "tools", "at most 128"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, ""),
         (CHAT, {"tools": [TOOL], "tool_choice": "required", "guided_choice": ["a"]}, "tool_choice", "exclude"),
+        (CHAT, {**FORCED, "ignore_eos": True}, "ignore_eos", "ends by itself"),
+        (CHAT, {**FORCED, "min_tokens": 2}, "min_tokens", "ends by itself"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "not known"),
