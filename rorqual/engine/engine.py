@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rorqual.engine.config import EngineConfig
@@ -115,7 +115,12 @@ class Engine:
         for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             wrong = next((token for token in ids if token >= vocab), None)
             if wrong is not None:
-                raise RequestError(f"{name} names token id {wrong}; accepted: 0 to {vocab - 1}")
+                raise RequestError(f"{name}={wrong} is no token id; accepted: 0 to {vocab - 1}")
+        # A model's files may name ids that its vocabulary has not. It never says them, and the
+        # sampler has no logit of theirs to hold back.
+        ends = tuple(token for token in request.eos_token_ids if 0 <= token < vocab)
+        if len(ends) < len(request.eos_token_ids):
+            request = replace(request, eos_token_ids=ends)
         if params.structured is not None:
             self._check_structured(request)
         self.scheduler.add(request)

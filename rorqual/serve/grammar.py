@@ -163,6 +163,12 @@ class XGrammars:
         import xgrammar
 
         check_size(structure, self.limits)
+        if not any(0 <= token < self.vocab_size for token in self.eos):
+            # After its text a grammar would allow no token at all, and the sampler must draw one.
+            raise RequestError(
+                f"structured output needs an end-of-sequence id in the model's vocabulary, which "
+                f"has ids 0 to {self.vocab_size - 1}; the model names {list(self.eos)}"
+            )
         request = compile_request(structure)
         if self.info is None:
             self.info = tokenizer_info(self.folder, self.vocab_size, self.eos)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from rorqual import LLM, SamplingParams
 from rorqual.errors import CapacityError, ConfigError, RequestError
 from rorqual.models.hub import BUNDLED
+from rorqual.request import StructuredOutput
 
 PROMPTS = ["The old gentleman looked at her and said", "To create a new table,", "In the beginning"]
 
@@ -156,6 +158,46 @@ def test_every_end_of_sequence_id_of_generation_config_ends_a_request(tmp_path):
     for eos in (1, 77):
         out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, logit_bias={eos: 100}))[0].outputs[0]
         assert (out.token_ids, out.finish_reason) == ([eos], "stop")
+
+
+def ending_with(folder: Path, ids: list[int]) -> LLM:
+    """The bundled model, of 4096 ids, where these end a sequence."""
+    shutil.copytree(BUNDLED, folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
+    llm = LLM(folder, dtype="float32", max_num_seqs=4, max_model_len=64)
+    assert llm.defaults.eos_token_ids == tuple(ids)
+    return llm
+
+
+@pytest.mark.parametrize(("ids", "length"), [([4096, 1, -1], 7), ([4096, 10**6], 8)])
+def test_end_of_sequence_ids_beyond_the_vocabulary_end_nothing(
+    tmp_path: Path,
+    ids: list[int],
+    length: int,
+):
+    """With `min_tokens` every id that may end the request is held back, token by token."""
+    llm = ending_with(tmp_path / "model", ids)
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=6, logit_bias={1: 100})
+    assert len(llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids) == length
+
+
+def test_structured_output_needs_an_end_of_sequence_id_in_the_vocabulary(tmp_path: Path):
+    """Without one a grammar allows no token at all after its text."""
+    pytest.importorskip("xgrammar")
+    params = SamplingParams(temperature=0, structured=StructuredOutput("regex", "[ab]{3}"))
+    out = ending_with(tmp_path / "some", [4096, 1]).generate(PROMPTS[0], params)[0].outputs[0]
+    assert (len(out.text), out.finish_reason) == (3, "stop")
+    llm = ending_with(tmp_path / "none", [4096])
+    with pytest.raises(RequestError, match=r"ids 0 to 4095; .* \[4096\]"):
+        llm.generate(PROMPTS[0], params)
+
+
+def test_the_callers_stop_ids_must_be_in_the_vocabulary(llm: LLM):
+    said = "^stop_token_ids=4096 .*accepted: 0 to 4095"
+    with pytest.raises(RequestError, match=said):
+        llm.generate(PROMPTS[0], SamplingParams(stop_token_ids=[5, 4096]))
+    assert not llm.engine.has_work
 
 
 def test_a_base_model_says_so(llm: LLM):
