@@ -9,10 +9,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.processors import TemplateProcessing
 
 from rorqual.errors import LoadError, RequestError
 
 REPLACEMENT = "\ufffd"
+# Classes that put tokens around a text by their settings; others leave that to tokenizer.json.
+LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 class Tokenizer:
@@ -28,8 +31,31 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise LoadError(f"{path} cannot be read: {error}") from None
         self.settings = _read_json(self.folder / "tokenizer_config.json")
+        self._follow_settings()
         self.template = self._find_template()
         self.special_ids = frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
+
+    def _follow_settings(self) -> None:
+        """DeepSeek's models name Llama's tokenizer class. Their tokenizer.json puts nothing around
+        a text: that it begins with the BOS token is said by `add_bos_token` alone. Where neither
+        flag is given they are in tokenizer.json already, as newer transformers writes them."""
+        given = [self.settings.get(name) for name in ("add_bos_token", "add_eos_token")]
+        if self.settings.get("tokenizer_class") not in LLAMA or given == [None, None]:
+            return
+        begins, ends = given[0] is None or bool(given[0]), bool(given[1])  # the class's defaults
+        before = [self._named("bos_token")] if begins else []
+        after = [self._named("eos_token")] if ends else []
+        around = [*(text for text, _ in before), "$A", *(text for text, _ in after)]
+        self.raw.post_processor = TemplateProcessing(single=around, special_tokens=before + after)
+
+    def _named(self, name: str) -> tuple[str, int]:
+        """A special token that must be there, and its id."""
+        text = _text(self.settings.get(name))
+        found = None if text is None else self.raw.token_to_id(text)
+        if text is None or found is None:
+            path = self.folder / "tokenizer_config.json"
+            raise LoadError(f"{path} sets add_{name}, but {name}={text!r} is not in the vocabulary")
+        return text, found
 
     def _find_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"

@@ -6,14 +6,16 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 from rorqual.errors import LoadError, RequestError
+from rorqual.serve.template import ChatTemplate
 from rorqual.serve.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog " * 4, "鯨は海に住む 鯨は大きい", "naïve café cafe\u0301", "😀😀 👩‍👩‍👧‍👦"]
@@ -221,6 +223,99 @@ def test_chat_template(byte_level: Tokenizer, tmp_path: Path, place: str) -> Non
     assert raw.token_to_id("<eos>") in ids
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == "[user]fox<eos>"
+
+
+# ---- what stands around a text
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+WRAPPED = {"__type": "AddedToken", "content": EOS, "normalized": True}
+WRAPPED.update(dict.fromkeys(("lstrip", "rstrip", "single_word"), False))
+BYTES = processors.ByteLevel(trim_offsets=False)
+TEMPLATE = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+POST: dict[str, Any] = {
+    "nothing": None,
+    "bytes": BYTES,
+    "template": TEMPLATE,
+    "both": processors.Sequence([BYTES, TEMPLATE]),
+}
+
+
+def saved(folder: Path, post: str, **settings_: object) -> Tokenizer:
+    """In the form of DeepSeek's: byte-level, with tokens for the ends of a text."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[BOS, EOS],
+        show_progress=False,
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    if POST[post] is not None:
+        raw.post_processor = POST[post]
+    return save(raw, folder, **{"bos_token": BOS, "eos_token": WRAPPED, **settings_})
+
+
+@pytest.mark.parametrize("ends", [None, False, True])
+@pytest.mark.parametrize("begins", [None, False, True])
+@pytest.mark.parametrize("post", POST)
+@pytest.mark.parametrize(
+    "kind",
+    ["LlamaTokenizerFast", "LlamaTokenizer", "PreTrainedTokenizerFast", "Qwen2Tokenizer"],
+)
+def test_what_stands_around_a_text_is_as_transformers_has_it(
+    tmp_path: Path,
+    kind: str,
+    post: str,
+    begins: bool | None,
+    ends: bool | None,
+) -> None:
+    """Llama's class follows its flags and puts each token once, whatever tokenizer.json does.
+    Transformers from 5 on takes the flags from the caller; before, it read them in the folder."""
+    transformers = pytest.importorskip("transformers")
+    named = {"add_bos_token": begins, "add_eos_token": ends}
+    flags = {name: value for name, value in named.items() if value is not None}
+    tokenizer = saved(tmp_path, post, tokenizer_class=kind, **flags)
+    follows = bool(flags) and kind.startswith("Llama")
+    asked = {"add_bos_token": True, "add_eos_token": False, **flags} if follows else {}
+    wanted = transformers.AutoTokenizer.from_pretrained(tmp_path, **asked)
+    for text in ("the lazy dog", "naïve 鯨", ""):
+        assert tokenizer.encode(text) == wanted(text).input_ids
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        assert bare == wanted(text, add_special_tokens=False).input_ids
+        first = asked["add_bos_token"] if follows else post in ("template", "both")
+        assert tokenizer.encode(text) == [0] * first + bare + [1] * (follows and bool(ends))
+
+
+def test_a_rendered_conversation_begins_once(tmp_path: Path) -> None:
+    """Templates print the BOS token as text, so that none may be put before it."""
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    for post in POST:
+        folder = tmp_path / post
+        folder.mkdir()
+        settings_ = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
+        tokenizer = saved(folder, post, chat_template=template, **settings_)
+        turn = [{"role": "user", "content": "fox"}]
+        served = ChatTemplate(tokenizer)
+        ids = served.encode(served.render(turn, None))
+        assert ids == tokenizer.apply_chat_template(turn)
+        assert ids == [0, *tokenizer.encode("[user]fox", add_special_tokens=False)]
+
+
+def test_a_base_models_built_in_form_begins_as_any_text_does(tmp_path: Path) -> None:
+    tokenizer = saved(tmp_path, "bytes", tokenizer_class="LlamaTokenizerFast", add_bos_token=True)
+    served = ChatTemplate(tokenizer)
+    text = served.render([{"role": "user", "content": "fox"}], None)
+    assert served.encode(text) == [0, *tokenizer.encode(text, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+@pytest.mark.parametrize("value", [None, "<nowhere>"])
+def test_a_token_to_be_added_must_be_there(tmp_path: Path, name: str, value: str | None) -> None:
+    settings_ = {"tokenizer_class": "LlamaTokenizerFast", f"add_{name}": True, name: value}
+    with pytest.raises(LoadError, match=f"sets add_{name}, but {name}={value!r} is not in"):
+        saved(tmp_path, "bytes", **settings_)
 
 
 def test_random_pushes_after_flush_keep_counting(byte_level: Tokenizer) -> None:
