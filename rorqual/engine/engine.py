@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -75,6 +77,7 @@ class Engine:
         self.stats.compiled = rank.compiled.stats if rank.compiled else None
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self._collected = 0.0
+        self._whole = True
 
     def _scheduler_config(self) -> SchedulerConfig:
         config, rank = self.config, self.rank
@@ -123,7 +126,14 @@ class Engine:
             request = replace(request, eos_token_ids=ends)
         if params.structured is not None:
             self._check_structured(request)
-        self.scheduler.add(request)
+        with self._changing():
+            try:
+                self.scheduler.add(request)
+            except RequestError as error:  # refused before anything was changed
+                refused = error
+            else:
+                return
+        raise refused
 
     def _check_structured(self, request: Request) -> None:
         if self.grammars is None:
@@ -132,13 +142,15 @@ class Engine:
         self.grammars.matcher(request.params.structured)  # refuses here what cannot be compiled
 
     def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
+        with self._changing():
+            self.scheduler.abort(request_id)
 
     def stop(self, request_id: str) -> None:
         """End a request whose text reached a stop string."""
-        sequence = self.scheduler.sequences.get(request_id)
-        if sequence is not None:
-            self.scheduler.finish(sequence, FinishReason.STOP)
+        with self._changing():
+            sequence = self.scheduler.sequences.get(request_id)
+            if sequence is not None:
+                self.scheduler.finish(sequence, FinishReason.STOP)
 
     def close(self) -> None:
         """End the other ranks. Nothing can be asked of the engine after."""
@@ -149,34 +161,63 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self.in_flight)
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around whatever changes requests, pages, rows or steps in flight. An exception may leave
+        it at any point, Ctrl-C between any two instructions; so that it was entered is noted first,
+        and unless it was left in order the next to enter puts things right before all else."""
+        if not self._whole:
+            self._restore()
+        self._whole = False
+        yield
+        self._whole = True
+
+    def _restore(self) -> None:
+        """Steps in flight are abandoned: what they sampled is never taken in, and requests go on
+        from the tokens that `step` has returned. May itself be left midway; then it begins anew."""
+        for planned, _ in self.in_flight:
+            self.scheduler.undo(planned)
+        self.in_flight.clear()
+        self.scheduler.restart()
+        self._whole = True
+
     def step(self) -> list[TokenOut]:
-        """Launch until `depth` steps are in flight, then take in the oldest. Raises EngineError when a rank has died or hangs."""
+        """Launch until `depth` steps are in flight, then take in the oldest. Raises EngineError
+        when a rank has died or hangs.
+
+        Whatever it raises, no request loses or repeats a token: the next call goes on with all of
+        them or, where other ranks may not be where this one is, raises EngineError."""
         while len(self.in_flight) < self.depth and self.launch():
             pass
         return self.collect() if self.in_flight else []
 
     def launch(self) -> bool:
         """Plan a step and launch it; False when there is nothing to plan before a step in flight is taken in."""
-        if self.config.next_n:
-            self.scheduler.next_n = self.controller.choose(len(self.scheduler.decoding))
-        planned = self.scheduler.plan()
-        if planned is None:
-            return False
-        runner: Any = self.group or self.runner
-        self.in_flight.append((planned, runner.launch(planned.plan)))
-        self.stats.steps += 1
-        self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in planned.plan.chunks)
-        return True
+        with self._changing():
+            if self.config.next_n:
+                self.scheduler.next_n = self.controller.choose(len(self.scheduler.decoding))
+            planned = self.scheduler.plan()
+            if planned is None:
+                return False
+            runner: Any = self.group or self.runner
+            self.in_flight.append((planned, runner.launch(planned.plan)))
+            self.stats.steps += 1
+            self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in planned.plan.chunks)
+            return True
 
     def collect(self) -> list[TokenOut]:
-        """Take in the oldest step in flight."""
-        planned, pending = self.in_flight.popleft()
-        runner: Any = self.group or self.runner
-        outs = self.scheduler.update(planned, runner.collect(pending))
-        self.stats.output_tokens += len(outs)
-        if self.config.next_n:
-            self._observe(planned, len(outs))
-        return outs
+        """Take in the oldest step in flight. None is, where an error left them to be abandoned."""
+        with self._changing():
+            if not self.in_flight:
+                return []
+            planned, pending = self.in_flight[0]
+            runner: Any = self.group or self.runner
+            outs = self.scheduler.update(planned, runner.collect(pending))
+            if self.config.next_n:
+                self._observe(planned, len(outs))
+            self.stats.output_tokens += len(outs)
+            self.in_flight.popleft()  # until here its tokens can be taken back
+            return outs
 
     def _observe(self, planned: InFlight | GroupInFlight, tokens: int) -> None:
         """Tell the controller what a step of decoding alone brought, and how long it took since the one before was read."""

@@ -72,6 +72,7 @@ class DecodeGraphs:
         graph = self.graphs.get((size, variant, next_n)) or self._record(size, variant, next_n)
         padded = slots + [self.padding] * (size - len(slots))
         if padded != self.shown[:size]:
+            self.shown = []  # should the copy, or what comes before the next line, fail
             self.slots[:size].copy_(self.platform.to_device(torch.tensor(padded)), non_blocking=True)
             self.shown = padded
         return graph()[: len(slots)]

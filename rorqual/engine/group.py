@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
+from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.plan import Chunk, Common, Plan, StepResult
 from rorqual.engine.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.sequence import InFlight, Sequence, TokenOut, Usage
@@ -57,7 +58,11 @@ class Prefixes:
     """The prefix caches of all ranks, for those who count or clear them."""
 
     def __init__(self, schedulers: list[Scheduler]):
-        self.caches = [scheduler.prefix for scheduler in schedulers]
+        self.schedulers = schedulers
+
+    @property
+    def caches(self) -> list[PrefixCache]:
+        return [scheduler.prefix for scheduler in self.schedulers]
 
     @property
     def queries(self) -> int:
@@ -158,3 +163,14 @@ class GroupScheduler:
             mine = getattr(self, name)
             mine[:] = [sum(counts) for counts in zip(*(getattr(rank, name) for rank in self.ranks), strict=True)]
         return outs
+
+    def undo(self, step: GroupInFlight) -> None:
+        """See Scheduler; of every rank."""
+        for rank, part in zip(self.ranks, step.parts, strict=True):
+            if part is not None:
+                rank.undo(part)
+
+    def restart(self) -> None:
+        for rank in self.ranks:
+            rank.restart()
+        self.home = {name: rank for rank in self.ranks for name in rank.sequences}

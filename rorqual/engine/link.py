@@ -21,8 +21,8 @@ PROBE_SECONDS, PROBES = 5, 4  # a host that answers nothing for PROBE_SECONDS * 
 class Kind(IntEnum):
     HELLO = 1  # JSON: configuration, rank, card, where to meet
     READY = 2  # empty: the rank can compute; from rank 0: all can
-    PLAN = 3  # wire.encode_plan
-    RESULT = 4  # wire.encode_result
+    PLAN = 3  # wire.encode_plan, numbered
+    RESULT = 4  # wire.encode_result, with the plan's number
     ALIVE = 5  # empty, every second, both ways
     FAILED = 6  # text
     STOP = 7  # empty

@@ -2,6 +2,13 @@
 
 A rank that exits, reports a failure, or gives no sign of life for `watchdog_seconds` ends the group: children are killed and links are
 closed, at which every other rank ends itself, so that no collective waits for it; every later call raises EngineError with its name.
+
+Ranks stay together because all launch the same steps. An error in rank 0 alone, Ctrl-C among them,
+has three cases. Before any byte of a plan has left, nobody knows of the step. From then on until
+rank 0 has launched it too, others may be in a collective of it that rank 0 never enters, or have
+half a frame: the group ends, but for Ctrl-C, which waits until the step is launched. After that the
+step runs on every rank, whether or not anybody wants its tokens: results carry its number, and
+whoever waits for a later one throws them away.
 """
 
 from __future__ import annotations
@@ -13,9 +20,11 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -29,7 +38,7 @@ from rorqual.engine.meeting import START_SECONDS
 from rorqual.engine.member import Joined, Member
 from rorqual.engine.plan import StepResult
 from rorqual.engine.rank import Rank, read_model
-from rorqual.engine.wire import decode_result, encode_plan
+from rorqual.engine.wire import decode_result, encode_plan, number_of, numbered
 from rorqual.engine.worker import ALIVE_SECONDS, beat, rank_device
 from rorqual.engine.xmatcher import GrammarSender
 from rorqual.errors import EngineError
@@ -54,7 +63,8 @@ class RankGroup:
         self.failed: str | None = None
         self.mesh: Mesh | None = None
         self.closed = False
-        self.launched = self.collected = 0
+        self.launched = 0  # the number of the newest step
+        self.alone = False  # rank 0 is in what all must do together, or was and did not end it
         self.doing = "starting"
         self.grammars: SharedGrammars | None = None
         self.sender = GrammarSender(lambda data: self._send(Kind.GRAMMAR, data))
@@ -115,16 +125,37 @@ class RankGroup:
     # ---- steps
 
     def launch(self, plan: GroupPlan) -> Any:
+        """Of what it returns `collect` wants everything, in the same order, or nothing any more."""
         self._check()
-        self.launched += 1
-        self.doing = f"launching step {self.launched}"
-        try:
+        data, common = encode_plan(plan), plan.common()
+        with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
+            self.launched += 1
             if self.grammars is not None:
                 self.sender.send_missing(self.grammars, plan.structures)
-            self._send(Kind.PLAN, encode_plan(plan))
-            return self.rank.runner.launch(plan.parts[0], plan.common())
+            self._send(Kind.PLAN, numbered(self.launched, data))
+            return self.launched, self.rank.runner.launch(plan.parts[0], common)
+
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        """Around what all ranks do or none. Left midway, by whatever exception, the group ends: at
+        once, or should that be cut short as well, with the next call."""
+        self.doing = doing
+        self.alone = True
+        try:
+            yield
         except (RuntimeError, OSError) as error:
             self._fail(error)
+        except BaseException as error:
+            self._end(self._left_alone(error))
+            if isinstance(error, Exception):
+                raise EngineError(self.failed) from error
+            raise
+        self.alone = False
+
+    def _left_alone(self, error: BaseException | None = None) -> str:
+        found = [type(error).__name__, *str(error).split()] if error else ["interrupted"]
+        reason = f"rank 0 failed while {self.doing}: {' '.join(found)}"
+        return f"{reason}; the other ranks may have gone on without it and were ended"
 
     def _send(self, kind: Kind, data: bytes) -> None:
         for member in self.members:
@@ -132,30 +163,38 @@ class RankGroup:
 
     def collect(self, pending: Any) -> list[StepResult]:
         """Results of every data-parallel rank."""
-        self.collected += 1
-        self.doing = f"waiting for step {self.collected} on its own device"
+        number, launched = pending
+        self._check()
+        self.doing = f"waiting for step {number} on its own device"
         try:
-            own = self.rank.runner.collect(pending)
+            own = self.rank.runner.collect(launched)
         except RuntimeError as error:
             self._fail(error)
         self._check()  # what waited for a rank that is gone was ended, and drew nothing that means anything
-        return [own if leader is None else decode_result(self._next(leader)) for leader in self.leaders]
+        return [self._result(leader, number) if leader else own for leader in self.leaders]
 
-    def _next(self, member: Member) -> bytes:
-        self.doing = f"waiting for the results of step {self.collected} from {member.name}"
+    def _result(self, member: Member, wanted: int) -> StepResult:
+        """Of step `wanted`; those of steps before it are nobody's any more."""
+        self.doing = f"waiting for the results of step {wanted} from {member.name}"
         while True:
             try:
-                return member.results.get(timeout=0.2)
+                number, data = number_of(member.results.get(timeout=0.2))
             except queue.Empty:
                 self._check()
+                continue
+            if number == wanted:
+                return decode_result(data)
+            assert number < wanted, f"{member.name} has passed over step {wanted}"
 
     # ---- life and death
 
     def _check(self) -> None:
+        if self.alone and not self.failed:
+            self._end(self._left_alone())
         if self.failed:
             raise EngineError(self.failed)
 
-    def _fail(self, error: Exception) -> Any:
+    def _fail(self, error: Exception) -> NoReturn:
         """A call failed: say which rank is to blame, if that becomes known, and what was being waited for."""
         deadline = time.monotonic() + VERDICT_SECONDS
         while not self.failed and time.monotonic() < deadline:
@@ -167,7 +206,7 @@ class RankGroup:
     def _watch(self) -> None:
         while not self.closed and not self.failed:
             verdict = self._verdict()
-            if verdict and not self.closed:
+            if verdict and not self.closed and not self.failed:
                 self._end(f"{verdict}; rank 0 was {self.doing}")
                 log.error("%s", self.failed)  # at once: rank 0 itself may be in a collective that ends late
                 return
@@ -222,6 +261,30 @@ class RankGroup:
             else:
                 dist.destroy_process_group()
         self.launcher.close()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; a second one does not. Only where it raises
+    KeyboardInterrupt at all: on the main thread, under Python's own handler."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            signal.default_int_handler(number, frame)
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 def leave_behind() -> None:

@@ -345,6 +345,7 @@ class Scheduler:
         """Take in what a step sampled; returns the new tokens of requests still wanted. Steps come in the order they were planned."""
         if self.in_flight:
             self.in_flight.popleft()
+        step.before = [-1 if s.finish is not None else len(s.tokens) for s in step.sampled]
         for sequence, stop in step.computed:
             if sequence.slot >= 0 and sequence.finish is None:
                 sequence.collected = max(sequence.collected, min(stop, sequence.cached))
@@ -362,6 +363,36 @@ class Scheduler:
                 if sequence.finish is None:
                     outs.append(self._append(sequence, token, logprobs[index] if logprobs else None))
         return outs
+
+    def undo(self, step: InFlight) -> None:
+        """Before `restart`: the step's new tokens never reached whoever asked for them, so none of
+        them is known, and no request has ended by them. Of a step not taken in nothing is."""
+        for sequence, length in zip(step.sampled, step.before, strict=False):
+            if length >= 0:
+                del sequence.tokens[length:]
+                sequence.finish = sequence.stop_token = None
+                self.sequences[sequence.request.id] = sequence
+
+    def restart(self) -> None:
+        """After an error in the midst of anything: trust nothing but the tokens handed out. No page
+        is held or cached, no slot is taken, no step is in flight; requests wait in the order they
+        came. A step launched before may still write where it was told to, but before any step to
+        come, for which every row is set up and every entry computed anew."""
+        config, counts = self.config, self.prefix
+        policy = (config.page_size, config.prefix_caching, config.lookahead)
+        live = [sequence for sequence in self.sequences.values() if sequence.finish is None]
+        live.sort(key=lambda sequence: sequence.order)
+        for sequence in live:
+            sequence.restart()
+        self.allocator = PageAllocator(config.num_pages)
+        self.prefix = PrefixCache(self.allocator, *policy)
+        self.prefix.queries, self.prefix.hits = counts.queries, counts.hits
+        self.sequences = {sequence.request.id: sequence for sequence in live}
+        self.waiting = deque(live)
+        self.prefilling, self.decoding = {}, {}
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.in_flight.clear()
+        self._blocked = None
 
     def _count_drafts(self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int) -> None:
         """The host learns how far a request came."""

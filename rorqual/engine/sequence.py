@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from rorqual.engine.plan import Plan, TokenLogprobs
 from rorqual.request import FinishReason, Request
@@ -61,6 +61,14 @@ class Sequence:
         self.stop_token: int | None = None
         self.num_cached_prompt: int | None = None
 
+    def restart(self) -> None:
+        """It holds nothing and nothing of it is in flight: only its tokens are left."""
+        self.slot = -1
+        self.pages = []
+        self.capacity = self.cached = self.collected = self.pending = 0
+        self.hashed = self.slack = self.next_hash = 0
+        self.key = b""
+
     @property
     def outputs(self) -> list[int]:
         return self.tokens[self.prompt_len :]
@@ -72,11 +80,13 @@ class Sequence:
 
 @dataclass
 class InFlight:
-    """A planned step and whose tokens it samples, in order."""
+    """A planned step and whose tokens it samples, in order. before: how many tokens each of these
+    had as its result was taken in, -1 where the request had ended by then; empty until then."""
 
     plan: Plan
     sampled: list[Sequence]
     computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
+    before: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

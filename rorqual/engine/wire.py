@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +12,17 @@ from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
 from rorqual.request import SamplingParams, StructuredOutput
 
 DEFAULTS = SamplingParams()
+NUMBER = struct.Struct("!Q")
+
+
+def numbered(number: int, data: bytes) -> bytes:
+    """What concerns step `number`: an answer belongs to what it answers by this alone."""
+    return NUMBER.pack(number) + data
+
+
+def number_of(data: bytes) -> tuple[int, bytes]:
+    """(number, data) of what `numbered` made."""
+    return NUMBER.unpack_from(data)[0], data[NUMBER.size :]
 
 
 def encode_plan(plan: GroupPlan) -> bytes:

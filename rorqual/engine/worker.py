@@ -29,9 +29,9 @@ from rorqual.engine.link import FrameError, Kind, Link
 from rorqual.engine.listener import join
 from rorqual.engine.meeting import START_SECONDS, Meeting
 from rorqual.engine.rank import Rank
-from rorqual.engine.wire import decode_plan, encode_result
+from rorqual.engine.wire import decode_plan, encode_result, number_of, numbered
 from rorqual.engine.xmatcher import ReceivedGrammars
-from rorqual.errors import RorqualError
+from rorqual.errors import EngineError, RorqualError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import device_of, make_platform
@@ -83,7 +83,8 @@ class Worker:
         self.rank = Rank(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.rank.mesh
         self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
-        self.pending: deque[Any] = deque()
+        self.pending: deque[tuple[int, Any]] = deque()
+        self.launched = 0  # the number of the newest step
         self.grammars = self.rank.runner.rows.grammars = ReceivedGrammars()
 
     def run(self) -> None:
@@ -99,21 +100,26 @@ class Worker:
             if kind is Kind.GRAMMAR:
                 self.grammars.receive(data)
             else:
-                self._launch(decode_plan(data))
+                number, encoded = number_of(data)
+                self._launch(number, decode_plan(encoded))
 
-    def _launch(self, plan: GroupPlan) -> None:
+    def _launch(self, number: int, plan: GroupPlan) -> None:
+        if number != self.launched + 1:
+            raise EngineError(f"step {number} came; accepted: {self.launched + 1}")
+        self.launched = number
         while plan.host and self.pending:
             self._collect()  # a grammar must have heard the tokens before
         part = plan.parts[self.rank.mesh.dp_rank]
-        self.pending.append(self.rank.runner.launch(part, plan.common()))
+        self.pending.append((number, self.rank.runner.launch(part, plan.common())))
         self.grammars.used(plan.structures)
         if not self.rank.platform.asynchronous:
             self._collect()  # rank 0 need not wait for the next step too
 
     def _collect(self) -> None:
-        result = self.rank.runner.collect(self.pending.popleft())
+        number, pending = self.pending.popleft()
+        result = self.rank.runner.collect(pending)
         if self.leads:
-            self.link.send(Kind.RESULT, encode_result(result))
+            self.link.send(Kind.RESULT, numbered(number, encode_result(result)))
 
 
 def beat(links: list[Link], stopped: threading.Event) -> None:
