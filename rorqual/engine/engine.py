@@ -13,6 +13,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.engine.grammar import Grammars
 from rorqual.engine.group import GroupInFlight, GroupScheduler
 from rorqual.engine.launchers import check_alone
+from rorqual.engine.load import Counts
 from rorqual.engine.next_n import Controller
 from rorqual.engine.rank import Rank
 from rorqual.engine.ranks import RankGroup
@@ -190,6 +191,17 @@ class Engine:
         while len(self.in_flight) < self.depth and self.launch():
             pass
         return self.collect() if self.in_flight else []
+
+    def expert_load(self) -> Counts:
+        """How often each expert was picked, by MoE layer, for the tokens of all ranks; nothing
+        where that is not recorded. Several ranks are asked between steps, and no step waits for
+        them: a call returns what all have answered to one before, at first nothing."""
+        if not self.config.record_expert_load:
+            return []
+        if self.group is not None:
+            return self.group.expert_load()
+        found: Counts = self.rank.fetch_load()().tolist()
+        return found
 
     def launch(self) -> bool:
         """Plan a step and launch it; False when there is nothing to plan before a step in flight is taken in."""

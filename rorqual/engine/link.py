@@ -31,6 +31,7 @@ class Kind(IntEnum):
     ANSWER = 10
     WELCOME = 11
     REFUSED = 12  # text
+    LOAD = 13  # numbered: a question, empty, and with the same number load.encode_load
 
 
 class FrameError(EngineError):

@@ -35,6 +35,7 @@ class Member:
         self.name = f"{name} on {joined.host}" if joined.host else name
         self.link, self.process, self.pid = joined.link, joined.process, joined.pid
         self.results: queue.Queue[bytes] = queue.Queue()
+        self.load: bytes | None = None  # the newest answer
         self.ready, self.ended = threading.Event(), threading.Event()
         self.heard = time.monotonic()
         self.failure: str | None = None
@@ -60,6 +61,8 @@ class Member:
             self.ready.set()
         elif kind is Kind.RESULT:
             self.results.put(data)
+        elif kind is Kind.LOAD:
+            self.load = data
         elif kind is Kind.FAILED:
             self.failure = data.decode(errors="replace")
 

@@ -192,6 +192,14 @@ class Rank:
         if self.mesh.rank == 0:
             log.info("decode steps add up partial sums by %s, and reach their experts by %s", self.way_of_sums, self.way_to_experts)
 
+    def fetch_load(self) -> Callable[[], torch.Tensor]:
+        """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""
+        loads = [layer.exchange.load for layer in self.model.moe_layers()]
+        if not loads:
+            return lambda: torch.zeros(0, self.model_config.moe.num_experts, dtype=torch.int64)
+        with self.platform.stream():
+            return self.platform.fetch(torch.stack(loads))
+
     # ---- the cache
 
     def _spec(self) -> KVSpec:

@@ -34,6 +34,7 @@ from rorqual.engine.grammar import SharedGrammars
 from rorqual.engine.group import GroupPlan
 from rorqual.engine.launchers import make_launcher
 from rorqual.engine.link import Kind
+from rorqual.engine.load import Counts, ExpertLoad
 from rorqual.engine.meeting import START_SECONDS
 from rorqual.engine.member import Joined, Member
 from rorqual.engine.plan import StepResult
@@ -99,6 +100,8 @@ class RankGroup:
             self.close()
             raise
         self.leaders = [self._leader(dp) for dp in range(self.sizes.dp)]
+        experts = self.rank.model_config.moe.num_experts
+        self.load = ExpertLoad(self.members, self.sizes.stage, experts)
         return self.rank
 
     def _start(self) -> None:
@@ -185,6 +188,16 @@ class RankGroup:
             if number == wanted:
                 return decode_result(data)
             assert number < wanted, f"{member.name} has passed over step {wanted}"
+
+    def expert_load(self) -> Counts:
+        """Of all ranks' tokens, as of the newest step for which all have told it; asks for the
+        next."""
+        self._check()
+        self.load.read()
+        if self.load.own is None:
+            with uninterrupted(), self._together("asking for the load of experts"):
+                self.load.ask(lambda data: self._send(Kind.LOAD, data), self.rank.fetch_load())
+        return self.load.newest
 
     # ---- life and death
 

@@ -15,9 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from rorqual.config import collectives_on, die_with_parent
@@ -27,6 +30,7 @@ from rorqual.engine.group import GroupPlan
 from rorqual.engine.handshake import Badge
 from rorqual.engine.link import FrameError, Kind, Link
 from rorqual.engine.listener import join
+from rorqual.engine.load import encode_load
 from rorqual.engine.meeting import START_SECONDS, Meeting
 from rorqual.engine.rank import Rank
 from rorqual.engine.wire import decode_plan, encode_result, number_of, numbered
@@ -83,7 +87,7 @@ class Worker:
         self.rank = Rank(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.rank.mesh
         self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
-        self.pending: deque[tuple[int, Any]] = deque()
+        self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
         self.launched = 0  # the number of the newest step
         self.grammars = self.rank.runner.rows.grammars = ReceivedGrammars()
 
@@ -99,6 +103,8 @@ class Worker:
                 return
             if kind is Kind.GRAMMAR:
                 self.grammars.receive(data)
+            elif kind is Kind.LOAD:
+                self._bring(partial(self._send_load, data, self.rank.fetch_load()))
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_plan(encoded))
@@ -110,16 +116,26 @@ class Worker:
         while plan.host and self.pending:
             self._collect()  # a grammar must have heard the tokens before
         part = plan.parts[self.rank.mesh.dp_rank]
-        self.pending.append((number, self.rank.runner.launch(part, plan.common())))
+        pending = self.rank.runner.launch(part, plan.common())
         self.grammars.used(plan.structures)
+        self._bring(partial(self._send_result, number, pending))
+
+    def _bring(self, answer: Callable[[], None]) -> None:
+        """Answers come in the order of questions."""
+        self.pending.append(answer)
         if not self.rank.platform.asynchronous:
             self._collect()  # rank 0 need not wait for the next step too
 
     def _collect(self) -> None:
-        number, pending = self.pending.popleft()
+        self.pending.popleft()()
+
+    def _send_result(self, number: int, pending: Any) -> None:
         result = self.rank.runner.collect(pending)
         if self.leads:
             self.link.send(Kind.RESULT, numbered(number, encode_result(result)))
+
+    def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
+        self.link.send(Kind.LOAD, question + encode_load(load()))
 
 
 def beat(links: list[Link], stopped: threading.Event) -> None:

@@ -71,6 +71,8 @@ class Exchange(Protocol):
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
     `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where these are picks like others), `load`
     [E] int64 counts by logical expert the picks of the tokens submitted here while `record_load` is on; all are updated in place.
+    Where ranks submit the same tokens one of them counts (Layout.counted): a sum over all ranks then
+    has each token once.
     """
 
     record_load: bool
@@ -125,9 +127,9 @@ class ExpertStore:
         self.plain = self.table is None and cut.count == 1  # logical ids are places
         assert self.plain or not shared
 
-    def slots(self, ids: Tensor) -> Tensor:
-        """Logical ids [T, K] to physical slots; counts them."""
-        if self.record_load:
+    def slots(self, ids: Tensor, counted: bool = True) -> Tensor:
+        """Logical ids [T, K] to physical slots; counts them, unless another rank does."""
+        if self.record_load and counted:
             self.picked.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
         if self.table is None:
             return ids
@@ -136,9 +138,9 @@ class ExpertStore:
         row = torch.arange(ids.shape[0], device=ids.device) % self.table.shape[1]
         return self.table[ids, row[:, None]]
 
-    def places(self, ids: Tensor) -> Tensor:
+    def places(self, ids: Tensor, counted: bool = True) -> Tensor:
         """Logical ids [T, K] to places in gate_up and down, -1 where another rank holds the expert."""
-        return self.here(self.slots(ids))
+        return self.here(self.slots(ids, counted))
 
     def remap(self, slots: SlotMap) -> None:
         """Another map of as many slots, in place; the caller has moved the weights."""
@@ -214,7 +216,8 @@ class LocalExchange(StoreExchange):
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store
-        return Ticket(x, ids if store.plain and not store.record_load else store.places(ids), weights)
+        plain = store.plain and not store.record_load
+        return Ticket(x, ids if plain else store.places(ids, layout.counted), weights)
 
     def dense_rows(self, ticket: Ticket) -> Tensor:
         """Every rank's columns of a dense layer meet the same tokens as its experts, and are summed over the same ranks."""

@@ -66,7 +66,7 @@ class AllToAllExchange(StoreExchange):
     capturable = False
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Sent:
-        axis, slots = layout.moe_axis, self.store.slots(ids)
+        axis, slots = layout.moe_axis, self.store.slots(ids, layout.counted)
         mask = wanted(self.store, slots, axis.size)
         counts = mask.sum(0)
         received = axis.all_to_all_fixed(counts)
@@ -99,7 +99,7 @@ class LowLatencyExchange(StoreExchange):
         self.fp8 = fp8
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Sent:
-        axis, slots = layout.moe_axis, self.store.slots(ids)
+        axis, slots = layout.moe_axis, self.store.slots(ids, layout.counted)
         capacity = max(layout.moe_rows or (x.shape[0],))
         mask = wanted(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1

@@ -42,7 +42,7 @@ class GatherTicket:
 class AllGatherExchange(StoreExchange):
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis, counts = layout.moe_axis, layout.moe_rows
-        picks = pack(self.store.slots(ids), weights)
+        picks = pack(self.store.slots(ids, layout.counted), weights)
         messages = axis.start_all_gather(x, counts), axis.start_all_gather(picks, counts)
         return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)
 

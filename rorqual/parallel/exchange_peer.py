@@ -42,7 +42,8 @@ class PeerExchange(StoreExchange):
         gathered = self.brings_rows and layout.dense_rows is not None
         if gathered or axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
             return self.plain.submit(x, ids, weights, layout)
-        flight = axis.peers.send(x, self.store.slots(ids), weights, capacity, self._place(layout), self.fp8)
+        slots = self.store.slots(ids, layout.counted)
+        flight = axis.peers.send(x, slots, weights, capacity, self._place(layout), self.fp8)
         row = x.shape[1] + 4 * -(-x.shape[1] // 128) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + 8 * ids.shape[1]))
         return PeerTicket(axis, flight, x.dtype)

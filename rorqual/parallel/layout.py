@@ -63,6 +63,11 @@ class Layout:
         return None
 
     @property
+    def counted(self) -> bool:
+        """Whether this rank counts the rows it has: of ranks with the same rows, one does."""
+        return True
+
+    @property
     def norm_sums(self) -> bool:
         """Whether what routed experts gave on this rank is complete and goes straight into a norm, which may then add it up."""
         return True
@@ -141,6 +146,10 @@ class Replicated(Spread):
         others = mesh.dp_ranks("dense")
         self.dense_axis, self.dense_first = mesh.axes["dense_dp"], others.start
         self.dense_counts = [tokens[rank] for rank in others]
+
+    @property
+    def counted(self) -> bool:
+        return self.mesh.tp_rank == 0
 
     def to_attention(self, norm: AddNorm, x: Rows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, None if residual is None else self.mesh.tp)

@@ -63,10 +63,5 @@ class Meter:
             finished=dict(self.finished),
             histograms={name: histogram.state() for name, histogram in self.histograms.items()},
             ended=ended,
-            expert_load=self._expert_load(),
+            expert_load=self.engine.expert_load(),
         )
-
-    def _expert_load(self) -> list[list[int]]:
-        if not self.engine.config.record_expert_load:
-            return []
-        return [layer.exchange.load.tolist() for layer in self.engine.model.moe_layers()]
