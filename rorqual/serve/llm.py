@@ -6,19 +6,19 @@ import importlib.util
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
-from rorqual.engine.sequence import TokenOut
 from rorqual.errors import ConfigError, RequestError
 from rorqual.models.hub import model_folder
-from rorqual.request import FinishReason, Request, RequestOutput, SamplingParams
+from rorqual.request import Request, RequestOutput, SamplingParams
 from rorqual.serve.generation import read_generation
-from rorqual.serve.output import Completion, Delta
+from rorqual.serve.output import Completion
+from rorqual.serve.sharing import Call, Deltas, SharedEngine
 from rorqual.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class LLM:
 
     Keyword arguments are the fields of EngineConfig, or vLLM's names for them (gpu_memory_utilization, block_size,
     load_format="dummy"). With skip_tokenizer_init prompts are token ids and outputs have no text.
+
+    Any number of calls may be open at once, in one thread or several, and each gets its own tokens.
+    A step that fails ends them all: those that did not compute it raise EngineError.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class LLM:
         if self.tokenizer is not None:
             self.engine.grammars = _grammars(folder, self.engine.model_config.vocab_size, self.defaults.eos_token_ids)
         self._ids = itertools.count()
-        self._live: dict[str, Completion] = {}
+        self._shared = SharedEngine(self.engine)
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -71,18 +74,18 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False
     ) -> list[RequestOutput]:
         """Continue each prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}); results in the prompts' order."""
-        results, work = self._submit(_as_list(prompts), sampling_params)
+        results, deltas = self._submit(_as_list(prompts), sampling_params)
         total = sum(len(result.outputs) for result in results)
-        with _progress(total, use_tqdm) as done:
-            for delta in self._run(work):
+        with closing(deltas), _progress(total, use_tqdm) as done:
+            for delta in deltas:
                 if delta.finish_reason is not None:
                     done(1)
         return results
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Iterator[Delta]:
+    def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Deltas:
         """Yield what each step adds, completion by completion. Closing the iterator cancels what is left."""
-        _, work = self._submit(_as_list(prompts), sampling_params)
-        return self._run(work)
+        _, deltas = self._submit(_as_list(prompts), sampling_params)
+        return deltas
 
     def chat(
         self,
@@ -99,23 +102,32 @@ class LLM:
 
     # ---- requests
 
-    def _submit(self, prompts: list[Prompt], sampling_params: Params) -> tuple[list[RequestOutput], list[str]]:
-        """Queue everything, or nothing: a refused prompt takes back those queued before it."""
+    def _submit(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+    ) -> tuple[list[RequestOutput], Deltas]:
+        """Queue everything, or nothing."""
         given = self.defaults.params() if sampling_params is None else sampling_params
         params = list(given) if isinstance(given, Sequence) else [given] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
         results: list[RequestOutput] = []
-        work: list[str] = []
-        try:
-            for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-                results.append(self._queue(index, prompt, wanted, work))
-        except RequestError:
-            self._cancel(work)
-            raise
-        return results, work
+        work: list[tuple[Request, Completion]] = []
+        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            results.append(self._prepare(index, prompt, wanted, work))
+        call = Call()
+        deltas = Deltas(self._shared, call)  # first: however this ends, it takes back what is queued
+        self._shared.submit(call, work)
+        return results, deltas
 
-    def _queue(self, index: int, prompt: Prompt, params: SamplingParams, work: list[str]) -> RequestOutput:
+    def _prepare(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        work: list[tuple[Request, Completion]],
+    ) -> RequestOutput:
         text, ids = self._prompt_ids(prompt)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; skip_tokenizer_init was set")
@@ -124,12 +136,11 @@ class LLM:
             child = params
             if params.n > 1:
                 child = replace(params, n=1, seed=None if params.seed is None else params.seed + sample)
-            name = f"{result.request_id}-{sample}"
-            self.engine.add(Request(name, tuple(ids), child, self.defaults.eos_token_ids, time.monotonic()))
-            work.append(name)
-            self._live[name] = Completion(index, sample, child, self.tokenizer)
-            self._live[name].result = result
-            result.outputs.append(self._live[name].out)
+            name, eos = f"{result.request_id}-{sample}", self.defaults.eos_token_ids
+            completion = Completion(index, sample, child, self.tokenizer)
+            completion.result = result
+            result.outputs.append(completion.out)
+            work.append((Request(name, tuple(ids), child, eos, time.monotonic()), completion))
         return result
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -141,42 +152,6 @@ class LLM:
                 raise RequestError("a text prompt needs a tokenizer; skip_tokenizer_init was set")
             return prompt, self.tokenizer.encode(prompt)
         return None, [int(token) for token in prompt]
-
-    def _run(self, work: list[str]) -> Iterator[Delta]:
-        open_requests = set(work)
-        try:
-            while open_requests:
-                for token in self.engine.step():
-                    name = token.sequence.request.id
-                    if name in open_requests:
-                        delta = self._take(name, token)
-                        if delta.finish_reason is not None:
-                            open_requests.discard(name)
-                        yield delta
-        finally:
-            self._cancel(open_requests)
-
-    def _take(self, name: str, token: TokenOut) -> Delta:
-        completion = self._live[name]
-        delta, stopped = completion.push(token)
-        if stopped and token.finish is None:
-            self.engine.stop(name)
-        result = completion.result
-        if result is not None:
-            result.num_cached_tokens = token.sequence.num_cached_prompt or 0
-        if delta.finish_reason is not None:
-            completion.out.drafted, completion.out.accepted = token.sequence.drafted, token.sequence.accepted
-            del self._live[name]
-            if result is not None:
-                result.finished = all(out.finished for out in result.outputs)
-        return delta
-
-    def _cancel(self, names: Sequence[str] | set[str]) -> None:
-        for name in names:
-            self.engine.abort(name)
-            completion = self._live.pop(name, None)
-            if completion is not None:
-                completion.out.finish_reason = FinishReason.ABORT.value
 
 
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,17 @@ class Completion:
         self.stops = StopStrings(params.stop, params.include_stop_str_in_output)
 
     def push(self, token: TokenOut) -> tuple[Delta, bool]:
-        return self.take(token.token, token.logprobs, token.finish, token.sequence.stop_token)
+        sequence = token.sequence
+        delta, stopped = self.take(token.token, token.logprobs, token.finish, sequence.stop_token)
+        result = self.result
+        if result is not None:
+            result.num_cached_tokens = sequence.num_cached_prompt or 0
+        if delta.finish_reason is not None:
+            self.out.drafted = sequence.drafted
+            self.out.accepted = sequence.accepted
+            if result is not None:
+                result.finished = all(out.finished for out in result.outputs)
+        return delta, stopped
 
     def take(
         self, token: int, logprobs: TokenLogprobs | None = None, finish: FinishReason | None = None, stop_token: int | None = None
