@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+
+ACCEPTED = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": a list}'
 
 # vLLM spells these differently.
 ALIASES = {
@@ -114,8 +119,11 @@ class LLM:
             raise RequestError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
         results: list[RequestOutput] = []
         work: list[tuple[Request, Completion]] = []
-        for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-            results.append(self._prepare(index, prompt, wanted, work))
+        for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+            if not isinstance(wanted, SamplingParams):
+                what = reprlib.repr(wanted)
+                raise RequestError(f"sampling_params={what}; accepted: SamplingParams, or a list")
+            results.append(self._prepare(number, prompt, wanted, work))
         call = Call()
         deltas = Deltas(self._shared, call)  # first: however this ends, it takes back what is queued
         self._shared.submit(call, work)
@@ -123,7 +131,7 @@ class LLM:
 
     def _prepare(
         self,
-        index: int,
+        number: int,
         prompt: Prompt,
         params: SamplingParams,
         work: list[tuple[Request, Completion]],
@@ -137,21 +145,29 @@ class LLM:
             if params.n > 1:
                 child = replace(params, n=1, seed=None if params.seed is None else params.seed + sample)
             name, eos = f"{result.request_id}-{sample}", self.defaults.eos_token_ids
-            completion = Completion(index, sample, child, self.tokenizer)
+            completion = Completion(number, sample, child, self.tokenizer)
             completion.result = result
             result.outputs.append(completion.out)
             work.append((Request(name, tuple(ids), child, eos, time.monotonic()), completion))
         return result
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        given: Any = prompt
         if isinstance(prompt, Mapping):
             ids = prompt.get("prompt_token_ids")
-            return self._prompt_ids(ids if ids is not None else prompt.get("prompt", ""))
-        if isinstance(prompt, str):
+            given = prompt.get("prompt") if ids is None else ids
+        if isinstance(given, str):
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; skip_tokenizer_init was set")
-            return prompt, self.tokenizer.encode(prompt)
-        return None, [int(token) for token in prompt]
+            try:
+                given.encode()
+            except UnicodeEncodeError as error:  # half a surrogate pair
+                raise RequestError(f"{reprlib.repr(given)} is not Unicode text: {error}") from None
+            return given, self.tokenizer.encode(given)
+        try:
+            return None, [index(token) for token in _items(given)]
+        except TypeError as error:
+            raise _not_a_prompt(prompt) from error
 
 
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -175,9 +191,21 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    try:
+        found = list(_items(prompts))
+    except TypeError as error:
+        raise _not_a_prompt(prompts) from error
+    return [found] if found and isinstance(found[0], Integral) else found
+
+
+def _items(prompts: Any) -> Iterator[Any]:
+    if isinstance(prompts, (bytes, bytearray, memoryview)):  # whose items are numbers
+        raise TypeError("bytes")
+    return iter(prompts)
+
+
+def _not_a_prompt(prompt: object) -> RequestError:
+    return RequestError(f"{reprlib.repr(prompt)} is not a prompt; accepted: {ACCEPTED}")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rorqual import LLM, SamplingParams
@@ -134,6 +135,40 @@ def test_stream_equals_generate_and_closing_it_frees_everything(llm: LLM):
 def test_a_refused_prompt_takes_the_others_back(llm: LLM):
     with pytest.raises(RequestError, match="513 tokens"):
         llm.generate([[5] * 10, [5] * 513], SamplingParams(max_tokens=4))
+    assert not llm.engine.has_work
+
+
+NO_PROMPTS = [None, 3, 1.5, {}, {"prompt": None}, {"text": "ok"}, [1.5], [1, None], ["ok"], b"ok"]
+
+
+@pytest.mark.parametrize("prompt", [*NO_PROMPTS, "\ud800"])
+def test_what_is_no_prompt_is_refused_and_takes_the_others_back(llm: LLM, prompt: object):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(RequestError, match=r"not a prompt; accepted: text|not Unicode"):
+            call(["ok", prompt], SamplingParams(max_tokens=4))
+        assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("prompts", [None, 3, b"ok", [1, None], {"text": "ok"}])
+def test_prompts_that_are_none_at_all(llm: LLM, prompts: object):
+    with pytest.raises(RequestError, match="is not a prompt; accepted: text, a list"):
+        llm.generate(prompts, SamplingParams(max_tokens=4))
+
+
+def test_token_ids_of_numpy(llm: LLM):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    ids = [5, 6, 7]
+    array = np.array(ids)
+    forms = [ids, array, [array], np.array([ids]), {"prompt_token_ids": array}]
+    outs = [llm.generate(form, params)[0] for form in forms]
+    assert [out.prompt_token_ids for out in outs] == [ids] * len(forms)
+    assert len({tuple(out.outputs[0].token_ids) for out in outs}) == 1
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [None, None], "greedy", 3])
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: object):
+    with pytest.raises(RequestError, match=r"sampling.param"):
+        llm.generate(["a", "b"], params)
     assert not llm.engine.has_work
 
 

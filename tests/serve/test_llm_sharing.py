@@ -52,7 +52,7 @@ def read(deltas: Any) -> list[int]:
 
 
 class Thread:
-    """Work in a thread of its own; `result` fails where the work hangs, and raises what it raised."""
+    """Work in a thread of its own. `result` fails where it hangs, and raises what it raised."""
 
     def __init__(self, work: Callable[[], Any]):
         self.found: Any = None
@@ -75,7 +75,7 @@ class Thread:
 
 
 class Steps:
-    """Stands in for the engine's step: before the steps named in `before`, does what is said there."""
+    """The engine's step, and before the steps named in `before` what is said there."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
         self.step, self.count = llm.engine.step, 0
