@@ -42,8 +42,9 @@ class Completion:
         if result is not None:
             result.num_cached_tokens = sequence.num_cached_prompt or 0
         if delta.finish_reason is not None:
-            self.out.drafted = sequence.drafted
-            self.out.accepted = sequence.accepted
+            # Steps in flight go on counting.
+            self.out.drafted = list(sequence.drafted)
+            self.out.accepted = list(sequence.accepted)
             if result is not None:
                 result.finished = all(out.finished for out in result.outputs)
         return delta, stopped

@@ -310,3 +310,18 @@ def test_many_requests_with_random_cancels_leave_every_page_free():
     assert len(scheduler.allocator.free) == scheduler.allocator.capacity
     assert not any(scheduler.allocator.holders)
     assert len(scheduler.free_slots) == 32
+
+
+def test_counts_of_drafts_stay_as_they_were_returned():
+    """A step in flight when the request ended still counts its drafts, for the engine alone."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
+    llm = LLM(dtype="float32", next_n=2, steps_in_flight=2, **sizes)
+    stop = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=24, stop=[stop[21:28]])
+    out = llm.generate(PROMPTS[2], params)[0].outputs[0]
+    assert out.finish_reason == "stop"
+    assert llm.engine.in_flight
+    before = (list(out.drafted), list(out.accepted))
+    llm.generate(PROMPTS[0], params)
+    assert sum(out.drafted) > 0
+    assert (out.drafted, out.accepted) == before
