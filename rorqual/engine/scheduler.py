@@ -389,6 +389,7 @@ class Scheduler:
         self.prefix.queries, self.prefix.hits = counts.queries, counts.hits
         self.sequences = {sequence.request.id: sequence for sequence in live}
         self.waiting = deque(live)
+        self.live_tokens = sum(sequence.known for sequence in live)
         self.prefilling, self.decoding = {}, {}
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.in_flight.clear()

@@ -294,6 +294,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not scheduler.sequences
     assert not scheduler.waiting
     assert not scheduler.num_running
+    assert scheduler.live_tokens == 0
     check_pages(scheduler)
     assert len(allocator.free) + len(prefix.idle) == allocator.capacity
     prefix.clear()
