@@ -162,7 +162,7 @@ def router_scores(logits: Tensor, moe: MoEConfig) -> Tensor:
 
 def limit_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
     """Keep the `topk_group` best groups of experts; a group counts by its best expert, or by its best two under noaux_tc."""
-    groups = choice.view(choice.shape[0], moe.n_group, -1)
+    groups = choice.view(choice.shape[0], moe.n_group, choice.shape[1] // moe.n_group)
     best = groups.topk(2, -1).values.sum(-1) if moe.method == "noaux_tc" else groups.amax(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(moe.topk_group, -1, sorted=False).indices, True)
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(choice)
