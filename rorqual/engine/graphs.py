@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rorqual.engine.sampler import Variant
+from rorqual.engine.plan import Common, Variant
 from rorqual.platforms.base import Platform
 
 Body = Callable[[Tensor, Variant, int], Tensor]
@@ -66,13 +66,17 @@ class DecodeGraphs:
         self.shown = []
         return self.slots[:size].fill_(self.padding)
 
-    def run(self, slots: list[int], variant: Variant, next_n: int = 0, least: int = 0) -> Tensor:
-        """What the step drew, [len(slots), ...]; valid until the next run, in stream order. `least`: other ranks have so many rows."""
-        size = self.bucket(max(least, len(slots)))
-        graph = self.graphs.get((size, variant, next_n)) or self._record(size, variant, next_n)
+    def run(self, slots: list[int], common: Common) -> Tensor:
+        """What the step drew, [len(slots), ...]; valid until the next run, in stream order. Ranks
+        replay the same recording, that of the rank with the most rows; and what one lacks all lack,
+        since all were asked for the same ones: so all record it, and its collectives meet."""
+        size = self.bucket(max(common.sampled))
+        key = (size, common.variant, common.next_n)
+        graph = self.graphs.get(key) or self._record(*key)
         padded = slots + [self.padding] * (size - len(slots))
         if padded != self.shown[:size]:
             self.shown = []  # should the copy, or what comes before the next line, fail
-            self.slots[:size].copy_(self.platform.to_device(torch.tensor(padded)), non_blocking=True)
+            rows = self.platform.to_device(torch.tensor(padded))
+            self.slots[:size].copy_(rows, non_blocking=True)
             self.shown = padded
         return graph()[: len(slots)]

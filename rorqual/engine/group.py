@@ -13,7 +13,7 @@ from functools import reduce
 from operator import add
 
 from rorqual.cache.prefix import PrefixCache
-from rorqual.engine.plan import Chunk, Common, Plan, StepResult
+from rorqual.engine.plan import Chunk, Common, Plan, StepResult, Variant, drawing_of
 from rorqual.engine.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.sequence import InFlight, Sequence, TokenOut, Usage
 from rorqual.errors import RequestError
@@ -22,13 +22,15 @@ from rorqual.request import FinishReason, Request, StructuredOutput
 
 @dataclass
 class GroupPlan:
-    """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do. host: see Common."""
+    """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
+    drawing, host: see Common; they depend on settings that a rank has of its own rows alone."""
 
     parts: list[Plan]
-    host: bool = False
+    drawing: Variant
+    host: bool
 
     def common(self) -> Common:
-        return Common.of(self.parts, self.host)
+        return Common.of(self.parts, self.drawing, self.host)
 
     @property
     def structures(self) -> list[StructuredOutput]:
@@ -147,8 +149,10 @@ class GroupScheduler:
             parts.append(rank.plan())
         if not any(parts):
             return None
-        host = any(sequence.request.params.needs_host for rank in self.ranks for sequence in rank.decoding.values())
-        return GroupInFlight(GroupPlan([part.plan if part else Plan(next_n=self.next_n) for part in parts], host), parts)
+        asked = [sequence.request.params for part in parts if part for sequence in part.sampled]
+        host = any(params.needs_host for params in asked)
+        plans = [part.plan if part else Plan(next_n=self.next_n) for part in parts]
+        return GroupInFlight(GroupPlan(plans, drawing_of(asked), host), parts)
 
     def update(self, step: GroupInFlight, results: list[StepResult]) -> list[TokenOut]:
         """Take in what every rank sampled."""

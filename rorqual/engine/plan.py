@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from rorqual.request import SamplingParams
@@ -73,29 +74,76 @@ class Plan:
         return decoding * self.next_n + sampled
 
 
+class Variant(Enum):
+    """What a batch of rows needs, decided on the host. The first three are fixed sequences of
+    device operations that a graph can hold."""
+
+    GREEDY = "greedy"
+    PLAIN = "plain"  # temperature and seed
+    FILTERED = "filtered"  # top-k, top-p or min-p as well
+    FULL = "full"  # edited logits, grammars or log probabilities: needs the host's word
+
+
+def drawing_of(params: ReadOnly[SamplingParams]) -> Variant:
+    """The widest way of drawing that any of them needs, whatever else they want."""
+    if all(p.greedy for p in params):
+        return Variant.GREEDY
+    return Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
+
+
 @dataclass(frozen=True)
 class Common:
-    """What the ranks of one step must agree on: tokens, rows of logits and requests that draw, of each data-parallel rank.
+    """What all ranks know of one step, the same on each of them.
 
-    decodes: no rank brings a chunk of prompt; host: some request needs the host's word, so no rank may replay a recorded step.
+    The rule: whatever a rank may branch on before a collective stands here, and runner and drafter
+    branch on nothing else there. Which collectives run, of what sizes, and which recorded step is
+    replayed, follow from this and from the configuration alone. A rank's own plan says which rows
+    it computes, and decides only what stays on the ranks that hold that very plan: those of its
+    own attention group and its stages. A rank that decided by its own plan what it does with the
+    others would wait for them in a call that they never make.
+
+    Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
+    be 0. decodes: no rank brings a chunk of prompt. next_n: drafts verified, and made, for each
+    request. drawing: how tokens are drawn, wide enough for every row of every rank: never FULL.
+    host: some row of some rank needs the host's word, so no rank replays a recorded step.
     """
 
     tokens: tuple[int, ...]
     logit_rows: tuple[int, ...]
     sampled: tuple[int, ...]
     decodes: bool
-    host: bool = False
+    next_n: int
+    drawing: Variant
+    host: bool
 
     @staticmethod
-    def of(parts: ReadOnly[Plan], host: bool = False) -> Common:
-        """`parts`: the plan of each data-parallel rank."""
+    def of(parts: ReadOnly[Plan], drawing: Variant, host: bool) -> Common:
+        """`parts`: the plan of each data-parallel rank; drawing, host: of the rows of all."""
+        next_n = parts[0].next_n
+        assert all(part.next_n == next_n for part in parts), "one next_n for all ranks"
+        assert drawing is not Variant.FULL
         return Common(
             tokens=tuple(part.num_tokens for part in parts),
             logit_rows=tuple(part.logit_row(part.num_sampled) for part in parts),
             sampled=tuple(part.num_sampled for part in parts),
             decodes=not any(part.chunks for part in parts),
+            next_n=next_n,
+            drawing=drawing,
             host=host,
         )
+
+    @staticmethod
+    def padded(size: int, ranks: int, variant: Variant, next_n: int) -> Common:
+        """Of a recorded step: so many requests decode on every rank."""
+        rows = (size * (next_n + 1),) * ranks
+        host = variant is Variant.FULL
+        drawing = Variant.GREEDY if host else variant
+        return Common(rows, rows, (size,) * ranks, True, next_n, drawing, host)
+
+    @property
+    def variant(self) -> Variant:
+        """Which recorded step this one replays, where all ranks only decode."""
+        return Variant.FULL if self.host else self.drawing
 
 
 @dataclass(frozen=True)

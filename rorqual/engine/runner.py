@@ -13,9 +13,9 @@ from rorqual.cache.pool import KVPool
 from rorqual.engine.batch import Batch, BatchBuilder, Part, join
 from rorqual.engine.grammar import Matcher, mask_words
 from rorqual.engine.graphs import DecodeGraphs
-from rorqual.engine.plan import Common, Plan, StepResult
+from rorqual.engine.plan import Common, Plan, StepResult, Variant, drawing_of
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
+from rorqual.engine.sampler import Logprobs, Place, choose, edit, forbid
 from rorqual.engine.shared_rows import SharedRows
 from rorqual.engine.speculative import Drafter, Drafting, LookupDrafter, MTPDrafter, Verifier
 from rorqual.layers.step import Step
@@ -133,55 +133,58 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan, common: Common | None = None) -> Pending:
-        """`common`: what this step's ranks agree on, where there are several; the plan is then that of this data-parallel rank."""
-        common = common or Common.of([plan] * self.model.mesh.sizes.dp)  # without others, or with a lone rank's, which do as this one
+        """`common`: what this step's ranks agree on, where there are several; the plan is then that
+        of this data-parallel rank."""
         with self.platform.stream():
             self.shared.settle([*plan.decode_slots, *(row.slot for row in plan.new_rows)])
             self.rows.apply(plan)
-            variant = self._recorded_variant(plan, common)
-            pending = self._launch(plan, common) if variant is None else self._replay(plan, common, variant)
+            pending = self._launch(plan, common or self._alone(plan))
             self.shared.start(plan.sampled_slots)
             return pending
 
-    def _replay(self, plan: Plan, common: Common, variant: Variant) -> Pending:
-        assert self.graphs is not None
-        most = max(common.sampled)  # ranks replay the same bucket
-        drawn = self.graphs.run(plan.decode_slots, variant, plan.next_n, most)
-        return Pending(self.platform.fetch(drawn)) if self.model.mesh.last_stage else Pending()
+    def _alone(self, plan: Plan) -> Common:
+        """Without other ranks, or with a lone rank's, which do as this one."""
+        asked = self.rows.asked(plan.sampled_slots)
+        parts = [plan] * self.model.mesh.sizes.dp
+        return Common.of(parts, drawing_of(asked), any(params.needs_host for params in asked))
 
     def _launch(self, plan: Plan, common: Common) -> Pending:
+        if self.graphs is not None and common.decodes and not common.host:
+            return self._replay(self.graphs, plan, common)
+        batch = self._batch(plan, common)
+        hidden = self._hidden(batch, common)
+        if not self.model.mesh.last_stage:
+            return Pending()
+        return self._sample(plan, batch, hidden, common)
+
+    def _replay(self, graphs: DecodeGraphs, plan: Plan, common: Common) -> Pending:
+        drawn = graphs.run(plan.decode_slots, common)
+        return Pending(self.platform.fetch(drawn)) if self.model.mesh.last_stage else Pending()
+
+    def _batch(self, plan: Plan, common: Common) -> Batch:
         decode = prefill = None
         if plan.decode_slots:
             slots = self.platform.to_device(torch.tensor(plan.decode_slots))
-            decode = self.build.decode(slots, tuple(plan.decode_bounds), plan.next_n)
+            decode = self.build.decode(slots, tuple(plan.decode_bounds), common.next_n)
         if plan.chunks:
             prefill = self.build.prefill(plan)
-        batch = self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
-        hidden = self._hidden(batch)
-        return self._sample(plan, batch, hidden, common) if self.model.mesh.last_stage else Pending()
-
-    def _recorded_variant(self, plan: Plan, common: Common) -> Variant | None:
-        """How to sample a step that a graph can hold: decoding alone, nothing that needs the host."""
-        if self.graphs is None or not common.decodes or common.host:
-            return None
-        variant = variant_of(self.rows.asked(plan.decode_slots))
-        return None if variant is Variant.FULL else variant
+        return self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
 
     def _decode_body(self, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
-        """One decode step of padded rows, on the device alone: nothing here may depend on a value the host would have to read."""
-        rows, count, ranks = self.rows, slots.shape[0], self.model.mesh.sizes.dp
-        width = next_n + 1
-        common = Common((count * width,) * ranks, (count * width,) * ranks, (count,) * ranks, True)
+        """One decode step of padded rows, on the device alone: nothing here may depend on a value
+        the host would have to read."""
+        rows, count = self.rows, slots.shape[0]
+        common = Common.padded(count, self.model.mesh.sizes.dp, variant, next_n)
         decode = self.build.decode(slots, (self.max_len,) * count, next_n)
-        batch = self.build.batch(decode, None, self.model.layout(common.tokens, decode=True))
-        hidden = self._hidden(batch)
+        batch = self.build.batch(decode, None, self.model.layout(common.tokens, common.decodes))
+        hidden = self._hidden(batch, common)
         result = slots
         if self.model.mesh.last_stage:
             logits = self._logits(batch, hidden, common, wide=variant is not Variant.GREEDY)
-            drawn = self._draw_decode(logits, variant, decode, next_n)
+            drawn = self._draw_decode(logits, decode, common)
             result = drawn.result
             if self.drafter:
-                self._draft(self.drafter, batch, hidden, drawn, None, variant, next_n, common)
+                self._draft(self.drafter, batch, hidden, drawn, None, common)
         self.model.mesh.pp.flush()  # a recording must hold the end of what it starts
         rows.length[rows.padding :].zero_()
         return result
@@ -210,22 +213,23 @@ class ModelRunner:
 
     # ---- after the forward pass
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        """[T, hidden] where a drafter reads all of them, else those of the step's logit rows. A step that only decodes has no others:
-        nothing is picked there, and the last norm may add up what experts gave."""
-        if self.compiled and batch.prefill is None:
+    def _hidden(self, batch: Batch, common: Common) -> Tensor:
+        """[T, hidden] where a drafter reads all of them, else those of the step's logit rows. One
+        that only decodes has no others: nothing is picked there, and the last norm may add up what
+        experts gave."""
+        if self.compiled and common.decodes:
             return self.compiled(batch.step)
-        decodes = batch.decode is not None and batch.prefill is None
-        return straight(self.model.forward(batch.step, every_row=decodes or (self.drafter is not None and self.drafter.reads_hidden)))
+        every_row = common.decodes or (self.drafter is not None and self.drafter.reads_hidden)
+        return straight(self.model.forward(batch.step, every_row=every_row))
 
     def _logits(self, batch: Batch, hidden: Tensor, common: Common, wide: bool = True) -> Tensor:
-        if self.drafter is not None and self.drafter.reads_hidden and batch.prefill:
+        if self.drafter is not None and self.drafter.reads_hidden and not common.decodes:
             hidden = hidden.index_select(0, batch.step.logit_rows)  # of a decode step every row is wanted
         return self.model.logits(hidden, common.logit_rows, wide)
 
-    def _draw_decode(self, logits: Tensor, variant: Variant, decode: Part, next_n: int) -> Drawn:
+    def _draw_decode(self, logits: Tensor, decode: Part, common: Common) -> Drawn:
         """Draw and verify; each request's row moves on to its newest token."""
-        rows, slots = self.rows, decode.slots
+        rows, slots, variant, next_n = self.rows, decode.slots, common.drawing, common.next_n
         if self.drafter is None:
             tokens = choose(logits, variant, slots, decode.segment.kv_lens, rows)
             rows.last_token.index_copy_(0, slots, tokens)
@@ -251,8 +255,7 @@ class ModelRunner:
     def _sample(self, plan: Plan, batch: Batch, hidden: Tensor, common: Common) -> Pending:
         """The eager way, which may ask for the host's word in between."""
         host_slots, decode, prefill = plan.sampled_slots, batch.decode, batch.prefill
-        params, width = self.rows.asked(host_slots), plan.next_n + 1
-        variant = drawing_of(params)
+        params, width = self.rows.asked(host_slots), common.next_n + 1
         pending = Pending(params=params)
         logits = raw = self._logits(batch, hidden, common) if any(common.logit_rows) else hidden
         full = any(p.needs_host for p in params)
@@ -261,10 +264,12 @@ class ModelRunner:
             places = self._places(plan, decode)
             logits = self._edited(raw, places, batch, pending, plan)
         split = len(plan.decode_slots) * width
-        drawn = self._draw_decode(logits[:split], variant, decode, plan.next_n) if decode else None
-        first = self._draw_prefill(logits[split:], variant, prefill) if prefill and prefill.slots.shape[0] else None
+        drawn = self._draw_decode(logits[:split], decode, common) if decode else None
+        first = None
+        if prefill and prefill.slots.shape[0]:
+            first = self._draw_prefill(logits[split:], common.drawing, prefill)
         if self.drafter:
-            self._draft(self.drafter, batch, hidden, drawn, first, variant, plan.next_n, common)
+            self._draft(self.drafter, batch, hidden, drawn, first, common)
         if not host_slots:
             return pending
         if full:
@@ -333,8 +338,6 @@ class ModelRunner:
         hidden: Tensor,
         drawn: Drawn | None,
         first: Tensor | None,
-        variant: Variant,
-        next_n: int,
         common: Common,
     ) -> None:
         """Hand the drafter every row of the step with the token after it."""
@@ -346,16 +349,16 @@ class ModelRunner:
             following.append(drawn.following)
             last.append(drawn.last)
             slots.append(decode.slots)
-            bounds = tuple(min(bound + next_n, self.max_len) for bound in decode.bounds)
+            bounds = tuple(min(bound + common.next_n, self.max_len) for bound in decode.bounds)
         if batch.prefill and batch.prefill.following is not None:
             prefill, ahead = batch.prefill, batch.prefill.following
             if first is not None:
                 ahead = ahead.index_copy(0, prefill.logit_rows, first)
                 last.append(prefill.logit_rows + count)
                 slots.append(prefill.slots)
-                bounds += tuple(bound + next_n for bound in prefill.bounds)
+                bounds += tuple(bound + common.next_n for bound in prefill.bounds)
             following.append(ahead)
         none = self.build.nothing
         rows = (join(slots or [none]), join(last or [none]))
-        work = Drafting(*rows, bounds, batch.step, hidden, join(following or [none]), common.sampled)
-        drafter.draft(work, next_n, variant)
+        ahead = join(following or [none])
+        drafter.draft(Drafting(*rows, bounds, batch.step, hidden, ahead, common))

@@ -7,14 +7,12 @@ vocabulary order, so a request without cuts is drawn alike in a batch with cuts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
-from rorqual.engine.plan import NewRow, TokenLogprobs
+from rorqual.engine.plan import NewRow, TokenLogprobs, Variant
 from rorqual.engine.rows import Rows
 from rorqual.ops.reference import Distribution
 from rorqual.request import SamplingParams
@@ -22,29 +20,6 @@ from rorqual.request import SamplingParams
 NEVER = float("-inf")
 # Streams of random numbers: the token itself, whether its draft is accepted, the draft, and simulated acceptance.
 TOKEN, ACCEPT, DRAFT, SIMULATE = range(4)
-
-
-class Variant(Enum):
-    """What a batch of rows needs, decided on the host. The first three are fixed sequences of device operations that a graph can hold."""
-
-    GREEDY = "greedy"
-    PLAIN = "plain"  # temperature and seed
-    FILTERED = "filtered"  # top-k, top-p or min-p as well
-    FULL = "full"  # edited logits, grammars or log probabilities: needs the host's word
-
-
-def variant_of(params: Iterable[SamplingParams]) -> Variant:
-    params = list(params)
-    if any(p.needs_host for p in params):
-        return Variant.FULL
-    return drawing_of(params)
-
-
-def drawing_of(params: list[SamplingParams]) -> Variant:
-    """How the tokens are drawn, whatever else the rows want."""
-    if all(p.greedy for p in params):
-        return Variant.GREEDY
-    return Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
 
 
 def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:

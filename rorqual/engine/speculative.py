@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
+from rorqual.engine.plan import Common, Variant
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import ACCEPT, DRAFT, SIMULATE, TOKEN, Variant, choose, distribution, draw
+from rorqual.engine.sampler import ACCEPT, DRAFT, SIMULATE, TOKEN, choose, distribution, draw
 from rorqual.layers.step import Step
 from rorqual.models.transformer import Transformer
 from rorqual.ops.reference import Distribution
@@ -113,7 +114,8 @@ class Drafting:
 
     slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden state predicts the newest one;
     kv_bounds: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
-    token after each row, are those of the step. sampled: N of each data-parallel rank, whose ranks draft together.
+    token after each row, are those of the step. common: what ranks, who draft together, know alike;
+    its `sampled` is N of each data-parallel rank.
     """
 
     slots: Tensor
@@ -122,7 +124,7 @@ class Drafting:
     step: Step
     hidden: Tensor
     following: Tensor
-    sampled: tuple[int, ...]
+    common: Common
 
 
 class Drafter(Protocol):
@@ -130,15 +132,17 @@ class Drafter(Protocol):
 
     reads_hidden: bool
 
-    def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
-        """Leave drafts, how many, and what they were drawn from in the device rows."""
+    def draft(self, work: Drafting) -> None:
+        """Leave drafts, up to work.common.next_n a request, how many, and what they were drawn from
+        in the device rows."""
 
 
 class MTPDrafter:
     """Drafts with the checkpoint's prediction modules; the last module is applied again where next_n exceeds their number.
 
     `window` runs a module over all rows of a step, so that its cache is computed from the main model's hidden states; without it
-    a decode step runs the last row alone and keeps the entries that drafting left behind.
+    a step in which all ranks only decode runs the last row alone and keeps the entries that
+    drafting left behind.
     """
 
     reads_hidden = True
@@ -147,26 +151,28 @@ class MTPDrafter:
         self.model, self.pool, self.rows, self.window = model, pool, rows, window
         self.page_size = pool.spec.page_size
 
-    def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
+    def draft(self, work: Drafting) -> None:
         """Every module that may be asked keeps its cache up in every step: next_n may rise again."""
         hidden, step, following, last = work.hidden, work.step, work.following, work.last_rows
+        common, next_n, variant = work.common, work.common.next_n, work.common.drawing
         positions = step.positions.index_select(0, last)
-        if not self.window and step.prefill is None:
+        if not self.window and common.decodes:
             step = self._row_step(work, positions)
             hidden, following = hidden.index_select(0, last), following.index_select(0, last)
             last = self._all(last)
         target = positions + 2  # where the first draft will stand: behind the newest token
         newest, modules = following.index_select(0, last), self.model.mtp
         kept = min(len(modules), self.rows.most_drafts)
-        for place in range(max(kept, next_n if any(work.sampled) else 0)):
+        for place in range(max(kept, next_n if any(common.sampled) else 0)):
             if place >= len(modules):
                 hidden, last, positions = hidden.index_select(0, last), self._all(last), positions + 1
                 step, following = self._row_step(work, positions), newest
             assert self.model.embed is not None, "prediction modules have the embedding beside them"
             embedded = self.model.embed.forward(following, step.layout)
             hidden = straight(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
-            if any(work.sampled) and place < max(next_n, kept - 1):
-                logits = self.model.logits(hidden.index_select(0, last), work.sampled, wide=variant is not Variant.GREEDY)
+            if any(common.sampled) and place < max(next_n, kept - 1):
+                wide = variant is not Variant.GREEDY
+                logits = self.model.logits(hidden.index_select(0, last), common.sampled, wide)
                 newest = self._propose(logits, place, variant, work.slots, target + place)
             if place + 1 < len(modules):
                 following = following.roll(-1, 0).index_copy(0, last, newest)
@@ -183,7 +189,7 @@ class MTPDrafter:
         _, _, mapping, lens = self.rows.ops.decode_rows(positions, positions, self.rows.drafts, tables, each, 0, self.page_size)
         segment = Segment(tables, lens, (1,) * len(bounds), bounds, exact=False) if bounds else None
         cos, sin = self.model.rotary.rows(positions)
-        layout = self.model.layout(work.sampled, decode=True)
+        layout = self.model.layout(work.common.sampled, decode=True)
         return Step(positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout)
 
     def _propose(self, logits: Tensor, place: int, variant: Variant, slots: Tensor, positions: Tensor) -> Tensor:
@@ -212,8 +218,8 @@ class LookupDrafter:
     def __init__(self, rows: Rows, shortest: int = 2, longest: int = 4):
         self.rows, self.shortest, self.longest = rows, shortest, longest
 
-    def draft(self, work: Drafting, next_n: int, variant: Variant) -> None:
-        rows, slots = self.rows, work.slots
+    def draft(self, work: Drafting) -> None:
+        rows, slots, next_n = self.rows, work.slots, work.common.next_n
         if not slots.shape[0]:
             return
         if not next_n:

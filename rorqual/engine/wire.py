@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from rorqual.engine.group import GroupPlan
-from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
+from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs, Variant
 from rorqual.request import SamplingParams, StructuredOutput
 
 DEFAULTS = SamplingParams()
@@ -26,12 +26,13 @@ def number_of(data: bytes) -> tuple[int, bytes]:
 
 
 def encode_plan(plan: GroupPlan) -> bytes:
-    return json.dumps([[_from_part(part) for part in plan.parts], plan.host], separators=(",", ":")).encode()
+    parts = [_from_part(part) for part in plan.parts]
+    return json.dumps([parts, plan.drawing.value, plan.host], separators=(",", ":")).encode()
 
 
 def decode_plan(data: bytes) -> GroupPlan:
-    parts, host = json.loads(data)
-    return GroupPlan([_to_part(part) for part in parts], host)
+    parts, drawing, host = json.loads(data)
+    return GroupPlan([_to_part(part) for part in parts], Variant(drawing), host)
 
 
 def encode_result(result: StepResult) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,38 +14,12 @@ from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.graphs import bucket_sizes
+from rorqual.engine.plan import Variant
 from rorqual.engine.runner import ModelRunner
-from rorqual.engine.sampler import Variant
 from rorqual.errors import ConfigError
 from rorqual.ops.table import Ops
-from rorqual.platforms.cpu import CpuPlatform
+from tests.engine.replaying import ReplayingPlatform
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
-
-
-class ReplayingPlatform(CpuPlatform):
-    """Takes the reference ops, as its name has none of its own; `record` warms up as a card does and keeps one output tensor."""
-
-    name = "replaying"
-    has_graphs = True
-    steps_in_flight = 2
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.replays = 0
-
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        work()
-        out = work().clone()
-
-        def replay() -> Tensor:
-            self.replays += 1
-            return out.copy_(work())
-
-        return replay
-
-    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copied = tensor.clone()  # as on a card: the copy is ordered before the next replay overwrites its source
-        return lambda: copied
 
 
 @pytest.fixture

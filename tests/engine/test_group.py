@@ -9,7 +9,7 @@ from collections import deque
 import pytest
 
 from rorqual.engine.group import GroupPlan, GroupScheduler
-from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs
+from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult, TokenLogprobs, Variant
 from rorqual.engine.scheduler import SchedulerConfig
 from rorqual.engine.wire import decode_plan, decode_result, encode_plan, encode_result
 from rorqual.errors import RequestError
@@ -194,6 +194,24 @@ def test_one_idle_rank_has_an_empty_part() -> None:
     assert planned.parts[1] is None
 
 
+def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
+    """Of the rows of this step, whichever rank they are on, and of no others."""
+    scheduler = GroupScheduler(config(prefill_chunk=10), 2)
+    loop = GroupLoop(scheduler, 1)
+    found = []
+    scheduler.ranks[0].add(request("greedy", 5, 8, 0, temperature=0))
+    scheduler.ranks[1].add(request("filtered", 15, 2, 1, top_p=0.9))
+    scheduler.ranks[1].add(request("logprobs", 25, 2, 2, temperature=0, logprobs=1))
+    plan = scheduler.plan
+    scheduler.plan = lambda: found.append(plan()) or found[-1]  # type: ignore[method-assign]
+    loop.drain()
+    seen = [(step.plan.drawing, step.plan.host, step.plan.common().variant) for step in found]
+    greedy, filtered, full = Variant.GREEDY, Variant.FILTERED, Variant.FULL
+    assert seen[:2] == [(greedy, False, greedy), (filtered, False, filtered)]
+    assert (filtered, True, full) in seen or (greedy, True, full) in seen
+    assert seen[-1] == (greedy, False, greedy)
+
+
 def test_plans_and_results_survive_as_bytes() -> None:
     params = [
         SamplingParams(),
@@ -202,10 +220,12 @@ def test_plans_and_results_survive_as_bytes() -> None:
     ]
     rows = [NewRow(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1})) for i, p in enumerate(params)]
     plan = Plan([0, 2], [5, 9], [Chunk(1, 0, [4, 5, 6], True), Chunk(3, 8, (1,), False, 77)], rows, [(0, 1, 17)], 2)
-    back = decode_plan(encode_plan(GroupPlan([plan, Plan()], host=True)))
-    assert back.host
+    whole = GroupPlan([plan, Plan(next_n=2)], Variant.FILTERED, host=True)
+    back = decode_plan(encode_plan(whole))
+    assert back.common() == whole.common()
+    assert (back.drawing, back.host) == (Variant.FILTERED, True)
     back = back.parts
-    assert back[1] == Plan()
+    assert back[1] == Plan(next_n=2)
     assert [list(chunk.tokens) for chunk in back[0].chunks] == [[4, 5, 6], [1]]
     assert (back[0].new_rows, back[0].pages, back[0].next_n, back[0].chunks[1].following) == (rows, [(0, 1, 17)], 2, 77)
     result = StepResult([[1, 2], [3]], [2, 0], {1: [TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))]})

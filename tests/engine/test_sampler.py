@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rorqual.engine.plan import NewRow, Plan
+from rorqual.engine.plan import NewRow, Plan, Variant, drawing_of
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import Logprobs, Place, Variant, choose, drawing_of, edit, forbid, variant_of
+from rorqual.engine.sampler import Logprobs, Place, choose, edit, forbid
 from rorqual.ops.counter import uniform
 from rorqual.ops.reference import cut
 from rorqual.platforms.cpu import CpuPlatform
@@ -367,10 +367,19 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
     assert logprobs.row(0, 0).rank == 1
 
 
-def test_what_needs_the_hosts_word() -> None:
-    assert variant_of([SamplingParams(), SamplingParams(temperature=0.0)]) is Variant.PLAIN
-    for asks in ({"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 1}, {"structured": StructuredOutput("json_object")}):
-        assert variant_of([SamplingParams(), SamplingParams(**asks)]) is Variant.FULL
+def test_the_widest_way_of_drawing_that_any_row_needs() -> None:
+    greedy, plain = SamplingParams(temperature=0), SamplingParams()
+    filtered = SamplingParams(top_p=0.5)
+    cut_greedy = SamplingParams(temperature=0, top_k=3)
+    assert drawing_of([]) is drawing_of([greedy, cut_greedy]) is Variant.GREEDY
+    assert drawing_of([cut_greedy, plain]) is Variant.PLAIN
+    assert drawing_of([greedy, filtered, plain]) is Variant.FILTERED
+    for asks in ({"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 1}):
+        params = SamplingParams(**asks)
+        assert params.needs_host
+        assert drawing_of([greedy, params]) is Variant.PLAIN, "whatever else it wants"
+    assert SamplingParams(structured=StructuredOutput("json_object")).needs_host
+    assert not filtered.needs_host
 
 
 def test_a_mask_forbids_what_its_bits_leave_out() -> None:

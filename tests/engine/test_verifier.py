@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rorqual.engine.plan import NewRow, Plan
+from rorqual.engine.plan import Common, NewRow, Plan, Variant
 from rorqual.engine.rows import Rows
-from rorqual.engine.sampler import DRAFT, TOKEN, Variant
+from rorqual.engine.sampler import DRAFT, TOKEN
 from rorqual.engine.speculative import Drafting, LookupDrafter, Verdict, Verifier
 from rorqual.ops.counter import uniform
 from rorqual.ops.reference import invert
@@ -302,7 +302,9 @@ def test_look_up_finds_what_a_search_finds(texts: list[list[int]], next_n: int) 
     slots = torch.arange(len(texts)).flip(0)
     bounds = tuple(len(texts[slot]) + 5 for slot in slots.tolist())
     none = torch.zeros(0)
-    LookupDrafter(rows).draft(Drafting(slots, none, bounds, None, none, none, (len(texts),)), next_n, Variant.GREEDY)  # type: ignore[arg-type]
+    common = Common.padded(len(texts), 1, Variant.GREEDY, next_n)
+    work: Any = (slots, none, bounds, None, none, none, common)
+    LookupDrafter(rows).draft(Drafting(*work))
     for slot, text in enumerate(texts):
         wanted = looked_up(text, next_n)
         assert rows.drafts[slot, : int(rows.num_drafts[slot])].tolist() == wanted
@@ -315,6 +317,8 @@ def test_look_up_leaves_out_who_opted_out() -> None:
     rows.length[:2] = 4
     rows.limit[1] = 3
     none = torch.zeros(0)
-    LookupDrafter(rows).draft(Drafting(torch.tensor([0, 1]), none, (8, 8), None, none, none, (2,)), 3, Variant.GREEDY)  # type: ignore[arg-type]
+    slots, common = torch.tensor([0, 1]), Common.padded(2, 1, Variant.GREEDY, 3)
+    work: Any = (slots, none, (8, 8), None, none, none, common)
+    LookupDrafter(rows).draft(Drafting(*work))
     assert rows.num_drafts[:2].tolist() == [0, 3]
     assert rows.drafts[1].tolist() == [3, 1, 2]

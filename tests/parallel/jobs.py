@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rorqual.bench import comm
 from rorqual.config import ModelConfig, MoEConfig
+from rorqual.engine.group import GroupScheduler
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
@@ -34,7 +35,16 @@ from rorqual.parallel.symmetric import on_all
 from rorqual.parallel_config import ParallelConfig
 from rorqual.perf.costs import Batch, Format
 from rorqual.perf.parallel_costs import Work, rank_step
+from rorqual.request import SamplingParams
 from tests.parallel.driver import CPU, RankDriver, schedule, split, tokens_of
+from tests.parallel.lockstep import (
+    Lockstep,
+    Member,
+    Results,
+    Settings,
+    make_runner,
+    make_transformer,
+)
 
 TIE = 1e-4
 Forms = tuple[str, str]
@@ -273,6 +283,34 @@ def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[
         digest.update(normed.numpy().tobytes() + total.numpy().tobytes())
     axis.all_reduce(torch.ones(1))
     return worst, digest.hexdigest()
+
+
+class OverProcesses(Lockstep):
+    """One rank of them in this process, with the scheduler of all."""
+
+    def gather(self, results: Results) -> Results:
+        found: list[Any] = [None] * self.sizes.world
+        group = self.members[0].runner.model.mesh.stage.group
+        dist.all_gather_object(found, results, group=group)
+        return {rank: result for part in found for rank, result in part.items()}
+
+
+def in_step(
+    world: int,
+    sizes: dict[str, Any],
+    folder: str,
+    settings: dict[str, Any],
+    arrivals: list[tuple[int, int, int, SamplingParams]],
+) -> dict[str, list[int]]:
+    """The tokens of each request; see Lockstep.run."""
+    config, given = ModelConfig.from_file(folder), Settings(**settings)
+    model = make_transformer(config, mesh_of(sizes, world), given)
+    load_weights(model, Path(folder))
+    member = Member(make_runner(model, given), [], {})
+    scheduler = GroupScheduler(given.scheduler(config), model.mesh.sizes.dp)
+    loop = OverProcesses([member], model.mesh.sizes, scheduler, given)
+    loop.run(arrivals)
+    return loop.tokens
 
 
 def peer_exchange(world: int, sizes: dict[str, Any], **arguments: Any) -> dict[str, Any]:

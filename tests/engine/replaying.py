@@ -1,0 +1,36 @@
+"""A platform that records steps and 'replays' them by calling again, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rorqual.platforms.cpu import CpuPlatform
+
+
+class ReplayingPlatform(CpuPlatform):
+    """Takes the reference ops, as its name has none of its own; `record` warms up as a card does and keeps one output tensor."""
+
+    name = "replaying"
+    has_graphs = True
+    steps_in_flight = 2
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.replays = 0
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        work()
+        out = work().clone()
+
+        def replay() -> Tensor:
+            self.replays += 1
+            return out.copy_(work())
+
+        return replay
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copied = tensor.clone()  # as on a card: the copy is ordered before the next replay overwrites its source
+        return lambda: copied
