@@ -1,4 +1,5 @@
 """Decode steps recorded once and replayed: the whole step, from reading the device rows to writing the sampled tokens back.
+Where some row needs the host's word (Variant.FULL), the forward pass alone.
 
 One recording a batch bucket, sampling variant and number of drafts, made before serving, or, for batch sizes that `graph_sizes` leaves
 out, when one is first needed. A smaller batch is padded with a row whose block table is all null pages: it writes nowhere that is read.
@@ -17,7 +18,7 @@ from rorqual.engine.plan import Common, Variant
 from rorqual.platforms.base import Platform
 
 Body = Callable[[Tensor, Variant, int], Tensor]
-RECORDED = (Variant.GREEDY, Variant.PLAIN, Variant.FILTERED)
+RECORDED = tuple(Variant)
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -27,7 +28,8 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`body(slots, variant, next_n)` computes one decode step of the rows `slots` [bucket] and returns what it drew, [bucket, ...]."""
+    """`body(slots, variant, next_n)` computes one decode step of the rows `slots` [bucket] and
+    returns what it drew, [bucket, ...]; of Variant.FULL the forward pass, and its hidden states."""
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
         self.body, self.platform, self.padding = body, platform, padding_slot
@@ -67,7 +69,7 @@ class DecodeGraphs:
         return self.slots[:size].fill_(self.padding)
 
     def run(self, slots: list[int], common: Common) -> Tensor:
-        """What the step drew, [len(slots), ...]; valid until the next run, in stream order. Ranks
+        """What the body returned for these slots; valid until the next run, in stream order. Ranks
         replay the same recording, that of the rank with the most rows; and what one lacks all lack,
         since all were asked for the same ones: so all record it, and its collectives meet."""
         size = self.bucket(max(common.sampled))

@@ -76,7 +76,7 @@ class Plan:
 
 class Variant(Enum):
     """What a batch of rows needs, decided on the host. The first three are fixed sequences of
-    device operations that a graph can hold."""
+    device operations that a graph can hold; of the last it holds what comes before sampling."""
 
     GREEDY = "greedy"
     PLAIN = "plain"  # temperature and seed
@@ -105,7 +105,8 @@ class Common:
     Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
     be 0. decodes: no rank brings a chunk of prompt. next_n: drafts verified, and made, for each
     request. drawing: how tokens are drawn, wide enough for every row of every rank: never FULL.
-    host: some row of some rank needs the host's word, so no rank replays a recorded step.
+    host: some row of some rank needs the host's word, so of a recorded step every rank replays the
+    forward pass alone, and samples and drafts behind it.
     """
 
     tokens: tuple[int, ...]

@@ -149,7 +149,7 @@ class ModelRunner:
         return Common.of(parts, drawing_of(asked), any(params.needs_host for params in asked))
 
     def _launch(self, plan: Plan, common: Common) -> Pending:
-        if self.graphs is not None and common.decodes and not common.host:
+        if self.graphs is not None and common.decodes:
             return self._replay(self.graphs, plan, common)
         batch = self._batch(plan, common)
         hidden = self._hidden(batch, common)
@@ -158,8 +158,14 @@ class ModelRunner:
         return self._sample(plan, batch, hidden, common)
 
     def _replay(self, graphs: DecodeGraphs, plan: Plan, common: Common) -> Pending:
-        drawn = graphs.run(plan.decode_slots, common)
-        return Pending(self.platform.fetch(drawn)) if self.model.mesh.last_stage else Pending()
+        """The whole step; where some row needs the host, the forward pass, whose hidden states are
+        then sampled and drafted from as those of a step that nobody recorded."""
+        result = graphs.run(plan.decode_slots, common)
+        if not self.model.mesh.last_stage:
+            return Pending()
+        if not common.host:
+            return Pending(self.platform.fetch(result))
+        return self._sample(plan, self._batch(plan, common), result.flatten(0, 1), common)
 
     def _batch(self, plan: Plan, common: Common) -> Batch:
         decode = prefill = None
@@ -172,14 +178,17 @@ class ModelRunner:
 
     def _decode_body(self, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
         """One decode step of padded rows, on the device alone: nothing here may depend on a value
-        the host would have to read."""
+        the host would have to read. Returns what is drawn (see Drawn.result), or, where that needs
+        the host, the hidden states [R, next_n + 1, hidden]."""
         rows, count = self.rows, slots.shape[0]
         common = Common.padded(count, self.model.mesh.sizes.dp, variant, next_n)
         decode = self.build.decode(slots, (self.max_len,) * count, next_n)
         batch = self.build.batch(decode, None, self.model.layout(common.tokens, common.decodes))
         hidden = self._hidden(batch, common)
         result = slots
-        if self.model.mesh.last_stage:
+        if self.model.mesh.last_stage and common.host:
+            result = hidden.unflatten(0, (count, next_n + 1))
+        elif self.model.mesh.last_stage:
             logits = self._logits(batch, hidden, common, wide=variant is not Variant.GREEDY)
             drawn = self._draw_decode(logits, decode, common)
             result = drawn.result

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.graphs import bucket_sizes
-from rorqual.engine.plan import Variant
-from rorqual.engine.runner import ModelRunner
+from rorqual.engine.plan import Plan, Variant
+from rorqual.engine.runner import ModelRunner, Pending
 from rorqual.errors import ConfigError
 from rorqual.ops.table import Ops
+from rorqual.request import Logprob, StructuredOutput
 from tests.engine.replaying import ReplayingPlatform
+from tests.engine.test_speculative_requests import GRAMMARS, Automata
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
 
@@ -89,6 +92,75 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkey
     assert int(llm.engine.runner.rows.length[-1]) == 0
 
 
+HOST: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0},
+    {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": 0.3},
+    {"temperature": 0, "logit_bias": {11: 4.0, 12: -50.0}, "logprobs": 0},
+    {"temperature": 0, "min_tokens": 6, "stop_token_ids": list(range(0, VOCAB, 2))},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0, "structured": StructuredOutput("grammar", "cycle")},
+    {"temperature": 1.0, "structured": StructuredOutput("grammar", "branch"), "logprobs": 1},
+    {"temperature": 0, "repetition_penalty": 1.3, "speculate": False},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"next_n": 2},
+        {"next_n": 2, "draft_window": False},
+        {"next_n": 2, "drafter": "ngram"},
+        {"next_n": 2, "next_n_policy": "adaptive"},
+        {"next_n": 2, "num_pages": 16},
+        {"graph_sizes": (1,)},
+    ],
+    ids=str,
+)
+def test_steps_that_need_the_host_replay_the_forward_pass(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+):
+    """Of a mixed batch, all that decodes is replayed; tokens and log probabilities are the eager
+    ones."""
+    save_with_mtp(tmp_path, agreement=2.0)
+    sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 6, "page_size": 8}
+    sizes |= {"max_model_len": 64, "steps_in_flight": 2}
+    prompts = [[(5 * i + 3 * j) % VOCAB for j in range(3 + 2 * i)] for i in range(len(HOST))]
+    asked = [{"seed": 3, "ignore_eos": True, **asks} for asks in HOST]
+    params = [SamplingParams(max_tokens=6 + 2 * i, **asks) for i, asks in enumerate(asked)]
+    eager = LLM(tmp_path, **sizes, **options)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, **sizes, **options)
+    plans, launch = [], llm.engine.runner.launch
+
+    def launched(plan: Plan) -> Pending:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", launched)
+    found = []
+    for each in (eager, llm):
+        each.engine.grammars = Automata(GRAMMARS)
+        outs = [out.outputs[0] for _ in range(2) for out in each.generate(prompts, params)]
+        found.append([(out.token_ids, told(out.logprobs), out.finish_reason) for out in outs])
+    assert found[0] == found[1]
+    assert platform.replays == sum(not plan.chunks for plan in plans) > 20
+    if "next_n" in options and "next_n_policy" not in options:
+        assert llm.engine.stats.accepted == eager.engine.stats.accepted
+        assert llm.engine.stats.drafted == eager.engine.stats.drafted
+        assert sum(llm.engine.stats.accepted) > 0
+
+
+def told(logprobs: list[dict[int, Logprob]] | None) -> Any:
+    """Of each token, the ids and ranks of the best, and rounded values."""
+    steps = [step.items() for step in logprobs or ()]
+    return [[(token, one.rank, round(one.logprob, 3)) for token, one in step] for step in steps]
+
+
 def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_with_mtp(tmp_path)
     platform = ReplayingPlatform(torch.device("cpu"))
@@ -97,7 +169,7 @@ def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(tmp_path: Path, mo
     runner = llm.engine.runner
     before = [layer["latent"].clone() for layer in runner.pool.layers]
     with torch.inference_mode():
-        for variant in (Variant.GREEDY, Variant.FILTERED):
+        for variant in (Variant.GREEDY, Variant.FILTERED, Variant.FULL):
             runner.graphs.graphs[8, variant, 3]()
     assert len(before) == 4
     assert all(torch.equal(layer["latent"][1:], old[1:]) for layer, old in zip(runner.pool.layers, before, strict=True))
