@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.table import ops_for
+from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel_config import check_parallel
+from rorqual.parallel_config import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
@@ -44,9 +46,29 @@ def read_model(config: EngineConfig) -> ModelConfig:
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
     model = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
     check_parallel(model, config.parallel)
+    _check_graphs(config, model)
     if kv_dtype(config.kv_cache_dtype) == FP8:
         check_fp8_cache(model, config.mla_decode)
     return model
+
+
+def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
+    """Graphs that were asked for, with a way to the experts that none can hold."""
+    if EXE_MODES[config.exe_mode] != "graph" or records_decode(config.parallel, model.moe):
+        return
+    others = [name for name in EXCHANGES if _takes_graphs(config.parallel, name, model)]
+    raise ConfigError(
+        f"exe_mode={config.exe_mode!r} does not go with exchange={config.exchange!r}, where the "
+        "host reads in every step how many rows will come; "
+        f"accepted: exchange {', '.join(others)}, or exe_mode auto, eager"
+    )
+
+
+def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> bool:
+    try:
+        return records_decode(replace(sizes, exchange=exchange), model.moe)
+    except ConfigError:  # an exchange that these sizes cannot have
+        return False
 
 
 class Rank:
@@ -121,7 +143,8 @@ class Rank:
         mode = EXE_MODES[self.config.exe_mode]
         if mode == "graph" and not self.platform.has_graphs:
             raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager, compile")
-        return mode != "eager" and self.platform.has_graphs and all(layer.exchange.capturable for layer in self.model.moe_layers())
+        recordable = records_decode(self.config.parallel, self.model_config.moe)
+        return mode != "eager" and self.platform.has_graphs and recordable
 
     @property
     def compiles(self) -> bool:

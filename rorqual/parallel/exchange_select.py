@@ -15,6 +15,20 @@ from rorqual.parallel.exchange_peer import PeerExchange
 from rorqual.parallel.layout import Layout
 from rorqual.parallel_config import ParallelConfig
 
+KINDS: dict[str, type[StoreExchange]] = {
+    "local": LocalExchange,
+    "allgather_tp": AllGatherExchange,
+    "allgather_ep": AllGatherExchange,
+    "alltoall": AllToAllExchange,
+    "low_latency": LowLatencyExchange,
+}
+
+
+def records_decode(sizes: ParallelConfig, moe: MoEConfig) -> bool:
+    """Whether a device graph can hold steps that only decode. A question of the configuration,
+    which all ranks answer alike: a pipeline stage may hold no experts to ask."""
+    return KINDS[chosen_exchange(sizes, moe, 1, decode=True)].capturable
+
 
 def make_exchange(sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore) -> Exchange:
     """The exchange of one layer: what the steps of this configuration may choose."""
@@ -22,8 +36,7 @@ def make_exchange(sizes: ParallelConfig, moe: MoEConfig, store: ExpertStore) -> 
     made = {name: _make(name, sizes, store, moe.num_shared > 0) for name in names}
     if len(made) == 1:
         return made[names[0]]
-    decode = chosen_exchange(sizes, moe, 1, decode=True)
-    return SelectedExchange(store, made, made[decode].capturable)
+    return SelectedExchange(store, made, records_decode(sizes, moe))
 
 
 def _make(name: str, sizes: ParallelConfig, store: ExpertStore, shared: bool) -> Exchange:

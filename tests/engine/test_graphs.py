@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
+from rorqual.engine.config import EngineConfig
 from rorqual.engine.graphs import bucket_sizes
 from rorqual.engine.plan import Plan, Variant
 from rorqual.engine.runner import ModelRunner, Pending
@@ -246,6 +247,43 @@ def test_buckets():
     assert bucket_sizes(5) == [1, 2, 4, 5]
     assert bucket_sizes(256)[-1] == 256
     assert all(b - a <= 64 for a, b in zip(bucket_sizes(1024), bucket_sizes(1024)[1:], strict=False))
+
+
+LONE: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 2,
+    "max_model_len": 64,
+    "page_size": 8,
+    "weights": "random",
+    "lone_rank": True,
+    "dp": 2,
+    "ep": 2,
+    "graph_sizes": (1,),
+}
+
+
+def test_an_exchange_that_no_graph_can_hold(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Graphs that were asked for are not left out in silence; left to the engine, they are."""
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    for mode in ("graph", "acl_graph"):
+        message = f"{mode}.*exchange='alltoall'.*: exchange auto, allgather_ep, low_latency, or exe"
+        with pytest.raises(ConfigError, match=message):
+            LLM(folder, **LONE, exe_mode=mode, exchange="alltoall")
+    assert LLM(folder, **LONE, exchange="alltoall").engine.runner.graphs is None
+    assert LLM(folder, **LONE, exe_mode="graph", exchange="low_latency").engine.runner.graphs
+    assert LLM(folder, **LONE, exe_mode="graph").engine.runner.graphs
+
+
+def test_it_is_refused_before_ranks_are_started(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def launcher(config: EngineConfig) -> None:
+        raise AssertionError("nobody should be started")
+
+    monkeypatch.setattr("rorqual.engine.ranks.make_launcher", launcher)
+    options = {name: value for name, value in LONE.items() if name != "lone_rank"}
+    with pytest.raises(ConfigError, match="exchange='alltoall'"):
+        LLM(folder, **options, exe_mode="graph", exchange="alltoall")
 
 
 def test_graphs_are_refused_where_there_are_none():
