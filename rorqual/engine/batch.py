@@ -20,7 +20,10 @@ from rorqual.parallel.mesh import SINGLE_LAYOUT
 @dataclass
 class Part:
     """The decode or the prefill half of a step, packed tokens first, then the rows that are sampled: their `logit_rows` among the
-    part's tokens, `slots`, and `bounds` of their cached entries. `following`: the prompt's token after each (0 after the last)."""
+    part's tokens, `slots`, and `bounds` of their cached entries. `following`: the prompt's token
+    after each (0 after the last).
+    `ends`: with several prediction modules, the last rows [C] of chunks that are not sampled, and
+    the tokens after them [C, modules]; where the prompt ends before, its last one stands in."""
 
     ids: Tensor
     positions: Tensor
@@ -30,6 +33,7 @@ class Part:
     segment: Segment
     bounds: tuple[int, ...]
     following: Tensor | None = None
+    ends: tuple[Tensor, Tensor] | None = None
 
     def columns(self) -> tuple[Tensor, ...]:
         return self.ids, self.positions, self.slot_mapping, self.logit_rows
@@ -45,9 +49,11 @@ class Batch:
 
 
 class BatchBuilder:
-    """`exact`: the host knows every length, as it does without speculation."""
+    """`exact`: the host knows every length, as it does without speculation. `modules`: prediction
+    modules that will read what follows a prompt's tokens."""
 
-    def __init__(self, rows: Rows, pool: KVPool, rotary: Rotary, exact: bool):
+    def __init__(self, rows: Rows, pool: KVPool, rotary: Rotary, exact: bool, modules: int = 0):
+        self.modules = modules
         self.rows, self.pool, self.rotary, self.exact = rows, pool, rotary, exact
         self.platform, self.page_size = rows.platform, pool.spec.page_size
         self.nothing = torch.empty(0, dtype=torch.int64, device=self.platform.device)
@@ -90,7 +96,16 @@ class BatchBuilder:
         held = tables[tokens[2], tokens[1] // self.page_size]
         mapping = held * self.page_size + tokens[1] % self.page_size
         sampled = tuple(chunk.stop for chunk in chunks if chunk.sample)
-        return Part(tokens[0], tokens[1], mapping, picked[0], picked[1], segment, sampled, tokens[3])
+        ends = self._ends(host)
+        last = picked[0], picked[1], segment, sampled
+        return Part(tokens[0], tokens[1], mapping, *last, tokens[3], ends)
+
+    def _ends(self, host: _ChunkColumns) -> tuple[Tensor, Tensor] | None:
+        if self.modules < 2 or not host.ends:
+            return None
+        after = [(*known, *known[-1:] * self.modules)[: self.modules] for known in host.after]
+        to_device = self.platform.to_device
+        return to_device(torch.tensor(host.ends)), to_device(torch.tensor(after))
 
     def _pages(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -104,13 +119,18 @@ class _ChunkColumns:
         self.following: list[int] = []
         self.logit_rows: list[int] = []
         self.slots: list[int] = []
+        self.ends: list[int] = []
+        self.after: list[tuple[int, ...]] = []
 
     def add(self, index: int, chunk: Chunk) -> None:
         self.ids.extend(chunk.tokens)
         self.positions.extend(range(chunk.start, chunk.stop))
         self.owner.extend([index] * len(chunk.tokens))
         self.following.extend(chunk.tokens[1:])
-        self.following.append(chunk.following)
+        self.following.append(chunk.following[0] if chunk.following else 0)
+        if chunk.following:
+            self.ends.append(len(self.ids) - 1)
+            self.after.append(chunk.following)
         if chunk.sample:
             self.logit_rows.append(len(self.ids) - 1)
             self.slots.append(chunk.slot)

@@ -26,14 +26,15 @@ class NewRow:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token is wanted, else `following` is
-    the prompt's token after the chunk."""
+    """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token
+    is wanted, else `following` are the prompt's tokens after the chunk, as many as prediction
+    modules look ahead, at least 1; fewer where the prompt ends before."""
 
     slot: int
     start: int
     tokens: ReadOnly[int]
     sample: bool
-    following: int = 0
+    following: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:

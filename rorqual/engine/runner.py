@@ -81,7 +81,8 @@ class ModelRunner:
         most = speculation.next_n if speculation else 0
         self.rows = Rows(max_num_seqs, -(-max_len // pool.spec.page_size), model.config.vocab_size, platform, most, model.ops)
         self.rows.draws = model.mesh.last_stage
-        self.build = BatchBuilder(self.rows, pool, model.rotary, exact=speculation is None)
+        exact = speculation is None
+        self.build = BatchBuilder(self.rows, pool, model.rotary, exact, len(model.mtp))
         self.verifier = Verifier(self.rows, most, speculation.rates if speculation else ())
         self.drafter = self._drafter(speculation)
         self.shared = SharedRows(self.rows, model.mesh)
@@ -350,7 +351,7 @@ class ModelRunner:
         common: Common,
     ) -> None:
         """Hand the drafter every row of the step with the token after it."""
-        following, last, slots = [], [], []
+        following, last, slots, ends = [], [], [], None
         bounds: tuple[int, ...] = ()
         count = 0
         if batch.decode and drawn and drawn.following is not None and drawn.last is not None:
@@ -367,7 +368,9 @@ class ModelRunner:
                 slots.append(prefill.slots)
                 bounds += tuple(bound + common.next_n for bound in prefill.bounds)
             following.append(ahead)
+            if prefill.ends is not None:
+                ends = prefill.ends[0] + count, prefill.ends[1]
         none = self.build.nothing
         rows = (join(slots or [none]), join(last or [none]))
         ahead = join(following or [none])
-        drafter.draft(Drafting(*rows, bounds, batch.step, hidden, ahead, common))
+        drafter.draft(Drafting(*rows, bounds, batch.step, hidden, ahead, common, ends))

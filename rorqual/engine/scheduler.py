@@ -322,9 +322,13 @@ class Scheduler:
         self, plan: Plan, sequence: Sequence, budget: int, sampled: list[Sequence], computed: list[tuple[Sequence, int]]
     ) -> int:
         start = sequence.cached
-        stop = min(len(sequence.tokens), start + min(budget, self.config.prefill_chunk or budget))
-        last = stop == len(sequence.tokens)
-        following = 0 if last else sequence.tokens[stop]
+        known, ahead = len(sequence.tokens), self.config.lookahead
+        stop = min(known, start + min(budget, self.config.prefill_chunk or budget))
+        if 0 < known - stop < ahead:
+            # The last module would need a token that nobody has drawn: leave more for next time.
+            stop = max(start + 1, known - ahead)
+        last = stop == known
+        following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
         plan.chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:stop], last, following))
         sequence.cached = stop
         computed.append((sequence, stop))

@@ -115,7 +115,7 @@ class Drafting:
     slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden state predicts the newest one;
     kv_bounds: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
     token after each row, are those of the step. common: what ranks, who draft together, know alike;
-    its `sampled` is N of each data-parallel rank.
+    its `sampled` is N of each data-parallel rank. ends: see Part; rows of the step.
     """
 
     slots: Tensor
@@ -125,6 +125,7 @@ class Drafting:
     hidden: Tensor
     following: Tensor
     common: Common
+    ends: tuple[Tensor, Tensor] | None = None
 
 
 class Drafter(Protocol):
@@ -176,6 +177,9 @@ class MTPDrafter:
                 newest = self._propose(logits, place, variant, work.slots, target + place)
             if place + 1 < len(modules):
                 following = following.roll(-1, 0).index_copy(0, last, newest)
+                if work.ends is not None:  # else the first row of another request's would follow
+                    rows, after = work.ends
+                    following = following.index_copy(0, rows, after[:, place + 1])
         self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=next_n))
 
     def _all(self, rows: Tensor) -> Tensor:

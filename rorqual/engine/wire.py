@@ -47,11 +47,15 @@ def decode_result(data: bytes) -> StepResult:
 
 
 def _from_part(part: Plan) -> list[Any]:
-    chunks = [[chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following] for chunk in part.chunks]
+    chunks = [_from_chunk(chunk) for chunk in part.chunks]
     rows = [
         [row.slot, _from_params(row.params), row.seed, row.pages, row.prompt_len, row.tokens, sorted(row.stop_ids)] for row in part.new_rows
     ]
     return [part.decode_slots, part.decode_bounds, chunks, rows, part.pages, part.next_n]
+
+
+def _from_chunk(chunk: Chunk) -> list[Any]:
+    return [chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following]
 
 
 def _to_part(data: list[Any]) -> Plan:
@@ -60,7 +64,11 @@ def _to_part(data: list[Any]) -> Plan:
         NewRow(slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops))
         for slot, params, seed, held, prompt_len, tokens, stops in rows
     ]
-    return Plan(slots, bounds, [Chunk(*chunk) for chunk in chunks], new_rows, [tuple(page) for page in pages], next_n)
+    made = [
+        Chunk(slot, start, tokens, sample, tuple(following))
+        for slot, start, tokens, sample, following in chunks
+    ]  # fmt: skip
+    return Plan(slots, bounds, made, new_rows, [tuple(page) for page in pages], next_n)
 
 
 def _from_params(params: SamplingParams) -> dict[str, Any]:

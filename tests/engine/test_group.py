@@ -219,7 +219,8 @@ def test_plans_and_results_survive_as_bytes() -> None:
         SamplingParams(structured=StructuredOutput("regex", "[a-é]+"), stop=["fin"], max_tokens=None),
     ]
     rows = [NewRow(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1})) for i, p in enumerate(params)]
-    plan = Plan([0, 2], [5, 9], [Chunk(1, 0, [4, 5, 6], True), Chunk(3, 8, (1,), False, 77)], rows, [(0, 1, 17)], 2)
+    chunks = [Chunk(1, 0, [4, 5, 6], True), Chunk(3, 8, (1,), False, (77, 78))]
+    plan = Plan([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
     whole = GroupPlan([plan, Plan(next_n=2)], Variant.FILTERED, host=True)
     back = decode_plan(encode_plan(whole))
     assert back.common() == whole.common()
@@ -227,6 +228,7 @@ def test_plans_and_results_survive_as_bytes() -> None:
     back = back.parts
     assert back[1] == Plan(next_n=2)
     assert [list(chunk.tokens) for chunk in back[0].chunks] == [[4, 5, 6], [1]]
-    assert (back[0].new_rows, back[0].pages, back[0].next_n, back[0].chunks[1].following) == (rows, [(0, 1, 17)], 2, 77)
+    assert (back[0].new_rows, back[0].pages, back[0].next_n) == (rows, [(0, 1, 17)], 2)
+    assert [chunk.following for chunk in back[0].chunks] == [(), (77, 78)]
     result = StepResult([[1, 2], [3]], [2, 0], {1: [TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))]})
     assert decode_result(encode_result(result)) == result
