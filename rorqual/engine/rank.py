@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from rorqual.cache.pool import KVPool
-from rorqual.cache.spec import FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
-from rorqual.config import ModelConfig
+from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
+from rorqual.cache.stretch import workspace_bytes
+from rorqual.config import MLAConfig, ModelConfig
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.graphs import RECORDED
 from rorqual.engine.next_n import next_n_choices
@@ -242,13 +243,34 @@ class Rank:
         most = config.max_num_seqs * -(-self.max_model_len // spec.page_size)
         pages = min(most, self._cache_bytes() // spec.bytes_per_page)
         if pages < 1:
-            raise CapacityError(f"no room for one cache page of {spec.bytes_per_page} bytes")
+            beside = f" beside {self.workspace} bytes for attention" if self.workspace else ""
+            page = f"one cache page of {spec.bytes_per_page} bytes"
+            raise CapacityError(f"no room for {page}{beside}")
         return pages + 1
 
+    @property
+    def workspace(self) -> int:
+        """Bytes into which MLA layers in form CC decompress cached latents, at most."""
+        config = self.config
+        mla = self.model_config.attention
+        if not isinstance(mla, MLAConfig) or "CC" not in (config.mla_prefill, config.mla_decode):
+            return 0
+        own = replace(mla, num_heads=mla.num_heads // self.mesh.sizes.tp)
+        return workspace_bytes(
+            own,
+            DTYPE_BYTES[self.dtype],
+            self.platform.device.type,
+            self.spec.page_size,
+            requests=config.max_num_seqs,
+            longest=self.max_row_len,
+            queries=min(config.max_num_batched_tokens, config.prefill_chunk or self.max_row_len),
+        )
+
     def _cache_bytes(self) -> int:
+        """What is left beside weights and workspace, unless the cache's size was given."""
         if self.config.kv_cache_bytes:
             return self.config.kv_cache_bytes
-        free = self.platform.available_memory()
+        free = self.platform.available_memory() - self.workspace
         if self.platform.name == "cpu":
             return min(CPU_CACHE_BYTES, int(free * CPU_CACHE_SHARE))
         total = self.platform.total_memory()

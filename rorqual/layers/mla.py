@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.spec import check_forms
+from rorqual.cache.stretch import stretch_tokens
 from rorqual.config import MLAConfig, ModelConfig
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.step import Step
 from rorqual.ops.reference import Weight, dequantise
-from rorqual.ops.table import MLAWeights, Segment
+from rorqual.ops.table import MLAWeights, Segment, Stretch
 from rorqual.parallel.choice import gathers_latents
 
 LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, whatever rms_norm_eps says
@@ -162,13 +163,46 @@ class MLA:
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
             return self.out.forward(heads.flatten(1))
         if form == "CC":
-            k, v = self.decompress(self.ops.latent_entries(planes["latent"], segment, self.config.kv_lora_rank, q.dtype))
-            return self.out.forward(self.ops.dense_attention(q, k, v, segment, self.scale).flatten(1))
+            heads = self._attend_decompressed(q, planes["latent"], segment)
+            return self.out.forward(heads.flatten(1))
         if form == "AM_CC_ME":
             return self._attend_materialised(query_in, planes["latent"], step, segment, part)
         if form == "A_CC" and planes["latent"].dtype != torch.uint8:  # an fp8 cache keeps latent and rope key apart
             return self._attend_joined(q, planes["latent"], segment)
         return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale))
+
+    def _attend_decompressed(self, q: Tensor, plane: Tensor, segment: Segment) -> Tensor:
+        """Never more of the cache decompressed at once than cache/stretch.py allows: keys and
+        values of all heads are many times the latents they are made of. The step's own tokens are
+        in the cache by now and no exception, so that the bound holds for a step of any size."""
+        page = plane.shape[1]
+        tokens = stretch_tokens(self.config, q.element_size(), q.device.type, page)
+        shares = self.ops.shares(segment, tokens, page)
+        outs = [self._attend_share(q[share.queries], plane, share.segments) for share in shares]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_share(self, q: Tensor, plane: Tensor, segments: list[Segment]) -> Tensor:
+        if len(segments) == 1:
+            k, v = self._decompressed(plane, segments[0], q.dtype)
+            return self.ops.dense_attention(q, k, v, segments[0], self.scale)
+        # Sums are kept in fp32: rounded after each stretch they would drift with their number.
+        out = q.new_zeros(*q.shape[:2], self.config.v_dim, dtype=torch.float32)
+        total = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        for stretch in segments:
+            assert isinstance(stretch, Stretch)
+            k, v = self._decompressed(plane, stretch, q.dtype)
+            self.ops.stretch_attention(q, k, v, stretch, self.scale, out, total)
+            del k, v  # before the next stretch is decompressed: one at a time
+        return out.to(q.dtype)
+
+    def _decompressed(
+        self,
+        plane: Tensor,
+        segment: Segment,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        rank = self.config.kv_lora_rank
+        return self.decompress(self.ops.latent_entries(plane, segment, rank, dtype))
 
     def _attend_joined(self, q: Tensor, plane: Tensor, segment: Segment) -> Tensor:
         nope, rank = self.config.nope_dim, self.config.kv_lora_rank

@@ -146,14 +146,61 @@ def unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.cat((wide.to(dtype), rope), -1)
 
 
+def by_query_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [L, G, D] in fp32, one for each query head: [L, H, D]."""
+    return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)).float()
+
+
+def seen_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
+    """[H, Q, L] fp32: the score of each query with each key. Query i sees keys up to `first` + i;
+    the others' scores are -inf."""
+    scores = torch.einsum("qhd,khd->hqk", q.float(), by_query_head(k, q.shape[1])) * scale
+    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(first)
+    return scores.masked_fill_(~allowed, float("-inf"))
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v [L, G, Dv]. Returns [Q, H, Dv]."""
-    queries, heads, length, groups = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
-    k, v = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
-    allowed = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
-    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
+    weights = seen_scores(q, k, scale, k.shape[0] - q.shape[0]).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1])).to(q.dtype)
+
+
+def partial_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [Q, H, D] over some of a request's keys [L, G, D] and values [L, G, Dv]: what
+    those alone would give, [Q, H, Dv] fp32, and the log-sum-exp of their scores, [Q, H] fp32.
+
+    Query i sees keys up to `first` + i: from L - 1 on all of them, below 0 none, which gives 0 and
+    -inf.
+    """
+    scores = seen_scores(q, k, scale, first)
+    total = scores.logsumexp(-1)
+    weights = scores.sub_(_finite(total)[..., None]).exp_()
+    out = torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1]))
+    return out, total.t()
+
+
+def join_attention(
+    out: Tensor,
+    total: Tensor,
+    more: Tensor,
+    more_total: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Two results of `partial_attention` over different keys as one over all of them."""
+    joined = torch.logaddexp(total, more_total)
+    shift = _finite(joined)
+    parts = [x * (log - shift).exp()[..., None] for x, log in ((out, total), (more, more_total))]
+    return parts[0] + parts[1], joined
+
+
+def _finite(total: Tensor) -> Tensor:
+    """Zero for the sums of nothing: -inf less itself would be NaN."""
+    return total.masked_fill(total == float("-inf"), 0)
 
 
 def router_scores(logits: Tensor, moe: MoEConfig) -> Tensor:

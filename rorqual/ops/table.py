@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rorqual.cache.stretch import SCORES
 from rorqual.config import MLAConfig, MoEConfig
 from rorqual.ops import counter, reference
 from rorqual.ops.reference import Distribution, Weight
@@ -47,6 +48,71 @@ class Segment:
         lens = self.kv_lens[:, None] + torch.arange(1 - each, 1, device=self.kv_lens.device)
         bounds = tuple(bound for bound in self.kv_bounds for _ in range(each))
         return Segment(self.tables.repeat_interleave(each, 0), lens.flatten(), (1,) * self.tokens, bounds, exact=False)
+
+    def part(self, requests: slice) -> Segment:
+        """Some of the requests, as a segment of their own."""
+        bounds = self.kv_bounds[requests]
+        lens = self.kv_lens[requests]
+        return Segment(self.tables[requests], lens, self.query_lens[requests], bounds, self.exact)
+
+
+class Stretch(Segment):
+    """A piece of one request's cache under all of its queries, as a segment of its own: `size`
+    entries from entry `start` on, the first of a page, or as many of them as there are.
+
+    first [1] int64: query i sees the stretch's entries up to first + i, none where that is below 0.
+    """
+
+    def __init__(self, whole: Segment, request: int, start: int, size: int, page: int):
+        here = slice(request, request + 1)
+        queries = whole.query_lens[here]
+        lens = whole.kv_lens[here] - start
+        column = min(start // page, whole.tables.shape[1] - 1)  # a bound may be beyond the table
+        tables = whole.tables[here, column:]
+        super().__init__(tables, lens.clamp(0, size), queries, (size,), whole.exact)
+        self.first = lens - queries[0]
+
+
+@dataclass
+class Share:
+    """Requests of a segment that are attended to together; `queries` are theirs among all. One
+    whole segment of as many requests as fit, or the stretches of one request that does not."""
+
+    queries: slice
+    segments: list[Segment]
+
+
+def shares_of(segment: Segment, tokens: int, page: int) -> list[Share]:
+    """The segment's requests in order, at most `tokens` cached entries (whole pages) a segment.
+
+    By bounds that the host knows, so that nothing waits for the device. Where all fit, the segment
+    is its own only share, and what a backend derived of it stays."""
+    if sum(segment.kv_bounds) <= tokens:
+        return [Share(slice(None), [segment])]
+    shares = []
+    begin = 0
+    while begin < len(segment):
+        end = begin
+        held = 0
+        while end < len(segment) and held + segment.kv_bounds[end] <= tokens:
+            held += segment.kv_bounds[end]
+            end += 1
+        if end > begin:
+            pieces = [segment.part(slice(begin, end))]
+        else:
+            pieces = _stretches(segment, begin, tokens, page)
+            end = begin + 1
+        before = sum(segment.query_lens[:begin])
+        queries = slice(before, before + sum(segment.query_lens[begin:end]))
+        shares.append(Share(queries, pieces))
+        begin = end
+    return shares
+
+
+def _stretches(segment: Segment, request: int, tokens: int, page: int) -> list[Segment]:
+    bound = segment.kv_bounds[request]
+    starts = range(0, bound, tokens)
+    return [Stretch(segment, request, at, min(tokens, bound - at), page) for at in starts]
 
 
 @dataclass
@@ -246,6 +312,45 @@ class Ops:
         lens = segment.kv_lens.tolist()
         parts = zip(q.split(segment.query_lens), k.split(lens), v.split(lens), strict=True)
         return torch.cat([reference.causal_attention(*part, scale) for part in parts])
+
+    def shares(self, segment: Segment, tokens: int, page: int) -> list[Share]:
+        """As `shares_of`: how to attend to a segment, at most `tokens` cached entries at once."""
+        return shares_of(segment, tokens, page)
+
+    def stretch_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        stretch: Stretch,
+        scale: float,
+        out: Tensor,
+        total: Tensor,
+    ) -> None:
+        """Attention over one stretch, packed as `gather` returns it, joined with that over others.
+
+        q [Q, H, D], k [L, G, D], v [L, G, Dv]. out [Q, H, Dv] fp32 is what was found so far, total
+        [Q, H] fp32 the log-sum-exp of its scores, -inf at first; both are brought up to date.
+
+        Here by blocks of heads and queries: all scores would take more than keys and values do."""
+        length = int(stretch.kv_lens)
+        if not length:
+            return
+        first = int(stretch.first)
+        share = q.shape[1] // k.shape[1]
+        width = q.shape[2] + v.shape[2]
+        longer = max(length, width)  # a block of results must not grow where there are few keys
+        rows = max(1, min(q.shape[0], SCORES // longer))
+        groups = max(1, SCORES // max(longer * rows * share, length * width))
+        for group in range(0, k.shape[1], groups):
+            some = slice(group, group + groups)
+            heads = slice(group * share, (group + groups) * share)
+            keys = k[:length, some].float()
+            values = v[:length, some].float()
+            for row in range(0, q.shape[0], rows):
+                at = (slice(row, row + rows), heads)
+                found = reference.partial_attention(q[at], keys, values, scale, first + row)
+                out[at], total[at] = reference.join_attention(out[at], total[at], *found)
 
     def gather(self, plane: Tensor, segment: Segment) -> Tensor:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""

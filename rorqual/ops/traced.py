@@ -87,6 +87,8 @@ class TracedOps(Ops):
     routed_experts = entry(Ops.routed_experts)
     unsummed_experts = entry(Ops.unsummed_experts)
     dense_attention = entry(Ops.dense_attention)
+    shares = entry(Ops.shares)
+    stretch_attention = entry(Ops.stretch_attention)
     gather = entry(Ops.gather)
     latent_entries = entry(Ops.latent_entries)
     decode_rows = entry(Ops.decode_rows)

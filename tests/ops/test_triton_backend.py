@@ -91,6 +91,23 @@ def test_fp8_latent_cache_of_odd_sizes_falls_back() -> None:
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_a_cache_decompressed_by_stretches(
+    monkeypatch: pytest.MonkeyPatch,
+    kv_dtype: str,
+) -> None:
+    """In prompts and in steps of three queries: as all at once, which no other step of the same
+    kernels was."""
+    ids = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    given = (SMALL, TritonOps(), "float32", torch.device(DEVICE), ("CC", "CC"))
+    found = []
+    for tokens in (PAGE, 100):
+        monkeypatch.setattr("rorqual.layers.mla.stretch_tokens", lambda *_, tokens=tokens: tokens)
+        found.append(all_logits(random_model(*given), ids, CUTS, PAGE, 3, kv_dtype))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(*found), "nothing was cut"
+
+
 def test_fp8_weights() -> None:
     """The same rounding of the activations, so only the order of sums differs."""
     got, want = both({**WIDE, **ONE, "first_k_dense_replace": 0})

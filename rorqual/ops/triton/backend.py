@@ -14,6 +14,7 @@ attention and experts wait for the device: a step that meets such a fallback can
 |                         | on a card also: rows of an fp8 cache are no multiple of 16 bytes                         |
 | write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two                           |
 | attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
+| stretch_attention       | as dense_attention                                             |
 
 Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's logits.
 """
@@ -29,7 +30,7 @@ from torch import Tensor
 from rorqual.config import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import FP8, Distribution, Weight
-from rorqual.ops.table import MLAWeights, Ops, Segment
+from rorqual.ops.table import MLAWeights, Ops, Segment, Share, Stretch
 from rorqual.ops.triton import (
     absorb,
     advance,
@@ -242,6 +243,28 @@ class TritonOps(Ops):
         known = derived(segment)
         starts = known.query_starts(), known.key_starts()
         return prefill.dense_prefill(q, k, v, *starts, segment.kv_lens, known.most_queries, scale)
+
+    def shares(self, segment: Segment, tokens: int, page: int) -> list[Share]:
+        """Made once a step, as all that is derived of the segments in them."""
+        return derived(segment).shares(tokens, page)
+
+    def stretch_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        stretch: Stretch,
+        scale: float,
+        out: Tensor,
+        total: Tensor,
+    ) -> None:
+        """The kernel goes on where the one before it stopped: nothing is left to be joined."""
+        if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
+            return super().stretch_attention(q, k, v, stretch, scale, out, total)
+        known = derived(stretch)
+        so_far = prefill.SoFar(out, total, stretch.first)
+        starts = (known.query_starts(), known.key_starts())
+        prefill.dense_prefill(q, k, v, *starts, stretch.kv_lens, q.shape[0], scale, so_far=so_far)
 
     def gather(self, plane: Tensor, segment: Segment) -> Tensor:
         """Packed by host bounds: [sum of kv_bounds, *shape]. What lies past a request's length is page 0's content, never attended."""

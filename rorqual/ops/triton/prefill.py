@@ -19,6 +19,8 @@ from rorqual.ops.triton import tuning
 from rorqual.ops.triton.gqa_decode import padded
 from rorqual.ops.triton.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
 
+TO_BASE_2 = tl.constexpr(LOG2E)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -29,6 +31,17 @@ class Config:
     warps: int
     stages: int
     tma: bool = True
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """Attention over other keys of the same requests, brought up to date in place: out [T, H, Dv]
+    fp32, and totals [T, H] fp32, the log-sum-exp of its scores (-inf where there were none). Query
+    i of a request sees, of the keys that follow, those up to firsts [R] + i."""
+
+    out: Tensor
+    totals: Tensor
+    firsts: Tensor
 
 
 def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> Config:
@@ -57,13 +70,18 @@ def _scores(q, q_tail, k, k_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_starts, kv_lens, out, factor, q_token, q_head, k_row,
-                    k_head, v_row, v_head, table_row, out_token, out_head, SHARE: tl.constexpr, SIZE: tl.constexpr,
+def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_starts, kv_lens,
+                    firsts, totals, out, factor, q_token, q_head, k_row, k_head, v_row, v_head,
+                    table_row, total_token, total_head, out_token, out_head, SO_FAR: tl.constexpr,
+                    SHARE: tl.constexpr, SIZE: tl.constexpr,
                     WIDTH: tl.constexpr, TAIL: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
                     PRECISION: tl.constexpr):  # fmt: skip
     """Grid (query blocks, heads, requests), the longest blocks first. PAGE 0: keys are packed, request after request.
-    A head's SIZE columns are WIDTH + TAIL, or fewer than WIDTH and no TAIL; its V_SIZE columns of values at most V_WIDTH."""
+    A head's SIZE columns are WIDTH + TAIL, or fewer than WIDTH and no TAIL; its V_SIZE columns of values at most V_WIDTH.
+
+    SO_FAR: the softmax goes on from `out`, fp32, and the log of its sum in `totals`; query i sees
+    keys up to `firsts` + i."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     head, request = tl.program_id(1), tl.program_id(2)
     q_begin = tl.load(query_starts + request)
@@ -84,11 +102,22 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
     q_place = q + token[:, None] * q_token + head * q_head
     q_main = tl.load(q_place + columns[None, :], mask=row_ok[:, None] & inside, other=0.0)
     q_tail = tl.load(q_place + tail_columns[None, :], mask=row_ok[:, None], other=0.0) if TAIL > 0 else q_main
-    acc = tl.zeros((BLOCK_M, V_WIDTH), tl.float32)
-    peak = tl.full((BLOCK_M,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    shift = length - queries
-    plain = tl.maximum(shift + block * BLOCK_M + 1, 0) // BLOCK_N  # key tiles that every row sees in full
+    if SO_FAR:  # where the peak is the log of the sum, the sum itself is 1
+        total_place = totals + token * total_token + head * total_head
+        before = tl.load(total_place, mask=row_ok, other=float("-inf")) * TO_BASE_2
+        any_before = before > -1e30
+        place = out + token[:, None] * out_token + head * out_head + v_columns[None, :]
+        acc = tl.load(place, mask=row_ok[:, None] & v_inside, other=0.0)
+        peak = tl.where(any_before, before, -1e30)
+        total = tl.where(any_before, 1.0, 0.0)
+        shift = tl.load(firsts + request).to(tl.int32)
+    else:
+        acc = tl.zeros((BLOCK_M, V_WIDTH), tl.float32)
+        peak = tl.full((BLOCK_M,), -1e30, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        shift = length - queries
+    # Key tiles that every row sees in full.
+    plain = tl.minimum(tl.maximum(shift + block * BLOCK_M + 1, 0), length) // BLOCK_N
     high = tl.cdiv(tl.minimum(shift + (block + 1) * BLOCK_M, length), BLOCK_N)
 
     for j in tl.range(0, plain, num_stages=STAGES):
@@ -117,13 +146,17 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
         tail = tl.load(k_rows[:, None] + tail_columns[None, :], mask=ok, other=0.0) if TAIL > 0 else keys
         values = tl.load(v_rows[:, None] + v_columns[None, :], mask=ok & v_inside, other=0.0)
         scores = _scores(q_main, q_tail, keys, tail, TAIL, PRECISION)
-        seen = n[None, :] <= (shift + rows)[:, None]
+        seen = n[None, :] <= tl.minimum(shift + rows, length - 1)[:, None]
         weights, shrink, peak, total = _softmax_step(tl.where(seen, scores, float("-inf")), factor, peak, total)
         acc = tl.dot(weights.to(DTYPE), values, acc * shrink[:, None], input_precision=PRECISION)
 
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    some = tl.where(total > 0, total, 1.0)
+    acc = acc / some[:, None]
     place = out + token[:, None] * out_token + head * out_head + v_columns[None, :]
-    tl.store(place, acc.to(DTYPE), mask=row_ok[:, None] & v_inside)
+    tl.store(place, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & v_inside)
+    if SO_FAR:
+        log = tl.where(total > 0, (peak + tl.log2(some)) / TO_BASE_2, float("-inf"))
+        tl.store(totals + token * total_token + head * total_head, log, mask=row_ok)
 
 
 def _parts(width: int) -> tuple[int, int]:
@@ -147,32 +180,48 @@ def _descriptor(rows: Tensor, block_n: int, width: int) -> TensorDescriptor:
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, query_starts: Tensor, key_starts: Tensor | None,
-            kv_lens: Tensor, max_query_len: int, scale: float, out: Tensor | None, config: Config | None) -> Tensor:  # fmt: skip
+            kv_lens: Tensor, max_query_len: int, scale: float, out: Tensor | None,
+            config: Config | None, so_far: SoFar | None = None) -> Tensor:  # fmt: skip
     """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
     tokens, heads, width = q.shape
     config = config or config_for(q, k.shape[1], tables is not None, max_query_len)
     main, tail = _parts(width)
-    out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device) if out is None else out
+    firsts = totals = None
+    total_steps: tuple[int, ...] = (0, 0)
+    if so_far is not None:
+        out = so_far.out
+        firsts = so_far.firsts
+        totals = so_far.totals
+        total_steps = totals.stride()
+        assert out.dtype == totals.dtype == torch.float32
+        assert out.stride(2) == 1
+    if out is None:
+        out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
     v_width = padded(v.shape[2])
     exact = main + tail == width and v_width == v.shape[2]
     tma = config.tma and exact and _bulk(k) and _bulk(v) and page % config.block_n == 0
     describe = [_descriptor(x, config.block_n, n) if tma and n else None for x, n in ((k, main), (k, tail), (v, v_width))]
     grid = (triton.cdiv(max_query_len, config.block_m), heads, kv_lens.shape[0])
     _prefill_kernel[grid](
-        q, k, v, *describe, tables, query_starts, key_starts, kv_lens, out, scale * LOG2E, q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), v.stride(0), v.stride(1), 0 if tables is None else tables.stride(0), out.stride(0), out.stride(1),
-        heads // k.shape[1], width, main, tail, v.shape[2], v_width, page, config.block_m, config.block_n, config.stages, tma,
+        q, k, v, *describe, tables, query_starts, key_starts, kv_lens, firsts, totals, out,
+        scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        0 if tables is None else tables.stride(0), *total_steps, out.stride(0), out.stride(1),
+        so_far is not None, heads // k.shape[1], width, main, tail, v.shape[2], v_width, page,
+        config.block_m, config.block_n, config.stages, tma,
         "ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
     )  # fmt: skip
     return out
 
 
 def dense_prefill(q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, kv_lens: Tensor, max_query_len: int,
-                  scale: float, out: Tensor | None = None, config: Config | None = None) -> Tensor:  # fmt: skip
+                  scale: float, out: Tensor | None = None, config: Config | None = None,
+                  so_far: SoFar | None = None) -> Tensor:  # fmt: skip
     """Attention over packed keys. q [T, H, D], k [N, G, D], v [N, G, Dv], bf16 or fp32, any row and head strides; query_starts [R + 1],
     key_starts [R] and kv_lens [R] int on the device: request i owns queries query_starts[i] to [i + 1] and keys from key_starts[i].
-    max_query_len is known on the host; a bound will do. Returns [T, H, Dv]."""
-    return _launch(q, k, v, 0, None, query_starts, key_starts, kv_lens, max_query_len, scale, out, config)
+    max_query_len is known on the host; a bound will do. Returns [T, H, Dv]. so_far: the keys are
+    some of each request's, and its `out` is returned."""
+    known = (query_starts, key_starts, kv_lens, max_query_len, scale)
+    return _launch(q, k, v, 0, None, *known, out, config, so_far)
 
 
 def paged_prefill(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, query_starts: Tensor, kv_lens: Tensor, max_query_len: int,

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rorqual.ops.table import Segment
+from rorqual.ops.table import Segment, Share, shares_of
 from rorqual.ops.triton.split_kv import SplitPlan
 
 DECODE_QUERIES = 4  # up to so many query tokens of each request are rows of one decode tile
@@ -29,6 +29,7 @@ class Derived:
         self._plans: dict[Hashable, SplitPlan] = {}
         self._kept: dict[Hashable, Tensor] = {}
         self._by_token: Segment | None = None
+        self._shares: dict[tuple[int, int], list[Share]] = {}
 
     @property
     def decodes(self) -> bool:
@@ -40,6 +41,12 @@ class Derived:
         if key not in self._plans:
             self._plans[key] = make()
         return self._plans[key]
+
+    def shares(self, tokens: int, page: int) -> list[Share]:
+        key = (tokens, page)
+        if key not in self._shares:
+            self._shares[key] = shares_of(self.segment, tokens, page)
+        return self._shares[key]
 
     def query_starts(self) -> Tensor:
         """[R + 1] int64"""

@@ -1,0 +1,63 @@
+"""How much of the cache an MLA layer in form CC decompresses at once, and the memory that takes.
+
+The layer, the engine's memory sizing and the planner read the same figures. No torch.
+
+CC makes keys and values of all heads from cached latents: in DeepSeek-V3, with its 128 heads on
+one card, 114 KiB a token, 15 GB in every layer at 131,072 tokens. So a request whose cache does not
+fit into a bound is attended to stretch by stretch, and these are joined by their log-sum-exp.
+
+The bound is 256 MiB on a card: small beside any card's memory, yet 2,240 tokens of DeepSeek-V3 even
+with all heads, so that what a step brings by default (2,048 tokens) is one stretch. Each stretch
+reads and writes the sums so far, 8 bytes a value, which is to stay small beside its products. On a
+CPU the bound is 64 MiB: memory is shared with all else there, and longer stretches gain nothing,
+for products of a thousand rows keep the cores busy as they are.
+
+Below a page it cannot go: a stretch starts where a page does.
+"""
+
+from __future__ import annotations
+
+from rorqual.config import MLAConfig
+
+STRETCH_BYTES = {"cpu": 64 * 2**20}
+CARD_STRETCH_BYTES = 256 * 2**20
+# Attention without a kernel of its own takes heads and queries in blocks: the most fp32 numbers of
+# scores, of keys and values, or of results in one, of which four such tensors live at once.
+SCORES = 2**20
+SCORE_BYTES = 4 * 4 * SCORES
+
+
+def token_bytes(mla: MLAConfig, width: int) -> int:
+    """Of one decompressed token in numbers of `width` bytes. The product with kv_b gives keys
+    without their rope part, and values; whole keys are joined beside it. The latent is there twice:
+    as it was gathered, and without the rope key."""
+    heads = mla.num_heads * (2 * mla.nope_dim + mla.rope_dim + mla.v_dim)
+    return width * (heads + 2 * mla.kv_lora_rank + mla.rope_dim)
+
+
+def stretch_tokens(mla: MLAConfig, width: int, device: str, page: int) -> int:
+    """Cached tokens that are decompressed at once on that kind of device: whole pages, at least
+    one. `mla` counts one rank's heads."""
+    limit = STRETCH_BYTES.get(device, CARD_STRETCH_BYTES)
+    return max(1, limit // (token_bytes(mla, width) * page)) * page
+
+
+def workspace_bytes(
+    mla: MLAConfig,
+    width: int,
+    device: str,
+    page: int,
+    requests: int,
+    longest: int,
+    queries: int,
+) -> int:
+    """What attention in form CC takes beside weights and cache: one stretch decompressed and, where
+    a request can be longer, the sums of its queries in fp32 with their log-sum-exp.
+
+    A step has at most so many requests of at most `longest` cached tokens; one brings at most
+    `queries` tokens."""
+    tokens = stretch_tokens(mla, width, device, page)
+    held = min(tokens, requests * longest) * token_bytes(mla, width)
+    if longest <= tokens:
+        return held
+    return held + queries * mla.num_heads * (mla.v_dim + 1) * 4 + SCORE_BYTES
