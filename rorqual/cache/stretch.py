@@ -57,7 +57,10 @@ def workspace_bytes(
     A step has at most so many requests of at most `longest` cached tokens; one brings at most
     `queries` tokens."""
     tokens = stretch_tokens(mla, width, device, page)
-    held = min(tokens, requests * longest) * token_bytes(mla, width)
+    most = min(tokens, requests * longest)
+    held = most * token_bytes(mla, width)
+    if device == "cpu":  # torch's attention wants values as wide as keys, a mask as bool and fp32
+        held += most * mla.num_heads * mla.qk_dim * width + 5 * queries * min(most, longest)
     if longest <= tokens:
         return held
     return held + queries * mla.num_heads * (mla.v_dim + 1) * 4 + SCORE_BYTES

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from rorqual.cache.spec import kv_dtype
-from rorqual.config import GQAConfig, ModelConfig
+from rorqual.cache.spec import DTYPE_BYTES, kv_dtype
+from rorqual.cache.stretch import workspace_bytes
+from rorqual.config import GQAConfig, MLAConfig, ModelConfig
 from rorqual.errors import ConfigError
 from rorqual.hardware import Card, load_card
 from rorqual.parallel_config import ParallelConfig, check_parallel
@@ -22,6 +23,7 @@ from rorqual.perf.routing import UNIFORM, Routing
 from rorqual.perf.shards import rank_weight_bytes, stage_kv_bytes_per_token, stage_weight_bytes
 from rorqual.perf.tables import KernelTables, curve_seconds
 
+PAGE = 64  # of an engine on a card, if nothing else is asked for
 LIMITERS = ("compute", "memory", "network", "launch")
 
 
@@ -88,7 +90,8 @@ class StepModel:
         return self._room(tokens) - weights
 
     def _room(self, tokens: int) -> float:
-        return self.card.memory * self.utilisation - activation_bytes(self.config, self.sizes, tokens)
+        activations = activation_bytes(self.config, self.sizes, tokens, self.fmt)
+        return self.card.memory * self.utilisation - activations
 
     def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
         """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens: the stage with the least room for them
@@ -251,9 +254,14 @@ def _card(name: str) -> Card:
     return load_card(name)
 
 
-def activation_bytes(config: ModelConfig, sizes: ParallelConfig, tokens: int) -> float:
+def activation_bytes(
+    config: ModelConfig,
+    sizes: ParallelConfig,
+    tokens: int,
+    fmt: Format = DEFAULT_FORMAT,
+) -> float:
     """Largest live activations of a step of `tokens` tokens: the residual and its copy, the FFN's inside for every pick, queries, and
-    logits of up to 256 rows in fp32."""
+    logits of up to 256 rows in fp32; and what MLA prompts decompress of the cache."""
     moe, hidden = config.moe, config.hidden_size
     picks = tokens * sizes.dp * moe.top_k / sizes.ep
     experts = picks * (hidden + 3 * moe.intermediate_size / sizes.expert_tp) * 2
@@ -261,7 +269,24 @@ def activation_bytes(config: ModelConfig, sizes: ParallelConfig, tokens: int) ->
     width = attention.head_dim if isinstance(attention, GQAConfig) else attention.qk_dim
     heads = tokens * attention.num_heads / sizes.tp * width * 2 * 2
     logits = min(tokens, 256) * config.vocab_size * 4.0
-    return 4 * tokens * hidden * 2 + experts + heads + logits
+    cached = decompressed_bytes(config, sizes, tokens, fmt)
+    return 4 * tokens * hidden * 2 + experts + heads + logits + cached
+
+
+def decompressed_bytes(
+    config: ModelConfig,
+    sizes: ParallelConfig,
+    tokens: int,
+    fmt: Format,
+) -> int:
+    """What attention in form CC takes of a card beside weights and cache, for requests as long as
+    the model allows."""
+    mla = config.attention
+    if not tokens or not isinstance(mla, MLAConfig) or fmt.form == "CD":
+        return 0
+    own = replace(mla, num_heads=mla.num_heads // sizes.tp)
+    width = DTYPE_BYTES[fmt.dtype or config.dtype]
+    return workspace_bytes(own, width, "cuda", PAGE, 1, config.max_position, tokens)
 
 
 # ---- critical sizes

@@ -15,7 +15,7 @@ from rorqual.hardware import Card
 from rorqual.parallel_config import ParallelConfig
 from rorqual.perf.costs import Batch
 from rorqual.perf.parallel_costs import Work, rank_step
-from rorqual.perf.roofline import StepModel
+from rorqual.perf.roofline import StepModel, decompressed_bytes
 from rorqual.perf.shards import rank_kv_bytes_per_token, rank_weight_bytes
 from rorqual.perf.weights import weights
 
@@ -112,7 +112,9 @@ def split_memory(
     own = rank_weight_bytes(config, ParallelConfig(), model.fmt) - routed - (sums["embedding"] if host_embedding else 0.0)
     held = routed / experts if placement == "experts" else routed / layers * -(-layers // experts)
     room = model.card.memory * model.utilisation
-    return SplitMemory(own, held, room - own - 8.0 * step_tokens * config.hidden_size, room - held)
+    step = 8.0 * step_tokens * config.hidden_size
+    step += decompressed_bytes(config, ParallelConfig(), step_tokens, model.fmt)
+    return SplitMemory(own, held, room - own - step, room - held)
 
 
 def transfer_seconds(model: StepModel, tokens: int, card: Card | None = None) -> float:

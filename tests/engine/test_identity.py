@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from rorqual import LLM, SamplingParams
+from rorqual.cache import stretch
+from rorqual.config import MLAConfig
+from rorqual.ops.cpu import CpuOps
 from tests.models.checkpoints import VOCAB, save
 
 OUTPUT = 24
@@ -92,6 +95,39 @@ def test_batch_of_32_gives_the_tokens_of_one(folder: Path, expected: list[list[i
     assert scheduler.prefix.available == scheduler.allocator.capacity
     # Once more: now the prefix cache holds these very prompts.
     assert_same(folder, greedy(llm, prompts()), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill_chunk": 7},
+        {"mla_decode": "CC", "max_num_batched_tokens": 33},
+        {"mla_decode": "CC", "next_n": 2, "drafter": "ngram", "prefill_chunk": 30},
+    ],
+    ids=str,
+)
+def test_contexts_longer_than_what_is_decompressed_at_once(
+    folder: Path,
+    expected: list[list[int]],
+    options: dict,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Two pages at once: most prompts, whole, in chunks, or behind a cached prefix, are cut. The
+    prefix cache holds them the second time."""
+    monkeypatch.setitem(stretch.STRETCH_BYTES, "cpu", 2 * 8 * 1664)
+    cut = []
+    plain = CpuOps.stretch_attention
+
+    def counting(*given) -> None:
+        cut.append(given[4].query_lens)
+        plain(*given)
+
+    monkeypatch.setattr(CpuOps, "stretch_attention", counting)
+    llm = engine(folder, **options)
+    assert_same(folder, greedy(llm, prompts()), expected)
+    assert_same(folder, greedy(llm, prompts()), expected)
+    assert bool(cut) == isinstance(llm.engine.model_config.attention, MLAConfig)
 
 
 def test_repeated_prompt_recomputes_at_most_a_page(folder: Path):
