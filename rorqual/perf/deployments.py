@@ -73,7 +73,9 @@ class Question:
         self.profile.check(self.card)
 
     def model(self, sizes: ParallelConfig) -> StepModel:
-        return StepModel(self.config, sizes, self.card, self.profile, self.fmt, self.routing, self.utilisation)
+        longest = self.goal.prompt + self.goal.output
+        given = (self.config, sizes, self.card, self.profile, self.fmt, self.routing)
+        return StepModel(*given, self.utilisation, longest)
 
     def accepted(self, next_n: int) -> float:
         """Drafts a step accepts on average: a + a^2 + ... up to next_n."""

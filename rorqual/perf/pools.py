@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rorqual.engine.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
@@ -33,21 +33,25 @@ class Engine:
     micro_batches: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a request, at most."""
+        return self.max_model_len or self.context + 1
+
     def scheduler(self, tokens: int, remote: bool = False, first_only: bool = False) -> SchedulerConfig:
         """For a rank whose cache holds `tokens` tokens. Prompts that come with their cache (remote) take no part of a step's budget."""
         pages = self.num_pages or tokens // self.page_size + 1
-        longest = self.max_model_len or self.context + 1
         next_n = 0 if first_only else len(self.acceptance)
         seqs = self.max_num_seqs or max(1, min(256, (pages - 1) * self.page_size // self.context))
         if pages - 1 < -(-self.context // self.page_size):
             raise ConfigError(
                 f"the cache of a rank holds {(pages - 1) * self.page_size:,} tokens, less than one request of {self.context:,}"
             )
-        budget = max(self.max_num_batched_tokens, seqs * (next_n + 1)) + (seqs * longest if remote else 0)
+        budget = max(self.max_num_batched_tokens, seqs * (next_n + 1)) + (seqs * self.longest if remote else 0)
         return SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
-            max_model_len=longest,
+            max_model_len=self.longest,
             num_pages=pages,
             page_size=self.page_size,
             prefix_caching=self.prefix_caching and not remote,
@@ -60,7 +64,9 @@ class Engine:
 
 def _pool(name: str, model: StepModel, engine: Engine, replicas: int, remote: bool = False, first_only: bool = False) -> Pool:
     sizes = model.sizes
-    tokens = model.cache_tokens(engine.max_num_batched_tokens, mtp=bool(engine.acceptance)) // sizes.pp
+    sized = replace(model, longest=engine.longest)
+    mtp = bool(engine.acceptance)
+    tokens = sized.cache_tokens(engine.max_num_batched_tokens, mtp=mtp) // sizes.pp
     return Pool(
         name=name,
         scheduler=engine.scheduler(tokens, remote, first_only),
@@ -106,7 +112,8 @@ def split(
         raise ConfigError(f"attention cards are a rank each; the layout {model.sizes} does not go with attention:experts")
     if engine.acceptance:
         raise ConfigError("speculation on cards split by role is not modelled; next_n must be 0")
-    memory = split_memory(model, experts, placement, engine.max_num_batched_tokens)
+    sized = replace(model, longest=engine.longest)
+    memory = split_memory(sized, experts, placement, engine.max_num_batched_tokens)
     if not memory.fits:
         raise ConfigError(
             f"weights and activations do not fit: {memory.left / 1e9:.1f} GB left on an attention card, "

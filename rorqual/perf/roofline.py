@@ -62,7 +62,9 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model on a layout of cards under an engine. utilisation: the part of a card's memory the engine may use."""
+    """A model on a layout of cards under an engine. utilisation: the part of a card's memory the engine may use.
+
+    longest: tokens of a request, at most; None: as the model allows."""
 
     config: ModelConfig
     sizes: ParallelConfig
@@ -71,6 +73,7 @@ class StepModel:
     fmt: Format = DEFAULT_FORMAT
     routing: Routing = UNIFORM
     utilisation: float = 0.9
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         check_parallel(self.config, self.sizes)
@@ -90,7 +93,7 @@ class StepModel:
         return self._room(tokens) - weights
 
     def _room(self, tokens: int) -> float:
-        activations = activation_bytes(self.config, self.sizes, tokens, self.fmt)
+        activations = activation_bytes(self.config, self.sizes, tokens, self.fmt, self.longest)
         return self.card.memory * self.utilisation - activations
 
     def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
@@ -259,6 +262,7 @@ def activation_bytes(
     sizes: ParallelConfig,
     tokens: int,
     fmt: Format = DEFAULT_FORMAT,
+    longest: int | None = None,
 ) -> float:
     """Largest live activations of a step of `tokens` tokens: the residual and its copy, the FFN's inside for every pick, queries, and
     logits of up to 256 rows in fp32; and what MLA prompts decompress of the cache."""
@@ -269,7 +273,7 @@ def activation_bytes(
     width = attention.head_dim if isinstance(attention, GQAConfig) else attention.qk_dim
     heads = tokens * attention.num_heads / sizes.tp * width * 2 * 2
     logits = min(tokens, 256) * config.vocab_size * 4.0
-    cached = decompressed_bytes(config, sizes, tokens, fmt)
+    cached = decompressed_bytes(config, sizes, tokens, fmt, longest)
     return 4 * tokens * hidden * 2 + experts + heads + logits + cached
 
 
@@ -278,15 +282,17 @@ def decompressed_bytes(
     sizes: ParallelConfig,
     tokens: int,
     fmt: Format,
+    longest: int | None,
 ) -> int:
-    """What attention in form CC takes of a card beside weights and cache, for requests as long as
-    the model allows."""
+    """What attention in form CC takes of a card beside weights and cache, whatever requests make up
+    a step of `tokens` tokens."""
     mla = config.attention
     if not tokens or not isinstance(mla, MLAConfig) or fmt.form == "CD":
         return 0
     own = replace(mla, num_heads=mla.num_heads // sizes.tp)
     width = DTYPE_BYTES[fmt.dtype or config.dtype]
-    return workspace_bytes(own, width, "cuda", PAGE, 1, config.max_position, tokens)
+    longest = longest or config.max_position
+    return workspace_bytes(own, width, "cuda", PAGE, tokens, longest, min(tokens, longest))
 
 
 # ---- critical sizes

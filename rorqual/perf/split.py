@@ -113,7 +113,7 @@ def split_memory(
     held = routed / experts if placement == "experts" else routed / layers * -(-layers // experts)
     room = model.card.memory * model.utilisation
     step = 8.0 * step_tokens * config.hidden_size
-    step += decompressed_bytes(config, ParallelConfig(), step_tokens, model.fmt)
+    step += decompressed_bytes(config, ParallelConfig(), step_tokens, model.fmt, model.longest)
     return SplitMemory(own, held, room - own - step, room - held)
 
 

@@ -13,9 +13,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from rorqual.bench.kernels_attention import attend, exact_entries
+from rorqual.ops.table import Segment, shares_of
 from rorqual.ops.triton import gqa_decode as gqa
 from rorqual.ops.triton import mla_decode as mla
 from rorqual.ops.triton import prefill
+from rorqual.ops.triton.backend import TritonOps
 from tests.ops.test_triton_attention import dequantised, fp8_cache, paged, poisoned, starts_of
 
 BF16 = torch.bfloat16
@@ -132,6 +134,27 @@ def test_gqa_decode(requests: int, longest: int, page: int, queries: int) -> Non
     q, out = random(requests * queries, 32, 128).cuda(), poisoned(requests * queries, 32, 128, dtype=BF16)
     gqa.gqa_decode(q, k_plane, v_plane, tables, torch.tensor(lens, device="cuda"), 8.0, longest, out=out)
     check(out, attend_all(q, keys, values, 8.0))
+
+
+@pytest.mark.parametrize("size", [64, 128, 704])
+@pytest.mark.parametrize(("queries", "length"), [(700, 700), (1, 900), (65, 1000), (300, 333)])
+def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
+    """The same result as all keys at once, but for the rounding of fp32 sums; behind the last key
+    the rows of another request."""
+    q = random(queries, 16, 192).cuda()
+    k = random(length + size, 16, 192).cuda()
+    v = random(length + size, 16, 128).cuda()
+    tables = torch.zeros(1, 40, dtype=torch.int64, device="cuda")
+    lens = torch.tensor([length], device="cuda")
+    (share,) = shares_of(Segment(tables, lens, (queries,), (length + 30,)), size, 64)
+    out = torch.zeros(queries, 16, 128, device="cuda")
+    total = torch.full((queries, 16), float("-inf"), device="cuda")
+    begin = 0
+    for stretch in share.segments:
+        own = slice(begin, begin + stretch.kv_bounds[0])
+        TritonOps().stretch_attention(q, k[own], v[own], stretch, 8.0, out, total)
+        begin = own.stop
+    check(out.to(BF16), attend(q, k[:length], v[:length], 8.0))
 
 
 @pytest.mark.parametrize(("heads", "groups", "widths"), [(16, 16, (192, 128)), (8, 2, (128, 128))])
