@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 
 from rorqual.engine.engine import Engine
 from rorqual.engine.sequence import TokenOut
 from rorqual.errors import EngineError
 from rorqual.request import FinishReason, Request
 from rorqual.serve.output import Completion, Delta
+
+LOOK_SECONDS = 1.0  # between two looks of a thread that waits, should nobody wake it
 
 
 class Call:
@@ -24,105 +28,146 @@ class Call:
 
 
 class SharedEngine:
-    """Adds, cancels and steps, never two of them at once.
+    """Adds, cancels and steps, never two of them at once; while one thread steps others read what
+    the step before brought.
 
-    A step runs without the lock: a thread whose tokens the last step brought reads them meanwhile.
+    Ctrl-C may strike between any two instructions. So whoever has the engine is known by an object
+    that is taken back without a call; each change can be begun again; and who waits also looks
+    now and then whether the engine is free, for the thread that should have said so may be gone.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        # Entered by itself, not through the condition, whose own method Ctrl-C could leave midway.
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        self.stepper: object | None = None  # of the step under way
-        self.claims = 0  # threads that wait to add or cancel: without it they might wait for ever
+        self.lock = threading.RLock()  # around a look at `holder` and a change of it, no more
+        self.holder: object | None = None
+        self.claims: set[object] = set()  # who adds or cancels goes before who steps
+        self.waiting: deque[threading.Lock] = deque()  # each is released to wake a thread
         self.calls: dict[str, Call] = {}
         self.dropped: deque[Call] = deque()
+        self.lost: BaseException | None = None  # ended a step of which not every call has heard
 
     def submit(self, call: Call, work: Sequence[tuple[Request, Completion]]) -> None:
         """Queue everything, or nothing: a refused request takes back those queued before it."""
-        with self.lock:
-            self._between_steps()
-            try:
-                for request, completion in work:
-                    self.calls[request.id] = call
-                    call.open[request.id] = completion
-                    self.engine.add(request)
-            except BaseException:
-                self._end(call)
-                raise
+        self._between_steps(partial(self._add, call, work))
 
     def cancel(self, call: Call) -> None:
         """Give up what is open of a call; waits for the end of a step under way."""
-        with self.lock:
-            if call.open:
-                self._between_steps()
-                self._end(call)
-            # This thread may have been interrupted on its way out of a step, where others wait.
-            self.changed.notify_all()
+        if call.open:
+            self._between_steps(partial(self._end, call))
 
     def drop(self, call: Call) -> None:
         """`cancel` for the garbage collector: it may run in the midst of anything, so never waits.
-        Where the engine is not free, the next to have it cancels the call, before any step."""
+        Where the engine is not free, whoever has it cancels the call."""
         self.dropped.append(call)
-        if self.lock.acquire(blocking=False):
-            try:
-                if self.stepper is None:
-                    self._sweep()
-            finally:
-                self.lock.release()
+        self._sweep()
 
     def advance(self, call: Call) -> None:
         """Step, or wait while another thread does. Returns once there may be news of the call."""
         me = object()
         try:
-            with self.lock:
-                while (self.stepper or self.claims) and call.open and not call.said:
-                    self.changed.wait()
-                if call.said or not call.open:
-                    return
-                self._sweep()
-                self.stepper = me
-            for token in self._step():
-                self._deliver(token)
+            if self._hold(me, call):
+                self._settle()
+                if call.open:
+                    for token in self._step():
+                        self._deliver(token)
         except BaseException as error:
-            if self.stepper is me:
-                self._fail(call, error)
+            if self.holder is me:
+                self.lost = error
+                self._settle(call)
             raise
         finally:
-            if self.stepper is me:
-                self.stepper = None
-                with self.lock:
-                    if self.stepper is None:
-                        self._sweep()
-                    self.changed.notify_all()
+            if self.holder is me:
+                self.holder = None
+                self._sweep()
+                self._wake()
 
-    # ---- with the lock, and no step under way
+    # ---- who has the engine
 
-    def _between_steps(self) -> None:
-        self.claims += 1
+    def _hold(self, me: object, reader: Call | None = None) -> bool:
+        """Wait until the engine is free and take it; False where the reader has news before."""
+        while True:
+            latch = threading.Lock()
+            latch.acquire()
+            self.waiting.append(latch)  # before the look: whoever frees the engine later wakes us
+            if reader is not None and (reader.said or not reader.open):
+                return False
+            with self.lock:
+                if self.holder is None and not (reader and self.claims):
+                    self.holder = me
+                    return True
+            latch.acquire(timeout=LOOK_SECONDS)
+
+    def _wake(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self.waiting.popleft().release()
+
+    def _between_steps(self, work: Callable[[], None]) -> None:
+        me = object()
         try:
-            while self.stepper:
-                self.changed.wait()
+            self.claims.add(me)
+            self._hold(me)
+            self._settle()
+            work()
         finally:
-            self.claims -= 1
-            self.changed.notify_all()
-        self._sweep()
+            if self.holder is me:
+                self.holder = None
+            self.claims.discard(me)
+            self._sweep()
+            self._wake()
 
     def _sweep(self) -> None:
+        """Cancel what was dropped, if the engine is free."""
         while self.dropped:
-            self._end(self.dropped.popleft())
+            me = object()
+            try:
+                with self.lock:
+                    if self.holder is None:
+                        self.holder = me
+                if self.holder is not me:
+                    return
+                self._settle()
+            finally:
+                if self.holder is me:
+                    self.holder = None
+                    self._wake()
 
-    # ---- the same, or in the step under way
+    # ---- for whoever has it
+
+    def _settle(self, own: Call | None = None) -> None:
+        """Leave nothing that was lost or dropped. With a step tokens of every call are lost: none
+        may go on as if they had not been. All are told, but the one that raises the error itself,
+        before the engine is asked for anything, which may fail again."""
+        if self.lost is not None:
+            for call in list(self.calls.values()):
+                call.error = None if call is own else self.lost
+                for completion in list(call.open.values()):
+                    completion.out.finish_reason = FinishReason.ABORT.value
+                call.open.clear()
+            for name in list(self.calls):
+                self.engine.abort(name)
+            self.calls.clear()
+            self.lost = None
+        while self.dropped:
+            self._end(self.dropped[0])
+            self.dropped.popleft()
+
+    def _add(self, call: Call, work: Sequence[tuple[Request, Completion]]) -> None:
+        try:
+            for request, completion in work:
+                self.calls[request.id] = call
+                call.open[request.id] = completion
+                self.engine.add(request)
+        except BaseException:
+            self._end(call)
+            raise
 
     def _end(self, call: Call) -> None:
-        names = list(call.open)
-        for name in names:
-            completion = call.open.pop(name)
+        for name, completion in list(call.open.items()):
+            self.engine.abort(name)
             completion.out.finish_reason = FinishReason.ABORT.value
             self.calls.pop(name, None)
-        for name in names:
-            self.engine.abort(name)
+            call.open.pop(name, None)
 
     def _step(self) -> list[TokenOut]:
         engine = self.engine
@@ -150,19 +195,6 @@ class SharedEngine:
         if delta.finish_reason is not None:
             del self.calls[name]
             del call.open[name]
-
-    def _fail(self, own: Call, error: BaseException) -> None:
-        """A step was lost, and with it tokens of every call: none may go on as if it had not been.
-        All are told before the engine is asked for anything, which may fail again."""
-        names = list(self.calls)
-        for call in {id(call): call for call in self.calls.values()}.values():
-            call.error = None if call is own else error
-            for completion in call.open.values():
-                completion.out.finish_reason = FinishReason.ABORT.value
-            call.open.clear()
-        self.calls.clear()
-        for name in names:
-            self.engine.abort(name)
 
 
 class Deltas(Iterator[Delta]):
