@@ -130,7 +130,7 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
     sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 6, "page_size": 8}
     sizes |= {"max_model_len": 64, "steps_in_flight": 2}
     prompts = [[(5 * i + 3 * j) % VOCAB for j in range(3 + 2 * i)] for i in range(len(HOST))]
-    asked = [{"seed": 3, "ignore_eos": True, **asks} for asks in HOST]
+    asked = [{"seed": 3, "ignore_eos": "structured" not in asks, **asks} for asks in HOST]
     params = [SamplingParams(max_tokens=6 + 2 * i, **asks) for i, asks in enumerate(asked)]
     eager = LLM(tmp_path, **sizes, **options)
     platform = ReplayingPlatform(torch.device("cpu"))
