@@ -7,9 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rorqual.cli import app
+from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
 
 
@@ -150,3 +154,54 @@ def expect_sentence(done: subprocess.CompletedProcess[str], word: str) -> None:
     assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+# ---- simulate counts cards as plan does
+
+
+def simulated(tmp_path: Path, *options: str) -> dict[str, Any]:
+    """Settings of a short run, as the command writes them."""
+    target = tmp_path / "run.json"
+    work = ("--requests", "2", "--arrivals", "at-once", "--input-len", "64", "--output-len", "4")
+    arguments = ["simulate", "qwen3-30b-a3b", "--gpu", "h20-96", *options, *work]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(target)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(target.read_text())["settings"]
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "replicas"),
+    [
+        ("--count 16", "tp=8", 2),
+        ("--count 4", "tp=4", 1),
+        ("--count 12", "tp=4", 3),
+        ("--count 4 --layout tp=2", "tp=2", 2),
+        ("--count 4 --replicas 2 --layout dp=2,ep=2", "dp=2,ep=2", 2),
+        ("--count 7 --layout tp=2 --prefill-replicas 3 --prefill-layout tp=1", "tp=2", 2),
+        ("--count 12 --attention 2 --experts 4 --profile roofline", "tp=4", 2),
+        ("--replicas 2", "tp=8", 2),
+        ("", "tp=8", 1),
+    ],
+)
+def test_simulate_takes_a_number_of_cards(
+    tmp_path: Path,
+    options: str,
+    layout: str,
+    replicas: int,
+) -> None:
+    settings = simulated(tmp_path, *options.split())
+    assert (settings["layout"], settings["replicas"]) == (layout, replicas)
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [
+        ("--count 0", "count=0 is out of range; accepted: at least 1"),
+        ("--count 12 --layout tp=8", "count=12.* accepted: a multiple of 8"),
+        ("--count 16 --layout tp=4 --replicas 2", "count=16.* accepted: 2 x 4"),
+        ("--count 4 --prefill-replicas 1", "count=4.* accepted: 4 for prompts and a multiple"),
+    ],
+)
+def test_cards_that_make_no_replicas_are_named(tmp_path: Path, options: str, accepted: str) -> None:
+    with pytest.raises(ConfigError, match=accepted):
+        simulated(tmp_path, *options.split())

@@ -13,15 +13,27 @@ import typer
 from rorqual.commands.options import shares
 from rorqual.errors import ConfigError
 
+HOST = 8  # cards of one, over which a model is split by default
 LAYOUT_KEYS = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp")
+
+COUNT = "Cards in all: as many replicas as they make, in place of --replicas."
+LAYOUT = (
+    "Sizes of a replica, such as tp=8 or dp=64,ep=64; the others as `serve` has them. "
+    "Left out: tp=8, or less where that does not divide --count."
+)
+REPLICAS = "Replicas, 1 if left out; those that decode where prompts have cards of their own."
+Count = Annotated[int | None, typer.Option(help=COUNT)]
+Layout = Annotated[str | None, typer.Option(help=LAYOUT)]
+Replicas = Annotated[int | None, typer.Option(help=REPLICAS)]
 
 
 def simulate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face id, a shape that ships, or a folder with a config.json.")] = "deepseek-v3",
     gpu: Annotated[str, typer.Option(help="A card that ships (list: rorqual plan --cards), or a YAML file of one.")] = "h200",
-    layout: Annotated[str, typer.Option(help="Sizes of a replica, such as tp=8 or dp=64,ep=64; the others as `serve` has them.")] = "tp=8",
-    replicas: Annotated[int, typer.Option(help="Replicas; those that decode where prompts have cards of their own.")] = 1,
+    count: Count = None,
+    layout: Layout = None,
+    replicas: Replicas = None,
     prefill_replicas: Annotated[int, typer.Option(help="Replicas for prompts alone; 0 computes prompts where tokens are decoded.")] = 0,
     prefill_layout: Annotated[str | None, typer.Option(help="Their sizes; --layout if left out.")] = None,
     attention: Annotated[int, typer.Option(help="Attention cards of a replica whose experts lie on cards of their own.")] = 0,
@@ -76,7 +88,7 @@ def simulate(
     from rorqual.perf.outcome import as_json, outcome
     from rorqual.perf.simulator import Simulation
 
-    given = dict(context.params)
+    given = _counted(context.params)
     if requests is None and seconds is None and trace is None:
         given["seconds"] = 60.0 if arrivals in ("poisson", "gamma", "fixed") else None
     work = _workload(given)
@@ -89,6 +101,28 @@ def simulate(
     if json_file:
         settings = {name: [str(item) for item in value] if isinstance(value, list) else value for name, value in given.items()}
         json_file.write_text(json.dumps(as_json(run, found, settings), indent=1, default=str) + "\n")
+
+
+def _counted(params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` with layout and replicas: what was left out follows from the number of cards."""
+    given = dict(params)
+    count, wanted = given["count"], given["replicas"]
+    if count is None:
+        given["layout"] = given["layout"] or f"tp={HOST}"
+        given["replicas"] = 1 if wanted is None else wanted
+        return given
+    if count < 1:
+        raise ConfigError(f"count={count} is out of range; accepted: at least 1")
+    given["layout"] = given["layout"] or f"tp={math.gcd(HOST, count)}"
+    size = given["attention"] + given["experts"] or _sizes(given["layout"]).world
+    first = given["prefill_replicas"] and _sizes(given["prefill_layout"] or given["layout"]).world
+    prompts = given["prefill_replicas"] * first
+    given["replicas"], rest = divmod(count - prompts, size)
+    if given["replicas"] < 1 or rest or wanted not in (None, given["replicas"]):
+        beside = f"{prompts} for prompts and " if prompts else ""
+        multiple = f"a multiple of {size}" if wanted is None else f"{wanted} x {size}"
+        raise ConfigError(f"count={count}: no whole replicas; accepted: {beside}{multiple}")
+    return given
 
 
 def _workload(given: Mapping[str, Any]) -> Any:
