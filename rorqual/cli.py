@@ -31,6 +31,7 @@ from rorqual.commands.options import (
     SecretFile,
     Settings,
     Threads,
+    TokenizerName,
     Tp,
     Weights,
     load,
@@ -86,6 +87,7 @@ def generate(
     kv_cache_dtype: KvDtype = "auto",
     device: Device = "auto",
     weights: Weights = "checkpoint",
+    tokenizer: TokenizerName = None,
     max_model_len: Length = None,
     threads: Threads = None,
     mla_prefill: Prefill = "CC",
@@ -109,7 +111,8 @@ def generate(
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
     sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
     launch = {"launcher": launcher, "interface": interface, "secret_file": secret_file}
-    llm = load(model, config, settings, max_num_seqs=8, next_n=next_n, drafter=drafter, **common, **forms, **sizes, **launch)
+    chosen = {"max_num_seqs": 8, "next_n": next_n, "drafter": drafter, "tokenizer": tokenizer}
+    llm = load(model, config, settings, **chosen, **common, **forms, **sizes, **launch)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
     loaded = time.perf_counter()
@@ -146,13 +149,23 @@ def chat(
     seed: Annotated[int | None, typer.Option()] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    weights: Weights = "checkpoint",
+    tokenizer: TokenizerName = None,
     max_model_len: Length = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the conversation as plain text."""
     if url is not None:
         _chat_with_server(url, api_key, {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
         return
-    llm = load(model, dtype=dtype, device=device, max_model_len=max_model_len, max_num_seqs=8)
+    llm = load(
+        model,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        max_num_seqs=8,
+    )
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
     base = llm.get_tokenizer().template is None
     if base:

@@ -205,3 +205,91 @@ def test_simulate_takes_a_number_of_cards(
 def test_cards_that_make_no_replicas_are_named(tmp_path: Path, options: str, accepted: str) -> None:
     with pytest.raises(ConfigError, match=accepted):
         simulated(tmp_path, *options.split())
+
+
+# ---- a config.json alone is enough for random weights, also where text is wanted
+
+
+def bare(tmp_path: Path, **fields: object) -> Path:
+    """A tiny shape: config.json and nothing else."""
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    shutil.copy(BUNDLED / "config.json", folder)
+    small = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "vocab_size": 4200}
+    change(folder, **{**small, **fields})
+    return folder
+
+
+def test_a_shape_without_a_tokenizer_is_served(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    from tests.serve.running import start_server
+
+    folder = bare(tmp_path)
+    options = ("--weights", "random", "--dtype", "float32", "--max-model-len", "128")
+    with start_server(str(folder), *options) as server:
+        said = [line for line in server.text().splitlines() if "tokenizer" in line]
+        assert len(said) == 1, server.text()
+        assert "bundled" in said[0]
+        body = {"prompt": "In the beginning", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+        # An id that the tokenizer lacks, and one that it has: both come as text.
+        beyond = {**body, "logit_bias": {"4150": 100}, "max_tokens": 2}
+        status, answer = server.request("POST", "/v1/completions", body)
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 8
+        assert answer["choices"][0]["text"]
+        status, answer = server.request("POST", "/v1/completions", beyond)
+        assert answer["choices"][0]["text"] == "<4150><4150>"
+        status, answer = server.request("POST", "/v1/completions", {**beyond, "stream": True})
+        assert answer.count("<4150>") == 2, answer
+        chosen = {**body, "prompt": [4150, 7], "guided_choice": ["yes", "no"], "ignore_eos": False}
+        status, answer = server.request("POST", "/v1/completions", chosen)
+        assert answer["choices"][0]["text"] in ("yes", "no"), answer
+        messages = [{"role": "user", "content": "Hello"}]
+        chat = {"messages": messages, "max_tokens": 4}
+        assert server.request("POST", "/v1/chat/completions", chat)[0] == 200
+
+
+def test_a_shape_without_a_tokenizer_generates(tmp_path: Path) -> None:
+    options = ("--weights", "random", "-n", "4", "-q", "-p", "Once")
+    done = run("generate", str(bare(tmp_path)), *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once")
+    assert len(done.stderr.splitlines()) == 1
+    assert "bundled" in done.stderr
+    folder = str(tmp_path / "shape")
+    done = run("chat", folder, "--weights", "random", "-n", "4", text="Good morning\n")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_may_be_named(tmp_path: Path) -> None:
+    folder = bare(tmp_path)
+    named = ("--weights", "random", "-n", "2", "-q", "-p", "Once", "--tokenizer")
+    done = run("generate", str(folder), *named, str(BUNDLED))
+    assert done.returncode == 0
+    assert "bundled" not in done.stderr
+    expect_sentence(run("generate", str(folder), *named, str(folder)), "no tokenizer.json")
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path, command: str) -> None:
+    """Its ids would be no rows of the embedding."""
+    folder = bare(tmp_path, vocab_size=512)
+    done = run(command, str(folder), "--weights", "random")
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == 2, done
+    assert "vocab_size=512" in said
+    assert "4096" in said
+    assert "--tokenizer" in said
+    assert "Traceback" not in done.stderr
+
+
+def test_weights_from_files_need_the_model_s_own_tokenizer(broken: Path) -> None:
+    (broken / "tokenizer.json").unlink()
+    expect_sentence(run("generate", str(broken), "-n", "2"), "no tokenizer.json")
+
+
+def test_a_launcher_gets_the_engine_s_options_alone() -> None:
+    """What an LLM has beside its engine is no option of a rank: the mistake is a missing RANK."""
+    named = ("--launcher", "torchrun", "--tp", "2")
+    expect_sentence(run("bench", "offline", *named), "RANK")
+    expect_sentence(run("generate", "--tokenizer", str(BUNDLED), *named), "RANK")

@@ -18,6 +18,11 @@ KvDtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Weights = Annotated[str, typer.Option(help="checkpoint, or random: a config.json is enough.")]
+TOKENIZER = (
+    "A folder or a Hugging Face id; the model's own if left out, or the bundled checkpoint's "
+    "where weights are random and the folder has none."
+)
+TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help=TOKENIZER)]
 Length = Annotated[int | None, typer.Option(help="Longest sequence, prompt and output together.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 Prefill = Annotated[str, typer.Option("--mla-prefill", help="MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")]
@@ -45,14 +50,18 @@ Recipe = Annotated[Path | None, typer.Option("--config", help="A YAML recipe: th
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Any engine option as name=value, say tp=2; may be repeated.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
+# An LLM's own, of which the ranks of its engine know nothing.
+TEXT_OPTIONS = ("tokenizer", "skip_tokenizer_init")
+
 
 def load(model: str | None, recipe: Path | None = None, settings: list[str] | None = None, **options: Any) -> Any:
     """An LLM. `settings` go before `options`, and these, where they differ from the defaults, before the recipe."""
     from rorqual.serve.llm import LLM
 
+    text = {name: options.pop(name) for name in TEXT_OPTIONS if name in options}
     named, found = engine_options(recipe, settings, options)
     become_rank(model or named, found)
-    return LLM(model or named, **found)
+    return LLM(model or named, **text, **found)
 
 
 def become_rank(model: str | None, options: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from rorqual.commands.options import (
     SecretFile,
     Settings,
     Threads,
+    TokenizerName,
     Tp,
     Weights,
     become_rank,
@@ -71,6 +72,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "auto",
     weights: Weights = "checkpoint",
+    tokenizer: TokenizerName = None,
     max_model_len: Length = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once in one engine.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
@@ -133,6 +135,7 @@ def serve(
     become_rank(model or named, engine)
     serving = launch.ServeConfig(
         model=model or named,
+        tokenizer=tokenizer,
         host=host,
         port=port,
         api_key=api_key,

@@ -61,8 +61,18 @@ class Engine:
 class Fleet:
     """`run` keeps every engine alive until `stop`; it raises EngineFailure when that is no longer possible."""
 
-    def __init__(self, options: list[dict[str, Any]], limits: Limits, restart: bool = False, stall: float = 300.0, structured: bool = True):
+    def __init__(
+        self,
+        options: list[dict[str, Any]],
+        limits: Limits,
+        restart: bool = False,
+        stall: float = 300.0,
+        structured: bool = True,
+        tokenizer: Path | None = None,
+    ):
+        """tokenizer: the folder of the one whose tokens grammars are about; the model's if None."""
         self.options, self.limits, self.restart, self.stall, self.structured = options, limits, restart, stall, structured
+        self.tokenizer = tokenizer
         self.engines = [Engine(index) for index in range(len(options))]
         self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))  # mode 0700: no one else reaches the sockets
         self.ids = itertools.count()
@@ -118,6 +128,7 @@ class Fleet:
             "engine": self.options[engine.index],
             "grammar": self.limits.grammar,
             "structured": self.structured,
+            "tokenizer": None if self.tokenizer is None else str(self.tokenizer),
         }
         assert child.stdin is not None
         with suppress(BrokenPipeError):

@@ -31,7 +31,7 @@ from rorqual.serve.fleet import EngineFailure, Fleet
 from rorqual.serve.generation import read_generation
 from rorqual.serve.limits import Limits
 from rorqual.serve.template import ChatTemplate
-from rorqual.serve.tokenizer import Tokenizer
+from rorqual.serve.tokenizer import tokenizer_of
 from rorqual.serve.tools import FORMATS, detect
 
 log = logging.getLogger("rorqual.serve")
@@ -44,9 +44,12 @@ REASONING = ("auto", "on", "off")
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """engine: fields of EngineConfig but the model. port 0 takes a free one. tool_format and reasoning: `auto` looks at the model."""
+    """engine: fields of EngineConfig but the model. port 0 takes a free one.
+    tool_format and reasoning: `auto` looks at the model.
+    tokenizer: a folder or an id in place of the model's own."""
 
     model: str | None = None
+    tokenizer: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -97,7 +100,8 @@ def run(config: ServeConfig, version: str) -> int:
 
 def read_served(config: ServeConfig, folder: Path) -> Served:
     model = ModelConfig.from_file(folder, tuple(config.engine.get("ignore_config_fields", ())))
-    tokenizer = Tokenizer(folder)
+    random = config.engine.get("weights") == "random"
+    tokenizer = tokenizer_of(folder, model.vocab_size, config.tokenizer, random)
     template = ChatTemplate(tokenizer)
     if template.builtin:
         log.warning("this is a base model without a chat template: /v1/chat/completions writes its turns as lines `role: content`")
@@ -147,8 +151,9 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
 async def serve(config: ServeConfig, options: list[dict[str, Any]], served: Served, sock: socket.socket, version: str) -> int:
     """options: those of each replica's engine."""
     limits = config.limits
-    fleet = Fleet(options, limits, config.restart, config.stall, config.structured)
-    api = Api(served, fleet, limits, version, _shown(config, options[0]["model"]))
+    where = served.tokenizer.folder
+    fleet = Fleet(options, limits, config.restart, config.stall, config.structured, where)
+    api = Api(served, fleet, limits, version, _shown(config, options[0]["model"], str(where)))
     server = HttpServer(_uvicorn(create_app(api, config.api_key), limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -237,6 +242,8 @@ def _uvicorn(app: Any, limits: Limits) -> uvicorn.Config:
     )
 
 
-def _shown(config: ServeConfig, folder: str) -> dict[str, Any]:
+def _shown(config: ServeConfig, folder: str, tokenizer: str) -> dict[str, Any]:
     """What /server_info tells; never the key."""
-    return {"model": folder, "pid": os.getpid(), "replicas": config.replicas, "restart": config.restart, "engine": config.engine}
+    where = {"model": folder, "tokenizer": tokenizer, "pid": os.getpid()}
+    how = {"replicas": config.replicas, "restart": config.restart, "engine": config.engine}
+    return {**where, **how}

@@ -22,7 +22,7 @@ from rorqual.request import Request, RequestOutput, SamplingParams
 from rorqual.serve.generation import read_generation
 from rorqual.serve.output import Completion
 from rorqual.serve.sharing import Call, Deltas, SharedEngine
-from rorqual.serve.tokenizer import Tokenizer
+from rorqual.serve.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from rorqual.engine.grammar import Grammars
@@ -49,6 +49,7 @@ class LLM:
 
     Keyword arguments are the fields of EngineConfig, or vLLM's names for them (gpu_memory_utilization, block_size,
     load_format="dummy"). With skip_tokenizer_init prompts are token ids and outputs have no text.
+    `tokenizer` is a folder or an id, in place of the model's own; see tokenizer_of.
 
     Any number of calls may be open at once, in one thread or several, and each gets its own tokens.
     A step that fails ends them all: those that did not compute it raise EngineError.
@@ -59,10 +60,14 @@ class LLM:
     ):
         folder = model_folder(model)
         self.engine = Engine(EngineConfig(str(folder), **_engine_options(options)))
-        self.tokenizer = None if skip_tokenizer_init else Tokenizer(model_folder(tokenizer, weights=False) if tokenizer else folder)
+        self.tokenizer: Tokenizer | None = None
         self.defaults = read_generation(folder, self.engine.model_config)
-        if self.tokenizer is not None:
-            self.engine.grammars = _grammars(folder, self.engine.model_config.vocab_size, self.defaults.eos_token_ids)
+        if not skip_tokenizer_init:
+            vocab_size = self.engine.model_config.vocab_size
+            random = self.engine.config.weights == "random"
+            self.tokenizer = tokenizer_of(folder, vocab_size, tokenizer, random)
+            where = self.tokenizer.folder
+            self.engine.grammars = _grammars(where, vocab_size, self.defaults.eos_token_ids)
         self._ids = itertools.count()
         self._shared = SharedEngine(self.engine)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.processors import TemplateProcessing
 
-from rorqual.errors import LoadError, RequestError
+from rorqual.errors import ConfigError, LoadError, RequestError
+from rorqual.models.hub import BUNDLED, model_folder
+
+log = logging.getLogger("rorqual.serve")
 
 REPLACEMENT = "\ufffd"
 # Classes that put tokens around a text by their settings; others leave that to tokenizer.json.
@@ -25,7 +30,8 @@ class Tokenizer:
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
         if not path.exists():
-            raise LoadError(f"{self.folder} holds no tokenizer.json; pass skip_tokenizer_init to work with token ids alone")
+            ways = "name a tokenizer, or pass skip_tokenizer_init to work with token ids alone"
+            raise LoadError(f"{self.folder} holds no tokenizer.json; {ways}")
         try:
             self.raw = RawTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -62,6 +68,21 @@ class Tokenizer:
         template = file.read_text() if file.exists() else self.settings.get("chat_template")
         return template if isinstance(template, str) else None
 
+    def cover(self, vocab_size: int) -> None:
+        """Serve a model that this tokenizer was not made for. An id that only the model has is
+        shown as <ID>, so that each of its tokens has a text; tokens that only the tokenizer has
+        would be no rows of the embedding, and are refused."""
+        known = self.raw.get_vocab(with_added_tokens=True)
+        count = max(known.values(), default=-1) + 1
+        if count > vocab_size:
+            message = f"the tokenizer in {self.folder} has {count} tokens"
+            accepted = f"at most the model's vocab_size={vocab_size} (--tokenizer names another)"
+            raise ConfigError(f"{message}; accepted: {accepted}")
+        names = [f"<{token}>" for token in range(count, vocab_size)]
+        if len(known) == count and not any(name in known for name in names):
+            # Added tokens take the ids that follow, which they do only where none is left out.
+            self.raw.add_tokens([AddedToken(name, normalized=False) for name in names])
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -83,6 +104,24 @@ class Tokenizer:
         fast = PreTrainedTokenizerFast(tokenizer_object=self.raw, chat_template=self.template, **given)
         text = fast.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt)
         return self.encode(str(text), add_special_tokens=False)
+
+
+def tokenizer_of(
+    folder: Path,
+    vocab_size: int,
+    named: str | Path | None,
+    random: bool,
+) -> Tokenizer:
+    """The tokenizer of the model in `folder`: the `named` one (a folder or an id), else the
+    model's own. Random weights need none of their own: any text will do, the bundled one's."""
+    if named is None and (not random or (folder / "tokenizer.json").exists()):
+        return Tokenizer(folder)
+    tokenizer = Tokenizer(BUNDLED if named is None else model_folder(named, weights=False))
+    if named is None:
+        why = "the weights are random and no tokenizer lies beside them"
+        log.warning("%s: the bundled checkpoint's is used, other ids are shown as <ID>", why)
+    tokenizer.cover(vocab_size)
+    return tokenizer
 
 
 class TextStream:

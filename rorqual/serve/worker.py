@@ -40,7 +40,8 @@ STEP_FAILED = 4  # exit status: a step raised
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """engine: fields of EngineConfig. The sockets are addresses the API process has bound."""
+    """engine: fields of EngineConfig. The sockets are addresses the API process has bound.
+    tokenizer: the folder of the server's, where it is not the model's own."""
 
     parent: int
     inbox: str
@@ -48,6 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     engine: dict[str, Any]
     grammar: GrammarLimits
     structured: bool = True
+    tokenizer: str | None = None
 
 
 @dataclass(slots=True)
@@ -230,7 +232,9 @@ def _start(config: WorkerConfig, link: Link) -> Worker:
     options = {**config.engine, "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ()))}
     engine = Engine(EngineConfig(**options))
     eos = read_generation(Path(engine.config.model), engine.model_config).eos_token_ids
-    grammars = XGrammars.make(Path(engine.config.model), engine.model_config.vocab_size, eos, config.grammar) if config.structured else None
+    where = Path(config.tokenizer or engine.config.model)
+    vocab_size = engine.model_config.vocab_size
+    grammars = XGrammars.make(where, vocab_size, eos, config.grammar) if config.structured else None
     if grammars is not None:
         engine.grammars = grammars
         grammars.warm()
