@@ -67,7 +67,7 @@ class SharedEngine:
         try:
             if self._hold(me, call):
                 self._settle()
-                if call.open:
+                if call.open and not call.said:  # else they came while we took it
                     for token in self._step():
                         self._deliver(token)
         except BaseException as error:
