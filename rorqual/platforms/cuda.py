@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ class CudaPlatform(Platform):
         super().__init__(device)
         torch.cuda.set_device(device)  # kernels, streams and events are made on the current card; a process has one
         self.pool: Any = None
+
+    def stream(self) -> AbstractContextManager[object]:
+        """The current device is a thread's own: steps may be launched by another thread than the
+        one that made the engine."""
+        return torch.cuda.device(self.device)
 
     def describe(self) -> str:
         return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_capability(self.device)}"
