@@ -29,12 +29,12 @@ from torch import Tensor
 from rorqual import LLM, SamplingParams
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.config import MLAConfig, ModelConfig
-from rorqual.layers.step import Step
+from rorqual.config.model import MLAConfig, ModelConfig
+from rorqual.layers.forward_batch import Step
 from rorqual.models.hub import model_folder
 from rorqual.models.loader import checkpoint_files
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import Segment
+from rorqual.ops.interface import Segment
 from rorqual.parallel.overlap import straight
 
 SAMPLE = Path(__file__).parent / "heldout-sample.txt"

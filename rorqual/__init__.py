@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rorqual.request import CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from rorqual.serve.llm import LLM
+    from rorqual.llm.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
@@ -16,7 +16,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__vers
 def __getattr__(name: str) -> Any:
     """LLM pulls in torch; `import rorqual` alone does not."""
     if name == "LLM":
-        from rorqual.serve.llm import LLM
+        from rorqual.llm.llm import LLM
 
         return LLM
     raise AttributeError(f"module 'rorqual' has no attribute {name!r}")

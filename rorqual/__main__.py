@@ -1,5 +1,5 @@
 """`python -m rorqual`."""
 
-from rorqual.cli import main
+from rorqual.cli.main import main
 
 main()

@@ -28,15 +28,15 @@ import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rorqual.cli import app
-from rorqual.commands.options import numbers, shares
-from rorqual.config import ModelConfig
+from rorqual.cli.main import app
+from rorqual.cli.options import numbers, shares
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import check_parallel
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import RorqualError
 from rorqual.models.hub import BUNDLED
-from rorqual.parallel_config import check_parallel
-from rorqual.perf.catalog import shape_of
-from rorqual.perf.questions import QUESTIONS
+from rorqual.planner.costs.catalog import shape_of
+from rorqual.planner.validation.questions import QUESTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -599,7 +599,7 @@ def test_a_wrong_name_is_found(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("# A title\n[a](none.md) [b](#a-title) [c](#another)\n")
     assert broken_links(path) == ["none.md", "#another"]
-    text = "`perf/weights.py`, perf/none.py and none.py, `ops/none/`, --no-such, rorqual.none.x"
+    text = "`planner/costs/weights.py`, perf/none.py and none.py, `ops/none/`, --no-such, rorqual.none.x"
     assert missing_paths(path, text) == ["none.py", "ops/none/", "perf/none.py"]
     assert unknown_options(text) == ["--no-such"]
     assert missing_modules(text) == ["rorqual.none.x"]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rorqual.config.hardware import Card, load_card
 from rorqual.errors import ConfigError
-from rorqual.hardware import Card, load_card
 from rorqual.platforms import make_platform
 from rorqual.platforms.base import Platform
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rorqual.cache.spec import MLA_FORMS
-from rorqual.config import MLAConfig, ModelConfig
+from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.models.hub import model_folder
-from rorqual.perf import costs
-from rorqual.perf.costs import Format
+from rorqual.planner.costs import costs
+from rorqual.planner.costs.costs import Format
 
 CARD_GIB = (24, 48, 80, 96, 141)
 CARDS = (1, 2, 4, 8, 16)

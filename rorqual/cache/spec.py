@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from rorqual.config import GQAConfig, MLAConfig, ModelConfig
+from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}

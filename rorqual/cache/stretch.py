@@ -19,7 +19,7 @@ Below a page it cannot go: a stretch starts where a page does.
 
 from __future__ import annotations
 
-from rorqual.config import MLAConfig
+from rorqual.config.model import MLAConfig
 
 STRETCH_BYTES = {"cpu": 64 * 2**20}
 CARD_STRETCH_BYTES = 512 * 2**20

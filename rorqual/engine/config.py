@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rorqual.cache.spec import check_forms, kv_dtype
+from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.parallel_config import ParallelConfig
 
 # The documents' names for the modes are understood too.
 EXE_MODES = {

@@ -10,24 +10,24 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.grammar import Grammars
-from rorqual.engine.group import GroupInFlight, GroupScheduler
-from rorqual.engine.launchers import check_alone
-from rorqual.engine.load import Counts
-from rorqual.engine.next_n import Controller
-from rorqual.engine.rank import Rank
-from rorqual.engine.ranks import RankGroup
-from rorqual.engine.scheduler import Scheduler, SchedulerConfig
-from rorqual.engine.sequence import InFlight, TokenOut
-from rorqual.engine.worker import rank_device
+from rorqual.engine.distributed.executor import RankGroup
+from rorqual.engine.distributed.expert_load import Counts
+from rorqual.engine.distributed.launchers import check_alone
+from rorqual.engine.distributed.worker_process import rank_device
+from rorqual.engine.execution.draft_controller import Controller
+from rorqual.engine.execution.grammar import Grammars
+from rorqual.engine.execution.worker import Rank
+from rorqual.engine.scheduling.dp_scheduler import GroupInFlight, GroupScheduler
+from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.scheduling.sequence import InFlight, TokenOut
 from rorqual.errors import RequestError
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from rorqual.engine.compiled import CompileStats
-    from rorqual.engine.grammar import SharedGrammars
+    from rorqual.engine.execution.compiled import CompileStats
+    from rorqual.engine.execution.grammar import SharedGrammars
 
 
 @dataclass

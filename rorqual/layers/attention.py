@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rorqual.config import GQAConfig, ModelConfig
+from rorqual.config.model import GQAConfig, ModelConfig
+from rorqual.layers.forward_batch import Step
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.layers.step import Step
-from rorqual.parallel.cut import Cut
+from rorqual.parallel.shard import Cut
 
 
 def kv_cut(tp: Cut, groups: int) -> Cut:

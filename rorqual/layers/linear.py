@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target, Window, matrix_targets
 from rorqual.ops.reference import FP8, Weight
-from rorqual.parallel.cut import WHOLE, Cut
+from rorqual.parallel.shard import WHOLE, Cut
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from rorqual.cache.spec import check_forms
 from rorqual.cache.stretch import stretch_tokens
-from rorqual.config import MLAConfig, ModelConfig
+from rorqual.config.model import MLAConfig, ModelConfig
+from rorqual.layers.forward_batch import Step
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.layers.step import Step
+from rorqual.ops.interface import MLAWeights, Segment, Stretch
 from rorqual.ops.reference import Weight, dequantise
-from rorqual.ops.table import MLAWeights, Segment, Stretch
-from rorqual.parallel.choice import gathers_latents
+from rorqual.parallel.exchange_policy import gathers_latents
 
 LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, whatever rms_norm_eps says
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.config import MoEConfig
+from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
+from rorqual.ops.deferred_sum import Rows
 from rorqual.ops.reference import Weight
-from rorqual.ops.unsummed import Rows
-from rorqual.parallel.choice import possible_exchanges
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
+from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT

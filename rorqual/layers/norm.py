@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target
-from rorqual.ops.unsummed import Rows, Unsummed
+from rorqual.ops.deferred_sum import Rows, Unsummed
 from rorqual.parallel.collectives import Axis
 
 

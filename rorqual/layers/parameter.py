@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rorqual.config import QuantConfig
+from rorqual.config.model import QuantConfig
+from rorqual.ops.interface import Ops
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.table import Ops
 from rorqual.parallel.mesh import Mesh
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rorqual.config import RopeConfig
+from rorqual.config.model import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:

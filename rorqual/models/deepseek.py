@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.layers.mla import MLA
 from rorqual.layers.moe import MoE
 from rorqual.layers.parameter import Build, Target

@@ -19,7 +19,7 @@ from torch import Tensor
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Target
 from rorqual.models.transformer import Transformer
-from rorqual.ops import counter
+from rorqual.ops import rng
 
 WINDOW = 64 * 2**20
 NAMES_SHOWN = 5
@@ -172,7 +172,7 @@ def fill_normal(
     std: float,
     whole: tuple[int, ...] | None = None,
     start: tuple[int, ...] | None = None,
-    draw: Draw = counter.draw_normal,
+    draw: Draw = rng.draw_normal,
 ) -> None:
     """A draw that every device and every shard makes alike. `view` is a whole checkpoint tensor, or the window of a matrix of shape
     `whole` that begins at `start`."""

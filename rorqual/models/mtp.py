@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
+from rorqual.layers.forward_batch import Step
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.layers.step import Step
 from rorqual.models.transformer import Layer, Pass
 
 

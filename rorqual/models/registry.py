@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
 from rorqual.layers.parameter import Build
 from rorqual.models.deepseek import Deepseek

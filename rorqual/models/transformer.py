@@ -8,15 +8,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.layers.embedding import Embedding, Head
+from rorqual.layers.forward_batch import Step
 from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
-from rorqual.layers.step import Step
-from rorqual.ops.unsummed import Rows, summed
+from rorqual.ops.deferred_sum import Rows, summed
 from rorqual.parallel.layout import Layout, Spread
 
 Pass = Generator[None, None, Tensor]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rorqual.config import MoEConfig
+from rorqual.config.model import MoEConfig
 from rorqual.request import GREEDY_TEMPERATURE
 
 FP8 = torch.float8_e4m3fn

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rorqual.parallel.cut import Cut
-from rorqual.parallel.traffic import Traffic
+from rorqual.parallel.comm_counters import Traffic
+from rorqual.parallel.shard import Cut
 
 AddNormFn = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 
@@ -34,7 +34,7 @@ class Ready:
 
 
 class FusedAddNorm(Protocol):
-    """All-reduce, residual addition and RMSNorm in one kernel, for the messages it takes (parallel/symmetric.py)."""
+    """All-reduce, residual addition and RMSNorm in one kernel, for the messages it takes (parallel/p2p_memory.py)."""
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool: ...
 
@@ -42,7 +42,7 @@ class FusedAddNorm(Protocol):
 
 
 class ExpertRows(Protocol):
-    """Rows to experts and sums back through memory that the ranks of an axis share (parallel/peer_rows.py)."""
+    """Rows to experts and sums back through memory that the ranks of an axis share (parallel/p2p_dispatch.py)."""
 
     def takes(self, x: Tensor, capacity: int, top_k: int) -> bool: ...
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
-from rorqual.parallel.cut import WHOLE, Cut
 from rorqual.parallel.layout import Layout
+from rorqual.parallel.shard import WHOLE, Cut
 
 ExpertsFn = Callable[..., Tensor]  # Ops.experts
 ExpertsFp8Fn = Callable[..., Tensor]  # Ops.experts_fp8

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from rorqual.config import MoEConfig
-from rorqual.parallel.choice import chosen_exchange, possible_exchanges
+from rorqual.config.model import MoEConfig
+from rorqual.config.parallel import ParallelConfig
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, StoreExchange
 from rorqual.parallel.exchange_alltoall import AllToAllExchange, LowLatencyExchange
 from rorqual.parallel.exchange_gather import AllGatherExchange
-from rorqual.parallel.exchange_peer import PeerExchange
+from rorqual.parallel.exchange_p2p import PeerExchange
+from rorqual.parallel.exchange_policy import chosen_exchange, possible_exchanges
 from rorqual.parallel.layout import Layout
-from rorqual.parallel_config import ParallelConfig
 
 KINDS: dict[str, type[StoreExchange]] = {
     "local": LocalExchange,

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rorqual.parallel.collectives import AddNormFn, ExpertRows, FusedAddNorm, Pending, Ready
-from rorqual.parallel.cut import Cut
-from rorqual.parallel.traffic import Traffic
+from rorqual.parallel.comm_counters import Traffic
+from rorqual.parallel.shard import Cut
 
 # torch 2.13 renames these two and warns at the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from rorqual.ops.deferred_sum import Rows, summed
 from rorqual.ops.reference import Weight
-from rorqual.ops.unsummed import Rows, summed
 from rorqual.parallel.collectives import Axis
-from rorqual.parallel.cut import Cut
+from rorqual.parallel.shard import Cut
 
 if TYPE_CHECKING:
     from rorqual.parallel.mesh import Mesh

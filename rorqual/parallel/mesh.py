@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.config import MoEConfig
+from rorqual.config.model import MoEConfig
+from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.parallel.choice import chosen_exchange, shards_tokens
 from rorqual.parallel.collectives import Alone, Axis
-from rorqual.parallel.cut import Cut
-from rorqual.parallel.echo import EchoAxis
+from rorqual.parallel.exchange_policy import chosen_exchange, shards_tokens
+from rorqual.parallel.fake_axis import EchoAxis
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout, Replicated, Sharded
-from rorqual.parallel.symmetric import PeerMemory, SymmetricAddNorm, why_not_shared
-from rorqual.parallel_config import ParallelConfig
+from rorqual.parallel.p2p_memory import PeerMemory, SymmetricAddNorm, why_not_shared
+from rorqual.parallel.shard import Cut
 
 ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")  # exchanges that PeerExchange can take over
 PARTS = ("dense", "embed", "head")
@@ -157,7 +157,7 @@ class Mesh:
         self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
 
     def _stop_word(self, device: torch.device) -> Tensor:
-        """Of all memory that this rank shares (ops/triton/peers.py)."""
+        """Of all memory that this rank shares (ops/triton/comm/p2p_flags.py)."""
         if self.stop is None:
             self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         return self.stop
@@ -199,8 +199,8 @@ class Mesh:
             reason = "its rows are those of shared experts as well"
         if reason:
             return f"{layout.exchange} (process group: {reason})"
-        from rorqual.ops.triton.dispatch import Areas
-        from rorqual.parallel.peer_rows import PeerRows
+        from rorqual.ops.triton.comm.dispatch_combine import Areas
+        from rorqual.parallel.p2p_dispatch import PeerRows
 
         most = -(-rows // self.sizes.tp) if layout.sharded else rows
         areas = Areas(axis.size, most, hidden, moe.top_k, dtype.itemsize)

@@ -19,20 +19,20 @@ from typing import Any
 
 import uvicorn
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, model_folder
-from rorqual.serve.api import Api, create_app
-from rorqual.serve.build import Served
-from rorqual.serve.connection import limited
-from rorqual.serve.failures import drained
-from rorqual.serve.fleet import EngineFailure, Fleet
-from rorqual.serve.generation import read_generation
+from rorqual.serve.engines.pool import EngineFailure, Fleet
+from rorqual.serve.errors import drained
+from rorqual.serve.http.app import Api, create_app
+from rorqual.serve.http.connection import limited
+from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import Limits
-from rorqual.serve.template import ChatTemplate
-from rorqual.serve.tokenizer import tokenizer_of
-from rorqual.serve.tools import FORMATS, detect
+from rorqual.text.chat_template import ChatTemplate
+from rorqual.text.generation_config import read_generation
+from rorqual.text.tokenizer import tokenizer_of
+from rorqual.text.tool_calls import FORMATS, detect
 
 log = logging.getLogger("rorqual.serve")
 

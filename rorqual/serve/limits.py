@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rorqual.errors import ConfigError
-from rorqual.serve.grammar import GrammarLimits
+from rorqual.text.grammar import GrammarLimits
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from rorqual.bench import calibrate
+from rorqual.config.hardware import load_card
+from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.hardware import load_card
-from rorqual.parallel_config import ParallelConfig
-from rorqual.perf.catalog import published
-from rorqual.perf.costs import Batch
-from rorqual.perf.parallel_costs import Work
-from rorqual.perf.profiles import load_profile, profile_for
-from rorqual.perf.roofline import StepModel
+from rorqual.planner.costs.catalog import published
+from rorqual.planner.costs.costs import Batch
+from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.timing.profiles import load_profile, profile_for
+from rorqual.planner.timing.roofline import StepModel
 from rorqual.platforms import make_platform
 
 

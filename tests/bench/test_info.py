@@ -12,7 +12,7 @@ from rich.console import Console
 
 import rorqual
 from rorqual.bench.info import count, info, render, size
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 

@@ -7,10 +7,10 @@ import torch
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import KV_DTYPES, MLA_FORMS, kv_dtype, kv_spec
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
-from tests.test_config import QWEN3, V3
+from tests.config.test_model_config import QWEN3, V3
 
 FP8_NAMES = ("fp8", "fp8_e4m3", "float8_e4m3fn")
 

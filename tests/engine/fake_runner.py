@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rorqual.engine.plan import Chunk, NewRow, Plan, StepResult
-from rorqual.engine.scheduler import Scheduler
-from rorqual.engine.sequence import InFlight, TokenOut
+from rorqual.engine.scheduling.scheduler import Scheduler
+from rorqual.engine.scheduling.scheduler_output import Chunk, NewRow, Plan, StepResult
+from rorqual.engine.scheduling.sequence import InFlight, TokenOut
 from rorqual.request import Request
 
 ROOT = 0x5EED

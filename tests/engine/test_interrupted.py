@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-import rorqual.engine.ranks as ranks
+import rorqual.engine.distributed.executor as ranks
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.graphs import DecodeGraphs
-from rorqual.engine.group import GroupPlan, GroupScheduler
-from rorqual.engine.link import Kind, Link
-from rorqual.engine.member import Joined
-from rorqual.engine.plan import Chunk, Plan, StepResult
-from rorqual.engine.sampler import Variant
-from rorqual.engine.wire import decode_plan, encode_result, number_of, numbered
+from rorqual.engine.distributed.channel import Kind, Link
+from rorqual.engine.distributed.codec import decode_plan, encode_result, number_of, numbered
+from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.engine.execution.cuda_graphs import DecodeGraphs
+from rorqual.engine.execution.sampler import Variant
+from rorqual.engine.scheduling.dp_scheduler import GroupPlan, GroupScheduler
+from rorqual.engine.scheduling.scheduler_output import Chunk, Plan, StepResult
 from rorqual.errors import EngineError
 from rorqual.models.hub import BUNDLED
 from rorqual.platforms.cpu import CpuPlatform

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
+from rorqual.layers.forward_batch import Step
 from rorqual.layers.parameter import Build
-from rorqual.layers.step import Step
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import Ops, Segment
+from rorqual.ops.interface import Ops, Segment
 from rorqual.parallel.overlap import straight
 
 Forms = tuple[str, str]  # MLA form of prefill, of decode

@@ -12,13 +12,19 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from rorqual.bench.kernels_attention import attend, exact_entries
-from rorqual.ops.table import Segment, shares_of
-from rorqual.ops.triton import gqa_decode as gqa
-from rorqual.ops.triton import mla_decode as mla
-from rorqual.ops.triton import prefill
+from rorqual.bench.kernels.attention import attend, exact_entries
+from rorqual.ops.interface import Segment, shares_of
+from rorqual.ops.triton.attention import gqa_decode as gqa
+from rorqual.ops.triton.attention import mla_decode as mla
+from rorqual.ops.triton.attention import prefill
 from rorqual.ops.triton.backend import TritonOps
-from tests.ops.test_triton_attention import dequantised, fp8_cache, paged, poisoned, starts_of
+from tests.ops.triton.attention.test_triton_attention import (
+    dequantised,
+    fp8_cache,
+    paged,
+    poisoned,
+    starts_of,
+)
 
 BF16 = torch.bfloat16
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from rorqual import LLM, SamplingParams
-from rorqual.engine.graphs import DecodeGraphs
+from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 
 TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the"]
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from rorqual import LLM, SamplingParams
-from tests.ops.test_triton_backend import DEEPSEEK
+from tests.ops.triton.test_triton_backend import DEEPSEEK
 
 OPTIONS = {"dtype": "float32", "weights": "random", "skip_tokenizer_init": True, "max_num_seqs": 4, "num_pages": 40}
 

@@ -11,14 +11,15 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from rorqual.bench import kernels_experts as bench
-from rorqual.bench import kernels_moe as moe_bench
-from rorqual.config import MoEConfig
+from rorqual.bench.kernels import gemm_and_experts as bench
+from rorqual.bench.kernels import moe as moe_bench
+from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton import experts, linear_fp8, linear_small, route
 from rorqual.ops.triton.backend import TritonOps
-from rorqual.ops.triton.launch import is_hopper
+from rorqual.ops.triton.gemm import fp8_gemm, gemv
+from rorqual.ops.triton.moe import grouped_gemm, topk
+from rorqual.ops.triton.runtime.launch import is_hopper
 
 DEVICE = torch.device("cuda")
 CASES = {case.name: case for case in (*bench.cases(), *moe_bench.cases()) if not case.name.endswith("T16384")}
@@ -48,9 +49,9 @@ def test_every_plan_agrees(kind: str) -> None:
     weights = torch.rand(300, 4, device=DEVICE)
     expected = reference.experts(x, ids, weights, gate_up, down)
     for mean in (0.4, 1, 5, 15, 90, 1000):
-        plan = experts.plan_for(down, int(16 * mean))
+        plan = grouped_gemm.plan_for(down, int(16 * mean))
         with bench.poisoned():
-            got = experts.grouped_experts(x, ids, weights, gate_up, down, plan)
+            got = grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan)
         assert bench.difference(got, expected) < (1e-3 if kind == "fp8" else 1e-4)
 
 
@@ -66,15 +67,15 @@ def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
     ids = torch.rand(tokens, 12, device=DEVICE).topk(4).indices
     ids[:, 0], ids[:, 3] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5), -1
     weights = torch.rand(tokens, 4, device=DEVICE)
-    plan = replace(experts.plan_for(down, tokens * 3), rows=rows, tall=stages)
+    plan = replace(grouped_gemm.plan_for(down, tokens * 3), rows=rows, tall=stages)
     torch.cuda.synchronize()
     with bench.poisoned():
-        first = experts.grouped_experts(x, ids, weights, gate_up, down, plan)
+        first = grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan)
     assert bench.difference(first, reference.experts(x, ids, weights, gate_up, down)) < 1e-3
     outs: list[torch.Tensor] = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs += [experts.grouped_experts(x, ids, weights, gate_up, down, plan) for _ in range(4)]
+        outs += [grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan) for _ in range(4)]
     for _ in range(3):
         for out in outs:
             out.fill_(float("nan"))
@@ -89,14 +90,14 @@ def test_experts_in_fp32() -> None:
         x, weights = torch.randn(tokens, 160, device=DEVICE), torch.rand(tokens, 3, device=DEVICE)
         ids = torch.rand(tokens, 8, device=DEVICE).topk(3).indices
         truth = reference.experts(x.double(), ids, weights, Weight(gate_up.data.double()), Weight(down.data.double()))
-        torch.testing.assert_close(experts.experts(x, ids, weights, gate_up, down), truth.float(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(grouped_gemm.experts(x, ids, weights, gate_up, down), truth.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_split_products_repeat_bit_for_bit() -> None:
     weight = bench.random_weight("fp8", DEVICE, 2112, 7168)
     x = torch.randn(7, 7168, device=DEVICE, dtype=torch.bfloat16)
-    first = linear_fp8.linear(x, weight)
-    assert all(torch.equal(linear_fp8.linear(x, weight), first) for _ in range(50))
+    first = fp8_gemm.linear(x, weight)
+    assert all(torch.equal(fp8_gemm.linear(x, weight), first) for _ in range(50))
 
 
 @pytest.mark.parametrize("model", moe_bench.ROUTERS)
@@ -106,12 +107,12 @@ def test_routers_repeat_bit_for_bit(model: str) -> None:
     gate = torch.randn(moe.num_experts, 2048, device=DEVICE) * 2048**-0.5
     bias = torch.randn(moe.num_experts, device=DEVICE) * 0.05 if moe.has_bias else None
     x = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
-    ids, weights = route.router(x, gate, bias, moe)
+    ids, weights = topk.router(x, gate, bias, moe)
     expected_ids, expected = reference.route((x.double() @ gate.double().t()).float(), bias, moe)
     zero = torch.zeros(tokens, moe.num_experts, device=DEVICE)
     torch.testing.assert_close(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-4, atol=1e-5)
     for _ in range(100):
-        again = route.router(x, gate, bias, moe)
+        again = topk.router(x, gate, bias, moe)
         assert torch.equal(again[0], ids)
         assert torch.equal(again[1], weights)
 
@@ -135,6 +136,6 @@ def test_small_products(tokens: int) -> None:
     x = torch.randn(tokens, 2 * 1408, device=DEVICE, dtype=torch.bfloat16)[:, :1408]
     pair, bias = bench.random_weight("bf16", DEVICE, 2 * 1001, 1408), torch.randn(2002, device=DEVICE, dtype=torch.bfloat16)
     with bench.poisoned():
-        y, h = linear_small.linear(x, pair.data, bias), linear_small.gate_up(x, pair.data)
+        y, h = gemv.linear(x, pair.data, bias), gemv.gate_up(x, pair.data)
     assert bench.difference(y, x.double() @ pair.data.double().t() + bias.double()) < 1e-5
     assert bench.difference(h, reference.swiglu(x.double() @ pair.data.double().t())) < 1e-4

@@ -10,11 +10,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from rorqual.bench import kernels_experts as bench
+from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.ops import reference
-from rorqual.ops.triton.fp8 import quantise
-from rorqual.ops.triton.launch import is_hopper
-from rorqual.ops.triton.linear_fp8 import LinearPlan, linear
+from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
+from rorqual.ops.triton.rowwise.quantize import quantise
+from rorqual.ops.triton.runtime.launch import is_hopper
 
 DEVICE = torch.device("cuda")
 if not is_hopper(DEVICE):

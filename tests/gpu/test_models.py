@@ -27,16 +27,16 @@ if __name__ != "__main__" and not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
-from rorqual.config import ModelConfig
-from rorqual.engine.rank import RESIDUAL_GAIN
+from rorqual.config.model import ModelConfig
+from rorqual.engine.execution.worker import RESIDUAL_GAIN
+from rorqual.layers.forward_batch import Step
 from rorqual.layers.parameter import Build
-from rorqual.layers.step import Step
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import Ops
-from rorqual.ops.triton import expert_sums
+from rorqual.ops.interface import Ops
 from rorqual.ops.triton.backend import TritonOps
+from rorqual.ops.triton.moe import combine
 from tests.gpu.device_driver import DeviceDriver, all_logits, random_model, with_ops
 
 CARD, CPU = torch.device("cuda"), torch.device("cpu")
@@ -159,8 +159,8 @@ def test_engines_give_the_same_tokens_with_sums_in_norms(option: str, tmp_path: 
     folder, found = tiny(option, tmp_path), []
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    for most in (expert_sums.NORM_SUMS_TOKENS, 0):
-        monkeypatch.setattr(expert_sums, "NORM_SUMS_TOKENS", most)
+    for most in (combine.NORM_SUMS_TOKENS, 0):
+        monkeypatch.setattr(combine, "NORM_SUMS_TOKENS", most)
         llm = LLM(folder, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=4, num_pages=40)
         prompts = [[1, 2, 3], [9, 8], [4] * 11]
         outs = [out.outputs[0] for given in (params, plain) for out in llm.generate(prompts, given)]

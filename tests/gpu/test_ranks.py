@@ -26,11 +26,18 @@ if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
 pytest.importorskip("triton")
 
 from rorqual import LLM
+from rorqual.config.parallel import ParallelConfig
 from rorqual.ops import reference
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel_config import ParallelConfig
-from tests.engine.test_ranks import COMMON, TEXTS, everything, name_of, params, run_until_it_fails
+from tests.engine.distributed.test_executor import (
+    COMMON,
+    TEXTS,
+    everything,
+    name_of,
+    params,
+    run_until_it_fails,
+)
 
 CARDS = torch.cuda.device_count()
 PROMPTS = TEXTS if find_spec("xgrammar") else TEXTS[:-1]  # the last one has a grammar

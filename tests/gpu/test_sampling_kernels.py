@@ -1,4 +1,4 @@
-"""Sampling on the card: a recorded step draws what an eager one draws, and the same twice. What is drawn: tests/ops/test_sampling.py."""
+"""Sampling on the card: a recorded step draws what an eager one draws, and the same twice. What is drawn: tests/ops/triton/sampling/test_sampling.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from rorqual.ops.triton import sampling
+from rorqual.ops.triton.sampling import sampling
 
 SETTINGS = [(0.0, 1.0, 0.0, 0), (0.8, 1.0, 0.0, 0), (0.8, 0.9, 0.0, 0), (1.0, 0.95, 0.01, 40), (100.0, 0.9, 0.0, 0), (1.0, 1.0, 0.0, 1)]
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import Ops
+from rorqual.ops.interface import Ops
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

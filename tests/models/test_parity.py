@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rorqual.layers.step import Step
-from rorqual.ops.cpu import CpuOps
-from rorqual.ops.table import Ops
-from rorqual.perf.costs import attention_parameters
+from rorqual.layers.forward_batch import Step
+from rorqual.ops.cpu.backend import CpuOps
+from rorqual.ops.interface import Ops
+from rorqual.planner.costs.costs import attention_parameters
 from tests.models.checkpoints import OPTIONS, VOCAB, make_reference, merge, rewrite_config, save, save_fp8
 from tests.models.driver import FORMS, Driver, all_logits, load
 
@@ -62,7 +62,7 @@ def test_mla_forms_agree(saved, option: str, forms: tuple[str, str], ops: Ops):
 @pytest.mark.parametrize("form", ["CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME"])
 @pytest.mark.parametrize("option", ["v3", "v2-no-q-lora"])
 def test_a_form_multiplies_by_the_parameters_that_costs_counts(saved, option: str, form: str):
-    """The matrices the layer really reads, and its two latent norms, beside perf/costs.py."""
+    """The matrices the layer really reads, and its two latent norms, beside planner/costs/costs.py."""
     model = load(saved(option)[0], Ops(), forms=(form, form))
     matrices = sum(weight.numel() for weight in model.layers[0].attention.form_weights(form))
     norms = model.config.attention.kv_lora_rank + (model.config.attention.q_lora_rank or 0)

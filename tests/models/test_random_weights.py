@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from rorqual import LLM, SamplingParams
-from rorqual.config import ModelConfig
-from rorqual.engine.rank import RESIDUAL_GAIN
+from rorqual.config.model import ModelConfig
+from rorqual.engine.execution.worker import RESIDUAL_GAIN
 from rorqual.layers.moe import MoE
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import fill_normal, random_weights
 from rorqual.models.registry import make_model
-from rorqual.ops import counter
-from rorqual.ops.cpu import CpuOps
+from rorqual.ops import rng
+from rorqual.ops.cpu.backend import CpuOps
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.overlap import straight
-from rorqual.perf.costs import expected_experts
+from rorqual.planner.costs.costs import expected_experts
 from tests.models.driver import Driver
 
 V3 = {
@@ -108,7 +108,7 @@ def test_draw_is_normal_and_depends_on_name_and_seed():
     assert view.std() == pytest.approx(0.5, rel=0.01)
     assert view.abs().max() < 0.5 * 3.5  # four uniform fields reach 3.46 deviations
     same, other, seeded = (torch.empty(1000, 1000) for _ in range(3))
-    fill_normal(same, "a", 0, 0.5, draw=partial(counter.draw_normal, chunk=777))
+    fill_normal(same, "a", 0, 0.5, draw=partial(rng.draw_normal, chunk=777))
     fill_normal(other, "b", 0, 0.5)
     fill_normal(seeded, "a", 1, 0.5)
     assert torch.equal(view, same)
@@ -134,13 +134,13 @@ def test_replicas_hold_their_experts_weights():
 LOAD = """
 import sys, torch
 from pathlib import Path
-from rorqual.config import ModelConfig
-from rorqual.engine.rank import RESIDUAL_GAIN
+from rorqual.config.model import ModelConfig
+from rorqual.engine.execution.worker import RESIDUAL_GAIN
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
-from rorqual.ops.cpu import CpuOps
-from rorqual.engine.rank import weight_bytes
+from rorqual.ops.cpu.backend import CpuOps
+from rorqual.engine.execution.worker import weight_bytes
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from rorqual.cache import stretch
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.config import MLAConfig
+from rorqual.config.model import MLAConfig
 from rorqual.layers.mla import MLA
-from rorqual.ops import table
-from rorqual.ops.cpu import CpuOps
-from rorqual.ops.table import Ops, Segment
+from rorqual.ops import interface
+from rorqual.ops.cpu.backend import CpuOps
+from rorqual.ops.interface import Ops, Segment
 from tests.models.checkpoints import VOCAB, save
 from tests.models.driver import CPU, PAGE, Driver, all_logits, load
 
@@ -149,7 +149,7 @@ def test_attention_makes_no_more_than_is_planned(
     """One request that just fits or is much longer, beside a short one. Decompressed whole, the
     longer would take 10 MB; 0.7 are planned."""
     queries = 50
-    monkeypatch.setattr(table, "SCORES", 2**10)
+    monkeypatch.setattr(interface, "SCORES", 2**10)
     monkeypatch.setattr(stretch, "SCORE_BYTES", 4 * 4 * 2**10)
     bounded(monkeypatch, 256)
     model = load(saved[0], ops)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rorqual.ops import reference, table
-from rorqual.ops.cpu import CpuOps
-from rorqual.ops.table import Ops, Segment, Stretch, shares_of
+from rorqual.ops import interface, reference
+from rorqual.ops.cpu.backend import CpuOps
+from rorqual.ops.interface import Ops, Segment, Stretch, shares_of
 
 HEADS = 6
 GROUPS = 3
@@ -64,7 +64,7 @@ def test_blocks_of_heads_and_queries(
     bound: int,
 ) -> None:
     """The bound a host knows may be beyond the length that the device knows."""
-    monkeypatch.setattr(table, "SCORES", numbers)
+    monkeypatch.setattr(interface, "SCORES", numbers)
     q, k, v = case(11, 40)
     tables = torch.arange(12)[None]
     segment = Segment(tables, torch.tensor([40]), (11,), (bound,), exact=bound == 40)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.layers.step import Step
+from rorqual.layers.forward_batch import Step
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import Segment
+from rorqual.ops.interface import Segment
 from rorqual.parallel.overlap import chain, run, straight
 
 CPU = torch.device("cpu")

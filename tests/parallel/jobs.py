@@ -15,26 +15,26 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rorqual.bench import comm
-from rorqual.config import ModelConfig, MoEConfig
-from rorqual.engine.group import GroupScheduler
+from rorqual.bench.comm import run as comm
+from rorqual.config.model import ModelConfig, MoEConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.scheduling.dp_scheduler import GroupScheduler
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops import reference
-from rorqual.ops.cpu import CpuOps
+from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import Weight
+from rorqual.parallel.comm_volume import step_messages
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Groups, Mesh
-from rorqual.parallel.messages import step_messages
-from rorqual.parallel.symmetric import on_all
-from rorqual.parallel_config import ParallelConfig
-from rorqual.perf.costs import Batch, Format
-from rorqual.perf.parallel_costs import Work, rank_step
+from rorqual.parallel.p2p_memory import on_all
+from rorqual.planner.costs.costs import Batch, Format
+from rorqual.planner.costs.parallel_costs import Work, rank_step
 from rorqual.request import SamplingParams
 from tests.parallel.driver import CPU, RankDriver, schedule, split, tokens_of
 from tests.parallel.lockstep import (
@@ -100,11 +100,11 @@ def compare(
     model = model_of(sizes, world, folder, forms, seed)
     shared, taking = None, ""
     if peers:
-        from tests.parallel import peer_jobs
+        from tests.parallel import p2p_jobs
 
         config = model.config
-        taking = peer_jobs.attach(model.mesh, config.moe, peers, 4, config.hidden_size, torch.float32, 2)
-        shared = peer_jobs.peers_of(model.mesh, config.moe)
+        taking = p2p_jobs.attach(model.mesh, config.moe, peers, 4, config.hidden_size, torch.float32, 2)
+        shared = p2p_jobs.peers_of(model.mesh, config.moe)
     driver = RankDriver(model, len(prompts), max(lengths))
     worst, differ, positions = 0.0, 0, 0
     for turn in schedule(lengths, prompts):
@@ -260,8 +260,8 @@ def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:
 
 def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[int], two_shot: list[bool]) -> tuple[float, str]:
     """Calls of the fused kernel over buffers in shared files; returns the largest error and a digest of all results."""
-    import tests.ops.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
-    from rorqual.ops.triton.all_reduce import all_reduce_norm, buffer_bytes
+    import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
+    from rorqual.ops.triton.comm.all_reduce_norm import all_reduce_norm, buffer_bytes
 
     axis, columns, most = mesh_of(sizes, world).tp, 48, max(rows)
     size = buffer_bytes(most, columns, world, 4)
@@ -314,14 +314,14 @@ def in_step(
 
 
 def peer_exchange(world: int, sizes: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    from tests.parallel import peer_jobs
+    from tests.parallel import p2p_jobs
 
-    return peer_jobs.compare(mesh_of(sizes, world), **arguments)
+    return p2p_jobs.compare(mesh_of(sizes, world), **arguments)
 
 
 def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any], peers: str = "") -> list[dict[str, Any]]:
     if not peers:
         return [asdict(row) for row in comm.measure(comm.Setup(**setup))]
-    from tests.parallel import peer_jobs
+    from tests.parallel import p2p_jobs
 
-    return [asdict(row) for row in comm.measure(comm.Setup(**setup), peer_jobs.sharing(peers))]
+    return [asdict(row) for row in comm.measure(comm.Setup(**setup), p2p_jobs.sharing(peers))]

@@ -17,26 +17,26 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.config import ModelConfig
-from rorqual.engine.graphs import RECORDED
-from rorqual.engine.group import GroupPlan, GroupScheduler
-from rorqual.engine.next_n import next_n_choices
-from rorqual.engine.plan import StepResult
-from rorqual.engine.runner import ModelRunner, Speculation
-from rorqual.engine.scheduler import SchedulerConfig
-from rorqual.engine.wire import decode_plan, encode_plan
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.distributed.codec import decode_plan, encode_plan
+from rorqual.engine.execution.cuda_graphs import RECORDED
+from rorqual.engine.execution.draft_controller import next_n_choices
+from rorqual.engine.execution.model_runner import ModelRunner, Speculation
+from rorqual.engine.scheduling.dp_scheduler import GroupPlan, GroupScheduler
+from rorqual.engine.scheduling.scheduler import SchedulerConfig
+from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.table import ops_for
+from rorqual.ops.interface import ops_for
 from rorqual.parallel.collectives import AddNormFn, Alone, Pending, Ready
-from rorqual.parallel.cut import Cut
-from rorqual.parallel.echo import EchoAxis
+from rorqual.parallel.fake_axis import EchoAxis
 from rorqual.parallel.mesh import AXES, Mesh, members
-from rorqual.parallel_config import ParallelConfig
+from rorqual.parallel.shard import Cut
 from rorqual.request import Request, SamplingParams
-from tests.engine.replaying import ReplayingPlatform
+from tests.engine.execution.replaying import ReplayingPlatform
 
 CPU = torch.device("cpu")
 PAGE, LONGEST = 4, 64

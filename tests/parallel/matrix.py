@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.errors import ConfigError
-from rorqual.parallel.choice import chosen_exchange
-from rorqual.parallel_config import EXCHANGES, ParallelConfig, check_parallel
+from rorqual.parallel.exchange_policy import chosen_exchange
 
 Case = dict[str, Any]
 RANGES: dict[str, tuple[Any, ...]] = {

@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from rorqual.config.parallel import ParallelConfig
 from rorqual.parallel.collectives import Alone
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.mesh import AXES, Mesh, members
-from rorqual.parallel_config import ParallelConfig
 from tests.parallel.pool import RankPool
 
 

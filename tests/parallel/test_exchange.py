@@ -9,15 +9,20 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from rorqual.config import MoEConfig
+from rorqual.config.model import MoEConfig
+from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import Weight
-from rorqual.parallel.choice import ALLTOALL_ROWS, chosen_exchange, destinations, possible_exchanges
 from rorqual.parallel.exchange import ExpertStore, SlotMap
+from rorqual.parallel.exchange_policy import (
+    ALLTOALL_ROWS,
+    chosen_exchange,
+    destinations,
+    possible_exchanges,
+)
 from rorqual.parallel.exchange_select import make_exchange
-from rorqual.parallel_config import ParallelConfig
+from tests.parallel.fake_axes import place
 from tests.parallel.pool import RankPool
-from tests.parallel.pretended import place
 
 WAYS: list[dict[str, Any]] = [
     {"tp": 2, "ep": 2, "exchange": "local"},
@@ -160,7 +165,7 @@ def test_a_table_is_remapped_in_place() -> None:
 
 
 def test_slots_that_cannot_be_dealt_out() -> None:
-    from rorqual.parallel.cut import Cut
+    from rorqual.parallel.shard import Cut
 
     with pytest.raises(ConfigError, match="ep=4 does not divide 10"):
         SlotMap((*range(8), 0, 1), 8).local(Cut(0, 4))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rorqual import LLM, SamplingParams
-from rorqual.config import ModelConfig
-from rorqual.parallel_config import ParallelConfig
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
 from rorqual.request import StructuredOutput
-from tests.engine.test_speculative_requests import GRAMMARS, Automata
+from tests.engine.execution.test_speculative_requests import GRAMMARS, Automata
 from tests.models.checkpoints import rewrite_config, save, save_with_mtp
 from tests.parallel.lockstep import Lockstep, Settings, prompt_of
 from tests.parallel.pool import RankPool

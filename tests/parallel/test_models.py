@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
 from rorqual.models.hub import BUNDLED
-from rorqual.ops.cpu import CpuOps
+from rorqual.ops.cpu.backend import CpuOps
+from tests.emulation.triton_interpreter import DEVICE, needs_triton
 from tests.models.checkpoints import CLASSES, OPTIONS, VOCAB, save
 from tests.models.driver import all_logits, load
-from tests.ops.triton_interpreter import DEVICE, needs_triton
 from tests.parallel import jobs, matrix
 from tests.parallel.driver import homes
 from tests.parallel.pool import RankPool

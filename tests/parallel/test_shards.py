@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rorqual.cache.spec import kv_spec
-from rorqual.config import ModelConfig
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError, LoadError
 from rorqual.layers.parameter import Build, Target
 from rorqual.models.loader import Rows, load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.cpu import CpuOps
+from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import Weight, dequantise
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel_config import ParallelConfig, check_parallel
 from tests.models.checkpoints import dequantise_block, merge, save, save_fp8
-from tests.parallel.pretended import place
+from tests.parallel.fake_axes import place
 
 CPU = torch.device("cpu")
 WIDE = {

@@ -27,36 +27,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rorqual.config import MoEConfig
+from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.deferred_sum import Rows, Unsummed, summed
+from rorqual.ops.interface import MLAWeights, Ops, Segment, Share, Stretch
 from rorqual.ops.reference import FP8, Distribution, Weight
-from rorqual.ops.table import MLAWeights, Ops, Segment, Share, Stretch
-from rorqual.ops.triton import (
-    absorb,
-    advance,
-    best,
-    counter,
-    embedding,
-    expert_sums,
-    latent_fp8,
-    linear_fp8,
-    linear_skinny,
-    linear_small,
-    prefill,
-    rope_cache,
-    sampling,
-)
-from rorqual.ops.triton import experts as experts_kernels
-from rorqual.ops.triton import gate as gating
-from rorqual.ops.triton import gqa_decode as gqa
-from rorqual.ops.triton import mla_decode as mla
-from rorqual.ops.triton import norm as norm_kernels
-from rorqual.ops.triton import route as routing
-from rorqual.ops.triton.fp8 import Quantised
-from rorqual.ops.triton.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
-from rorqual.ops.triton.picks import RowBlocks, empty_blocks
-from rorqual.ops.triton.segments import Derived, derived
-from rorqual.ops.unsummed import Rows, Unsummed, summed
+from rorqual.ops.triton.attention import gqa_decode as gqa
+from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
+from rorqual.ops.triton.attention import mla_decode as mla
+from rorqual.ops.triton.attention.metadata import Derived, derived
+from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm
+from rorqual.ops.triton.moe import combine
+from rorqual.ops.triton.moe import grouped_gemm as experts_kernels
+from rorqual.ops.triton.moe import router_gemm as gating
+from rorqual.ops.triton.moe import topk as routing
+from rorqual.ops.triton.moe.align import RowBlocks, empty_blocks
+from rorqual.ops.triton.rowwise import embedding
+from rorqual.ops.triton.rowwise import norm as norm_kernels
+from rorqual.ops.triton.rowwise.quantize import Quantised
+from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
+from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
 WIDEST_HEAD = 256
 
@@ -65,9 +55,9 @@ class TritonOps(Ops):
     name = "triton"
 
     def compiling(self) -> AbstractContextManager[None]:
-        from rorqual.ops.triton import ahead
+        from rorqual.ops.triton.runtime import precompile
 
-        return ahead.compiling()
+        return precompile.compiling()
 
     def __init__(self) -> None:
         keep_compiled()
@@ -78,7 +68,7 @@ class TritonOps(Ops):
 
     def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
         if view.stride(1) == 1 and (view.dtype != FP8 or takes_fp8(view.device)):
-            counter.draw_normal(view, key, std, first, width)
+            rng.draw_normal(view, key, std, first, width)
         else:
             super().draw_normal(view, key, std, first, width)
 
@@ -95,31 +85,31 @@ class TritonOps(Ops):
         return norm_kernels.add_norm(x, residual, weight, eps, pack and takes_fp8(x.device))
 
     def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-        return expert_sums.combine_add_norm(gave, residual, weight, eps, pack and takes_fp8(residual.device))
+        return combine.combine_add_norm(gave, residual, weight, eps, pack and takes_fp8(residual.device))
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if not weight.quantised:
-            if linear_small.chosen(x, weight.data):
-                return linear_small.linear(x, weight.data, bias)
-            skinny = linear_skinny.chosen(x, weight.data)
-            return linear_skinny.linear(x, weight.data, bias) if skinny else F.linear(x, weight.data, bias)
-        return linear_fp8.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
+            if gemv.chosen(x, weight.data):
+                return gemv.linear(x, weight.data, bias)
+            skinny = skinny_gemm.chosen(x, weight.data)
+            return skinny_gemm.linear(x, weight.data, bias) if skinny else F.linear(x, weight.data, bias)
+        return fp8_gemm.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
 
     def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """In fp8 the activation between the products is quantised as it is made; for a few tokens in bf16 it is part of the first."""
-        if not gate_up.quantised and linear_small.chosen(x, gate_up.data):
-            return self.linear(linear_small.gate_up(x, gate_up.data), down)
+        if not gate_up.quantised and gemv.chosen(x, gate_up.data):
+            return self.linear(gemv.gate_up(x, gate_up.data), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
-        return linear_fp8.linear(norm_kernels.swiglu_fp8(linear_fp8.linear(x, gate_up)), down, dtype=x.dtype)
+        return fp8_gemm.linear(norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=x.dtype)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         if not _power(x.shape[-1]):
             return super().rope(x, cos, sin, interleaved)
-        return rope_cache.rope(x, cos, sin, interleaved)
+        return rope_kv_write.rope(x, cos, sin, interleaved)
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
         """Only where the prologue could not write: it quantises on the way."""
@@ -130,17 +120,17 @@ class TritonOps(Ops):
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Written token by token, so that what follows needs no copy."""
-        if absorb.chosen(x):
-            return absorb.heads_matmul(x, matrices)
+        if per_head_gemm.chosen(x):
+            return per_head_gemm.heads_matmul(x, matrices)
         out = torch.empty(x.shape[0], x.shape[1], matrices.shape[2], dtype=x.dtype, device=x.device)
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return out
 
     def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
         """A few tokens' are quantised where they are made, if what comes next wants that."""
-        few = absorb.chosen(latent) and latent.shape[0] > absorb.TOKENS
-        if few and w.pack and w.config.v_dim == absorb.HEAD and takes_fp8(latent.device):
-            return absorb.heads_dot(latent, w.w_uv, pack=True)
+        few = per_head_gemm.chosen(latent) and latent.shape[0] > per_head_gemm.TOKENS
+        if few and w.pack and w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device):
+            return per_head_gemm.heads_dot(latent, w.w_uv, pack=True)
         return super().joined_heads(latent, w)
 
     # ---- attention
@@ -155,11 +145,11 @@ class TritonOps(Ops):
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
         heads = w.config.num_heads if w.q_b is None else 0  # rotated by the same kernel: one launch fewer
-        latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads)
+        latent = rope_kv_write.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads)
         query_in, q = self._queries(x, joint, latent, w)
         if not heads:
             rotated = q[..., w.config.nope_dim :]
-            rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
+            rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
         return query_in, q, None
 
     def _queries(self, x: Tensor, joint: Tensor, latent: Tensor | Quantised | None, w: MLAWeights) -> tuple[Tensor, Tensor]:
@@ -168,7 +158,7 @@ class TritonOps(Ops):
             return x, joint[:, : w.query_rows].unflatten(1, (w.config.num_heads, -1))
         per_head = (-1, w.config.num_heads, w.config.qk_dim)
         if isinstance(latent, Quantised):
-            return x, linear_fp8.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
+            return x, fp8_gemm.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
         return latent, self.linear(latent, w.q_b).view(per_head)
 
     def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +168,7 @@ class TritonOps(Ops):
             return super().mla_down(x, w, cos, sin)
         joint = self.linear(x, w.down, w.down_bias)
         entries, slots = x.new_empty(x.shape[0], rank + rotary), torch.arange(x.shape[0], device=x.device)
-        latent = rope_cache.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved)
+        latent = rope_kv_write.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved)
         assert latent is None or isinstance(latent, Tensor)
         return joint[:, : w.query_rows] if latent is None else latent, entries
 
@@ -190,7 +180,7 @@ class TritonOps(Ops):
             return super().mla_up(query, entries, w, cos, sin, plane, slots)
         q = self.linear(query, w.q_b).unflatten(1, (w.config.num_heads, -1))
         rotated = q[..., w.config.nope_dim :]
-        rope_cache.rope(rotated, cos, sin, w.interleaved, out=rotated)
+        rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
         if plane is None:
             return q, entries
         self.write_latent(plane, slots, entries, w.config.kv_lora_rank)
@@ -209,7 +199,7 @@ class TritonOps(Ops):
     ) -> Tensor:
         if not _power(qkv.shape[2]):
             return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return rope_cache.heads_epilogue(qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps)
+        return rope_kv_write.heads_epilogue(qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps)
 
     def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
         """A few query tokens of each request share one pass over keys and values; chunks of prompt go tile by tile."""
@@ -345,7 +335,7 @@ class TritonOps(Ops):
             blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
         ids, weights = _router(x, gate, bias, moe, shared, blocks)
         gave = experts_kernels.unsummed_experts(x, ids, weights, gate_up, down, plan, base, blocks)
-        return gave if x.shape[0] <= expert_sums.NORM_SUMS_TOKENS else gave.total()
+        return gave if x.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
 
     def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
         """What the last `shared` experts give for all tokens, each as a layer of its own, and `base`."""
@@ -377,25 +367,25 @@ class TritonOps(Ops):
     def decode_rows(
         self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return advance.decode_rows(length, last_token, drafts, tables, slots, next_n, page_size)
+        return spec_decode.decode_rows(length, last_token, drafts, tables, slots, next_n, page_size)
 
     def judge_drafts(
         self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return advance.judge_drafts(tokens, drafts, num_drafts, slots, taken)
+        return spec_decode.judge_drafts(tokens, drafts, num_drafts, slots, taken)
 
     def move_rows(
         self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return advance.move_rows(last_token, length, slots, lens, tokens, right)
+        return spec_decode.move_rows(last_token, length, slots, lens, tokens, right)
 
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-        return counter.uniform(seeds, positions, stream)
+        return rng.uniform(seeds, positions, stream)
 
     def best(self, logits: Tensor) -> Tensor:
-        return best.best(logits)
+        return argmax.best(logits)
 
     def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
         return sampling.distribution(logits, settings, cuts)
@@ -429,7 +419,7 @@ def _power(size: int) -> bool:
 
 
 def _fits_fp8(weight: Weight) -> bool:
-    return linear_fp8.supported(weight) and takes_fp8(weight.data.device)
+    return fp8_gemm.supported(weight) and takes_fp8(weight.data.device)
 
 
 def _fits_experts(gate_up: Weight, down: Weight) -> bool:

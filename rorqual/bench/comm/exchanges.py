@@ -1,0 +1,185 @@
+"""The exchanges that `rorqual bench comm` times: over collectives of a process group, and over memory that the ranks share (`symm`).
+
+Experts cost nothing while the clock runs. What goes through shared memory is compared with the process group, before it is timed
+and after: bit for bit, but for all-gathers, whose sums a process group adds in its own order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rorqual.config.hardware import DATA
+from rorqual.config.model import MoEConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import EngineError
+from rorqual.ops import reference
+from rorqual.ops.reference import Weight
+from rorqual.parallel.collectives import Axis
+from rorqual.parallel.exchange import ExpertStore, SlotMap
+from rorqual.parallel.exchange_alltoall import wanted
+from rorqual.parallel.exchange_select import make_exchange
+from rorqual.parallel.mesh import Groups, Mesh
+
+WAYS = (("allgather_ep", False), ("alltoall", False), ("low_latency", False), ("low_latency", True))
+SHARED = (("allgather_ep", False), ("low_latency", False), ("low_latency", True))
+GATHER_TOLERANCE = 2**-5  # of the largest sum: a few roundings of a bf16 sum in another order
+PUBLISHED = {"hidden": 7168, "experts": 256, "top_k": 8}  # DeepEP's figures are for these alone
+
+Call = Callable[[], object]
+Share = Callable[[Mesh, MoEConfig, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`sent`: bytes that leave a rank, where routing alone tells; peer_us: what DeepEP takes for the same, as published."""
+
+    name: str
+    axis: Axis
+    call: Call
+    capturable: bool = True
+    sent: int | None = None
+    peer_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An expert layer over `ranks` ranks, one data-parallel rank each. checked: calls that are compared before and after timing."""
+
+    ranks: int
+    hidden: int
+    experts: int
+    top_k: int
+    checked: int = 10
+
+
+def share_cards(mesh: Mesh, moe: MoEConfig, x: Tensor) -> None:
+    """Memory shared by cards, if these can."""
+    mesh.way_to_experts(x.shape[0], x.shape[1], moe, x.dtype, x.device)
+
+
+class Layer:
+    """Data-parallel attention over all ranks, whole experts on each, tokens routed at random."""
+
+    def __init__(self, sizes: Sizes, groups: Groups, x: Tensor, exchange: str, fp8: bool):
+        self.x, self.fp8, self.exact = x, fp8, True
+        self.moe = MoEConfig(sizes.experts, sizes.top_k, 1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.ids = torch.rand(x.shape[0], sizes.experts, generator=generator).topk(sizes.top_k).indices.to(x.device)
+        self.weights, nothing = torch.rand(self.ids.shape, generator=generator).to(x.device), Weight(torch.empty(0))
+        parallel = ParallelConfig(dp=sizes.ranks, ep=sizes.ranks, exchange=exchange, fp8_dispatch=fp8)
+        self.mesh = Mesh.of(parallel, groups=groups)
+        cut, slots = self.mesh.axes["ep"].cut, SlotMap.identity(sizes.experts)
+        self.store = ExpertStore(slots, nothing, nothing, self._experts, x.device, cut, self._experts_fp8)
+        self.exchange = make_exchange(parallel, self.moe, self.store)
+        self.layout = self.mesh.layout([x.shape[0]] * sizes.ranks, True, self.moe)
+
+    def _experts(self, x: Tensor, places: Tensor, weights: Tensor, *_: Any) -> Tensor:
+        """Each expert returns what it gets. While the clock runs nothing is computed."""
+        if not self.exact:
+            return x
+        weight = weights.masked_fill(places < 0, 0).sum(1, keepdim=True)
+        return torch.where(weight > 0, x.float() * weight, 0).to(x.dtype)
+
+    def _experts_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype, places: Tensor, weights: Tensor, *_: Any) -> Tensor:
+        """Experts in fp8 take such rows as they are."""
+        if not self.exact:
+            return torch.empty(x.shape, dtype=dtype, device=x.device)
+        return self._experts(reference.dequantise_activation(x, scale, dtype), places, weights)
+
+    @property
+    def axis(self) -> Axis:
+        return self.mesh.dp
+
+    def call(self) -> Tensor:
+        ticket = self.exchange.submit(self.x, self.ids, self.weights, self.layout)
+        self.exchange.run_experts(ticket)
+        return self.exchange.wait(ticket)
+
+    def timed(self) -> Tensor:
+        self.exact = False
+        try:
+            return self.call()
+        finally:
+            self.exact = True
+
+    def rows_away(self) -> float:
+        """Rows that leave a rank for other ranks, the mean of all ranks; as many come back."""
+        mask = wanted(self.store, self.ids, self.axis.size)
+        away = mask.sum() - mask[:, self.axis.rank].sum()
+        return float(self.axis.all_reduce(away)) / self.axis.size
+
+
+def exchanges(sizes: Sizes, groups: Groups, x: Tensor, share: Share | None) -> Iterator[Case]:
+    """All ways over the process group, then, given a way to share memory, those over that."""
+    for name, fp8 in WAYS:
+        layer = Layer(sizes, groups, x, name, fp8)
+        yield Case(f"exchange {name}{' fp8' * fp8}", layer.axis, layer.timed, layer.exchange.capturable)
+    for name, fp8 in SHARED if share else ():
+        assert share is not None
+        layer, plain = (Layer(sizes, groups, x, name, fp8) for _ in range(2))
+        share(layer.mesh, layer.moe, x)
+        if layer.axis.peers is not None:
+            check(layer, plain, sizes.checked)
+            yield from _shared(layer, f"{name} symm{' fp8' * fp8}", published(sizes, x) if fp8 else None)
+            check(layer, plain, sizes.checked)
+
+
+def _shared(layer: Layer, name: str, peer: tuple[float, float] | None) -> Iterator[Case]:
+    from rorqual.ops.triton.comm import dispatch_combine as kernels
+    from rorqual.parallel.p2p_dispatch import PeerRows
+
+    peers, axis, x = layer.axis.peers, layer.axis, layer.x
+    assert isinstance(peers, PeerRows)
+    buffer, capacity, columns = peers.buffers[0], x.shape[0], x.shape[1]
+    place = kernels.Place(len(layer.store.mine))
+    rows, picks = layer.rows_away(), 8 * layer.ids.shape[1]
+    there = round(rows * (picks + (columns + 4 * -(-columns // 128) if layer.fp8 else columns * x.element_size())))
+    back = round(rows * columns * x.element_size())
+
+    def dispatch() -> None:
+        kernels.dispatch(buffer, x, layer.ids, layer.weights, capacity, place, layer.fp8)
+        kernels.arrival(buffer)
+
+    y = torch.zeros(axis.size * capacity, columns, dtype=x.dtype, device=x.device)
+
+    def combine() -> Tensor:
+        kernels.give_back(buffer, y, capacity)
+        return kernels.combine(buffer, x)
+
+    yield Case(f"exchange {name}", axis, layer.timed, True, there + back, sum(peer) if peer else None)
+    if not name.startswith("allgather"):  # the same kernels
+        yield Case(f"dispatch {name}", axis, dispatch, True, there, peer[0] if peer else None)
+        yield Case(f"combine {name}", axis, combine, True, back, peer[1] if peer else None)
+
+
+def check(layer: Layer, plain: Layer, calls: int) -> None:
+    """Raises EngineError, on all ranks, if one of them gets other sums than from the process group."""
+    generator, kept, wrong = torch.Generator().manual_seed(99 + dist.get_rank()), layer.x, 0
+    for _ in range(calls):
+        layer.x = plain.x = torch.randn(kept.shape, generator=generator).to(kept)
+        got, want = layer.call(), plain.call()
+        if layer.layout.exchange == "low_latency":
+            wrong += not torch.equal(got, want)
+        else:
+            wrong += not bool((got - want).abs().max() <= GATHER_TOLERANCE * want.abs().max())
+    layer.x = plain.x = kept
+    total = int(plain.axis.all_reduce(torch.tensor(wrong, device=kept.device)))
+    if total:
+        raise EngineError(f"{layer.layout.exchange} over shared memory differs from the process group in {total} calls")
+
+
+def published(sizes: Sizes, x: Tensor) -> tuple[float, float] | None:
+    """Microseconds of DeepEP's low-latency dispatch (fp8) and combine (bf16) on H200 of one host, from the shipped tables."""
+    shape = {"hidden": sizes.hidden, "experts": sizes.experts, "top_k": sizes.top_k}
+    if shape != PUBLISHED or x.dtype != torch.bfloat16 or not x.is_cuda:
+        return None
+    rows = json.loads((DATA / "kernels_h200_sglang.json").read_text())["deepep_low_latency"]
+    found = {(ranks, tokens): (there, back) for ranks, tokens, there, back in rows}
+    return found.get((sizes.ranks, x.shape[0]))

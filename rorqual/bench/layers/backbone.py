@@ -1,0 +1,71 @@
+"""A model without its routed experts: what stays on one side when the experts live on another. It keeps routers and shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rorqual.config.model import ModelConfig
+from rorqual.layers.moe import DenseMLP, MoE
+from rorqual.layers.parameter import Build, Target
+from rorqual.models.deepseek import Deepseek
+from rorqual.models.qwen3_moe import Qwen3Moe
+from rorqual.models.transformer import Transformer
+from rorqual.ops.reference import Weight
+from rorqual.parallel.exchange import SlotMap
+from rorqual.parallel.layout import Layout
+
+
+class NowhereExchange:
+    """Sends tokens nowhere and takes them back unchanged."""
+
+    record_load = False
+    capturable = True
+
+    def __init__(self, device: torch.device):
+        self.gate_up = self.down = Weight(torch.empty(0, device=device))
+        self.load = torch.empty(0, device=device)
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+        return x
+
+    def dense_rows(self, ticket: Tensor) -> None: ...
+
+    def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
+
+    def wait(self, ticket: Tensor) -> Tensor:
+        return ticket
+
+
+class ExpertlessMoE(MoE):
+    def __init__(self, build: Build, prefix: str, config: ModelConfig):
+        super().__init__(build, prefix, config.hidden_size, config.moe)
+        self.exchange = NowhereExchange(build.device)
+
+    def _joined(self, build: Build, slots: SlotMap | None) -> int:
+        return 0
+
+    def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
+        return Weight(build.empty(0, 2, hidden)), Weight(build.empty(0, hidden, 1))
+
+    def _expert_targets(self) -> Iterator[Target]:
+        return iter(())
+
+
+class DeepseekBackbone(Deepseek):
+    def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
+        sparse = self.config.moe_layers[index]
+        return ExpertlessMoE(build, f"{prefix}.mlp", self.config) if sparse else super().make_mlp(build, index, prefix)
+
+
+class QwenBackbone(Qwen3Moe):
+    def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
+        sparse = self.config.moe_layers[index]
+        return ExpertlessMoE(build, f"{prefix}.mlp", self.config) if sparse else super().make_mlp(build, index, prefix)
+
+
+def make_backbone(config: ModelConfig, build: Build) -> Transformer:
+    """Parameters are allocated and not yet filled; positions come with the step, so its own rotary tables are empty."""
+    return DeepseekBackbone(config, build, 1) if config.is_mla else QwenBackbone(config, build, 1)

@@ -1,0 +1,134 @@
+"""Where a decode step's time goes on a card: time by kernel, and how long the card waited between kernels.
+
+torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one before ends), so busy time is the
+union of their spans. A wait longer than WAIT_US is none between two kernels of a recorded step: it lies between two steps, or the step was
+not recorded. The host is to blame where it launched something during the wait; otherwise the launch was there before, and the wait is
+what the card takes to begin a recording.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rorqual.bench.offline.steady_state import decoding_together, enough_tokens
+from rorqual.errors import ConfigError
+from rorqual.llm.llm import LLM
+from rorqual.platforms.base import Platform
+from rorqual.request import SamplingParams
+
+WAIT_US = 5.0
+LAUNCHES = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")  # beginnings of their names
+NAME = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or copy: microseconds on the profiler's clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Of one step: calls, and microseconds of all of them."""
+
+    name: str
+    calls: float
+    us: float
+
+
+@dataclass
+class StepProfile:
+    """Microseconds of one step, averaged: `step` from the first kernel to the last, `busy` while at least one ran, `short` in waits of at
+    most WAIT_US, `long` in longer ones, of which `late` in those during which the host was launching. `longest`: the longest waits, each
+    with the kernel that ended it."""
+
+    step: float
+    busy: float
+    short: float
+    long: float
+    late: float = 0.0
+    kernels: list[KernelTime] = field(default_factory=list)
+    longest: list[tuple[float, str]] = field(default_factory=list)
+
+    def lines(self, most: int = 24) -> Iterator[str]:
+        waits = f"waits up to {WAIT_US:g} us {self.short:.0f}, longer ones {self.long:.0f} (for the host {self.late:.0f})"
+        yield f"step {self.step:.0f} us: busy {self.busy:.0f}, {waits}"
+        for us, name in self.longest:
+            yield f"  a wait of {us:.1f} us before {name[:NAME]}"
+        for kernel in self.kernels[:most]:
+            share, each = 100 * kernel.us / self.step, kernel.us / kernel.calls
+            yield f"{kernel.us:9.1f} us{share:5.1f} %{kernel.calls:8.1f} calls{each:9.2f} us each  {kernel.name[:NAME]}"
+
+
+def summarise(spans: Sequence[Span], steps: int, launches: Sequence[float] = ()) -> StepProfile:
+    """`spans` of so many steps alike; `launches`: when the host launched something."""
+    ordered, launched = sorted(spans, key=lambda span: span.start), sorted(launches)
+    waits: list[tuple[float, str]] = []
+    busy, late, last = 0.0, 0.0, ordered[0].start
+    for span in ordered:
+        if span.start > last:
+            waits.append((span.start - last, span.name))
+            after = bisect_left(launched, last)
+            if span.start - last > WAIT_US and after < len(launched) and launched[after] <= span.start:
+                late += span.start - last
+        busy += max(0.0, span.end - max(span.start, last))
+        last = max(last, span.end)
+    times: dict[str, tuple[int, float]] = {}
+    for span in ordered:
+        calls, us = times.get(span.name, (0, 0.0))
+        times[span.name] = calls + 1, us + span.end - span.start
+    kernels = [KernelTime(name, calls / steps, us / steps) for name, (calls, us) in times.items()]
+    long = [wait for wait in waits if wait[0] > WAIT_US]
+    return StepProfile(
+        step=(last - ordered[0].start) / steps,
+        busy=busy / steps,
+        short=sum(us for us, _ in waits if us <= WAIT_US) / steps,
+        long=sum(us for us, _ in long) / steps,
+        late=late / steps,
+        kernels=sorted(kernels, key=lambda kernel: -kernel.us),
+        longest=sorted(long, reverse=True)[:3],
+    )
+
+
+def check_platform(platform: Platform) -> None:
+    """Raises ConfigError where there is no card."""
+    if platform.name != "cuda":
+        raise ConfigError(f"--profile reads a card's clock; accepted: device cuda, not {platform.name}")
+
+
+def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile:
+    """Of decode steps while every request is decoding."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = llm.engine
+    check_platform(engine.platform)
+    params = SamplingParams(temperature=0, max_tokens=enough_tokens(engine, prompts, steps + 16), ignore_eos=True, detokenize=False)
+    with decoding_together(engine, prompts, params):
+        for _ in range(5):
+            engine.step()
+        engine.platform.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(steps):
+                engine.step()
+            engine.platform.synchronize()
+    spans, launches = timeline(found.events())
+    return summarise(spans, steps, launches)
+
+
+def timeline(events: object) -> tuple[list[Span], list[float]]:
+    """(what ran on the card, when the host launched something), from torch.profiler's events: the runtime's calls are among those of the
+    host."""
+    from torch.autograd import DeviceType
+
+    spans, launches = [], []
+    for event in events:  # type: ignore[attr-defined]
+        if event.device_type == DeviceType.CUDA:
+            spans.append(Span(event.name, event.time_range.start, event.time_range.end))
+        elif event.name.startswith(LAUNCHES):
+            launches.append(event.time_range.start)
+    return spans, launches

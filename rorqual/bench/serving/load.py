@@ -1,0 +1,102 @@
+"""When requests are sent: at a rate, under a cap on how many are open at a time, by a trace's timestamps, or several of these."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rorqual.bench.serving.client import Client, Record
+from rorqual.bench.serving.prompts import Prompt
+from rorqual.errors import ConfigError
+
+DESCRIPTORS = 65536
+
+
+@dataclass(frozen=True)
+class Load:
+    """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma distribution of the intervals (1 is a Poisson
+    process, below 1 burstier, above 1 more even); `concurrency`: most open requests at a time (None: no cap)."""
+
+    concurrency: int | None = None
+    rate: float = math.inf
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"max_concurrency={self.concurrency}; must be at least 1")
+        if not self.rate > 0:
+            raise ConfigError(f"request_rate={self.rate}; must be above 0 requests/s (inf sends all at once)")
+        if not self.burstiness > 0:
+            raise ConfigError(f"burstiness={self.burstiness}; must be above 0 (1 is a Poisson process)")
+
+    def arrivals(self, rng: np.random.Generator, count: int) -> list[float]:
+        """Seconds after the start, sorted. Intervals are gamma distributed with shape `burstiness` and mean 1/rate, then scaled so that
+        the last request comes at count/rate, as in vLLM's benchmark: seeds then differ in the pattern, not in the rate."""
+        if math.isinf(self.rate):
+            return [0.0] * count
+        if math.isinf(self.burstiness):
+            return [(i + 1) / self.rate for i in range(count)]
+        times = np.cumsum(rng.gamma(self.burstiness, 1 / (self.rate * self.burstiness), size=count))
+        return (times * (count / self.rate / times[-1])).tolist() if count and times[-1] > 0 else [0.0] * count
+
+
+@dataclass(frozen=True)
+class Run:
+    """Every request of a run, and what the client itself spent on it (seconds of wall time and of CPU in this process)."""
+
+    records: list[Record]
+    start: float
+    wall: float
+    cpu: float
+
+
+async def drive(
+    client: Client, prompts: Sequence[Prompt], load: Load, arrivals: Sequence[float], seen: Callable[[Record], None] = lambda _: None
+) -> Run:
+    """Send every prompt at its time and wait for all answers. Where the cap holds a request back it waits here, in order, and its clock
+    starts when it is sent. `seen` is called with each record as it is sent and again when it is complete (its `end` is set then)."""
+    _raise_descriptor_limit()
+    bodies = [client.target.body(prompt) for prompt in prompts]
+    gate = asyncio.Semaphore(load.concurrency or max(1, len(prompts)))
+    gc.collect()
+    gc.freeze()  # the prompts stay; a collection in the middle of a run would look through all of them
+
+    async def one(body: bytes, record: Record) -> None:
+        try:
+            seen(record)
+            await client.send(body, record)
+            seen(record)
+        finally:
+            gate.release()
+
+    before, start = _cpu_seconds(), time.perf_counter()
+    records = [Record(prompt.input_len, prompt.output_len, start + at) for prompt, at in zip(prompts, arrivals, strict=True)]
+    async with asyncio.TaskGroup() as group:
+        for body, record in zip(bodies, records, strict=True):
+            if (wait := record.due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            await gate.acquire()
+            group.create_task(one(body, record))
+    wall, cpu = time.perf_counter() - start, _cpu_seconds() - before
+    gc.unfreeze()
+    return Run(records, start, wall, cpu)
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _raise_descriptor_limit() -> None:
+    """A connection a request is open at a time; the soft limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,33 @@
+"""rorqual bench comm: how long ranks take to talk to each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rorqual.cli.options import Device, Json, numbers
+
+
+def bench_comm(
+    ranks: Annotated[int, typer.Option(help="Processes to start on this host; torchrun's number where it started them.")] = 2,
+    rows: Annotated[str, typer.Option(help="Comma-separated rows of each rank.")] = "1,16,128",
+    hidden: Annotated[int, typer.Option(help="Columns of a row.")] = 7168,
+    experts: Annotated[int, typer.Option()] = 256,
+    top_k: Annotated[int, typer.Option()] = 8,
+    repeats: Annotated[int, typer.Option(help="Medians are taken over this many runs.")] = 10,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    json_file: Json = None,
+) -> None:
+    """Time collectives and expert exchanges between ranks: NCCL on cards, gloo on the CPU."""
+    from rorqual.bench.comm import run as comm
+    from rorqual.platforms import device_of
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r}; accepted: bfloat16, float16, float32")
+    setup = comm.Setup(ranks, device_of(device).type, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype)
+    found = comm.bench(setup)
+    comm.print_table(found, setup)
+    if json_file and found:
+        json_file.write_text(comm.as_json(found, setup) + "\n")

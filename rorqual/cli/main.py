@@ -1,0 +1,220 @@
+"""The command line. Without MODEL the bundled checkpoint is used."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from rorqual import __version__
+from rorqual.cli import bench
+from rorqual.cli.options import (
+    Decode,
+    Device,
+    Dp,
+    Drafter,
+    Dtype,
+    Ep,
+    Ignored,
+    Interface,
+    KvDtype,
+    Launcher,
+    Length,
+    Model,
+    NextN,
+    Pp,
+    Prefill,
+    Recipe,
+    SecretFile,
+    Settings,
+    Threads,
+    TokenizerName,
+    Tp,
+    Weights,
+    load,
+    sampling,
+)
+from rorqual.cli.plan import plan
+from rorqual.cli.serve import serve
+from rorqual.cli.simulate import simulate
+from rorqual.errors import RorqualError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(bench.app, name="bench")
+app.command()(serve)
+app.command()(plan)
+app.command()(simulate)
+
+DEMO_PROMPT = "My dear Elizabeth,"
+
+
+def main() -> None:
+    """Entry point: a user's mistake becomes one sentence and exit status 2, an interruption 130."""
+    logging.basicConfig(level=logging.WARNING, format="rorqual: %(message)s")
+    try:
+        app()
+    except RorqualError as error:
+        print(f"rorqual: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def generate(
+    model: Model = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; '-' reads standard input.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's default if left out.")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text alone, without the line of figures.")] = False,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvDtype = "auto",
+    device: Device = "auto",
+    weights: Weights = "checkpoint",
+    tokenizer: TokenizerName = None,
+    max_model_len: Length = None,
+    threads: Threads = None,
+    mla_prefill: Prefill = "CC",
+    mla_decode: Decode = "A_CC_ME",
+    next_n: NextN = 0,
+    drafter: Drafter = "auto",
+    tp: Tp = 1,
+    dp: Dp = 1,
+    pp: Pp = 1,
+    ep: Ep = 1,
+    launcher: Launcher = "local",
+    interface: Interface = None,
+    secret_file: SecretFile = None,
+    ignore_config_field: Ignored = None,
+    config: Recipe = None,
+    settings: Settings = None,
+) -> None:
+    """Continue a prompt, streaming."""
+    start = time.perf_counter()
+    common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
+    forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
+    sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
+    launch = {"launcher": launcher, "interface": interface, "secret_file": secret_file}
+    chosen = {"max_num_seqs": 8, "next_n": next_n, "drafter": drafter, "tokenizer": tokenizer}
+    llm = load(model, config, settings, **chosen, **common, **forms, **sizes, **launch)
+    text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
+    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
+    loaded = time.perf_counter()
+    deltas = llm.stream(text, params)
+    print(text, end="", flush=True)
+    count, first = _print_stream(deltas)
+    done = time.perf_counter()
+    if not quiet and count > 1:
+        rate = (count - 1) / (done - first)
+        times = f"loaded in {loaded - start:.2f} s, first token after {first - loaded:.3f} s"
+        steps = f", {count / llm.engine.stats.steps:.2f} a step" if next_n else ""
+        print(f"[{times}, {count} tokens, {rate:.0f} tokens/s{steps}]", file=sys.stderr)
+
+
+def _print_stream(deltas: Any) -> tuple[int, float]:
+    """Print as it comes; returns the number of tokens and the time of the first."""
+    count, first = 0, time.perf_counter()
+    for delta in deltas:
+        if not count:
+            first = time.perf_counter()
+        count += len(delta.token_ids)
+        print(delta.text, end="", flush=True)
+    print()
+    return count, first
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    url: Annotated[str | None, typer.Option(help="Talk with a server of the OpenAI API instead of loading a model.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="RORQUAL_API_KEY", help="The server's key.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 512,
+    temperature: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    weights: Weights = "checkpoint",
+    tokenizer: TokenizerName = None,
+    max_model_len: Length = None,
+) -> None:
+    """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the conversation as plain text."""
+    if url is not None:
+        _chat_with_server(url, api_key, {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        return
+    llm = load(
+        model,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        max_num_seqs=8,
+    )
+    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    base = llm.get_tokenizer().template is None
+    if base:
+        print("This is a base model: it has no chat template and continues text rather than answering.", file=sys.stderr)
+    messages: list[dict[str, str]] = []
+    while line := _read_line():
+        messages.append({"role": "user", "content": line})
+        prompt = line if base else llm.get_tokenizer().apply_chat_template(messages)
+        answer = "".join(_echo(delta.text) for delta in llm.stream(prompt, params))
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _chat_with_server(url: str, key: str | None, settings: dict[str, Any]) -> None:
+    from rorqual.cli.remote import answer, served_model
+
+    settings = {name: value for name, value in settings.items() if value is not None}
+    settings.setdefault("model", served_model(url, key))
+    messages: list[dict[str, str]] = []
+    while line := _read_line():
+        messages.append({"role": "user", "content": line})
+        text = "".join(_echo(piece) for piece in answer(url, {**settings, "messages": messages}, key))
+        print()
+        messages.append({"role": "assistant", "content": text})
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _echo(text: str) -> str:
+    print(text, end="", flush=True)
+    return text
+
+
+@app.command()
+def info(
+    model: Model = None,
+    memory: Annotated[float | None, typer.Option(help="Device memory in GiB to plan for; common cards if left out.")] = None,
+    ignore_config_field: Ignored = None,
+) -> None:
+    """Parameters, bytes, cache per token, and what fits in how much memory."""
+    from rorqual.bench.info import info as show
+
+    show(model, memory_gib=memory, ignore_fields=tuple(ignore_config_field or ()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What a card can do and how cards are joined: frozen data read from YAML. No torch.
+
+The cards that ship stand in planner/data/devices.yaml, measured ones beside it; a user's file has the same form. Units in the file are
+those of datasheets (GiB, GB/s, TFLOP/s, us), here they are bytes, bytes a second, operations a second and seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rorqual.errors import ConfigError
+
+DATA = Path(__file__).resolve().parents[1] / "planner" / "data"
+FIELDS = {"title", "memory_gib", "bandwidth_gb_s", "tflops", "link", "network", "host_link_gb_s", "ranks_per_chip", "sources"}
+FIELDS |= {"achieved_bandwidth", "achieved_flops", "launch_gap_us", "kernel_us", "collectives", "based_on", "measured", "gemm"}
+SOURCED = {"memory_gib": "memory", "bandwidth_gb_s": "bandwidth", "tflops": "flops", "link": "link", "network": "network"}
+DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction, for one card: `bandwidth` in bytes a second, `latency` of a small message in seconds; `span` cards are joined."""
+
+    bandwidth: float
+    latency: float
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class Card:
+    """One rank's device. `flops` by the dtype that is multiplied; a dtype that is missing is not multiplied at all.
+
+    achieved_bandwidth, achieved_flops: fractions of the peaks that a large copy and a large product reach, where measured. launch_gap:
+    seconds between two kernels launched one by one. collectives: measured seconds, {kind: {ranks: [[bytes, seconds], ...]}}.
+    """
+
+    name: str
+    title: str
+    memory: float
+    bandwidth: float
+    flops: Mapping[str, float]
+    link: Link
+    network: Link
+    host_link: float
+    sources: Mapping[str, str]
+    ranks_per_chip: int = 1
+    achieved_bandwidth: float | None = None
+    achieved_flops: Mapping[str, float] = field(default_factory=dict)
+    launch_gap: float | None = None
+    kernel: float | None = None
+    collectives: Mapping[str, Any] = field(default_factory=dict)
+    gemm: Mapping[str, Any] = field(default_factory=dict)
+    measured: str | None = None
+
+    def peak(self, dtype: str) -> float:
+        """Operations a second; fp8 weights on a card without fp8 are widened and multiplied as bf16."""
+        if dtype in self.flops:
+            return self.flops[dtype]
+        if dtype in ("fp8", "float16", "fp4", "int8"):
+            return self.peak("bfloat16")
+        if dtype == "bfloat16":
+            return self.peak("float32")
+        raise ConfigError(f"card {self.name} has no {dtype} arithmetic; known: {', '.join(self.flops)}")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.bandwidth, self.measured))
+
+
+def _number(name: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise ConfigError(f"card {name}: {key}={value!r} must be a number above 0")
+    return float(value)
+
+
+def _table(name: str, key: str, value: Any, allowed: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        raise ConfigError(f"card {name}: {key}={value!r} must be a table of {', '.join(sorted(allowed))}")
+    unknown = sorted(str(item) for item in value if item not in allowed)
+    if unknown:
+        raise ConfigError(f"card {name}: {key} has unknown entries {', '.join(unknown)}; accepted: {', '.join(sorted(allowed))}")
+    return value
+
+
+def _link(name: str, key: str, value: Any) -> Link:
+    table = _table(name, key, value, {"gb_s", "latency_us", "span"})
+    missing = {"gb_s", "latency_us"} - set(table)
+    if missing:
+        raise ConfigError(f"card {name}: {key} lacks {', '.join(sorted(missing))}")
+    gb_s, latency = _number(name, f"{key}.gb_s", table["gb_s"]), _number(name, f"{key}.latency_us", table["latency_us"])
+    return Link(gb_s * 1e9, latency * 1e-6, int(_number(name, f"{key}.span", table.get("span", 1))))
+
+
+def _check_fields(name: str, data: Mapping[str, Any]) -> None:
+    unknown = sorted(set(data) - FIELDS)
+    if unknown:
+        raise ConfigError(f"card {name}: unknown fields {', '.join(unknown)}; accepted: {', '.join(sorted(FIELDS))}")
+    missing = sorted(key for key in SOURCED if key not in data)
+    if missing:
+        raise ConfigError(f"card {name} lacks {', '.join(missing)}")
+    sources = data.get("sources")
+    unsourced = sorted(set(SOURCED.values()) - set(sources if isinstance(sources, dict) else ()))
+    if unsourced:
+        raise ConfigError(f"card {name}: sources lacks {', '.join(unsourced)}; each figure says where it comes from")
+
+
+def read_card(name: str, data: Any) -> Card:
+    """One entry of a cards file. Raises ConfigError naming the card, the field and what is accepted."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"card {name} must be a table of fields, not {type(data).__name__}")
+    if "based_on" in data:
+        data = {**_raw(str(data["based_on"])), **{key: value for key, value in data.items() if key != "based_on"}}
+    _check_fields(name, data)
+    flops = _table(name, "tflops", data["tflops"], set(DTYPES))
+    optional = {key: _number(name, key, data[key]) for key in ("achieved_bandwidth", "launch_gap_us", "kernel_us") if key in data}
+    achieved = _table(name, "achieved_flops", data["achieved_flops"], set(DTYPES)) if "achieved_flops" in data else {}
+    for key, value in [("achieved_bandwidth", optional.get("achieved_bandwidth", 1.0)), *achieved.items()]:
+        if _number(name, f"achieved {key}", value) > 1.05:
+            raise ConfigError(f"card {name}: achieved {key}={value} is a fraction of the peak; accepted: 0 to 1")
+    return Card(
+        name=name,
+        title=str(data.get("title", name)),
+        memory=_number(name, "memory_gib", data["memory_gib"]) * 2**30,
+        bandwidth=_number(name, "bandwidth_gb_s", data["bandwidth_gb_s"]) * 1e9,
+        flops=MappingProxyType({key: _number(name, f"tflops.{key}", value) * 1e12 for key, value in flops.items()}),
+        link=_link(name, "link", data["link"]),
+        network=_link(name, "network", data["network"]),
+        host_link=_number(name, "host_link_gb_s", data.get("host_link_gb_s", 25)) * 1e9,
+        sources=MappingProxyType({str(key): str(value) for key, value in data["sources"].items()}),
+        ranks_per_chip=int(_number(name, "ranks_per_chip", data.get("ranks_per_chip", 1))),
+        achieved_bandwidth=optional.get("achieved_bandwidth"),
+        achieved_flops=MappingProxyType({key: float(value) for key, value in achieved.items()}),
+        launch_gap=optional["launch_gap_us"] * 1e-6 if "launch_gap_us" in optional else None,
+        kernel=optional["kernel_us"] * 1e-6 if "kernel_us" in optional else None,
+        collectives=MappingProxyType(dict(data.get("collectives") or {})),
+        gemm=MappingProxyType(dict(data.get("gemm") or {})),
+        measured=str(data["measured"]) if "measured" in data else None,
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; it should be a YAML file of cards") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{path} must be a table of cards by name")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> dict[str, Any]:
+    files = [DATA / "devices.yaml", *sorted((DATA / "measured").glob("*.yaml"))]
+    return {name: data for path in files for name, data in _load(path).items()}
+
+
+def _raw(name: str) -> dict[str, Any]:
+    if name not in _shipped():
+        raise ConfigError(f"card {name!r} is not known; known: {', '.join(sorted(_shipped()))}; or give a YAML file of your own")
+    return dict(_shipped()[name])
+
+
+def known_cards() -> list[str]:
+    return list(_shipped())
+
+
+def load_card(name: str, file: str | Path | None = None) -> Card:
+    """A card that ships, by name; or one of a YAML `file`: `name` may be that file's path where it holds one card."""
+    path = Path(file) if file else Path(name) if name.endswith((".yaml", ".yml")) else None
+    if path is None:
+        return read_card(name, _raw(name))
+    cards = _load(path)
+    if file is None:
+        if len(cards) != 1:
+            raise ConfigError(f"{path} holds {len(cards)} cards; name one of {', '.join(cards)} beside the file")
+        name = next(iter(cards))
+    if name not in cards:
+        raise ConfigError(f"{path} holds no card {name!r}; it holds {', '.join(cards)}")
+    return read_card(name, cards[name])

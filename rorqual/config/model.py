@@ -1,0 +1,256 @@
+"""What a model is: frozen data with the formulas that belong to it. No torch. `hf_config` reads it from a config.json.
+
+Also the few things the environment decides: where caches live, which compiler there is, and what whoever started this process says of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rorqual.errors import ConfigError
+
+TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SHORTEST_SECRET = 16
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of `dim` columns. YaRN after arXiv 2309.00071 with DeepSeek's two mscales (arXiv 2405.04434)."""
+
+    dim: int
+    theta: float
+    kind: str = "default"  # default | linear | yarn
+    interleaved: bool = False
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @staticmethod
+    def yarn_mscale(factor: float, mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    def longest(self, trained: int) -> int:
+        """Positions of the longest sequence, of a model whose file says `trained`: with YaRN it
+        may be as it was before the factor was added, or count the stretched positions itself."""
+        if self.kind != "yarn":
+            return trained
+        return max(trained, int(self.factor * self.original_max_position))
+
+    @property
+    def table_scale(self) -> float:
+        """Factor on cos and sin."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self.yarn_mscale(self.factor, self.mscale) / self.yarn_mscale(self.factor, self.mscale_all_dim)
+        return self.yarn_mscale(self.factor, 1.0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on MLA's softmax scale (GQA models carry it in cos and sin alone)."""
+        if self.kind == "default" or not self.mscale_all_dim:
+            return 1.0
+        return self.yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    bias: bool = False
+
+    @property
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        return self.kv_lora_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class GQAConfig:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    num_shared: int = 0
+    scoring: str = "softmax"  # softmax | sigmoid
+    method: str = "greedy"  # greedy | group_limited_greedy | noaux_tc
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = False
+    scaling: float = 1.0
+    router_fp32: bool = True  # Qwen3 multiplies hidden states with the gate in the model's dtype
+
+    @property
+    def has_bias(self) -> bool:
+        return self.method == "noaux_tc"
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """fp8 e4m3 weights with one fp32 scale for each block of rows x columns."""
+
+    block: tuple[int, int] = (128, 128)
+    ignored: tuple[str, ...] = ()
+
+    def covers(self, module: str) -> bool:
+        return not any(module == name or module.startswith(name + ".") or module.endswith("." + name) for name in self.ignored)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    architecture: str
+    family: str  # deepseek_v2 | deepseek_v3 | qwen3_moe
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    norm_eps: float
+    max_position: int
+    attention: MLAConfig | GQAConfig
+    rope: RopeConfig
+    dense_intermediate: int
+    moe: MoEConfig
+    moe_layers: tuple[bool, ...]
+    tie_embeddings: bool = False
+    dtype: str = "bfloat16"
+    quant: QuantConfig | None = None
+    num_mtp_layers: int = 0
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_mla(self) -> bool:
+        return isinstance(self.attention, MLAConfig)
+
+    @staticmethod
+    def from_file(folder: str | Path, ignore_fields: Iterable[str] = (), overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+        """The config.json of a folder, with `overrides` in place of its fields."""
+        path = Path(folder) / "config.json"
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"{path.parent} holds no config.json") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        if overrides and isinstance(data, dict):
+            data = {**data, **overrides}
+        return ModelConfig.from_dict(data, ignore_fields)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any], ignore_fields: Iterable[str] = ()) -> ModelConfig:
+        """Raises ConfigError, naming the field, for what is invalid or would be computed wrongly."""
+        from rorqual.config.hf import read_config  # reads into the classes above
+
+        return read_config(data, ignore_fields)
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels and tuned configurations live: RORQUAL_CACHE, else the user's cache folder."""
+    given = os.environ.get("RORQUAL_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(given) if given else Path(base) / "rorqual"
+
+
+def triton_cache_folder() -> Path | None:
+    """Where Triton is to keep compiled kernels. None where TRITON_CACHE_DIR or TRITON_HOME say so themselves."""
+    return None if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys() else cache_folder() / "triton"
+
+
+def child_environment() -> dict[str, str]:
+    """What a process started by this one inherits: the same environment, and the folder this package was imported from."""
+    folder = str(Path(__file__).resolve().parents[2])
+    known = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else folder}
+
+
+def collectives_on(interface: str) -> None:
+    """Collectives between ranks take this network interface, unless the environment names another."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign NCCL takes all names that begin so
+
+
+def visible_card(number: int) -> int:
+    """Where the host's card `number` stands among those that this process sees (CUDA_VISIBLE_DEVICES)."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = shown.split(",") if shown else []
+    return names.index(str(number)) if str(number) in names else number
+
+
+def torchrun_variables() -> dict[str, str]:
+    """What torchrun, or whoever starts ranks in its way, tells a process about its place; those that are set."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def shared_secret(file: str | None) -> bytes | None:
+    """What all ranks of an engine on several hosts know: the content of `file`, else RORQUAL_SECRET, else None. Raises ConfigError."""
+    text = os.environ.get("RORQUAL_SECRET", "")
+    if file is not None:
+        try:
+            if Path(file).stat().st_mode & 0o077:
+                raise ConfigError(f"secret_file={file!r} can be read by other users; accepted: mode 600 or 400")
+            text = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"secret_file={file!r} cannot be read: {getattr(error, 'strerror', error)}") from None
+    secret = text.strip().encode()
+    if (secret or file is not None) and len(secret) < SHORTEST_SECRET:
+        raise ConfigError(f"the secret has {len(secret)} bytes; accepted: at least {SHORTEST_SECRET}")
+    return secret or None
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends (Linux)."""
+    signal_on_parent_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
+    ctypes.CDLL(None).prctl(signal_on_parent_death, signal.SIGKILL)
+
+
+@contextmanager
+def compiler_caches_in(folder: Path) -> Iterator[None]:
+    """torch.compile reads and writes its caches in `folder` meanwhile. torch takes that place from the environment and from nowhere
+    else, so the variable is set for as long as something is compiled. The folder is the user's alone: what torch finds there, it runs."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    before = os.environ.get(TORCH_CACHE)
+    os.environ[TORCH_CACHE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TORCH_CACHE]
+        else:
+            os.environ[TORCH_CACHE] = before
+
+
+def compiler() -> str | None:
+    """The C++ compiler for CPU kernels: CXX, else the first of g++ and clang++ on the path."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")

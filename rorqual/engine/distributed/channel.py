@@ -1,0 +1,107 @@
+"""Frames over a socket between rank 0 and another rank: a kind, a length, and that many bytes. No torch.
+
+On one host the socket is one of an inherited pair; between hosts it is TCP, and engine/distributed/handshake.py comes before anything else on it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from enum import IntEnum
+
+from rorqual.errors import EngineError
+
+HEADER = struct.Struct("!BI")
+LARGEST = 1 << 30  # bytes of a frame; a plan of a million prompt tokens has 7 MB
+PROBE_SECONDS, PROBES = 5, 4  # a host that answers nothing for PROBE_SECONDS * (PROBES + 1) is gone
+
+
+class Kind(IntEnum):
+    HELLO = 1  # JSON: configuration, rank, card, where to meet
+    READY = 2  # empty: the rank can compute; from rank 0: all can
+    PLAN = 3  # wire.encode_plan, numbered
+    RESULT = 4  # wire.encode_result, with the plan's number
+    ALIVE = 5  # empty, every second, both ways
+    FAILED = 6  # text
+    STOP = 7  # empty
+    GRAMMAR = 8  # xmatcher.GrammarSender
+    CHALLENGE = 9  # engine/distributed/handshake.py: this and the next three
+    ANSWER = 10
+    WELCOME = 11
+    REFUSED = 12  # text
+    LOAD = 13  # numbered: a question, empty, and with the same number load.encode_load
+
+
+class FrameError(EngineError):
+    """What came is no frame, or a larger one than is accepted."""
+
+
+class Link:
+    """One end. `send` may be called from several threads, `receive` from one. `largest`: bytes of a frame that are accepted."""
+
+    def __init__(self, connection: socket.socket, largest: int = LARGEST):
+        self.socket, self.largest = connection, largest
+        self.lock = threading.Lock()
+        if connection.family == socket.AF_INET:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a plan must not wait for the next
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", PROBE_SECONDS), ("TCP_KEEPINTVL", PROBE_SECONDS), ("TCP_KEEPCNT", PROBES)):
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    @property
+    def peer(self) -> str:
+        """The other end's address."""
+        return str(self.socket.getpeername()[0])
+
+    @property
+    def own(self) -> str:
+        """This end's address."""
+        return str(self.socket.getsockname()[0])
+
+    def patience(self, seconds: float) -> None:
+        """The other end counts as gone when nothing can be read, or sent, for so long."""
+        self.socket.settimeout(seconds)
+
+    def send(self, kind: Kind, data: bytes = b"") -> None:
+        """Raises OSError when the other end is gone."""
+        with self.lock:
+            self.socket.sendall(HEADER.pack(kind, len(data)) + data)
+
+    def receive(self) -> tuple[Kind, bytes] | None:
+        """The next frame, or None when the other end is gone. Raises FrameError; the link is of no use after."""
+        header = self._read(HEADER.size)
+        if header is None:
+            return None
+        kind, size = HEADER.unpack(header)
+        if size > self.largest:
+            raise FrameError(f"a frame of {size} bytes came; accepted: at most {self.largest}")
+        try:
+            known = Kind(kind)
+        except ValueError:
+            raise FrameError(f"a frame of kind {kind} came; accepted: {min(Kind)} to {max(Kind)}") from None
+        data = self._read(size)
+        return None if data is None else (known, data)
+
+    def _read(self, size: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < size:
+            try:
+                more = self.socket.recv(min(size - len(parts), 1 << 20))
+            except OSError:
+                return None
+            if not more:
+                return None
+            parts += more
+        return bytes(parts)
+
+    def shut(self) -> None:
+        """End the link for both sides, and for the threads that wait on it here."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut()
+        self.socket.close()

@@ -1,0 +1,97 @@
+"""Plans as bytes, for ranks in other processes: JSON of plain lists, never pickle. No torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import fields
+from typing import Any
+
+from rorqual.engine.scheduling.dp_scheduler import GroupPlan
+from rorqual.engine.scheduling.scheduler_output import (
+    Chunk,
+    NewRow,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+    Variant,
+)
+from rorqual.request import SamplingParams, StructuredOutput
+
+DEFAULTS = SamplingParams()
+NUMBER = struct.Struct("!Q")
+
+
+def numbered(number: int, data: bytes) -> bytes:
+    """What concerns step `number`: an answer belongs to what it answers by this alone."""
+    return NUMBER.pack(number) + data
+
+
+def number_of(data: bytes) -> tuple[int, bytes]:
+    """(number, data) of what `numbered` made."""
+    return NUMBER.unpack_from(data)[0], data[NUMBER.size :]
+
+
+def encode_plan(plan: GroupPlan) -> bytes:
+    parts = [_from_part(part) for part in plan.parts]
+    return json.dumps([parts, plan.drawing.value, plan.host], separators=(",", ":")).encode()
+
+
+def decode_plan(data: bytes) -> GroupPlan:
+    parts, drawing, host = json.loads(data)
+    return GroupPlan([_to_part(part) for part in parts], Variant(drawing), host)
+
+
+def encode_result(result: StepResult) -> bytes:
+    logprobs = {row: [[e.sampled, e.rank, e.top_ids, e.top] for e in entries] for row, entries in result.logprobs.items()}
+    return json.dumps([result.tokens, result.drafted, logprobs], separators=(",", ":")).encode()
+
+
+def decode_result(data: bytes) -> StepResult:
+    tokens, drafted, logprobs = json.loads(data)
+    entries = {int(row): [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in found] for row, found in logprobs.items()}
+    return StepResult(tokens, drafted, entries)
+
+
+def _from_part(part: Plan) -> list[Any]:
+    chunks = [_from_chunk(chunk) for chunk in part.chunks]
+    rows = [
+        [row.slot, _from_params(row.params), row.seed, row.pages, row.prompt_len, row.tokens, sorted(row.stop_ids)] for row in part.new_rows
+    ]
+    return [part.decode_slots, part.decode_bounds, chunks, rows, part.pages, part.next_n]
+
+
+def _from_chunk(chunk: Chunk) -> list[Any]:
+    return [chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following]
+
+
+def _to_part(data: list[Any]) -> Plan:
+    slots, bounds, chunks, rows, pages, next_n = data
+    new_rows = [
+        NewRow(slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops))
+        for slot, params, seed, held, prompt_len, tokens, stops in rows
+    ]
+    made = [
+        Chunk(slot, start, tokens, sample, tuple(following))
+        for slot, start, tokens, sample, following in chunks
+    ]  # fmt: skip
+    return Plan(slots, bounds, made, new_rows, [tuple(page) for page in pages], next_n)
+
+
+def _from_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that differ from the defaults."""
+    found = {item.name: getattr(params, item.name) for item in fields(params)}
+    changed = {name: value for name, value in found.items() if value != getattr(DEFAULTS, name)}
+    if params.structured is not None:
+        changed["structured"] = [params.structured.kind, params.structured.value]
+    if "logit_bias" in changed:
+        changed["logit_bias"] = list(changed["logit_bias"].items())
+    return changed
+
+
+def _to_params(data: dict[str, Any]) -> SamplingParams:
+    if "structured" in data:
+        data["structured"] = StructuredOutput(*data["structured"])
+    if "logit_bias" in data:
+        data["logit_bias"] = dict(data["logit_bias"])
+    return SamplingParams(**data)

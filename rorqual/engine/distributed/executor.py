@@ -1,0 +1,315 @@
+"""The ranks of an engine as rank 0 sees them: started by a launcher, watched and ended here. Rank 0 computes along.
+
+A rank that exits, reports a failure, or gives no sign of life for `watchdog_seconds` ends the group: children are killed and links are
+closed, at which every other rank ends itself, so that no collective waits for it; every later call raises EngineError with its name.
+
+Ranks stay together because all launch the same steps. An error in rank 0 alone, Ctrl-C among them,
+has three cases. Before any byte of a plan has left, nobody knows of the step. From then on until
+rank 0 has launched it too, others may be in a collective of it that rank 0 never enters, or have
+half a frame: the group ends, but for Ctrl-C, which waits until the step is launched. After that the
+step runs on every rank, whether or not anybody wants its tokens: results carry its number, and
+whoever waits for a later one throws them away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rorqual.config.model import collectives_on
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.distributed.channel import Kind
+from rorqual.engine.distributed.codec import decode_result, encode_plan, number_of, numbered
+from rorqual.engine.distributed.expert_load import Counts, ExpertLoad
+from rorqual.engine.distributed.launchers import make_launcher
+from rorqual.engine.distributed.rendezvous import START_SECONDS
+from rorqual.engine.distributed.worker_handle import Joined, Member
+from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, beat, rank_device
+from rorqual.engine.execution.grammar import SharedGrammars
+from rorqual.engine.execution.grammar_matcher import GrammarSender
+from rorqual.engine.execution.worker import Rank, read_model
+from rorqual.engine.scheduling.dp_scheduler import GroupPlan
+from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.errors import EngineError
+from rorqual.parallel.mesh import Mesh
+from rorqual.platforms import make_platform
+
+log = logging.getLogger("rorqual.engine")
+
+CLOSE_SECONDS = 5.0
+BLAME_SECONDS = 1.0
+SUSPECT_SECONDS = 3.5 * ALIVE_SECONDS  # silent for so long while another rank's collective failed
+LAST_SECONDS = 20  # for the rest of a process whose groups were aborted, once its own handlers have run
+VERDICT_SECONDS = 3.0  # a collective fails at once when a peer dies; whose death it was is known a little later
+
+
+class RankGroup:
+    """Rank 0's side of all ranks. `doing`: what it is in, for whoever reads of a failure."""
+
+    def __init__(self, config: EngineConfig):
+        self.config, self.sizes = config, config.parallel
+        read_model(config)  # a layout the model cannot have is refused before any process is started
+        self.failed: str | None = None
+        self.mesh: Mesh | None = None
+        self.closed = False
+        self.launched = 0  # the number of the newest step
+        self.alone = False  # rank 0 is in what all must do together, or was and did not end it
+        self.doing = "starting"
+        self.grammars: SharedGrammars | None = None
+        self.sender = GrammarSender(lambda data: self._send(Kind.GRAMMAR, data))
+        self.launcher = make_launcher(config)
+        try:
+            self.members = [self._member(number, joined) for number, joined in enumerate(self.launcher.start(), 1)]
+        except BaseException:
+            self.launcher.close()
+            raise
+        self.stopped = threading.Event()
+        threading.Thread(target=beat, args=([member.link for member in self.members], self.stopped), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
+        atexit.register(self.close)
+
+    def _member(self, number: int, joined: Joined) -> Member:
+        stage, place = divmod(number, self.sizes.stage)
+        dp, tp = divmod(place, self.sizes.tp)
+        member = Member(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
+        threading.Thread(target=member.listen, daemon=True).start()
+        return member
+
+    def start(self) -> Rank:
+        """Send every rank its configuration and make rank 0's share; returns when all can compute."""
+        try:
+            self._start()
+        except (RuntimeError, OSError) as error:
+            try:
+                self._fail(error)
+            finally:
+                self.close()
+        except BaseException:
+            self.close()
+            raise
+        self.leaders = [self._leader(dp) for dp in range(self.sizes.dp)]
+        experts = self.rank.model_config.moe.num_experts
+        self.load = ExpertLoad(self.members, self.sizes.stage, experts)
+        return self.rank
+
+    def _start(self) -> None:
+        launcher, config = self.launcher, self.config
+        self.doing = "loading"
+        collectives_on(launcher.interface)
+        for member in self.members:
+            member.greet({"config": asdict(config), "meeting": asdict(launcher.meeting)})
+        platform = make_platform(rank_device(config, launcher.card()))
+        groups = launcher.meeting.join(platform, 0, self.sizes.world, config.watchdog_seconds)
+        self.mesh = Mesh.of(self.sizes, groups=groups)
+        self.rank = Rank(config, platform, self.mesh)
+        self.doing = "waiting for all ranks to load"
+        while not all(member.ready.wait(0.1) for member in self.members):
+            self._check()
+        for member in self.members:
+            member.link.send(Kind.READY)
+
+    def _leader(self, dp: int) -> Member | None:
+        """Whose results are those of a data-parallel rank; None is rank 0 itself."""
+        number = (self.sizes.pp - 1) * self.sizes.stage + dp * self.sizes.tp
+        return self.members[number - 1] if number else None
+
+    # ---- steps
+
+    def launch(self, plan: GroupPlan) -> Any:
+        """Of what it returns `collect` wants everything, in the same order, or nothing any more."""
+        self._check()
+        data, common = encode_plan(plan), plan.common()
+        with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
+            self.launched += 1
+            if self.grammars is not None:
+                self.sender.send_missing(self.grammars, plan.structures)
+            self._send(Kind.PLAN, numbered(self.launched, data))
+            return self.launched, self.rank.runner.launch(plan.parts[0], common)
+
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        """Around what all ranks do or none. Left midway, by whatever exception, the group ends: at
+        once, or should that be cut short as well, with the next call."""
+        self.doing = doing
+        self.alone = True
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self._fail(error)
+        except BaseException as error:
+            self._end(self._left_alone(error))
+            if isinstance(error, Exception):
+                raise EngineError(self.failed) from error
+            raise
+        self.alone = False
+
+    def _left_alone(self, error: BaseException | None = None) -> str:
+        found = [type(error).__name__, *str(error).split()] if error else ["interrupted"]
+        reason = f"rank 0 failed while {self.doing}: {' '.join(found)}"
+        return f"{reason}; the other ranks may have gone on without it and were ended"
+
+    def _send(self, kind: Kind, data: bytes) -> None:
+        for member in self.members:
+            member.link.send(kind, data)
+
+    def collect(self, pending: Any) -> list[StepResult]:
+        """Results of every data-parallel rank."""
+        number, launched = pending
+        self._check()
+        self.doing = f"waiting for step {number} on its own device"
+        try:
+            own = self.rank.runner.collect(launched)
+        except RuntimeError as error:
+            self._fail(error)
+        self._check()  # what waited for a rank that is gone was ended, and drew nothing that means anything
+        return [self._result(leader, number) if leader else own for leader in self.leaders]
+
+    def _result(self, member: Member, wanted: int) -> StepResult:
+        """Of step `wanted`; those of steps before it are nobody's any more."""
+        self.doing = f"waiting for the results of step {wanted} from {member.name}"
+        while True:
+            try:
+                number, data = number_of(member.results.get(timeout=0.2))
+            except queue.Empty:
+                self._check()
+                continue
+            if number == wanted:
+                return decode_result(data)
+            assert number < wanted, f"{member.name} has passed over step {wanted}"
+
+    def expert_load(self) -> Counts:
+        """Of all ranks' tokens, as of the newest step for which all have told it; asks for the
+        next."""
+        self._check()
+        self.load.read()
+        if self.load.own is None:
+            with uninterrupted(), self._together("asking for the load of experts"):
+                self.load.ask(lambda data: self._send(Kind.LOAD, data), self.rank.fetch_load())
+        return self.load.newest
+
+    # ---- life and death
+
+    def _check(self) -> None:
+        if self.alone and not self.failed:
+            self._end(self._left_alone())
+        if self.failed:
+            raise EngineError(self.failed)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """A call failed: say which rank is to blame, if that becomes known, and what was being waited for."""
+        deadline = time.monotonic() + VERDICT_SECONDS
+        while not self.failed and time.monotonic() < deadline:
+            time.sleep(0.05)
+        reason = " ".join(str(error).split())
+        self._end(f"{self.failed}: {reason}" if self.failed else f"rank 0 failed while {self.doing}: {reason}")
+        raise EngineError(self.failed) from error
+
+    def _watch(self) -> None:
+        while not self.closed and not self.failed:
+            verdict = self._verdict()
+            if verdict and not self.closed and not self.failed:
+                self._end(f"{verdict}; rank 0 was {self.doing}")
+                log.error("%s", self.failed)  # at once: rank 0 itself may be in a collective that ends late
+                return
+            time.sleep(0.1)
+
+    def _verdict(self) -> str | None:
+        """Which rank is to blame. A rank that failed may only have waited for one that died or hangs: that one is named first, and gets
+        a moment to show."""
+        gone = first(member.gone(self._most_silent(member)) for member in self.members)
+        failed = first(member.failed() for member in self.members)
+        deadline = time.monotonic() + BLAME_SECONDS
+        while failed and not gone and time.monotonic() < deadline and not self.closed:
+            time.sleep(0.05)
+            gone = first(member.gone(SUSPECT_SECONDS) for member in self.members if member.ready.is_set())
+        return f"{gone}; {failed}" if gone and failed else gone or failed
+
+    def _most_silent(self, member: Member) -> float:
+        return self.config.watchdog_seconds if member.ready.is_set() else START_SECONDS
+
+    def _end(self, verdict: str) -> None:
+        """`failed` is set before anything that waits is let go: nobody may take what it returns for a result."""
+        self.failed = verdict
+        for member in self.members:
+            member.end()
+        if self.mesh is not None:
+            self.mesh.abandon()
+
+    def close(self) -> None:
+        """Ask the ranks to stop, and end those that do not."""
+        if self.closed:
+            return
+        self.closed = True
+        self.stopped.set()
+        atexit.unregister(self.close)
+        for member in self.members:
+            try:
+                member.link.send(Kind.STOP)
+            except OSError:
+                member.end()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for member in self.members:
+            member.leave(deadline)
+        if self.mesh is not None:
+            self.mesh.let_go()
+        if hasattr(self, "rank"):
+            self.rank.runner.forget()  # NCCL leaves no group of which a recording holds a call
+        if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
+            log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
+        if dist.is_initialized():
+            if self.failed and dist.get_backend() == "nccl":
+                leave_behind()
+            else:
+                dist.destroy_process_group()
+        self.launcher.close()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; a second one does not. Only where it raises
+    KeyboardInterrupt at all: on the main thread, under Python's own handler."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            signal.default_int_handler(number, frame)
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
+
+
+def leave_behind() -> None:
+    """Process groups that were aborted are not to be closed again, and taken apart where the interpreter ends they may keep it from
+    ending: it would wait for ranks that are no more. So they outlive it, and the process ends without asking libraries to clean up."""
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc's: called with the exit status, behind Python's own handlers and before the libraries'
+        libc.on_exit(libc._exit, None)
+    atexit.register(signal.alarm, LAST_SECONDS)  # and should something else wait: a signal that nobody handles
+
+
+def first(found: Iterable[str | None]) -> str | None:
+    return next((text for text in found if text), None)

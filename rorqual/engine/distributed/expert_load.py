@@ -1,0 +1,61 @@
+"""How often each expert was picked, summed over an engine's ranks without making any of them wait.
+
+Rank 0 asks between two steps. Every rank notes its counts behind the steps it had launched by then,
+so that all speak of the same steps, and answers once its device has come so far; rank 0 goes on
+meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rorqual.engine.distributed.codec import number_of, numbered
+from rorqual.engine.distributed.worker_handle import Member
+
+INT = "<i8"
+Counts = list[list[int]]  # by MoE layer and expert
+
+
+def encode_load(load: Tensor) -> bytes:
+    """[layers, experts] int64, on the host."""
+    return load.numpy().astype(INT).tobytes()
+
+
+def decode_load(data: bytes, experts: int) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, INT).astype(np.int64)).view(-1, experts)
+
+
+class ExpertLoad:
+    """Rank 0's side. `stage`: how many ranks hold the same layers. `newest`: the sums of what all
+    ranks answered last, none before the first."""
+
+    def __init__(self, members: list[Member], stage: int, experts: int):
+        self.members, self.stage, self.experts = members, stage, experts
+        self.newest: Counts = []
+        self.question = 0
+        self.own: Callable[[], Tensor] | None = None  # until the question is answered by all
+
+    def ask(self, send: Callable[[bytes], None], own: Callable[[], Tensor]) -> None:
+        self.question += 1
+        send(numbered(self.question, b""))
+        self.own = own
+
+    def read(self) -> None:
+        """Take in what was answered, if that is all."""
+        answers = [number_of(member.load) for member in self.members if member.load is not None]
+        missing = len(answers) < len(self.members)
+        if self.own is None or missing or any(number != self.question for number, _ in answers):
+            return
+        loads = [self.own(), *(decode_load(data, self.experts) for _, data in answers)]
+        self.newest, self.own = self._summed(loads), None
+
+    def _summed(self, loads: list[Tensor]) -> Counts:
+        """Ranks of a stage count tokens of their own in the same layers; stages follow in order."""
+        found: Counts = []
+        for first in range(0, len(loads), self.stage):
+            found += torch.stack(loads[first : first + self.stage]).sum(0).tolist()
+        return found

@@ -1,0 +1,108 @@
+"""Who is at the other end of a fresh TCP connection: each side shows that it knows the secret, and neither sends it. No torch.
+
+    rank 0 -> CHALLENGE   a: 32 random bytes
+    worker -> ANSWER      HMAC(secret, "worker" + a + b + badge), b: 32 random bytes, badge: JSON
+    rank 0 -> WELCOME     HMAC(secret, "rank 0" + a + b + badge), or REFUSED with a sentence
+
+HMAC is that of SHA-256 (RFC 2104), compared in constant time. Nothing in an answer is looked at before its HMAC is right; no frame may
+be larger than FRAME bytes and no handshake longer than SECONDS. What follows on the connection is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from rorqual.engine.distributed.channel import LARGEST, FrameError, Kind, Link
+from rorqual.errors import EngineError
+
+FRAME = 1024
+SECONDS = 10.0
+NONCE = 32
+DIGEST = 32
+LONGEST_HOST = 255
+
+
+class HandshakeError(EngineError):
+    """The other end does not know the secret, or is not one that was expected."""
+
+
+@dataclass(frozen=True)
+class Badge:
+    """What a worker says about itself: its rank, how many ranks it knows of, its process and host."""
+
+    rank: int
+    world: int
+    pid: int
+    host: str
+
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "host": self.host[:LONGEST_HOST]}).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Badge:
+        found = json.loads(data)
+        host = "".join(letter for letter in str(found["host"]) if letter.isprintable())
+        return Badge(int(found["rank"]), int(found["world"]), int(found["pid"]), host)
+
+
+def seal(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"rorqual link 1 " + role + b"".join(parts), "sha256")
+
+
+def challenge(link: Link, secret: bytes) -> tuple[Badge, bytes]:
+    """Rank 0's part: the worker's badge, and what to send it in a WELCOME. Raises HandshakeError, having told the worker."""
+    with hurried(link):
+        nonce = secrets.token_bytes(NONCE)
+        link.send(Kind.CHALLENGE, nonce)
+        data = expect(link, Kind.ANSWER)
+        digest, rest = data[:DIGEST], data[DIGEST:]
+        if not hmac.compare_digest(digest, seal(secret, b"worker", nonce, rest)):
+            refuse(link, "its secret is not that of rank 0")
+        return Badge.decode(rest[NONCE:]), seal(secret, b"rank 0", nonce, rest)
+
+
+def answer(link: Link, secret: bytes, badge: Badge) -> None:
+    """The worker's part. Raises HandshakeError where rank 0 refuses, or does not know the secret; EOFError where it is not there."""
+    with hurried(link):
+        nonce = expect(link, Kind.CHALLENGE)
+        rest = secrets.token_bytes(NONCE) + badge.encode()
+        link.send(Kind.ANSWER, seal(secret, b"worker", nonce, rest) + rest)
+        if not hmac.compare_digest(expect(link, Kind.WELCOME), seal(secret, b"rank 0", nonce, rest)):
+            raise HandshakeError("what listens at rank 0's address does not know the secret")
+
+
+def refuse(link: Link, reason: str) -> None:
+    link.send(Kind.REFUSED, reason.encode())
+    raise HandshakeError(reason)
+
+
+def expect(link: Link, wanted: Kind) -> bytes:
+    frame = link.receive()
+    if frame is None:
+        raise EOFError(f"the link ended where {wanted.name} was to come")
+    kind, data = frame
+    if kind is Kind.REFUSED:
+        raise HandshakeError(f"rank 0 refuses this rank: {data.decode(errors='replace')}")
+    if kind is not wanted:
+        raise FrameError(f"{kind.name} came instead of {wanted.name}")
+    return data
+
+
+@contextmanager
+def hurried(link: Link) -> Iterator[None]:
+    """Small frames alone, and the whole exchange within SECONDS, however slowly its bytes come."""
+    link.largest = FRAME
+    alarm = threading.Timer(SECONDS, link.shut)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+        link.largest = LARGEST

@@ -1,0 +1,33 @@
+"""Ways to start the other ranks of an engine and to be connected with them. What they do afterwards is the same: engine/distributed/worker_process.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rorqual.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from rorqual.engine.distributed.launchers.base import Launcher
+
+
+def make_launcher(config: EngineConfig) -> Launcher:
+    """Raises ConfigError where the launcher's own conditions are not met."""
+    if config.launcher == "torchrun":
+        from rorqual.engine.distributed.launchers.torchrun import TorchrunLauncher
+
+        return TorchrunLauncher(config)
+    if config.launcher == "ray":
+        from rorqual.engine.distributed.launchers.ray_cluster import RayLauncher
+
+        return RayLauncher(config)
+    from rorqual.engine.distributed.launchers.local import LocalLauncher
+
+    return LocalLauncher(config)
+
+
+def check_alone(config: EngineConfig) -> None:
+    """An engine of one rank starts nobody. Raises ConfigError where torchrun has started others all the same."""
+    if config.launcher == "torchrun":
+        from rorqual.engine.distributed.launchers.torchrun import Place
+
+        Place.read().check(config)

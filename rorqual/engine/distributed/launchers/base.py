@@ -1,0 +1,32 @@
+"""What rank 0 asks of a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.distributed.rendezvous import Meeting
+from rorqual.engine.distributed.worker_handle import Joined
+
+Check = Callable[[], None]
+
+
+class Launcher:
+    """`start` once, then `meeting` and `interface` are known; `close` when all members have left, or were ended."""
+
+    meeting: Meeting
+    interface: str  # the network interface rank 0's collectives take
+
+    def __init__(self, config: EngineConfig):
+        self.config, self.world = config, config.parallel.world
+
+    def start(self) -> list[Joined]:
+        """Ranks 1 to world - 1, connected. Raises EngineError when they do not come, ConfigError for what the user can mend."""
+        raise AssertionError("launchers say how ranks are started")
+
+    def card(self) -> int:
+        """Which of its host's cards rank 0 takes."""
+        return self.config.first_card
+
+    def close(self) -> None:
+        """Give back what was taken for the start."""

@@ -1,0 +1,42 @@
+"""What runs inside a Ray actor: it starts one rank as a child and says where. No torch, and no weights or plans through Ray."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from rorqual.config.model import child_environment, shared_secret
+from rorqual.errors import ConfigError
+
+
+class Starter:
+    """Holds the resources of one rank for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def place(self) -> tuple[str, list[int]]:
+        """The host's name, and the numbers of the cards that Ray gave to this actor."""
+        import ray
+
+        return socket.gethostname(), [int(card) for card in ray.get_gpu_ids()]
+
+    def start(self, address: str, port: int, rank: int, world: int, secret: str | None, file: str | None) -> int:
+        """The child's process id. secret: None where every host was given the same one, in `file` or in RORQUAL_SECRET. Raises ConfigError
+        where this host was not."""
+        known = secret.encode() if secret else shared_secret(file)
+        if known is None:
+            host = socket.gethostname()
+            raise ConfigError(f"rank 0 was given a secret, {host} was not: set RORQUAL_SECRET before `ray start`, or secret_file")
+        arguments = ["--connect", address, str(port), str(rank), str(world)]
+        command = [sys.executable, "-m", "rorqual.engine.distributed.worker_process", *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment())
+        assert self.process.stdin is not None
+        self.process.stdin.write(known + b"\n")
+        self.process.stdin.close()
+        return self.process.pid
+
+    def status(self) -> int | None:
+        """The child's exit status, None while it runs."""
+        return self.process.poll() if self.process else None

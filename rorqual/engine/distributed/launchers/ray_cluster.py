@@ -1,0 +1,120 @@
+"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, sets cards or processors aside and starts the processes; these then come over
+the authenticated link like any others. Rank 0 stays in the process that asked, on a host of the cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from rorqual.config.model import visible_card
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.distributed.channel import Link
+from rorqual.engine.distributed.handshake import Badge
+from rorqual.engine.distributed.launchers.placement import assign
+from rorqual.engine.distributed.launchers.ray_actor import Starter
+from rorqual.engine.distributed.launchers.remote import RemoteLauncher
+from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.errors import ConfigError, EngineError
+from rorqual.platforms import device_of
+
+RESERVE_SECONDS = 120.0  # until the cluster has set everything aside
+ANSWER_SECONDS = 60.0  # until an actor answers
+CHECK_EVERY = 10  # of the listener's tenths of a second
+
+
+def _ray() -> Any:
+    """Ray, connected with the cluster that RAY_ADDRESS names, or the one of this host."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("launcher='ray' needs the package 'ray'; install rorqual[ray]") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            first = str(error).splitlines()[0]
+            raise ConfigError(f"launcher='ray' found no cluster ({first}); start one with `ray start`, or set RAY_ADDRESS") from None
+    return ray
+
+
+class RayLauncher(RemoteLauncher):
+    def __init__(self, config: EngineConfig):
+        self.ray = _ray()
+        self.cards = device_of(config.device).type == "cuda"
+        self.actors: list[Any] = []
+        self.group: Any = None
+        self.waits = 0
+        super().__init__(config)
+
+    @property
+    def _peer(self) -> str:
+        """The cluster's name for this host: the address that its other hosts use."""
+        return str(self.ray.util.get_node_ip_address())
+
+    def card(self) -> int:
+        """The first of rank 0's place, among those this process sees."""
+        if not self.cards:
+            return 0
+        (given,) = self.ray.get(self.actors[0].place.remote(), timeout=ANSWER_SECONDS)[1]
+        return visible_card(given)
+
+    def _announce(self, port: int, secret: bytes | None) -> None:
+        self.group, nodes = self._reserve()
+        places = assign(nodes, self.config.tp)
+        self.actors = [self._actor(place) for place in places]
+        told = None if secret is None else secret.decode()
+        starts = [
+            actor.start.remote(self.address, port, rank, self.world, told, self.config.secret_file)
+            for rank, actor in enumerate(self.actors)
+            if rank
+        ]
+        self._get(starts)
+
+    def _reserve(self) -> tuple[Any, list[str]]:
+        """A placement group of one place a rank, the first on this host; and the node of each."""
+        need = {"GPU": 1, "CPU": 1} if self.cards else {"CPU": 1}
+        here = f"node:{self.ray.util.get_node_ip_address()}"
+        bundles = [{**need, here: 0.001}, *([need] * (self.world - 1))]
+        group = self.ray.util.placement_group(bundles, strategy="PACK")
+        try:
+            self.ray.get(group.ready(), timeout=RESERVE_SECONDS)
+        except self.ray.exceptions.GetTimeoutError:
+            self.ray.util.remove_placement_group(group)
+            free = {name: amount for name, amount in self.ray.available_resources().items() if name in need}
+            wanted = {name: amount * self.world for name, amount in need.items()}
+            raise ConfigError(f"the cluster does not have {wanted} for {self.world} ranks, one on this host; free: {free}") from None
+        found = self.ray.util.placement_group_table(group)["bundles_to_node_id"]
+        return group, [found[place] for place in range(self.world)]
+
+    def _actor(self, place: int) -> Any:
+        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, place)
+        options = {"num_cpus": 1, "num_gpus": int(self.cards), "max_restarts": 0, "scheduling_strategy": strategy}
+        return self.ray.remote(**options)(Starter).remote()
+
+    def _get(self, calls: list[Any]) -> list[Any]:
+        try:
+            return list(self.ray.get(calls, timeout=ANSWER_SECONDS))
+        except self.ray.exceptions.RayError as error:
+            raise EngineError(f"Ray could not start a rank: {str(error).splitlines()[-1]}") from None
+
+    def _check(self) -> None:
+        """A rank whose process has ended will not come."""
+        self.waits += 1
+        if self.waits % CHECK_EVERY:
+            return
+        for rank, status in enumerate(self._get([actor.status.remote() for actor in self.actors])):
+            if status is not None:
+                raise EngineError(f"rank {rank} ended with status {status} before it could reach rank 0 at {self.address}")
+
+    def _joined(self, rank: int, link: Link, badge: Badge) -> Joined:
+        return Joined(link, badge.pid, host=f"{badge.host} ({link.peer})", card=0)  # Ray shows a process its own card alone
+
+    def close(self) -> None:
+        with suppress(self.ray.exceptions.RayError, RuntimeError, ConnectionError):  # the cluster may have gone before
+            for actor in self.actors:
+                self.ray.kill(actor)  # its child dies with it, even one that was stopped
+            if self.group is not None:
+                self.ray.util.remove_placement_group(self.group)
+        self.actors, self.group = [], None

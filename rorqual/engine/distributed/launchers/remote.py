@@ -1,0 +1,76 @@
+"""What launchers over several hosts share: rank 0 listens on one address, and those who know the secret are let in."""
+
+from __future__ import annotations
+
+import secrets
+
+from rorqual.config.model import shared_secret
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.distributed.channel import Link
+from rorqual.engine.distributed.handshake import Badge
+from rorqual.engine.distributed.launchers.base import Launcher
+from rorqual.engine.distributed.listener import Listener
+from rorqual.engine.distributed.network import interface_of, is_public, named_address, route_to
+from rorqual.engine.distributed.rendezvous import Meetinghouse
+from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.errors import ConfigError
+
+
+class RemoteLauncher(Launcher):
+    """Subclasses name a host of the others, tell them where to come, and watch their start."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.shared = shared_secret(config.secret_file)
+        self.address = own_address(config.interface, self._peer)
+        self.interface = interface_to(config.interface, self.address)
+
+    def start(self) -> list[Joined]:
+        secret = self.shared or secrets.token_hex(32).encode()
+        listener = Listener(self.address, self.world, secret)
+        try:
+            self.house = Meetinghouse(self.address, self.world)
+            self.meeting = self.house.meeting
+            self._announce(listener.port, None if self.shared else secret)
+            found = listener.gather(self._check)
+        except BaseException:
+            for link, _ in list(listener.joined.values()):
+                link.close()
+            raise
+        finally:
+            listener.close()
+        return [self._joined(rank, *found[rank]) for rank in range(1, self.world)]
+
+    def _joined(self, rank: int, link: Link, badge: Badge) -> Joined:
+        return Joined(link, badge.pid, host=f"{badge.host} ({link.peer})")
+
+    @property
+    def _peer(self) -> str:
+        """A host that the chosen address must be reachable from, or one whose route says which address that is."""
+        raise AssertionError("launchers over several hosts know one")
+
+    def _announce(self, port: int, secret: bytes | None) -> None:
+        """Start the other ranks or tell them where to come. `secret` is None where all hosts were given one."""
+        raise AssertionError("launchers over several hosts say how the others learn of rank 0")
+
+    def _check(self) -> None:
+        """Called while rank 0 waits for the others; raises when they will not come."""
+
+
+def own_address(named: str | None, peer: str) -> str:
+    """Where rank 0 listens: on what the user named, else where `peer` is reached from. Raises ConfigError for an address of the
+    internet that nobody named."""
+    if named is not None:
+        return named_address(named)
+    found = route_to(peer)
+    if is_public(found):
+        raise ConfigError(f"the way to {peer} leaves from {found}, a public address; name an interface of a private network (interface)")
+    return found
+
+
+def interface_to(named: str | None, address: str) -> str:
+    """The network interface of collectives, given an address of this host. Raises ConfigError where no interface has it."""
+    found = interface_of(address if named is None else named_address(named))
+    if found is None:
+        raise ConfigError(f"no interface has {address} as its first address; name one (interface)")
+    return found

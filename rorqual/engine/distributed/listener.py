@@ -1,0 +1,137 @@
+"""Where the ranks of other hosts come to: rank 0 listens on one address until all are there, then closes the door. No torch."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from rorqual.engine.distributed.channel import FrameError, Kind, Link
+from rorqual.engine.distributed.handshake import (
+    SECONDS,
+    Badge,
+    HandshakeError,
+    answer,
+    challenge,
+    refuse,
+)
+from rorqual.errors import ConfigError, EngineError
+
+log = logging.getLogger("rorqual.engine")
+
+MOST_PENDING = 64  # connections that have not shown that they know the secret; another is closed at once
+MOST_TOLD = 10  # refused connections that the log tells of
+JOIN_SECONDS = 300.0  # from the first word that rank 0 listens until the last rank has come
+RETRY_SECONDS = 0.5
+
+
+class Listener:
+    """Rank 0's door on `address`, an IPv4 address of this host. Raises ConfigError where nothing can listen there."""
+
+    def __init__(self, address: str, world: int, secret: bytes):
+        self.world, self.secret = world, secret
+        self.socket = listening(address, world + MOST_PENDING)
+        self.address, self.port = self.socket.getsockname()
+        self.joined: dict[int, tuple[Link, Badge]] = {}
+        self.lock = threading.Lock()
+        self.pending = self.refused = 0
+
+    def gather(self, check: Callable[[], None] = lambda: None) -> dict[int, tuple[Link, Badge]]:
+        """Links and badges by rank, once ranks 1 to world - 1 are there. `check` is called again and again; what it raises ends the
+        wait. Raises EngineError after JOIN_SECONDS."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        self.socket.settimeout(0.1)
+        while len(self.joined) < self.world - 1:
+            check()
+            if time.monotonic() > deadline:
+                raise EngineError(self._missing())
+            try:
+                connection, peer = self.socket.accept()
+            except TimeoutError:
+                continue
+            self._take(connection, peer[0])
+        return self.joined
+
+    def _missing(self) -> str:
+        missing = [rank for rank in range(1, self.world) if rank not in self.joined]
+        shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        return (
+            f"rank 0 has waited {JOIN_SECONDS:.0f} s on {self.address}:{self.port} for ranks {shown}; connections refused: {self.refused}"
+        )
+
+    def _take(self, connection: socket.socket, peer: str) -> None:
+        with self.lock:
+            if self.pending >= MOST_PENDING:
+                connection.close()
+                return
+            self.pending += 1
+        threading.Thread(target=self._admit, args=(connection, peer), daemon=True).start()
+
+    def _admit(self, connection: socket.socket, peer: str) -> None:
+        link = Link(connection)
+        try:
+            badge, welcome = challenge(link, self.secret)
+            with self.lock:
+                self._check(link, badge)
+                link.send(Kind.WELCOME, welcome)
+                self.joined[badge.rank] = (link, badge)
+        except (HandshakeError, FrameError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
+            link.close()
+            self._tell(peer, error)
+        finally:
+            with self.lock:
+                self.pending -= 1
+
+    def _check(self, link: Link, badge: Badge) -> None:
+        if badge.world != self.world:
+            refuse(link, f"it knows of {badge.world} ranks, the layout has {self.world}")
+        if not 0 < badge.rank < self.world:
+            refuse(link, f"its rank {badge.rank} is out of range; accepted: 1 to {self.world - 1}")
+        if badge.rank in self.joined:
+            refuse(link, f"rank {badge.rank} is there already, from {self.joined[badge.rank][1].host}")
+
+    def _tell(self, peer: str, error: Exception) -> None:
+        with self.lock:
+            self.refused += 1
+            if self.refused <= MOST_TOLD:
+                log.warning("a connection from %s was refused: %s", peer, error)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def listening(address: str, backlog: int, port: int = 0) -> socket.socket:
+    """A socket that listens on one address; port 0 is a free one."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        found.bind((address, port))
+        found.listen(backlog)
+    except OSError as error:
+        found.close()
+        raise ConfigError(f"cannot listen on {address}:{port}: {error.strerror}") from None
+    return found
+
+
+def join(address: str, port: int, secret: bytes, badge: Badge) -> Link:
+    """A worker's way in. Tries again while nobody listens there or the door is crowded; raises HandshakeError where it is refused,
+    EngineError after JOIN_SECONDS."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return _joined(address, port, secret, badge)
+        except (OSError, EOFError) as error:
+            if time.monotonic() > deadline:
+                raise EngineError(f"rank {badge.rank} cannot reach rank 0 at {address}:{port}: {error}") from None
+            time.sleep(RETRY_SECONDS)
+
+
+def _joined(address: str, port: int, secret: bytes, badge: Badge) -> Link:
+    link = Link(socket.create_connection((address, port), timeout=SECONDS))
+    try:
+        answer(link, secret, badge)
+    except BaseException:
+        link.close()
+        raise
+    return link

@@ -1,0 +1,104 @@
+"""Another rank as rank 0 sees it, wherever it runs and whoever started it: its link, what it sent, and whether it lives. No torch."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rorqual.engine.distributed.channel import FrameError, Kind, Link
+
+LAST_WORDS_SECONDS = 1.0  # from the end of a child's link until its exit status must be known
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A rank that has been started and connected. process: where this process started it; host: empty on this one. card: which of its
+    host's it takes, None where it knows best itself."""
+
+    link: Link
+    pid: int
+    host: str = ""
+    process: subprocess.Popen[bytes] | None = None
+    card: int | None = None
+
+
+class Member:
+    """`listen` fills `results` and the signs of life, on a thread of its own."""
+
+    def __init__(self, number: int, name: str, joined: Joined):
+        self.number, self.joined = number, joined
+        self.name = f"{name} on {joined.host}" if joined.host else name
+        self.link, self.process, self.pid = joined.link, joined.process, joined.pid
+        self.results: queue.Queue[bytes] = queue.Queue()
+        self.load: bytes | None = None  # the newest answer
+        self.ready, self.ended = threading.Event(), threading.Event()
+        self.heard = time.monotonic()
+        self.failure: str | None = None
+
+    def greet(self, hello: dict[str, Any]) -> None:
+        """Tell it what to be. It starts loading."""
+        told = {**hello, "rank": self.number, "card": self.joined.card}
+        self.link.send(Kind.HELLO, json.dumps(told).encode())
+
+    def listen(self) -> None:
+        """Until the link ends."""
+        try:
+            while (frame := self.link.receive()) is not None:
+                self._take(*frame)
+        except FrameError as error:
+            self.failure = str(error)
+        self.heard = time.monotonic()
+        self.ended.set()
+
+    def _take(self, kind: Kind, data: bytes) -> None:
+        self.heard = time.monotonic()
+        if kind is Kind.READY:
+            self.ready.set()
+        elif kind is Kind.RESULT:
+            self.results.put(data)
+        elif kind is Kind.LOAD:
+            self.load = data
+        elif kind is Kind.FAILED:
+            self.failure = data.decode(errors="replace")
+
+    def gone(self, most_silent: float) -> str | None:
+        """That this rank has died, or hangs, or None. `most_silent`: seconds without a word. One that reported a failure has said more
+        than its end does."""
+        if self.failure:
+            return None
+        silent = time.monotonic() - self.heard
+        status = self.process.poll() if self.process else None
+        if status is not None:
+            return f"{self.name} ended with status {status}"
+        if self.ended.is_set() and (self.process is None or silent > LAST_WORDS_SECONDS):
+            return f"{self.name} has closed its link: its process has ended, or its host is out of reach"
+        if silent > most_silent and not self.ended.is_set():
+            return f"{self.name} has given no sign of life for {silent:.0f} s"
+        return None
+
+    def failed(self) -> str | None:
+        """That this rank says it failed, or None."""
+        return f"{self.name} failed: {self.failure}" if self.failure else None
+
+    def end(self) -> None:
+        """At once: a child is killed; a process elsewhere ends itself because its link does."""
+        if self.process is not None:
+            self.process.kill()
+        self.link.shut()
+
+    def leave(self, deadline: float) -> None:
+        """It was asked to stop: wait until it has, or end it."""
+        if not self.ended.wait(max(0.1, deadline - time.monotonic())):
+            self.end()
+        if self.process is not None:
+            try:
+                self.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.link.close()

@@ -1,0 +1,88 @@
+"""Places in grammars that xgrammar compiled, and grammars that arrive compiled from rank 0. xgrammar is imported where one is made."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rorqual.engine.execution.grammar import SharedGrammars
+from rorqual.request import StructuredOutput
+
+KEPT = 128
+
+
+class XMatcher:
+    """One request's place in its grammar; see engine.grammar.Matcher. `compiled` is an xgrammar.CompiledGrammar."""
+
+    def __init__(self, compiled: Any):
+        import xgrammar
+
+        self.matcher = xgrammar.GrammarMatcher(compiled)
+
+    def fill(self, mask: Tensor, row: int) -> None:
+        if not self.matcher.fill_next_token_bitmask(mask, row):
+            mask[row].fill_(-1)  # everything is allowed
+
+    def accept(self, token: int) -> bool:
+        return not self.done and bool(self.matcher.accept_token(token))
+
+    def rollback(self, count: int) -> None:
+        self.matcher.rollback(count)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.matcher.is_terminated())
+
+
+class Latest(OrderedDict[StructuredOutput, Any]):
+    """The entries used last. Rank 0 and the others see the same plans, so both drop the same ones, and nothing is said about it."""
+
+    def used(self, structures: Iterable[StructuredOutput]) -> None:
+        """After a plan: the structures of its new rows, in order. There may be more than KEPT of them."""
+        for structure in structures:
+            self.move_to_end(structure)
+        while len(self) > KEPT:
+            self.popitem(last=False)
+
+
+class GrammarSender:
+    """Rank 0's side: sends each compiled grammar once, before the plan that brings its first request, and again where it was dropped."""
+
+    def __init__(self, send: Callable[[bytes], None]):
+        self.send, self.sent, self.told_vocabulary = send, Latest(), False
+
+    def send_missing(self, grammars: SharedGrammars, structures: Sequence[StructuredOutput]) -> None:
+        """`structures`: those of a plan's new rows, in order."""
+        for structure in structures:
+            if structure not in self.sent:
+                packed, vocabulary = grammars.packed(structure), None if self.told_vocabulary else grammars.vocabulary()
+                self.send(json.dumps([structure.kind, structure.value, packed, vocabulary], separators=(",", ":")).encode())
+                self.told_vocabulary, self.sent[structure] = True, None
+        self.sent.used(structures)
+
+
+class ReceivedGrammars:
+    """Another rank's side: see engine.grammar.Grammars. Nothing is compiled here."""
+
+    def __init__(self) -> None:
+        self.latest = Latest()
+        self.info: Any = None
+
+    def receive(self, data: bytes) -> None:
+        import xgrammar
+
+        kind, value, packed, vocabulary = json.loads(data)
+        if vocabulary is not None:
+            self.info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+        self.latest[StructuredOutput(kind, value)] = xgrammar.CompiledGrammar.deserialize_json(packed, self.info)
+
+    def matcher(self, structure: StructuredOutput) -> XMatcher:
+        return XMatcher(self.latest[structure])  # rank 0 sends a grammar before the plan that needs it
+
+    def used(self, structures: Iterable[StructuredOutput]) -> None:
+        """The structures of a plan's new rows, in order, once their matchers are made."""
+        self.latest.used(structures)

@@ -1,0 +1,130 @@
+"""Device rows: per-request state that the device advances by itself, indexed by the request's slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rorqual.engine.execution.grammar import Grammars, Matcher
+from rorqual.engine.scheduling.scheduler_output import NewRow, Plan
+from rorqual.errors import RequestError
+from rorqual.ops.interface import Ops, ops_for
+from rorqual.platforms.base import Platform
+from rorqual.request import SamplingParams
+
+
+class Rows:
+    """last_token, length (cached entries) [slots]; tables [slots, pages]; sampling settings [slots].
+
+    `length` is also the position of the newest token, the first that a decode step computes. drafts [slots, most_drafts] follow it;
+    `num_drafts` of them are there, `limit` of them are ever wanted (0 for a request that opts out). `coupled` rows, seeded ones, draw
+    drafts and tokens with the same random numbers. Penalty counts [slots, vocabulary], draft probabilities [slots, most_drafts,
+    vocabulary] and the token history [slots, tokens] are made on first use. One row more than `slots` stands in where a step is padded:
+    its table is all null pages and its length stays 0. A table's unused end is null too: what is written past a request's pages goes there.
+    `ops` draws for these rows.
+    """
+
+    def __init__(self, slots: int, max_pages: int, vocab: int, platform: Platform, most_drafts: int = 0, ops: Ops | None = None):
+        device = platform.device
+        self.platform, self.vocab, self.most_drafts = platform, vocab, most_drafts
+        self.ops = ops or ops_for(platform.name)
+        self.padding = slots
+        slots += 1
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(slots, max_pages, dtype=torch.int64, device=device)
+        # temperature, top_p, min_p, top_k
+        self.settings = torch.zeros(slots, 4, dtype=torch.float64, device=device)
+        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(slots, most_drafts, dtype=torch.int64, device=device)
+        self.num_drafts = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.coupled = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.params: list[NewRow | None] = [None] * slots
+        self.draws = True  # False on pipeline stages that leave it to the last
+        self.grammars: Grammars | None = None
+        self.matchers: dict[int, Matcher] = {}
+        self.counts: Tensor | None = None
+        self.in_prompt: Tensor | None = None
+        self.draft_probs: Tensor | None = None
+        self.history: Tensor | None = None
+
+    def asked(self, slots: Sequence[int]) -> list[SamplingParams]:
+        """The sampling parameters of these slots, in order."""
+        return [row.params for slot in slots if (row := self.params[slot]) is not None]
+
+    def state(self, slots: Tensor) -> Tensor:
+        """What a step changed of these rows, [N, 3 + most_drafts]: the stages of a pipeline that do not sample take it over."""
+        columns = torch.stack((self.last_token[slots], self.length[slots], self.num_drafts[slots]), 1)
+        return torch.cat((columns, self.drafts[slots]), 1)
+
+    def take(self, slots: Tensor, state: Tensor) -> None:
+        self.last_token[slots], self.length[slots], self.num_drafts[slots] = state[:, :3].unbind(1)
+        self.drafts[slots] = state[:, 3:]
+
+    def keep_probs(self) -> Tensor:
+        """[slots, most_drafts, vocabulary] fp32: what each draft was drawn from."""
+        if self.draft_probs is None:
+            shape = (len(self.params), self.most_drafts, self.vocab)
+            self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=self.platform.device)
+        return self.draft_probs
+
+    def keep_history(self, tokens: int) -> None:
+        """Make room for the tokens of every request by position: drafting by look-up reads them."""
+        self.history = torch.zeros(len(self.params), tokens, dtype=torch.int64, device=self.platform.device)
+
+    def apply(self, plan: Plan) -> None:
+        """Set up new rows and write new pages into block tables, before the step that needs them."""
+        for row in plan.new_rows:
+            self._set_up(row)
+        if plan.pages:
+            slots, indices, pages = self.platform.to_device(torch.tensor(plan.pages).T)
+            self.tables[slots, indices] = pages
+
+    def _set_up(self, row: NewRow) -> None:
+        params, slot, to_device = row.params, row.slot, self.platform.to_device
+        self.params[slot] = row
+        self.tables[slot].zero_()
+        self.tables[slot, : len(row.pages)] = to_device(torch.tensor(row.pages))
+        settings = (params.temperature, params.top_p, params.min_p, params.top_k)
+        self.settings[slot] = to_device(torch.tensor(settings, dtype=torch.float64))
+        self.seed[slot] = row.seed
+        if self.most_drafts:
+            self.num_drafts[slot] = 0
+            self.limit[slot] = self.most_drafts if params.speculate else 0
+            self.coupled[slot] = params.seed is not None or params.greedy
+        if self.history is not None:
+            self.history[slot, : len(row.tokens)] = to_device(torch.tensor(row.tokens, dtype=torch.int64))
+        self.matchers.pop(slot, None)
+        if params.structured is not None and self.draws:
+            self._match(row)
+        if params.edits_logits:
+            self._count(row)
+
+    def _match(self, row: NewRow) -> None:
+        """The request's place in its grammar; a preempted request has said something already."""
+        assert row.params.structured is not None
+        if self.grammars is None:
+            raise RequestError("structured output needs a tokenizer and the package xgrammar; this engine was built without")
+        matcher = self.matchers[row.slot] = self.grammars.matcher(row.params.structured)
+        for token in row.tokens[row.prompt_len :]:
+            moved = matcher.accept(token)
+            assert moved, "the grammar allowed this token when it was drawn"
+
+    def count(self, slots: Tensor, tokens: Tensor) -> None:
+        """Tokens [M] put out by the rows `slots` [M]; -1 is none."""
+        if self.counts is not None:
+            self.counts.index_put_((slots, tokens.clamp(min=0)), (tokens >= 0).int(), accumulate=True)
+
+    def _count(self, row: NewRow) -> None:
+        """Tokens of the prompt, and counts of those already put out (a request that was preempted has some)."""
+        if self.counts is None or self.in_prompt is None:
+            shape, device = (len(self.params), self.vocab), self.platform.device
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        tokens = self.platform.to_device(torch.tensor(row.tokens, dtype=torch.int64))
+        self.in_prompt[row.slot] = False
+        self.in_prompt[row.slot, tokens[: row.prompt_len]] = True
+        self.counts[row.slot] = torch.bincount(tokens[row.prompt_len :], minlength=self.vocab)

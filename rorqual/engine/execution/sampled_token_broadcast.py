@@ -1,0 +1,54 @@
+"""What a pipeline's last stage drew, on its way to the stages that need it for a later step of the same requests.
+
+Nobody waits for it when the step ends: a stage goes on with other requests, and takes the tokens over when a plan names theirs again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rorqual.engine.execution.request_state import Rows
+from rorqual.parallel.collectives import Pending
+from rorqual.parallel.mesh import Mesh
+
+
+@dataclass
+class Travelling:
+    """State of the rows `slots`, on the device as `on_device`."""
+
+    slots: frozenset[int]
+    on_device: Tensor
+    state: Pending
+
+
+class SharedRows:
+    def __init__(self, rows: Rows, mesh: Mesh):
+        self.rows, self.axis, self.draws = rows, mesh.axes["tokens"], mesh.last_stage
+        self.travelling: deque[Travelling] = deque()
+
+    def start(self, slots: list[int]) -> None:
+        """After a step that drew tokens for `slots`, in that order on every stage."""
+        if self.axis.size == 1 or not slots:
+            return
+        on_device = self.rows.platform.to_device(torch.tensor(slots, dtype=torch.int64))
+        if self.draws:
+            state = self.rows.state(on_device)
+        else:
+            state = torch.empty(len(slots), 3 + self.rows.most_drafts, dtype=torch.int64, device=on_device.device)
+        pending = self.axis.start_broadcast(state, self.axis.size - 1)
+        self.travelling.append(Travelling(frozenset(slots), on_device, pending))
+
+    def settle(self, slots: Iterable[int]) -> None:
+        """Before a plan reads, or sets up anew, the rows `slots`: whatever is on its way to them has arrived, and all sent before it."""
+        named = set(slots)
+        last = max((i for i, item in enumerate(self.travelling) if not named.isdisjoint(item.slots)), default=-1)
+        for _ in range(last + 1):
+            item = self.travelling.popleft()
+            state = item.state.wait()
+            if not self.draws:
+                self.rows.take(item.on_device, state)

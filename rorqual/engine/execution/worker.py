@@ -1,0 +1,291 @@
+"""What one process holds: its device, its part of the model, its cache, and the runner over them. One process is one rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rorqual.cache.pool import KVPool
+from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
+from rorqual.cache.stretch import workspace_bytes
+from rorqual.config.model import MLAConfig, ModelConfig
+from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
+from rorqual.engine.config import EXE_MODES, EngineConfig
+from rorqual.engine.execution.cuda_graphs import RECORDED
+from rorqual.engine.execution.draft_controller import next_n_choices
+from rorqual.engine.execution.model_runner import ModelRunner, Speculation
+from rorqual.errors import CapacityError, ConfigError
+from rorqual.layers.parameter import Build
+from rorqual.models.loader import load_weights, random_weights
+from rorqual.models.registry import make_model
+from rorqual.models.transformer import Transformer
+from rorqual.ops.interface import ops_for
+from rorqual.parallel.exchange_select import records_decode
+from rorqual.parallel.mesh import Mesh
+from rorqual.platforms.base import Platform
+
+if TYPE_CHECKING:
+    from rorqual.engine.execution.compiled import CompiledForward
+
+log = logging.getLogger("rorqual.engine")
+CPU_CACHE_BYTES = 2 * 2**30
+CPU_CACHE_SHARE = 0.25
+# Random weights: all layers together add a quarter of the embedding's variance, so that hidden states stay the token's own and
+# the routers spread tokens as uniform routing would (at 1.0 they hit 4 % fewer experts).
+RESIDUAL_GAIN = 0.5
+
+
+def read_model(config: EngineConfig) -> ModelConfig:
+    """The model's configuration. Raises ConfigError where it cannot be run, or not in this layout."""
+    overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
+    model = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
+    check_parallel(model, config.parallel)
+    _check_graphs(config, model)
+    if kv_dtype(config.kv_cache_dtype) == FP8:
+        check_fp8_cache(model, config.mla_decode)
+    return model
+
+
+def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
+    """Graphs that were asked for, with a way to the experts that none can hold."""
+    if EXE_MODES[config.exe_mode] != "graph" or records_decode(config.parallel, model.moe):
+        return
+    others = [name for name in EXCHANGES if _takes_graphs(config.parallel, name, model)]
+    raise ConfigError(
+        f"exe_mode={config.exe_mode!r} does not go with exchange={config.exchange!r}, where the "
+        "host reads in every step how many rows will come; "
+        f"accepted: exchange {', '.join(others)}, or exe_mode auto, eager"
+    )
+
+
+def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> bool:
+    try:
+        return records_decode(replace(sizes, exchange=exchange), model.moe)
+    except ConfigError:  # an exchange that these sizes cannot have
+        return False
+
+
+class Rank:
+    """Ranks of one engine are made with the same configuration, each with its own place in the mesh. `startup`: seconds by phase."""
+
+    def __init__(self, config: EngineConfig, platform: Platform, mesh: Mesh):
+        self.config, self.platform, self.mesh = config, platform, mesh
+        self.startup: dict[str, float] = {}
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.model_config = read_model(config)
+        self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
+        self._check_cache_dtype()
+        self.max_model_len = self._max_model_len()
+        self.depth = config.steps_in_flight or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
+        self.speculation = self._speculation()
+        # A row may run past its request's end by what the steps in flight accept and draft.
+        self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
+        self.model = self._phase("weights", self._load)
+        self.way_of_sums = self.way_to_experts = "nowhere (a lone rank)" if config.lone_rank else "local"
+        if not mesh.is_single and not config.lone_rank:
+            self._phase("links", self._links)
+        self.spec = self._spec()
+        self.num_pages = self._agree(self._num_pages())
+        pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
+        self.compiled = self._compiled(pool)
+        sizes = (config.max_num_seqs, self.max_row_len)
+        self.runner = ModelRunner(self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled)
+        choices = next_n_choices(config.next_n, config.next_n_policy == "adaptive")
+        self._phase("graphs", lambda: self.runner.record(RECORDED, choices, config.graph_sizes, config.compile_ahead))
+
+    def _phase(self, name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        self.startup[name] = time.perf_counter() - start
+        return result
+
+    def _check_cache_dtype(self) -> None:
+        """Before weights are loaded: what the device cannot do with an fp8 cache."""
+        config, platform = self.config, self.platform
+        if kv_dtype(config.kv_cache_dtype) != FP8:
+            return
+        others = "auto, bfloat16, float16, float32"
+        if not platform.converts_fp8:
+            raise ConfigError(f"kv_cache_dtype=fp8 needs compute capability 8.9, not {platform.describe()}; accepted here: {others}")
+        spec = kv_spec(self.model_config, 1, config.kv_cache_dtype, config.mla_decode, activations=self.dtype)
+        row = spec.layers[0][0].bytes_per_token
+        if platform.name == "cuda" and row % 16:
+            raise ConfigError(
+                f"kv_cache_dtype=fp8: a row of this model's cache has {row} bytes, no multiple of 16; accepted here: {others}"
+            )
+
+    def _max_model_len(self) -> int:
+        longest, wanted = self.model_config.max_position, self.config.max_model_len
+        if wanted is not None and wanted > longest:
+            raise ConfigError(f"max_model_len={wanted} exceeds the model's {longest} positions")
+        return wanted or longest
+
+    def _speculation(self) -> Speculation | None:
+        config = self.config
+        if not config.next_n:
+            return None
+        drafter = "mtp" if config.drafter == "auto" else config.drafter
+        return Speculation(drafter, config.next_n, config.draft_window, config.simulated_acceptance)
+
+    @property
+    def mtp_layers(self) -> int:
+        """Prediction modules in use, on whatever rank."""
+        return self.model_config.num_mtp_layers if self.speculation and self.speculation.drafter == "mtp" else 0
+
+    def _graphs(self) -> bool:
+        mode = EXE_MODES[self.config.exe_mode]
+        if mode == "graph" and not self.platform.has_graphs:
+            raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager, compile")
+        recordable = records_decode(self.config.parallel, self.model_config.moe)
+        return mode != "eager" and self.platform.has_graphs and recordable
+
+    @property
+    def compiles(self) -> bool:
+        return EXE_MODES[self.config.exe_mode] == "compile"
+
+    def _compiled(self, pool: KVPool) -> CompiledForward | None:
+        if not self.compiles:
+            return None
+        from rorqual.engine.execution.compiled import CompiledForward, code_folder
+        from rorqual.ops.custom_ops import TracedOps
+
+        assert isinstance(self.model.ops, TracedOps)
+        return CompiledForward(self.model, pool, self.model.ops, code_folder(self.platform.describe()))
+
+    # ---- the model
+
+    def _build(self, device: torch.device) -> Build:
+        gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
+        dtype = getattr(torch, self.dtype)
+        ops = ops_for(self.platform.name)
+        if self.compiles:
+            from rorqual.ops.custom_ops import TracedOps  # its operators are made only where something is compiled
+
+            ops = TracedOps(ops, self.model_config.moe)
+        host = self.platform.host_empty if self.embeds_on_host and device == self.platform.device else None
+        return Build(ops, dtype, device, self.model_config.quant, gain, mesh=self.mesh, embedding_memory=host)
+
+    @property
+    def embeds_on_host(self) -> bool:
+        return self.config.embed_device == "cpu"
+
+    def _make(self, device: torch.device) -> Transformer:
+        forms = (self.config.mla_prefill, self.config.mla_decode)
+        with_mtp = self.speculation is not None and self.speculation.drafter == "mtp"
+        return make_model(self.model_config, self._build(device), self.max_row_len, *forms, with_mtp)
+
+    def _load(self) -> Transformer:
+        if self.embeds_on_host and self.model_config.tie_embeddings:
+            raise ConfigError("embed_device='cpu': this model's head is its embedding and must lie on the device; accepted: auto")
+        self._check_memory()
+        model = self._make(self.platform.device)
+        if self.config.weights == "random":
+            random_weights(model, self.config.seed)
+        else:
+            load_weights(model, Path(self.config.model))
+        for layer in model.moe_layers():
+            layer.exchange.record_load = self.config.record_expert_load
+        return model
+
+    def _check_memory(self) -> None:
+        """Refuse before allocating: a model without memory is made first, to be measured as it will be once loaded."""
+        model = self._make(torch.device("meta"))
+        model.finalize()
+        need = weight_bytes(model)
+        if self.embeds_on_host and self.platform.name != "cpu" and model.embed is not None:
+            need -= model.embedding.numel() * model.embedding.element_size()
+        free = self.platform.available_memory()
+        if need > free:
+            raise CapacityError(f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {self.platform.name}")
+
+    def _links(self) -> None:
+        """How decode steps add up partial sums and reach their experts; the memory for it is taken before the cache is."""
+        config, model, device = self.config, self.model_config, self.platform.device
+        rows, dtype = config.max_num_seqs * (config.next_n + 1), getattr(torch, self.dtype)
+        sizes = rows, model.hidden_size, model.moe, dtype, device, config.peer_memory
+        self.way_of_sums = self.mesh.way_of_sums(*sizes)
+        self.way_to_experts = self.mesh.way_to_experts(*sizes) if any(model.moe_layers) else "no experts"
+        if self.mesh.rank == 0:
+            log.info("decode steps add up partial sums by %s, and reach their experts by %s", self.way_of_sums, self.way_to_experts)
+
+    def fetch_load(self) -> Callable[[], torch.Tensor]:
+        """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""
+        loads = [layer.exchange.load for layer in self.model.moe_layers()]
+        if not loads:
+            return lambda: torch.zeros(0, self.model_config.moe.num_experts, dtype=torch.int64)
+        with self.platform.stream():
+            return self.platform.fetch(torch.stack(loads))
+
+    # ---- the cache
+
+    def _spec(self) -> KVSpec:
+        """Of this rank's heads and layers; prediction modules live on the last stage."""
+        page = self.config.page_size or self.platform.default_page_size
+        whole = kv_spec(
+            self.model_config, page, self.config.kv_cache_dtype, self.config.mla_decode, self.mtp_layers, activations=self.dtype
+        )
+        held = self.model.held
+        return whole.shard(self.mesh.sizes.tp, range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage))
+
+    def _num_pages(self) -> int:
+        """Pages for max_num_seqs requests of full length, or as many as the memory set aside holds; page 0 is extra."""
+        config, spec = self.config, self.spec
+        if config.num_pages:
+            return config.num_pages
+        most = config.max_num_seqs * -(-self.max_model_len // spec.page_size)
+        pages = min(most, self._cache_bytes() // spec.bytes_per_page)
+        if pages < 1:
+            beside = f" beside {self.workspace} bytes for attention" if self.workspace else ""
+            page = f"one cache page of {spec.bytes_per_page} bytes"
+            raise CapacityError(f"no room for {page}{beside}")
+        return pages + 1
+
+    @property
+    def workspace(self) -> int:
+        """Bytes into which MLA layers in form CC decompress cached latents, at most."""
+        config = self.config
+        mla = self.model_config.attention
+        if not isinstance(mla, MLAConfig) or "CC" not in (config.mla_prefill, config.mla_decode):
+            return 0
+        own = replace(mla, num_heads=mla.num_heads // self.mesh.sizes.tp)
+        return workspace_bytes(
+            own,
+            DTYPE_BYTES[self.dtype],
+            self.platform.device.type,
+            self.spec.page_size,
+            requests=config.max_num_seqs,
+            longest=self.max_row_len,
+            queries=min(config.max_num_batched_tokens, config.prefill_chunk or self.max_row_len),
+        )
+
+    def _cache_bytes(self) -> int:
+        """What is left beside weights and workspace, unless the cache's size was given."""
+        if self.config.kv_cache_bytes:
+            return self.config.kv_cache_bytes
+        free = self.platform.available_memory() - self.workspace
+        if self.platform.name == "cpu":
+            return min(CPU_CACHE_BYTES, int(free * CPU_CACHE_SHARE))
+        total = self.platform.total_memory()
+        return int(free - (1 - self.config.memory_utilization) * total)
+
+    def _agree(self, pages: int) -> int:
+        """One block table serves all ranks, so the rank with the least room decides."""
+        if self.mesh.is_single or self.config.lone_rank:
+            return pages
+        least = torch.tensor(pages, device=self.platform.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Bytes of all parameters, merged ones counted once, and of what was derived from them."""
+    views = [target.view for target in model.targets() if not target.covers] + model.derived()
+    return sum(view.numel() * view.element_size() for view in views)

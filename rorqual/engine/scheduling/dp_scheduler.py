@@ -1,0 +1,187 @@
+"""Scheduling for several data-parallel ranks: each has its own pages and its own requests; all step together. No torch.
+
+A request lives on one rank from its first token to its last. Every rank computes in every step, if only to take part in the
+collectives of the others, so one plan holds a part for each rank, and says what all must agree on.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+
+from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.scheduling.scheduler_output import (
+    Chunk,
+    Common,
+    Plan,
+    StepResult,
+    Variant,
+    drawing_of,
+)
+from rorqual.engine.scheduling.sequence import InFlight, Sequence, TokenOut, Usage
+from rorqual.errors import RequestError
+from rorqual.request import FinishReason, Request, StructuredOutput
+
+
+@dataclass
+class GroupPlan:
+    """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
+    drawing, host: see Common; they depend on settings that a rank has of its own rows alone."""
+
+    parts: list[Plan]
+    drawing: Variant
+    host: bool
+
+    def common(self) -> Common:
+        return Common.of(self.parts, self.drawing, self.host)
+
+    @property
+    def structures(self) -> list[StructuredOutput]:
+        """Of its new rows, in order."""
+        return [found for part in self.parts for row in part.new_rows if (found := row.params.structured)]
+
+    @property
+    def next_n(self) -> int:
+        return self.parts[0].next_n
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [chunk for part in self.parts for chunk in part.chunks]
+
+    @property
+    def decode_slots(self) -> list[int]:
+        return [slot for part in self.parts for slot in part.decode_slots]
+
+
+@dataclass
+class GroupInFlight:
+    plan: GroupPlan
+    parts: list[InFlight | None] = field(default_factory=list)
+
+
+class Prefixes:
+    """The prefix caches of all ranks, for those who count or clear them."""
+
+    def __init__(self, schedulers: list[Scheduler]):
+        self.schedulers = schedulers
+
+    @property
+    def caches(self) -> list[PrefixCache]:
+        return [scheduler.prefix for scheduler in self.schedulers]
+
+    @property
+    def queries(self) -> int:
+        return sum(cache.queries for cache in self.caches)
+
+    @property
+    def hits(self) -> int:
+        return sum(cache.hits for cache in self.caches)
+
+    def clear(self) -> int:
+        return sum(cache.clear() for cache in self.caches)
+
+
+class GroupScheduler:
+    """Schedulers of `ranks` data-parallel ranks behind the interface of one."""
+
+    def __init__(self, config: SchedulerConfig, ranks: int):
+        self.config = config
+        self.ranks = [Scheduler(config) for _ in range(ranks)]
+        self.home: dict[str, Scheduler] = {}
+        self.sequences = self._view(rank.sequences for rank in self.ranks)
+        self.decoding = self._view(rank.decoding for rank in self.ranks)
+        self.prefilling = self._view(rank.prefilling for rank in self.ranks)
+        self.prefix = Prefixes(self.ranks)
+        self.next_n = config.next_n
+        self.drafted = [0] * config.next_n
+        self.accepted = [0] * config.next_n
+
+    @staticmethod
+    def _view(kept: Iterable[dict[str, Sequence]]) -> Mapping[str, Sequence]:
+        """What the ranks keep, as one mapping that follows every change of theirs."""
+        return ChainMap(*kept)
+
+    # ---- requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request on the rank where it costs least: live tokens there, and tokens of its own that are not cached there."""
+        if request.id in self.home:
+            raise RequestError(f"request id {request.id!r} is already in use")
+        home = min(self.ranks, key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request))
+        home.add(request)
+        self.home[request.id] = home
+
+    def _cached(self, rank: Scheduler, request: Request) -> int:
+        if not rank.prefix.pages:
+            return 0
+        pages, _ = rank.prefix.match(request.prompt, request.cache_salt)
+        rank.prefix.release(pages)
+        return len(pages) * self.config.page_size
+
+    def abort(self, request_id: str) -> Sequence | None:
+        home = self.home.pop(request_id, None)
+        return home.abort(request_id) if home else None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        home = self.home.pop(sequence.request.id, None)
+        if home:
+            home.finish(sequence, reason)
+
+    @property
+    def has_work(self) -> bool:
+        return any(rank.sequences for rank in self.ranks)
+
+    @property
+    def num_running(self) -> int:
+        return sum(rank.num_running for rank in self.ranks)
+
+    @property
+    def live_tokens(self) -> int:
+        return sum(rank.live_tokens for rank in self.ranks)
+
+    def usage(self) -> Usage:
+        return reduce(add, (rank.usage() for rank in self.ranks))
+
+    # ---- steps
+
+    def plan(self) -> GroupInFlight | None:
+        """The next step of all ranks, or None when none of them can launch anything."""
+        parts = []
+        for rank in self.ranks:
+            rank.next_n = self.next_n
+            parts.append(rank.plan())
+        if not any(parts):
+            return None
+        asked = [sequence.request.params for part in parts if part for sequence in part.sampled]
+        host = any(params.needs_host for params in asked)
+        plans = [part.plan if part else Plan(next_n=self.next_n) for part in parts]
+        return GroupInFlight(GroupPlan(plans, drawing_of(asked), host), parts)
+
+    def update(self, step: GroupInFlight, results: list[StepResult]) -> list[TokenOut]:
+        """Take in what every rank sampled."""
+        outs: list[TokenOut] = []
+        for rank, part, result in zip(self.ranks, step.parts, results, strict=True):
+            if part is not None:
+                outs += rank.update(part, result)
+        for out in outs:
+            if out.finish is not None:
+                self.home.pop(out.sequence.request.id, None)
+        for name in ("drafted", "accepted"):
+            mine = getattr(self, name)
+            mine[:] = [sum(counts) for counts in zip(*(getattr(rank, name) for rank in self.ranks), strict=True)]
+        return outs
+
+    def undo(self, step: GroupInFlight) -> None:
+        """See Scheduler; of every rank."""
+        for rank, part in zip(self.ranks, step.parts, strict=True):
+            if part is not None:
+                rank.undo(part)
+
+    def restart(self) -> None:
+        for rank in self.ranks:
+            rank.restart()
+        self.home = {name: rank for rank in self.ranks for name in rank.sequences}

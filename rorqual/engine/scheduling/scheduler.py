@@ -1,0 +1,449 @@
+"""Continuous batching: which tokens of which requests the next step computes. No torch.
+
+A request is two lengths: tokens known and tokens cached. Their difference is what the next steps compute: prefill, chunked
+prefill and decode alike. While steps are in flight the host does not know the newest tokens, only how many there are.
+
+Policy. Every running request that decodes gets its token in every step (with micro_batches m, in one of m steps); what is left of the
+token budget goes to prompts, oldest first. A request is admitted when pages for all its known tokens are there. When a page is missing
+for a decoding request, the youngest running request gives up its pages and later recomputes them; the oldest is never preempted, so it
+always ends.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from rorqual.cache.pages import PageAllocator
+from rorqual.cache.prefix import PrefixCache
+from rorqual.engine.scheduling.scheduler_output import (
+    Chunk,
+    NewRow,
+    Plan,
+    StepResult,
+    TokenLogprobs,
+)
+from rorqual.engine.scheduling.sequence import InFlight, Sequence, TokenOut, Usage
+from rorqual.errors import ConfigError, RequestError
+from rorqual.request import FinishReason, Request
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most prefill_chunk;
+    pages hold page_size tokens. At most next_n drafts are verified for each request in a step. lookahead: see PrefixCache.
+    send_tokens: new rows carry all their tokens (drafting by look-up reads them). micro_batches: decoding requests take turns, that
+    many steps to a round, so that the stages of a pipeline work on different ones."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    prefix_caching: bool = True
+    prefill_chunk: int | None = None
+    max_waiting: int = 100_000
+    next_n: int = 0
+    lookahead: int = 0
+    send_tokens: bool = False
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk={self.prefill_chunk} must be at least 1")
+        least = self.max_num_seqs * (self.next_n + 1)
+        if not 1 <= least <= self.max_num_batched_tokens:
+            drafts = f" times next_n + 1 = {self.next_n + 1}" if self.next_n else ""
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}{drafts}: "
+                "every running request gets its tokens in every step"
+            )
+
+
+class Blocked(NamedTuple):
+    """The queue's head that found too few pages, and what was there then: pages available, requests
+    running, how many of its pages the prefix cache had, and the key of the next one (None: there is
+    no next one).
+
+    Nothing can have improved for it until more pages are available, fewer requests run, or the
+    cache has learned that next page. Asking again before would only hash its prompt again."""
+
+    head: Sequence
+    available: int
+    running: int
+    matched: int
+    wanted: bytes | None
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig):
+        self.config = config
+        self.allocator = PageAllocator(config.num_pages)
+        self.prefix = PrefixCache(self.allocator, config.page_size, config.prefix_caching, config.lookahead)
+        self.next_n = config.next_n  # of the next plan: a controller may lower it
+        self.drafted = [0] * config.next_n
+        self.accepted = [0] * config.next_n
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: dict[str, Sequence] = {}
+        self.decoding: dict[str, Sequence] = {}
+        self.sequences: dict[str, Sequence] = {}
+        # Tokens known of all requests, running or waiting: what this scheduler's device will have
+        # to attend to. Counted along, for every request that comes is placed by it.
+        self.live_tokens = 0
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+        self.in_flight: deque[InFlight] = deque()  # kept where requests take turns
+        self._blocked: Blocked | None = None
+        self._order = 0
+        self._seeds = random.SystemRandom()
+
+    # ---- requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request, or refuse it with the reason it can never be served."""
+        target = self._target(request)
+        if request.id in self.sequences:
+            raise RequestError(f"request id {request.id!r} is already in use")
+        if len(self.waiting) >= self.config.max_waiting:
+            raise RequestError(f"the queue is full ({self.config.max_waiting} requests wait)")
+        seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
+        self._order += 1
+        sequence = Sequence(request, target, seed, self._order)
+        self.sequences[request.id] = sequence
+        self.live_tokens += sequence.known
+        self.waiting.append(sequence)
+
+    def _target(self, request: Request) -> int:
+        length, most = len(request.prompt), self.config.max_model_len
+        if not length:
+            raise RequestError("the prompt is empty")
+        if length >= most:
+            raise RequestError(f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit")
+        wanted = request.params.max_tokens
+        if wanted is None:  # as many as there can be, the last of which needs no entry
+            target = max(length + 1, min(most, self.allocator.capacity * self.config.page_size + 1))
+        else:
+            target = min(most, length + wanted)
+        pages = self._pages_for(target - 1)
+        if pages > self.allocator.capacity:
+            have = self.allocator.capacity
+            raise RequestError(f"{target} tokens need {pages} cache pages, there are {have}; lower max_tokens or shorten the prompt")
+        return target
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Forget a request at any point; its pages and slot are free before the next plan."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            self.finish(sequence, FinishReason.ABORT)
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.finish is not None:
+            return
+        sequence.finish = reason
+        del self.sequences[sequence.request.id]
+        self.live_tokens -= sequence.known
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give back slot and pages. Steps in flight may still write there; they run before any step that reuses the pages."""
+        self.prefilling.pop(sequence.request.id, None)
+        self.decoding.pop(sequence.request.id, None)
+        if sequence.slot >= 0:
+            self.free_slots.append(sequence.slot)
+            sequence.slot = -1
+        self.prefix.release(sequence.pages)
+        sequence.pages, sequence.capacity, sequence.cached, sequence.collected, sequence.hashed = [], 0, 0, 0, 0
+        sequence.next_hash = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def usage(self) -> Usage:
+        pages, prefix = self.allocator.capacity, self.prefix
+        used = pages - prefix.available
+        counts = (prefix.queries, prefix.hits, self.num_preemptions)
+        return Usage(self.num_running, len(self.waiting), pages, used, len(prefix.idle), *counts)
+
+    # ---- planning
+
+    def plan(self) -> InFlight | None:
+        """The next step, or None when nothing can be launched until a step in flight is collected."""
+        plan = Plan(next_n=self.next_n)
+        sampled = self._plan_decode(plan)
+        computed: list[tuple[Sequence, int]] = []
+        budget = self.config.max_num_batched_tokens - plan.num_tokens
+        for sequence in list(self.prefilling.values()):
+            if budget > 0:
+                budget -= self._plan_chunk(plan, sequence, budget, sampled, computed)
+        while budget > 0 and self.waiting and self.free_slots:
+            admitted = self._admit(plan)
+            if admitted is None:
+                break
+            budget -= self._plan_chunk(plan, admitted, budget, sampled, computed)
+        if not plan.decode_slots and not plan.chunks:
+            return None
+        step = InFlight(plan, sampled, computed)
+        if self.config.micro_batches > 1:
+            self.in_flight.append(step)
+        return step
+
+    def _plan_decode(self, plan: Plan) -> list[Sequence]:
+        """A token, and drafts, for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
+        needy: list[Sequence] = []
+        sampled: list[Sequence] = []
+        next_n = plan.next_n
+        for sequence in self._turn():
+            length = sequence.cached + 1
+            if length >= sequence.target:
+                continue  # its last token is in flight
+            if sequence.pending and sequence.request.params.structured:
+                continue  # its grammar must hear of the last token first
+            if self._reach(sequence, next_n) > sequence.capacity:
+                needy.append(sequence)
+            sampled.append(sequence)
+        if needy:
+            self._extend(plan, needy, next_n)
+            sampled = [sequence for sequence in sampled if sequence.slot >= 0]
+        slots, bounds = plan.decode_slots, plan.decode_bounds
+        for sequence in sampled:
+            sequence.cached = length = sequence.cached + 1
+            sequence.pending += 1
+            slots.append(sequence.slot)
+            bounds.append(length + sequence.slack + next_n)
+            sequence.slack += next_n
+        self.live_tokens += len(sampled)
+        return sampled
+
+    def _turn(self) -> Iterable[Sequence]:
+        """The decoding requests of this step. Where they take turns: those that wait longest, an equal share, and none whose token is
+        drawn in one of the steps just before, still in flight: the pipeline's first stage would have to wait for it."""
+        turns = self.config.micro_batches
+        if turns == 1:
+            return self.decoding.values()
+        busy = {id(sequence) for step in list(self.in_flight)[1 - turns :] for sequence in step.sampled}
+        free = (sequence for sequence in self.decoding.values() if id(sequence) not in busy)
+        chosen = list(islice(free, -(-len(self.decoding) // turns)))
+        for sequence in chosen:
+            self.decoding[sequence.request.id] = self.decoding.pop(sequence.request.id)
+        return chosen
+
+    def _reach(self, sequence: Sequence, next_n: int) -> int:
+        """Entries that the next step may write and somebody may read: its tokens, its drafts, and those it drafts in turn. What lies
+        at the target or past it is never read, and goes to the null page."""
+        return min(sequence.cached + 1 + sequence.slack + 2 * next_n, sequence.target - 1)
+
+    def _extend(self, plan: Plan, needy: Iterable[Sequence], next_n: int) -> None:
+        before = self.num_preemptions
+        for sequence in needy:
+            while sequence.slot >= 0 and self._reach(sequence, next_n) > sequence.capacity:
+                if self.prefix.available:
+                    plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+                else:
+                    self._preempt()
+        if self.num_preemptions > before:
+            vacant = frozenset(self.free_slots)
+            plan.pages[:] = [entry for entry in plan.pages if entry[0] not in vacant]
+
+    def _grow(self, sequence: Sequence) -> int:
+        page = self.prefix.take()
+        sequence.pages.append(page)
+        sequence.capacity += self.config.page_size
+        return page
+
+    def _preempt(self) -> None:
+        """The youngest running request gives up its pages; what it has said so far becomes part of its prompt."""
+        running = [*self.decoding.values(), *self.prefilling.values()]
+        victim = max(running, key=lambda sequence: sequence.order)
+        self._leave(victim)
+        victim.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _admit(self, plan: Plan) -> Sequence | None:
+        """Start the oldest waiting request if its tokens are all known and their pages can be had, with one page spare for each
+        running request so that it is not sent back at the next page boundary."""
+        sequence = self.waiting[0]
+        if sequence.pending or self._still_blocked(sequence):
+            return None
+        pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
+        known = len(sequence.tokens)
+        # The first drafts are made in the step that ends the prompt, and leave entries behind it.
+        need = self._pages_for(max(known, min(known + self.config.next_n, sequence.target - 1))) - len(pages)
+        spare = min(self.num_running, self.allocator.capacity - need - len(pages))
+        if need + spare > self.prefix.available and self.num_running:
+            self.prefix.release(pages)
+            wanted = self.prefix.following(sequence.tokens, len(pages), key)
+            now = (self.prefix.available, self.num_running)
+            self._blocked = Blocked(sequence, *now, len(pages), wanted)
+            return None
+        assert need <= self.prefix.available, "nothing runs, yet pages are missing"
+        self.waiting.popleft()
+        self._start(plan, sequence, pages, key, need)
+        return sequence
+
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.head is sequence
+            and self.prefix.available <= blocked.available
+            and self.num_running >= blocked.running
+            and (blocked.wanted is None or blocked.wanted not in self.prefix.pages)
+        )
+
+    def _start(self, plan: Plan, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
+        size = self.config.page_size
+        self._blocked = None
+        self.prefix.queries += len(sequence.tokens)
+        self.prefix.hits += len(pages) * size
+        sequence.pages, sequence.key, sequence.hashed = pages, key, len(pages)
+        sequence.next_hash = (len(pages) + 1) * size
+        sequence.capacity = len(pages) * size
+        sequence.cached = sequence.collected = len(pages) * size
+        if sequence.num_cached_prompt is None:
+            sequence.num_cached_prompt = sequence.cached
+        for _ in range(need):
+            self._grow(sequence)
+        sequence.slot = self.free_slots.pop()
+        self.prefilling[sequence.request.id] = sequence
+        params = sequence.request.params
+        tokens = tuple(sequence.tokens) if params.edits_logits or params.structured or self.config.send_tokens else ()
+        plan.new_rows.append(
+            NewRow(sequence.slot, params, sequence.seed, tuple(sequence.pages), sequence.prompt_len, tokens, sequence.stop_ids)
+        )
+
+    def _plan_chunk(
+        self, plan: Plan, sequence: Sequence, budget: int, sampled: list[Sequence], computed: list[tuple[Sequence, int]]
+    ) -> int:
+        start = sequence.cached
+        known, ahead = len(sequence.tokens), self.config.lookahead
+        stop = min(known, start + min(budget, self.config.prefill_chunk or budget))
+        if 0 < known - stop < ahead:
+            # The last module would need a token that nobody has drawn: leave more for next time.
+            stop = max(start + 1, known - ahead)
+        last = stop == known
+        following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
+        plan.chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:stop], last, following))
+        sequence.cached = stop
+        computed.append((sequence, stop))
+        if last:
+            del self.prefilling[sequence.request.id]
+            self.decoding[sequence.request.id] = sequence
+            sequence.pending += 1
+            self.live_tokens += 1
+            sampled.append(sequence)
+        return stop - start
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+    # ---- results
+
+    def update(self, step: InFlight, result: StepResult) -> list[TokenOut]:
+        """Take in what a step sampled; returns the new tokens of requests still wanted. Steps come in the order they were planned."""
+        if self.in_flight:
+            self.in_flight.popleft()
+        step.before = [-1 if s.finish is not None else len(s.tokens) for s in step.sampled]
+        for sequence, stop in step.computed:
+            if sequence.slot >= 0 and sequence.finish is None:
+                sequence.collected = max(sequence.collected, min(stop, sequence.cached))
+                if sequence.collected >= sequence.next_hash:
+                    self._offer(sequence)
+        outs = []
+        for row, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
+            sequence.pending -= 1
+            if sequence.finish is None:
+                self.live_tokens -= 1
+            if result.drafted:
+                self._count_drafts(step, sequence, row, result.drafted[row], len(tokens) - 1)
+            logprobs = result.logprobs.get(row)
+            for index, token in enumerate(tokens):
+                if sequence.finish is None:
+                    outs.append(self._append(sequence, token, logprobs[index] if logprobs else None))
+        return outs
+
+    def undo(self, step: InFlight) -> None:
+        """Before `restart`: the step's new tokens never reached whoever asked for them, so none of
+        them is known, and no request has ended by them. Of a step not taken in nothing is."""
+        for sequence, length in zip(step.sampled, step.before, strict=False):
+            if length >= 0:
+                del sequence.tokens[length:]
+                sequence.finish = sequence.stop_token = None
+                self.sequences[sequence.request.id] = sequence
+
+    def restart(self) -> None:
+        """After an error in the midst of anything: trust nothing but the tokens handed out. No page
+        is held or cached, no slot is taken, no step is in flight; requests wait in the order they
+        came. A step launched before may still write where it was told to, but before any step to
+        come, for which every row is set up and every entry computed anew."""
+        config, counts = self.config, self.prefix
+        policy = (config.page_size, config.prefix_caching, config.lookahead)
+        live = [sequence for sequence in self.sequences.values() if sequence.finish is None]
+        live.sort(key=lambda sequence: sequence.order)
+        for sequence in live:
+            sequence.restart()
+        self.allocator = PageAllocator(config.num_pages)
+        self.prefix = PrefixCache(self.allocator, *policy)
+        self.prefix.queries, self.prefix.hits = counts.queries, counts.hits
+        self.sequences = {sequence.request.id: sequence for sequence in live}
+        self.waiting = deque(live)
+        self.live_tokens = sum(sequence.known for sequence in live)
+        self.prefilling, self.decoding = {}, {}
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.in_flight.clear()
+        self._blocked = None
+
+    def _count_drafts(self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int) -> None:
+        """The host learns how far a request came."""
+        if row < len(step.plan.decode_slots):
+            sequence.slack -= step.plan.next_n
+        if sequence.slot >= 0:
+            sequence.cached += accepted
+        if drafted > len(sequence.drafted):
+            more = [0] * (drafted - len(sequence.drafted))
+            sequence.drafted, sequence.accepted = sequence.drafted + more, sequence.accepted + more
+        for place in range(drafted):
+            right = place < accepted
+            sequence.drafted[place] += 1
+            sequence.accepted[place] += right
+            self.drafted[place] += 1
+            self.accepted[place] += right
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenOut:
+        sequence.tokens.append(token)
+        self.live_tokens += 1
+        length = len(sequence.tokens)
+        if sequence.slot >= 0:
+            # All but the newest token have their entries written.
+            sequence.collected = length - 1
+            if length > sequence.next_hash:
+                self._offer(sequence)
+        reason = None
+        if token in sequence.stop_ids and length > sequence.min_len:
+            reason, sequence.stop_token = FinishReason.STOP, token
+        elif length >= sequence.target:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self.finish(sequence, reason)
+        return TokenOut(sequence, token, logprobs, reason)
+
+    def _offer(self, sequence: Sequence) -> None:
+        """Hand full pages whose entries are written and whose tokens are known to the prefix cache."""
+        size = self.config.page_size
+        full = min(sequence.collected, len(sequence.tokens) - self.config.lookahead) // size
+        for i in range(sequence.hashed, full):
+            sequence.key = self.prefix.insert(sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i])
+        sequence.hashed = full
+        sequence.next_hash = (full + 1) * size

@@ -1,0 +1,116 @@
+"""What the scheduler keeps and hands out: a request under way, a planned step, a new token, and a moment's load. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from rorqual.engine.scheduling.scheduler_output import Plan, TokenLogprobs
+from rorqual.request import FinishReason, Request
+
+
+class Sequence:
+    """One request under way.
+
+    tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries written once every launched
+    step is done; target: the length at which the request ends; hashed: full pages already offered to the prefix cache.
+    With speculation in flight cached and pending count one token a step, the least it brings; slack: what it may bring beyond.
+    drafted, accepted: drafts verified and found right, by their place behind the newest token.
+    """
+
+    __slots__ = (
+        "accepted",
+        "cached",
+        "capacity",
+        "collected",
+        "drafted",
+        "finish",
+        "hashed",
+        "key",
+        "min_len",
+        "next_hash",
+        "num_cached_prompt",
+        "order",
+        "pages",
+        "pending",
+        "preemptions",
+        "prompt_len",
+        "request",
+        "seed",
+        "slack",
+        "slot",
+        "stop_ids",
+        "stop_token",
+        "target",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, target: int, seed: int, order: int):
+        self.request, self.target, self.seed, self.order = request, target, seed, order
+        self.key = b""
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(self.tokens)
+        self.stop_ids = request.stop_ids
+        self.min_len = self.prompt_len + request.params.min_tokens
+        self.slot = -1
+        self.pages: list[int] = []
+        self.capacity = self.cached = self.collected = self.pending = self.hashed = self.preemptions = self.slack = 0
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.next_hash = 0
+        self.finish: FinishReason | None = None
+        self.stop_token: int | None = None
+        self.num_cached_prompt: int | None = None
+
+    def restart(self) -> None:
+        """It holds nothing and nothing of it is in flight: only its tokens are left."""
+        self.slot = -1
+        self.pages = []
+        self.capacity = self.cached = self.collected = self.pending = 0
+        self.hashed = self.slack = self.next_hash = 0
+        self.key = b""
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) + self.pending
+
+
+@dataclass
+class InFlight:
+    """A planned step and whose tokens it samples, in order. before: how many tokens each of these
+    had as its result was taken in, -1 where the request had ended by then; empty until then."""
+
+    plan: Plan
+    sampled: list[Sequence]
+    computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
+    before: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A moment's load: requests, cache pages, and counts since the start (prefix_queries and prefix_hits in tokens)."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+    pages_cached: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+
+
+@dataclass
+class TokenOut:
+    """A new token of a request; `finish` on its last."""
+
+    sequence: Sequence
+    token: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None

@@ -1,0 +1,53 @@
+"""Step: everything one forward pass needs to know, passed from hand to hand, never global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from rorqual.cache.pool import KVPool
+from rorqual.ops.interface import Segment
+from rorqual.parallel.layout import Layout
+from rorqual.parallel.mesh import SINGLE_LAYOUT
+
+
+@dataclass
+class Step:
+    """Packed tokens of several requests, decoding requests first, then those with a chunk of prompt.
+
+    token_ids, positions, slot_mapping [T] int64; cos, sin [T, rope/2] fp32. `slot_mapping` is page * page_size + offset.
+    `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None where a kind is absent;
+    both, on a rank that has no token. `layout` says where tokens are on several ranks: Transformer.layout makes it.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    cos: Tensor
+    sin: Tensor
+    logit_rows: Tensor
+    pool: KVPool
+    decode: Segment | None = None
+    prefill: Segment | None = None
+    layout: Layout = SINGLE_LAYOUT
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.decode.tokens if self.decode else 0
+
+    @cached_property
+    def segments(self) -> list[tuple[Segment, slice]]:
+        """Each segment with the slice of the packed tokens it owns."""
+        split = self.decode_tokens
+        found = []
+        if self.decode:
+            found.append((self.decode, slice(0, split)))
+        if self.prefill:
+            found.append((self.prefill, slice(split, self.num_tokens)))
+        return found

@@ -1,0 +1,271 @@
+"""Builds kernels.cpp once a machine and calls it. No compiler: the CPU backend goes on with torch calls alone, and says so."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rorqual.config.model import MoEConfig, cache_folder, compiler
+from rorqual.ops.interface import MLAWeights
+from rorqual.ops.reference import Distribution, Weight
+
+SOURCE, PARTS = Path(__file__).with_name("kernels.cpp"), (Path(__file__).with_name("sampling.h"),)
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi")
+COMPILE_SECONDS = 120
+STORAGE = (torch.float32, torch.bfloat16)
+log = logging.getLogger("rorqual")
+
+
+class _MlaLayer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("hidden", "q_rank", "heads", "nope", "rope", "v_dim", "rank", "interleaved")]
+    _fields_ += [("eps", ctypes.c_double)]
+    _fields_ += [(name, ctypes.c_void_p) for name in ("down", "down_bias", "q_norm", "q_b", "kv_norm", "kv_b")]
+
+
+class _Router(ctypes.Structure):
+    _names: tuple[str, ...] = ("experts", "top_k", "groups", "top_groups")
+    _names += ("sigmoid", "best_two", "grouped", "normalise", "rounded")
+    _fields_ = [(name, ctypes.c_int64) for name in _names]
+    _fields_ += [("scaling", ctypes.c_double), ("gate", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+_I, _P, _D, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rq_threads": (_I,),
+    "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
+    "rq_linear": (_I, _P, _P, _P, _P, _N, _N, _N),
+    "rq_mlp": (_I, _P, _P, _P, _P, _N, _N, _N),
+    "rq_mla_prologue": (_I, _P, _P, _P, _P, _P, _P, _P, _N),
+    "rq_mla_absorbed": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N),
+    "rq_gqa_prologue": (_I, _P, _P, _P, _D, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N),
+    "rq_gqa_decode": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N, _N, _N, _N),
+    "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
+    "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+    "rq_uniform": (_P, _P, _N, _P, _N),
+    "rq_distribution": (_P, _N, _N, _N, _P, _I, _P, _P, _P),
+    "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
+    "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
+    "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with one line in the log) where they cannot be built."""
+    command = compiler()
+    if command is None:
+        log.warning("no C++ compiler found: decoding on the CPU uses torch calls alone, several times slower for small models")
+        return None
+    try:
+        # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share its threads.
+        loaded = ctypes.CDLL(str(_build(command)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the CPU kernels could not be built (%s): decoding uses torch calls alone", error)
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _output(*command: str) -> bytes:
+    run = subprocess.run(command, capture_output=True, timeout=COMPILE_SECONDS, check=True)
+    return run.stdout
+
+
+def _build(command: str) -> Path:
+    """Compile into the cache folder, under a name that covers source, flags, compiler and processor."""
+    # The macros are those of the instructions that may be used. Every compiler prints them; one
+    # that does not leaves no way to tell this processor's library from another's: nothing is built.
+    processor = _output(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    name = _output(command, "--version")
+    source = b"".join(path.read_bytes() for path in (SOURCE, *PARTS))
+    key = hashlib.sha256(source + " ".join(FLAGS).encode() + processor + name).hexdigest()[:16]
+    target = cache_folder() / f"kernels-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            subprocess.run([command, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            made.replace(target)  # atomic: another process may be building the same file
+    return target
+
+
+LANES = 16  # as in kernels.cpp
+BLOCK = 128  # tokens of a part of a distribution, as in sampling.h
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[..., rows, columns] to blocks of LANES rows, each column by column: [..., blocks, columns, LANES], padded with zeros."""
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
+    return padded.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
+
+
+def _wide(x: Tensor) -> int:
+    return int(x.dtype == torch.float32)
+
+
+def _pointer(x: Tensor | None) -> int:
+    if x is None:
+        return 0
+    assert x.is_contiguous()
+    return x.data_ptr()
+
+
+def _pointers(*tensors: Tensor) -> list[int]:
+    return [x.data_ptr() for x in tensors if x.is_contiguous()]  # a missing argument is a TypeError, never a wrong address
+
+
+class Native:
+    """Calls into the library. Callers have checked that dtypes are one of STORAGE and that everything is contiguous.
+
+    Weights are packed at first use and kept beside the originals: whoever changes a weight later calls `forget`.
+    """
+
+    def __init__(self, kernels: ctypes.CDLL):
+        self.lib = kernels
+        self.lib.rq_threads(torch.get_num_threads())
+        self.packed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forget(self) -> None:
+        self.packed.clear()
+
+    def weight(self, weight: Tensor) -> int:
+        """Address of the packed form. The original is kept too, so that its address cannot be given to another tensor."""
+        found = self.packed.get(weight.data_ptr())
+        if found is None:
+            found = self.packed[weight.data_ptr()] = (weight, pack(weight))
+        return found[1].data_ptr()
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        n, d = x.shape
+        self.lib.rq_add_norm(_wide(x), _pointer(x), _pointer(residual), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), n, d, eps)
+        return normed, total
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, columns = weight.shape
+        y = x.new_empty(x.shape[0], rows)
+        self.lib.rq_linear(_wide(x), _pointer(x), self.weight(weight), _pointer(bias), y.data_ptr(), x.shape[0], rows, columns)
+        return y
+
+    def mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        y, (hidden, size) = torch.empty_like(x), down.shape
+        self.lib.rq_mlp(_wide(x), _pointer(x), self.weight(gate_up), self.weight(down), y.data_ptr(), x.shape[0], hidden, size)
+        return y
+
+    def mla_layer(self, w: MLAWeights, hidden: int) -> _MlaLayer:
+        mla = w.config
+        query = self.weight(w.q_b.data) if w.q_b else 0
+        pointers = [self.weight(w.down.data), _pointer(w.down_bias), _pointer(w.q_norm), query, _pointer(w.kv_norm), _pointer(w.kv_b.data)]
+        rank = (mla.q_lora_rank or 0) if w.q_b is not None else 0
+        sizes = (hidden, rank, mla.num_heads, mla.nope_dim, mla.rope_dim, mla.v_dim, mla.kv_lora_rank, int(w.interleaved))
+        return _MlaLayer(*sizes, w.eps, *pointers)
+
+    def mla_prologue(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor) -> Tensor:
+        if w.scratch is None:
+            w.scratch = self.mla_layer(w, x.shape[1])
+        q = x.new_empty(x.shape[0], w.config.num_heads, w.config.qk_dim)
+        at = ctypes.addressof(w.scratch)
+        self.lib.rq_mla_prologue(_wide(x), at, *_pointers(x, cos, sin, plane, slots, q), x.shape[0])
+        return q
+
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, tables: Tensor, lens: Tensor, scale: float) -> Tensor:
+        out = q.new_empty(q.shape[0], w.config.num_heads, w.config.v_dim)
+        table, width = _pointer(tables), tables.shape[1]
+        at = ctypes.addressof(w.scratch)
+        self.lib.rq_mla_absorbed(
+            _wide(q), at, _pointer(q), _pointer(plane), table, width, _pointer(lens), plane.shape[1], scale, out.data_ptr(), q.shape[0]
+        )
+        return out
+
+    def gqa_prologue(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        planes: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        groups, dim = planes[0].shape[2:]
+        heads = qkv.shape[1] - 2 * groups
+        q = qkv.new_empty(qkv.shape[0], heads, dim)
+        first, rest = _pointers(qkv, q_norm, k_norm), _pointers(cos, sin, *planes, slots, q)
+        self.lib.rq_gqa_prologue(_wide(qkv), *first, eps, *rest, qkv.shape[0], heads, groups, dim)
+        return q
+
+    def gqa_decode(self, q: Tensor, planes: tuple[Tensor, Tensor], tables: Tensor, lens: Tensor, scale: float) -> Tensor:
+        out, (rows, heads, dim), groups = torch.empty_like(q), q.shape, planes[0].shape[2]
+        pointers = _pointers(q, *planes, tables)
+        self.lib.rq_gqa_decode(
+            _wide(q), *pointers, tables.shape[1], _pointer(lens), planes[0].shape[1], scale, out.data_ptr(), rows, heads, groups, dim
+        )
+        return out
+
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(x.shape[0], moe.top_k, dtype=torch.int64)
+        weights = torch.empty(x.shape[0], moe.top_k)
+        grouped = moe.method != "greedy" and moe.n_group > 1
+        kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
+        flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
+        sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
+        settings = _Router(*sizes, *map(int, flags), moe.scaling, self.weight(gate), _pointer(bias))
+        at = ctypes.addressof(settings)
+        self.lib.rq_route(_wide(x), _wide(gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape)
+        return ids, weights
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        y = torch.empty_like(x)
+        slots, hidden, size = down.data.shape
+        packed = (self.weight(gate_up.data), self.weight(down.data))
+        ids = ids.long()  # int32 as well, which is how picks travel
+        self.lib.rq_experts(_wide(x), *_pointers(x, ids, weights), *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
+        return y
+
+    # ---- sampling. Logits are fp32, each row dense; a distribution's scratch holds the masses of blocks of BLOCK tokens.
+
+    def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+        out = torch.empty(positions.shape, dtype=torch.float64)
+        self.lib.rq_uniform(*_pointers(seeds, positions), stream, out.data_ptr(), out.numel())
+        return out
+
+    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+        m, v = logits.shape
+        summary, best = torch.empty(m, 4, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
+        parts = torch.empty(m, -(-v // BLOCK), dtype=torch.float64)
+        out = _pointers(summary, parts, best)
+        self.lib.rq_distribution(logits.data_ptr(), logits.stride(0), m, v, _pointer(settings), int(cuts), *out)
+        return Distribution(logits, summary, best, parts)
+
+    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+        out = torch.empty_like(given.best)
+        self.lib.rq_draw(*self._rows(given), *_pointers(given.summary, given.scratch, given.best, numbers, out))
+        return out
+
+    def draw_rest(
+        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None, q_rows: Tensor | None
+    ) -> Tensor:
+        out, (logits, stride, _, v) = torch.empty_like(rows), self._rows(given)
+        pointers = _pointers(given.summary, given.scratch, rows, numbers, refused)
+        self.lib.rq_draw_rest(logits, stride, v, *pointers, _pointer(q), _pointer(q_rows), out.data_ptr(), rows.shape[0])
+        return out
+
+    def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
+        self.lib.rq_write_probs(*self._rows(given), *_pointers(given.summary, given.scratch, plane, rows))
+
+    def _rows(self, given: Distribution) -> tuple[int, int, int, int]:
+        m, v = given.logits.shape
+        return given.logits.data_ptr(), given.logits.stride(0), m, v

@@ -1,0 +1,358 @@
+"""An op table that torch.compile can trace: plain torch where inductor fuses it, operators where tracing must stop.
+
+Made only for `exe_mode: compile`, so that an engine without it pays no dispatch. A call outside of compilation (a step with prompt
+tokens, a prediction module) goes straight to the backend. Inside, the entries for which a backend says so (`Ops.opaque`) become
+torch.library operators that call the backend back; the others are traced from the reference. Attention is always an operator.
+
+An operator's arguments are tensors and numbers, and its effects those its schema names. What they cannot carry they find in the
+table that a step runs with (`attending`): the backend, the weights of an MLA layer, the router's configuration, and the step's own segment,
+from which backends derive masks and schedules once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rorqual.config.model import MoEConfig
+from rorqual.ops.interface import MLAWeights, Ops, Segment
+from rorqual.ops.reference import Weight
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+# Whose operators run: torch calls them with tensors and numbers alone.
+_at_hand: ContextVar[TracedOps] = ContextVar("table at hand")
+
+
+def entry(method: Method) -> Method:
+    """An entry of the table: outside of compilation the backend's own."""
+
+    @wraps(method)
+    def call(self: TracedOps, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **options)
+        return getattr(self.inner, method.__name__)(*args, **options)
+
+    return call  # type: ignore[return-value]
+
+
+class TracedSegment(Segment):
+    """The decoding half of a step as it is traced: how many packed tokens it has. Operators read the real one."""
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class TracedOps(Ops):
+    """`inner` is the backend; `moe` the configuration of the model's routers."""
+
+    def __init__(self, inner: Ops, moe: MoEConfig):
+        self.inner, self.moe, self.name = inner, moe, inner.name
+        self.segment: Segment | None = None
+        self.mla: dict[int, MLAWeights] = {}
+
+    @contextmanager
+    def attending(self, segment: Segment) -> Iterator[None]:
+        """Operators that run in between call this table's backend, and attend in this segment."""
+        before = _at_hand.set(self)
+        self.segment = segment
+        try:
+            yield
+        finally:
+            self.segment = None
+            _at_hand.reset(before)
+
+    def compiling(self) -> AbstractContextManager[None]:
+        return self.inner.compiling()
+
+    # ---- rows
+
+    draw_normal = entry(Ops.draw_normal)
+    norm = entry(Ops.norm)
+    sum_add_norm = entry(Ops.sum_add_norm)
+    swiglu = entry(Ops.swiglu)
+    rope = entry(Ops.rope)
+    heads_matmul = entry(Ops.heads_matmul)
+    held_gate = entry(Ops.held_gate)
+    route = entry(Ops.route)
+    experts_fp8 = entry(Ops.experts_fp8)
+    routed_experts = entry(Ops.routed_experts)
+    unsummed_experts = entry(Ops.unsummed_experts)
+    dense_attention = entry(Ops.dense_attention)
+    shares = entry(Ops.shares)
+    stretch_attention = entry(Ops.stretch_attention)
+    gather = entry(Ops.gather)
+    latent_entries = entry(Ops.latent_entries)
+    decode_rows = entry(Ops.decode_rows)
+    judge_drafts = entry(Ops.judge_drafts)
+    move_rows = entry(Ops.move_rows)
+    uniform = entry(Ops.uniform)
+    best = entry(Ops.best)
+    distribution = entry(Ops.distribution)
+    draw = entry(Ops.draw)
+    draw_rest = entry(Ops.draw_rest)
+    write_probs = entry(Ops.write_probs)
+
+    @entry
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        if table.device == ids.device:
+            return super().embed(ids, table)
+        return torch.ops.rorqual.embed(ids, table)
+
+    @entry
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+        if residual is None or not self.inner.opaque("add_norm", weight):
+            return super().add_norm(x, residual, weight, eps)
+        return torch.ops.rorqual.add_norm(x, residual, weight, eps)
+
+    @entry
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if weight.scale is None and not self.inner.opaque("linear", weight.data):
+            return super().linear(x, weight, bias)
+        return torch.ops.rorqual.linear(x, *_parts(weight), bias)
+
+    @entry
+    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        if gate_up.scale is None and not self.inner.opaque("mlp", gate_up.data, down.data):
+            return super().mlp(x, gate_up, down)
+        return torch.ops.rorqual.mlp(x, *_parts(gate_up), *_parts(down))
+
+    @entry
+    def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
+        if not self.inner.opaque("write_cache"):
+            return super().write_cache(plane, slots, values)
+        torch.ops.rorqual.write_cache(plane, slots, values)
+
+    @entry
+    def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
+        """Quantised in an operator, so that a compiled step writes the very bytes that others write."""
+        if plane.dtype != torch.uint8:
+            return super().write_latent(plane, slots, entries, rank)
+        torch.ops.rorqual.write_latent(plane, slots, entries, rank)
+
+    # ---- attention
+
+    @entry
+    def mla_prologue(
+        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        weights = [weight.data for weight in (w.down, w.kv_b, w.q_b) if weight is not None]
+        if plane is None or w.keep_query_input or not self.inner.opaque("mla_prologue", *weights):
+            return super().mla_prologue(x, w, cos, sin, plane, slots)
+        heads, width = w.config.num_heads, w.config.qk_dim
+        return x, torch.ops.rorqual.mla_prologue(w.layer, x, cos, sin, plane, slots, heads, width), None
+
+    mla_down = entry(Ops.mla_down)
+    mla_up = entry(Ops.mla_up)
+
+    @entry
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        if not self.inner.opaque("mla_absorbed", w.kv_b.data):
+            return super().mla_absorbed(q, w, plane, segment, scale)
+        return torch.ops.rorqual.mla_absorbed(w.layer, q, plane, w.config.num_heads * w.config.v_dim, scale)
+
+    joined_heads = entry(Ops.joined_heads)
+
+    @entry
+    def gqa_prologue(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        planes: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        if not self.inner.opaque("gqa_prologue", q_norm):
+            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
+        return torch.ops.rorqual.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, *planes, slots)
+
+    @entry
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        return torch.ops.rorqual.attention(q, k_plane, v_plane, scale)
+
+    @entry
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+        return torch.ops.rorqual.latent_attention(q_latent, q_rope, plane, scale)
+
+    # ---- experts
+
+    @entry
+    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
+        if not self.inner.opaque("router", gate):
+            return super().router(x, gate, bias, moe, shared)
+        assert moe == self.moe, "one router configuration a model"
+        return torch.ops.rorqual.router(x, gate, bias, moe.top_k, shared)
+
+    @property
+    def joins_shared(self) -> bool:
+        return self.inner.joins_shared
+
+    @entry
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+        share: float = 1.0,
+    ) -> Tensor:
+        y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down), shared)
+        return y if base is None else y + base
+
+
+def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, list[int]]:
+    return weight.data, weight.scale, list(weight.block)
+
+
+# ---- operators: what each computes, and the shape of what it returns
+
+
+_WEIGHT = "Tensor {0}, Tensor? {0}_scale, int[] {0}_block"
+_library = torch.library.Library("rorqual", "DEF")
+
+
+def _operator(schema: str, like: Callable[..., Any]) -> Callable[[Method], Method]:
+    def define(function: Method) -> Method:
+        name = function.__name__.lstrip("_")
+        _library.define(name + schema)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"rorqual::{name}", like, lib=_library)
+        return function
+
+    return define
+
+
+def _table() -> TracedOps:
+    return _at_hand.get()
+
+
+def _segment() -> Segment:
+    segment = _table().segment
+    assert segment is not None
+    return segment
+
+
+def _columns(x: Tensor, columns: int) -> Tensor:
+    return x.new_empty(x.shape[0], columns)
+
+
+@_operator(
+    "(Tensor ids, Tensor rows) -> Tensor",
+    lambda ids, rows: ids.new_empty(ids.shape[0], rows.shape[1], dtype=rows.dtype),
+)
+def _embed(ids: Tensor, rows: Tensor) -> Tensor:
+    return _table().inner.embed(ids, rows)
+
+
+@_operator(
+    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
+)
+def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _table().inner.add_norm(x, residual, weight, eps)
+
+
+@_operator(
+    f"(Tensor x, {_WEIGHT.format('w')}, Tensor? bias) -> Tensor",
+    lambda x, w, scale, block, bias: _columns(x, w.shape[0]),
+)
+def _linear(x: Tensor, w: Tensor, scale: Tensor | None, block: list[int], bias: Tensor | None) -> Tensor:
+    return _table().inner.linear(x, _weight(w, scale, block), bias)
+
+
+@_operator(
+    f"(Tensor x, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}) -> Tensor",
+    lambda x, *weights: _columns(x, weights[3].shape[0]),
+)
+def _mlp(x: Tensor, *weights: Any) -> Tensor:
+    return _table().inner.mlp(x, _weight(*weights[:3]), _weight(*weights[3:]))
+
+
+@_operator("(Tensor(a!) plane, Tensor slots, Tensor values) -> ()", lambda plane, slots, values: None)
+def _write_cache(plane: Tensor, slots: Tensor, values: Tensor) -> None:
+    _table().inner.write_cache(plane, slots, values)
+
+
+@_operator("(Tensor(a!) plane, Tensor slots, Tensor entries, int rank) -> ()", lambda plane, slots, entries, rank: None)
+def _write_latent(plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
+    _table().inner.write_latent(plane, slots, entries, rank)
+
+
+@_operator(
+    "(int layer, Tensor x, Tensor cos, Tensor sin, Tensor(a!) plane, Tensor slots, int heads, int width) -> Tensor",
+    lambda layer, x, cos, sin, plane, slots, heads, width: x.new_empty(x.shape[0], heads, width),
+)
+def _mla_prologue(layer: int, x: Tensor, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor, heads: int, width: int) -> Tensor:
+    return _table().inner.mla_prologue(x, _table().mla[layer], cos, sin, plane, slots)[1].contiguous()
+
+
+@_operator(
+    "(int layer, Tensor q, Tensor plane, int width, float scale) -> Tensor",
+    lambda layer, q, plane, width, scale: q.new_empty(q.shape[0], width),
+)
+def _mla_absorbed(layer: int, q: Tensor, plane: Tensor, width: int, scale: float) -> Tensor:
+    return _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale).contiguous()
+
+
+@_operator(
+    "(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots) -> Tensor",
+    lambda qkv, q_norm, k_norm, eps, cos, sin, k, v, slots: qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * k.shape[2], qkv.shape[2]),
+)
+def _gqa_prologue(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor,
+                  slots: Tensor) -> Tensor:  # fmt: skip
+    return _table().inner.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, (k, v), slots).contiguous()
+
+
+@_operator(
+    "(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
+    lambda q, k, v, scale: q.new_empty(q.shape[0], q.shape[1], v.shape[-1]),
+)
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return _table().inner.attention(q, k, v, _segment(), scale).contiguous()
+
+
+@_operator(
+    "(Tensor q_latent, Tensor q_rope, Tensor plane, float scale) -> Tensor",
+    lambda q_latent, q_rope, plane, scale: q_latent.new_empty(q_latent.shape),
+)
+def _latent_attention(q_latent: Tensor, q_rope: Tensor, plane: Tensor, scale: float) -> Tensor:
+    return _table().inner.latent_attention(q_latent, q_rope, plane, _segment(), scale).contiguous()
+
+
+def _picks(x: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[0], each)
+    return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
+
+
+@_operator(
+    "(Tensor x, Tensor gate, Tensor? bias, int top_k, int shared) -> (Tensor, Tensor)",
+    lambda x, gate, bias, top_k, shared: _picks(x, top_k + shared),
+)
+def _router(x: Tensor, gate: Tensor, bias: Tensor | None, top_k: int, shared: int) -> tuple[Tensor, Tensor]:
+    return _table().inner.router(x, gate, bias, _table().moe, shared)
+
+
+@_operator(
+    f"(Tensor x, Tensor ids, Tensor weights, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}, int shared) -> Tensor",
+    lambda x, ids, weights, *experts: torch.empty_like(x),
+)
+def _experts(x: Tensor, ids: Tensor, weights: Tensor, *experts: Any) -> Tensor:
+    return _table().inner.experts(x, ids, weights, _weight(*experts[:3]), _weight(*experts[3:6]), shared=experts[6])
+
+
+def _weight(data: Tensor, scale: Tensor | None, block: list[int]) -> Weight:
+    return Weight(data, scale, (block[0], block[1]))

@@ -1,0 +1,107 @@
+"""What the attention kernels want to know of a Segment, derived once a step on the device and kept in its scratch.
+
+Nothing here reads the device from the host. Lists known to the host are brought over through pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from rorqual.ops.interface import Segment, Share, shares_of
+from rorqual.ops.triton.attention.split_kv import SplitPlan
+
+DECODE_QUERIES = 4  # up to so many query tokens of each request are rows of one decode tile
+
+
+class Derived:
+    """Starts, schedules and gather indices of one Segment. Packed keys lie request after request, `kv_bounds` entries each."""
+
+    def __init__(self, segment: Segment):
+        self.segment = segment
+        self.device = segment.kv_lens.device
+        self.captured = _capturing(self.device)
+        self.longest = max(segment.kv_bounds)
+        self.most_queries = max(segment.query_lens)
+        self._plans: dict[Hashable, SplitPlan] = {}
+        self._kept: dict[Hashable, Tensor] = {}
+        self._by_token: Segment | None = None
+        self._shares: dict[tuple[int, int], list[Share]] = {}
+
+    @property
+    def decodes(self) -> bool:
+        """Every request has the same few query tokens."""
+        return self.most_queries <= DECODE_QUERIES and self.segment.tokens == self.most_queries * len(self.segment)
+
+    def plan(self, key: Hashable, make: Callable[[], SplitPlan]) -> SplitPlan:
+        """The schedule of the kernel `key`, made by the first layer that asks."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        return self._plans[key]
+
+    def shares(self, tokens: int, page: int) -> list[Share]:
+        key = (tokens, page)
+        if key not in self._shares:
+            self._shares[key] = shares_of(self.segment, tokens, page)
+        return self._shares[key]
+
+    def query_starts(self) -> Tensor:
+        """[R + 1] int64"""
+        return self._starts("queries", self.segment.query_lens)
+
+    def key_starts(self) -> Tensor:
+        """[R + 1] int64"""
+        return self._starts("keys", self.segment.kv_bounds)
+
+    def _starts(self, name: str, lens: tuple[int, ...]) -> Tensor:
+        if name not in self._kept:
+            same = min(lens) == max(lens)
+            steps = torch.arange(len(lens) + 1, device=self.device) * lens[0] if same else None
+            self._kept[name] = to_device([0, *accumulate(lens)], self.device) if steps is None else steps
+        return self._kept[name]
+
+    def owners(self, starts: Tensor, count: int) -> Tensor:
+        """The request of each of `count` packed rows, [count] int64."""
+        return torch.searchsorted(starts, torch.arange(count, device=self.device), right=True) - 1
+
+    def gather_slots(self, page: int) -> Tensor:
+        """The cache position of every packed key, [sum of kv_bounds] int64; 0 (page 0) past a request's end."""
+        if page not in self._kept:
+            starts, count = self.key_starts(), sum(self.segment.kv_bounds)
+            owner = self.owners(starts, count)
+            position = torch.arange(count, device=self.device) - starts[owner]
+            inside = position < self.segment.kv_lens[owner]
+            position = torch.where(inside, position, 0)
+            slots = self.segment.tables[owner, position // page] * page + position % page
+            self._kept[page] = torch.where(inside, slots, 0)
+        return self._kept[page]
+
+    def by_token(self) -> Segment:
+        """The same queries, each token a request of its own that sees the cache up to itself: any mixture becomes a decode batch."""
+        if self._by_token is None:
+            where, starts = self.segment, self.query_starts()
+            owner = self.owners(starts, where.tokens)
+            after = starts[owner + 1] - 1 - torch.arange(where.tokens, device=self.device)
+            lens = where.kv_lens[owner] - after
+            self._by_token = Segment(where.tables[owner], lens, (1,) * where.tokens, (self.longest,) * where.tokens)
+        return self._by_token
+
+
+def derived(segment: Segment) -> Derived:
+    """The segment's, made anew where a graph capture began since: what a graph reads must be computed inside it."""
+    found = segment.scratch
+    if not isinstance(found, Derived) or found.captured != _capturing(found.device):
+        found = segment.scratch = Derived(segment)
+    return found
+
+
+def to_device(values: list[int], device: torch.device) -> Tensor:
+    host = torch.tensor(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

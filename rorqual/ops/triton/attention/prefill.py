@@ -1,0 +1,232 @@
+"""Causal attention of packed prompts, each the end of its own context: `Ops.dense_attention` and `Ops.attention` in a prefill step.
+
+Online softmax over key tiles (FlashAttention-2, arXiv 2307.08691). The mask is aligned bottom right: query i of Q, with L keys,
+sees keys up to L - Q + i, so a cached prefix is seen by all. A head of 192 columns is two products, 128 + 64, as MLA's nope and
+rope; other sizes that are no power of two are padded with zeros on their way into the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rorqual.ops.triton.attention.gqa_decode import padded
+from rorqual.ops.triton.attention.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
+from rorqual.ops.triton.runtime import tuning
+
+TO_BASE_2 = tl.constexpr(LOG2E)
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_m queries by block_n keys a tile; tma: bulk copies (packed keys, or pages of at least block_n)."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: bool = True
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """Attention over other keys of the same requests, brought up to date in place: out [T, H, Dv]
+    fp32, and totals [T, H] fp32, the log-sum-exp of its scores (-inf where there were none). Query
+    i of a request sees, of the keys that follow, those up to firsts [R] + i."""
+
+    out: Tensor
+    totals: Tensor
+    firsts: Tensor
+
+
+def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> Config:
+    """The configuration for that many queries of a request."""
+    shape = {"heads": q.shape[1], "groups": groups, "width": q.shape[2], "paged": paged, "queries": queries}
+    return tuning.choose("prefill", Config, q.device, dtype=str(q.dtype)[6:], **shape)
+
+
+def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[Config]:
+    """What is worth trying for that head size and that many queries of a request. For the tune command."""
+    if dtype == torch.float32:
+        return [Config(16, 16, 4, 1, tma=False)]
+    if queries <= 16:
+        return [Config(16, 64, 4, 3)]
+    if qk_dim > 128:
+        return [Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 3)]
+    return [Config(64, 64, 4, 3), Config(64, 64, 4, 4), Config(128, 128, 8, 2), Config(64, 64, 4, 2), Config(128, 64, 8, 3)]
+
+
+@triton.jit
+def _scores(q, q_tail, k, k_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if TAIL > 0:
+        scores = tl.dot(q_tail, k_tail.T, scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_starts, kv_lens,
+                    firsts, totals, out, factor, q_token, q_head, k_row, k_head, v_row, v_head,
+                    table_row, total_token, total_head, out_token, out_head, SO_FAR: tl.constexpr,
+                    SHARE: tl.constexpr, SIZE: tl.constexpr,
+                    WIDTH: tl.constexpr, TAIL: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
+    """Grid (query blocks, heads, requests), the longest blocks first. PAGE 0: keys are packed, request after request.
+    A head's SIZE columns are WIDTH + TAIL, or fewer than WIDTH and no TAIL; its V_SIZE columns of values at most V_WIDTH.
+
+    SO_FAR: the softmax goes on from `out`, fp32, and the log of its sum in `totals`; query i sees
+    keys up to `firsts` + i."""
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    head, request = tl.program_id(1), tl.program_id(2)
+    q_begin = tl.load(query_starts + request)
+    queries = (tl.load(query_starts + request + 1) - q_begin).to(tl.int32)
+    block = tl.cdiv(queries, BLOCK_M) - 1 - tl.program_id(0)
+    if block < 0:
+        return
+    length = tl.load(kv_lens + request).to(tl.int32)
+    k_begin = tl.load(key_starts + request) if PAGE == 0 else 0
+    table = tables + request.to(tl.int64) * table_row if PAGE > 0 else tables
+    group = head // SHARE
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = rows < queries
+    columns, tail_columns = tl.arange(0, WIDTH), WIDTH + tl.arange(0, max(TAIL, 1))
+    v_columns, offsets = tl.arange(0, V_WIDTH), tl.arange(0, BLOCK_N)
+    inside, v_inside = (columns < SIZE)[None, :], (v_columns < V_SIZE)[None, :]
+    token = q_begin.to(tl.int64) + rows
+    q_place = q + token[:, None] * q_token + head * q_head
+    q_main = tl.load(q_place + columns[None, :], mask=row_ok[:, None] & inside, other=0.0)
+    q_tail = tl.load(q_place + tail_columns[None, :], mask=row_ok[:, None], other=0.0) if TAIL > 0 else q_main
+    if SO_FAR:  # where the peak is the log of the sum, the sum itself is 1
+        total_place = totals + token * total_token + head * total_head
+        before = tl.load(total_place, mask=row_ok, other=float("-inf")) * TO_BASE_2
+        any_before = before > -1e30
+        place = out + token[:, None] * out_token + head * out_head + v_columns[None, :]
+        acc = tl.load(place, mask=row_ok[:, None] & v_inside, other=0.0)
+        peak = tl.where(any_before, before, -1e30)
+        total = tl.where(any_before, 1.0, 0.0)
+        shift = tl.load(firsts + request).to(tl.int32)
+    else:
+        acc = tl.zeros((BLOCK_M, V_WIDTH), tl.float32)
+        peak = tl.full((BLOCK_M,), -1e30, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        shift = length - queries
+    # Key tiles that every row sees in full.
+    plain = tl.minimum(tl.maximum(shift + block * BLOCK_M + 1, 0), length) // BLOCK_N
+    high = tl.cdiv(tl.minimum(shift + (block + 1) * BLOCK_M, length), BLOCK_N)
+
+    for j in tl.range(0, plain, num_stages=STAGES):
+        if TMA:
+            here = (k_begin + j * BLOCK_N if PAGE == 0 else _row(table, j * BLOCK_N, PAGE)).to(tl.int32)
+            keys = k_tma.load([here, group * k_head])
+            tail = tail_tma.load([here, group * k_head + WIDTH]) if TAIL > 0 else keys
+            values = v_tma.load([here, group * v_head])
+        else:
+            n = j * BLOCK_N + offsets
+            slots = tl.cast(k_begin, tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
+            k_rows, v_rows = k + slots * k_row + group * k_head, v + slots * v_row + group * v_head
+            keys = _whole(k_rows[:, None] + columns[None, :], inside, SIZE >= WIDTH)
+            tail = tl.load(k_rows[:, None] + tail_columns[None, :]) if TAIL > 0 else keys
+            values = _whole(v_rows[:, None] + v_columns[None, :], v_inside, V_SIZE == V_WIDTH)
+        scores = _scores(q_main, q_tail, keys, tail, TAIL, PRECISION)
+        weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
+        acc = tl.dot(weights.to(DTYPE), values, acc * shrink[:, None], input_precision=PRECISION)
+
+    for j in tl.range(plain, high, num_stages=1):
+        n = j * BLOCK_N + offsets
+        ok = (n < length)[:, None]
+        slots = tl.cast(k_begin, tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
+        k_rows, v_rows = k + slots * k_row + group * k_head, v + slots * v_row + group * v_head
+        keys = tl.load(k_rows[:, None] + columns[None, :], mask=ok & inside, other=0.0)
+        tail = tl.load(k_rows[:, None] + tail_columns[None, :], mask=ok, other=0.0) if TAIL > 0 else keys
+        values = tl.load(v_rows[:, None] + v_columns[None, :], mask=ok & v_inside, other=0.0)
+        scores = _scores(q_main, q_tail, keys, tail, TAIL, PRECISION)
+        seen = n[None, :] <= tl.minimum(shift + rows, length - 1)[:, None]
+        weights, shrink, peak, total = _softmax_step(tl.where(seen, scores, float("-inf")), factor, peak, total)
+        acc = tl.dot(weights.to(DTYPE), values, acc * shrink[:, None], input_precision=PRECISION)
+
+    some = tl.where(total > 0, total, 1.0)
+    acc = acc / some[:, None]
+    place = out + token[:, None] * out_token + head * out_head + v_columns[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & v_inside)
+    if SO_FAR:
+        log = tl.where(total > 0, (peak + tl.log2(some)) / TO_BASE_2, float("-inf"))
+        tl.store(totals + token * total_token + head * total_head, log, mask=row_ok)
+
+
+def _parts(width: int) -> tuple[int, int]:
+    """A head's columns as (power of two, rest): 192 is 128 + 64. Where the rest would be no power of two the head is padded."""
+    main = 1 << (width.bit_length() - 1)
+    rest = width - main
+    fits = main >= 16 and (rest == 0 or (rest >= 16 and rest & (rest - 1) == 0))
+    return (main, rest) if fits else (padded(width), 0)
+
+
+def _bulk(rows: Tensor) -> bool:
+    """Bulk copies take rows and heads whose strides are multiples of 16 bytes."""
+    steps = (rows.stride(0) * rows.element_size(), rows.stride(1) * rows.element_size(), rows.data_ptr())
+    return rows.stride(2) == 1 and all(step % 16 == 0 for step in steps)
+
+
+def _descriptor(rows: Tensor, block_n: int, width: int) -> TensorDescriptor:
+    """Of rows [N, G, D], heads side by side in one long row, gaps between them included."""
+    length = (rows.shape[1] - 1) * rows.stride(1) + rows.shape[2]
+    return TensorDescriptor(rows, [rows.shape[0], length], [rows.stride(0), 1], [block_n, width])
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, query_starts: Tensor, key_starts: Tensor | None,
+            kv_lens: Tensor, max_query_len: int, scale: float, out: Tensor | None,
+            config: Config | None, so_far: SoFar | None = None) -> Tensor:  # fmt: skip
+    """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
+    tokens, heads, width = q.shape
+    config = config or config_for(q, k.shape[1], tables is not None, max_query_len)
+    main, tail = _parts(width)
+    firsts = totals = None
+    total_steps: tuple[int, ...] = (0, 0)
+    if so_far is not None:
+        out = so_far.out
+        firsts = so_far.firsts
+        totals = so_far.totals
+        total_steps = totals.stride()
+        assert out.dtype == totals.dtype == torch.float32
+        assert out.stride(2) == 1
+    if out is None:
+        out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
+    v_width = padded(v.shape[2])
+    exact = main + tail == width and v_width == v.shape[2]
+    tma = config.tma and exact and _bulk(k) and _bulk(v) and page % config.block_n == 0
+    describe = [_descriptor(x, config.block_n, n) if tma and n else None for x, n in ((k, main), (k, tail), (v, v_width))]
+    grid = (triton.cdiv(max_query_len, config.block_m), heads, kv_lens.shape[0])
+    _prefill_kernel[grid](
+        q, k, v, *describe, tables, query_starts, key_starts, kv_lens, firsts, totals, out,
+        scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        0 if tables is None else tables.stride(0), *total_steps, out.stride(0), out.stride(1),
+        so_far is not None, heads // k.shape[1], width, main, tail, v.shape[2], v_width, page,
+        config.block_m, config.block_n, config.stages, tma,
+        "ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.warps,
+    )  # fmt: skip
+    return out
+
+
+def dense_prefill(q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, kv_lens: Tensor, max_query_len: int,
+                  scale: float, out: Tensor | None = None, config: Config | None = None,
+                  so_far: SoFar | None = None) -> Tensor:  # fmt: skip
+    """Attention over packed keys. q [T, H, D], k [N, G, D], v [N, G, Dv], bf16 or fp32, any row and head strides; query_starts [R + 1],
+    key_starts [R] and kv_lens [R] int on the device: request i owns queries query_starts[i] to [i + 1] and keys from key_starts[i].
+    max_query_len is known on the host; a bound will do. Returns [T, H, Dv]. so_far: the keys are
+    some of each request's, and its `out` is returned."""
+    known = (query_starts, key_starts, kv_lens, max_query_len, scale)
+    return _launch(q, k, v, 0, None, *known, out, config, so_far)
+
+
+def paged_prefill(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, query_starts: Tensor, kv_lens: Tensor, max_query_len: int,
+                  scale: float, out: Tensor | None = None, config: Config | None = None) -> Tensor:  # fmt: skip
+    """Attention over cached keys. q [T, H, D]; planes [pages, page, G, D] and [.., Dv]; tables [R, columns] int, entries past a request's
+    end are never used; query_starts [R + 1] and kv_lens [R] as in `dense_prefill`. Returns [T, H, Dv]."""
+    k, v = k_plane.flatten(0, 1), v_plane.flatten(0, 1)
+    return _launch(q, k, v, k_plane.shape[1], tables, query_starts, None, kv_lens, max_query_len, scale, out, config)

@@ -1,0 +1,127 @@
+"""Sharing out the cached tokens of a decode batch among programs, and putting the partial results together again.
+
+The KV of all requests, cut into tiles of `block_n` tokens, is laid end to end; worker w takes tiles [w * chunk, (w + 1) * chunk). So
+mixed lengths load the card evenly, and no length is needed on the host. A worker meets whole requests, whose result it writes
+directly, and at most two it shares with neighbours: the one it inherits (partial 2w) and the one it hands on (partial 2w + 1).
+The same idea is FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """One step's schedule, made on the device from `kv_lens`; used by every layer of the step.
+
+    starts [R + 1] int32: first tile of each request, then the total. first [workers] int32: the request a worker begins with.
+    partial [2 workers, rows, width] and lse [2 workers, rows] fp32: unfinished outputs (normalised) and their log2-sum-exp2.
+    """
+
+    starts: Tensor
+    first: Tensor
+    partial: Tensor
+    lse: Tensor
+    block_n: int
+    min_tiles: int
+
+    @property
+    def workers(self) -> int:
+        return self.first.shape[0]
+
+
+@triton.jit
+def _chunk(total, workers, min_tiles):
+    return tl.maximum(tl.cdiv(total, workers), min_tiles)
+
+
+@triton.jit(do_not_specialize=["requests", "min_tiles"])
+def _plan_kernel(kv_lens, starts, first, requests, min_tiles, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr):
+    worker = tl.program_id(0)
+    index = tl.arange(0, REQUESTS)
+    tiles = tl.cdiv(tl.load(kv_lens + index, mask=index < requests, other=0), BLOCK_N).to(tl.int32)
+    ends = tl.cumsum(tiles, 0)
+    position = worker * _chunk(tl.sum(tiles), tl.num_programs(0), min_tiles)
+    before = tl.sum(((ends <= position) & (index < requests)).to(tl.int32))
+    tl.store(first + worker, before)
+    if worker == 0:
+        tl.store(starts, 0)
+        tl.store(starts + 1 + index, ends, mask=index < requests)
+
+
+def split_plan(kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows: int, width: int) -> SplitPlan:
+    """kv_lens [R] int on the device. rows: query tokens a request times heads; width: columns of the output."""
+    requests, device = kv_lens.shape[0], kv_lens.device
+    starts = torch.empty(requests + 1, dtype=torch.int32, device=device)
+    first = torch.empty(workers, dtype=torch.int32, device=device)
+    partial = torch.empty(2 * workers, rows, width, dtype=torch.float32, device=device)
+    lse = torch.empty(2 * workers, rows, dtype=torch.float32, device=device)
+    size = triton.next_power_of_2(max(requests, 2))
+    _plan_kernel[(workers,)](kv_lens, starts, first, requests, min_tiles, block_n, size)
+    return SplitPlan(starts, first, partial, lse, block_n, min_tiles)
+
+
+@triton.jit
+def _together(partial, lse, rows, row_ok, head_worker, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+              STEP: tl.constexpr):  # fmt: skip
+    """Rows [BLOCK_R] of a request that `count` workers from head_worker on share: the weighted sum of their partials, [BLOCK_R, WIDTH]."""
+    columns = tl.arange(0, WIDTH)
+    acc = tl.zeros((BLOCK_R, WIDTH), tl.float32)
+    peak = tl.full((BLOCK_R,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    for i in range(0, count, STEP):
+        split = i + tl.arange(0, STEP)
+        slot = 2 * (head_worker + split) + (split == 0).to(tl.int32)
+        where = slot.to(tl.int64)[None, :] * ROWS + rows[:, None]
+        ok = row_ok[:, None] & (split < count)[None, :]
+        score = tl.load(lse + where, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(partial + where[:, :, None] * WIDTH + columns[None, None, :], mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - new_peak[:, None])
+        shrink = tl.exp2(peak - new_peak)
+        acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 1)
+        total = total * shrink + tl.sum(weight, 1)
+        peak = new_peak
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["requests", "workers", "min_tiles"])
+def _combine_kernel(partial, lse, starts, out, out_token, out_head, requests, workers, min_tiles, HEADS: tl.constexpr,
+                    ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr,
+                    DEPENDENT: tl.constexpr):  # fmt: skip
+    """Rows of one request: the weighted sum of its partials; zeros for a request of length 0; nothing if one worker did it all.
+    The output has SIZE columns, the partials WIDTH."""
+    wait_for_inputs(DEPENDENT)  # also where nothing is done: whoever waits for this kernel relies on what came before it
+    request = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    begin, end = tl.load(starts + request), tl.load(starts + request + 1)
+    chunk = _chunk(tl.load(starts + requests), workers, min_tiles)
+    head_worker = begin // chunk
+    count = tl.where(end > begin, (end - 1) // chunk - head_worker + 1, 0)
+    if count == 1:
+        return
+    columns = tl.arange(0, WIDTH)
+    row_ok = rows < ROWS
+    acc = _together(partial, lse, rows, row_ok, head_worker, count, ROWS, WIDTH, BLOCK_R, STEP)
+    token = request.to(tl.int64) * (ROWS // HEADS) + rows // HEADS
+    place = out + token[:, None] * out_token + (rows % HEADS)[:, None] * out_head + columns[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (columns < SIZE)[None, :])
+
+
+def combine(plan: SplitPlan, out: Tensor, requests: int) -> None:
+    """Finish `out` [T, H, width] in place: the requests that several workers shared, and those of length 0."""
+    rows, width, heads = plan.partial.shape[1], plan.partial.shape[2], out.shape[1]
+    few = requests * rows < 4096  # few rows: many splits each, so spread the rows and read the splits side by side
+    block_r, step = (1, 16) if few else (8, 2)
+    grid = (requests, triton.cdiv(rows, block_r))
+    _combine_kernel[grid](plan.partial, plan.lse, plan.starts, out, out.stride(0), out.stride(1), requests, plan.workers,
+                          plan.min_tiles, heads, rows, out.shape[2], width, block_r, step, num_warps=4,
+                          **dependent(out.device))  # fmt: skip

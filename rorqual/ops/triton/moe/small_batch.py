@@ -1,0 +1,192 @@
+"""Routed experts for a handful of picks: two kernels, each program streams the weight rows of one pick through ordinary arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rorqual.ops.reference import Weight
+from rorqual.ops.triton.rowwise.quantize import to_fp8
+from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+
+
+@dataclass(frozen=True)
+class DirectPlan:
+    """Tile elements [weight rows, columns] of the two direct kernels; down_rows is shared by the picks of a token."""
+
+    up_rows: int
+    up_columns: int
+    down_rows: int
+    down_columns: int
+    warps: int = 8
+    stages: int = 3
+
+
+DIRECT_PICKS = {"bf16": 16, "fp8": 8, "fp32": 2}  # this form reads an expert anew for each pick: up to so many picks
+
+
+@triton.jit
+def rows_of(first, limit, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """Indices first .. first + SIZE, held below `limit` where the tiles do not divide it."""
+    rows = first + tl.arange(0, SIZE)
+    return rows if EVEN else tl.minimum(rows, limit - 1)
+
+
+@triton.jit
+def tile_of(source, pointers, first, column, columns, EVEN: tl.constexpr, TMA: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile [rows, WIDTH] at `column`: through a descriptor, from row `first`, or through pointers to its first column."""
+    if TMA:
+        return source.load([first, column])
+    elif EVEN:
+        return tl.load(pointers + column)
+    else:
+        return tl.load(pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0)
+
+
+@triton.jit
+def _rounded(x, BLOCKS: tl.constexpr):
+    """fp32 [BLOCKS * 128] after a round trip through fp8, as [BLOCKS, 128]."""
+    data, scale = to_fp8(x, BLOCKS)
+    return data.to(tl.float32) * scale[:, None]
+
+
+@triton.jit
+def _direct_gate_up_kernel(x, ids, w, w_scale, h, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr,
+                           K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """h[pick] for N columns of it: program (tile, pick)."""
+    wait_for_inputs(DEPENDENT)
+    first, pick = tl.program_id(0) * N, tl.program_id(1)
+    expert = tl.load(ids + pick).to(tl.int64)
+    if expert >= 0:
+        EVEN: tl.constexpr = HIDDEN % K == 0
+        BLOCKS: tl.constexpr = K // 128
+        columns = tl.arange(0, K)
+        gate_rows = w + expert * (2 * INNER * HIDDEN) + rows_of(first, INNER, N, INNER % N == 0)[:, None] * HIDDEN + columns[None, :]
+        gate, up = tl.zeros((N, K), tl.float32), tl.zeros((N, K), tl.float32)
+        for k in tl.range(0, HIDDEN, K, num_stages=STAGES):
+            inside = k + columns < HIDDEN
+            xk = tl.load(x + (pick // TOP_K).to(tl.int64) * HIDDEN + k + columns, mask=inside, other=0.0).to(tl.float32)
+            g = tile_of(w, gate_rows, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
+            u = tile_of(w, gate_rows + INNER * HIDDEN, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
+            if QUANT:
+                scale_columns: tl.constexpr = HIDDEN // 128
+                blocks = k // 128 + tl.arange(0, BLOCKS)
+                scale = w_scale + (expert * (2 * INNER // 128) + first // 128) * scale_columns + blocks
+                known = blocks < scale_columns
+                rounded = _rounded(xk, BLOCKS)
+                gs = tl.load(scale, mask=known, other=0.0)
+                us = tl.load(scale + INNER // 128 * scale_columns, mask=known, other=0.0)
+                gate += g * tl.reshape(rounded * gs[:, None], (K,))[None, :]
+                up += u * tl.reshape(rounded * us[:, None], (K,))[None, :]
+            else:
+                gate += g * xk[None, :]
+                up += u * xk[None, :]
+        g, u = tl.sum(gate, 1), tl.sum(up, 1)
+        rows = first + tl.arange(0, N)
+        y = (g / (1.0 + tl.exp(-g)) * u).to(h.dtype.element_ty)
+        tl.store(h + pick.to(tl.int64) * INNER + rows, y, mask=rows < INNER)
+
+
+@triton.jit
+def _picked(ids, weights, token, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr):
+    """(pick, expert, weight) of a token's picks FIRST .. LAST, [PICKS]; -1 and 0 where there is none."""
+    slots = FIRST + tl.arange(0, PICKS)
+    pick = token * TOP_K + slots
+    expert = tl.load(ids + pick, mask=slots < LAST, other=-1).to(tl.int64)
+    return pick.to(tl.int64), expert, tl.load(weights + pick, mask=(slots < LAST) & (expert >= 0), other=0.0)
+
+
+@triton.jit
+def _down_terms(h, w, w_scale, pick, expert, first, rows, k, HIDDEN: tl.constexpr, INNER: tl.constexpr, PICKS: tl.constexpr,
+                K: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
+    """down[expert] times h[pick] before the sum over columns, K of them from k on: [PICKS, rows, K]."""
+    columns, here = k + tl.arange(0, K), expert >= 0
+    inside = columns < INNER
+    hk = tl.load(h + pick[:, None] * INNER + columns[None, :], mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    w_tile = w + expert[:, None, None] * (HIDDEN * INNER) + rows[None, :, None] * INNER + columns[None, None, :]
+    wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0.0).to(tl.float32)
+    if QUANT:
+        BLOCKS: tl.constexpr = K // 128
+        scale_columns: tl.constexpr = INNER // 128
+        blocks = k // 128 + tl.arange(0, BLOCKS)
+        scale = w_scale + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns + blocks[None, :]
+        ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
+        rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
+        hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
+    return wk * hk[:, None, :]
+
+
+@triton.jit
+def _weighted(acc, weight, kind: tl.constexpr):
+    """The sum over columns, rounded as a product would be, then over picks."""
+    return tl.sum(tl.sum(acc, 2).to(kind).to(tl.float32) * weight[:, None], 0)
+
+
+@triton.jit
+def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+                        PICKS: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr,
+                        STAGES: tl.constexpr, BASE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """out[token] for N columns of it, all picks of the token at once: program (tile, token). PICKS and MORE are powers of 2 that hold TOP_K
+    between them: a shared expert behind eight others would leave nearly half of 16 empty."""
+    wait_for_inputs(DEPENDENT)
+    kind: tl.constexpr = out.dtype.element_ty
+    FIRST: tl.constexpr = TOP_K if MORE == 0 else PICKS
+    first, token = tl.program_id(0) * N, tl.program_id(1)
+    rows = rows_of(first, HIDDEN, N, HIDDEN % N == 0)
+    pick, expert, weight = _picked(ids, weights, token, 0, FIRST, TOP_K, PICKS)
+    acc = tl.zeros((PICKS, N, K), tl.float32)
+    if MORE > 0:
+        pick_2, expert_2, weight_2 = _picked(ids, weights, token, PICKS, TOP_K, TOP_K, MORE)
+        acc_2 = tl.zeros((MORE, N, K), tl.float32)
+    for k in tl.range(0, INNER, K, num_stages=STAGES):
+        acc += _down_terms(h, w, w_scale, pick, expert, first, rows, k, HIDDEN, INNER, PICKS, K, QUANT)
+        if MORE > 0:
+            acc_2 += _down_terms(h, w, w_scale, pick_2, expert_2, first, rows, k, HIDDEN, INNER, MORE, K, QUANT)
+    total = _weighted(acc, weight, kind)
+    if MORE > 0:
+        total += _weighted(acc_2, weight_2, kind)
+    target = first + tl.arange(0, N)
+    if BASE:
+        total += tl.load(base + token.to(tl.int64) * HIDDEN + target, mask=target < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * HIDDEN + target, total.to(out.dtype.element_ty), mask=target < HIDDEN)
+
+
+def kind_of(weight: Weight) -> str:
+    return "fp8" if weight.quantised else "fp32" if weight.data.dtype == torch.float32 else "bf16"
+
+
+def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
+    """Few picks want small tiles, to have programs enough for the card."""
+    hidden, inner = down.data.shape[1:]
+    return tuning.choose("experts_direct", DirectPlan, down.data.device, kind=kind_of(down), picks=picks, hidden=hidden, inner=inner)
+
+
+def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None,
+                   base: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Two kernels; every pick reads its expert's weights by itself."""
+    (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantised
+    plan = plan or direct_plan_for(down, tokens * top_k)
+    h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    late = dependent(x.device)
+    _direct_gate_up_kernel[triton.cdiv(inner, plan.up_rows), tokens * top_k](
+        x, ids, gate_up.data, gate_up.scale, h, hidden, inner, top_k, plan.up_rows, plan.up_columns, quant, plan.stages,
+        num_warps=plan.warps, **late)  # fmt: skip
+    width, more = split_picks(top_k)
+    rows = max(1, plan.down_rows // width)
+    _direct_down_kernel[triton.cdiv(hidden, rows), tokens](
+        h, ids, weights, down.data, down.scale, base, out, hidden, inner, top_k, width, more, rows, plan.down_columns, quant, plan.stages,
+        base is not None, num_warps=plan.warps, **late)  # fmt: skip
+    return out
+
+
+def split_picks(top_k: int) -> tuple[int, int]:
+    """Powers of 2 that hold a token's picks: one, or two where one would be more than a third empty."""
+    whole = next_power(top_k)
+    more = next_power(top_k - whole // 2)
+    return (whole // 2, more) if top_k > 2 and 3 * (whole // 2 + more) <= 2 * whole else (whole, 0)

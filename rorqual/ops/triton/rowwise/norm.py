@@ -1,0 +1,114 @@
+"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with the output quantised on the way where an fp8 product follows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rorqual.ops.triton.rowwise.quantize import Quantised, room_beside, store_fp8
+from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
+
+
+@triton.jit
+def normed(x, weight, columns, eps, dtype: tl.constexpr):
+    """RMSNorm of one row x, fp32 with zeros beyond `columns`: rounded to `dtype` before the weight multiplies it, and after."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
+    return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["scale_block"])
+def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r_row, eps, scale_row, scale_block, SIZE: tl.constexpr,
+                 ADD: tl.constexpr, QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    inside = offsets < columns
+    values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
+    factor = tl.load(weight + offsets, mask=inside, other=0.0)
+    if ADD:
+        other = tl.load(residual + row * r_row + offsets, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row * columns + offsets, values, mask=inside)
+    y = normed(values.to(tl.float32), factor, columns, eps, x.dtype.element_ty)
+    tl.store(out + row * columns + offsets, y, mask=inside)
+    if QUANT:
+        store_fp8(y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE)
+
+
+def warps_for(size: int) -> int:
+    """Of a program that takes a whole row of so many columns; the order in which their squares are added hangs on it."""
+    return min(16, max(1, size // 512))
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool) -> tuple[Tensor, Tensor | None]:
+    tokens, columns = x.shape
+    assert x.stride(1) == 1
+    assert residual is None or residual.stride(1) == 1
+    out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if residual is not None else None
+    data, scale, strides = room_beside(out, pack)
+    size = max(128 if pack else 16, next_power(columns))
+    if tokens:
+        _norm_kernel[tokens,](
+            x, residual, weight, out, total, data, scale, columns, x.stride(0), residual.stride(0) if residual is not None else 0,
+            eps, *strides, size, residual is not None, pack, num_warps=warps_for(size), **dependent(x.device))  # fmt: skip
+    return out, total
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., columns], rows evenly spaced, to the same shape; weight [columns]."""
+    return _launch(_rows(x), None, weight, eps, False)[0].view(x.shape)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x itself, not a copy. pack: the norm is
+    quantised on the way, and `quantise` finds it (fp8.py); the compiler then lays rows out for stores of bytes, and squares are added in
+    another order."""
+    out, total = _launch(x, residual, weight, eps, pack)
+    return out, x if total is None else total
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+
+
+@triton.jit(do_not_specialize=["scale_block"])
+def _swiglu_kernel(x, out, data, scale, columns, x_row, scale_row, scale_block, SIZE: tl.constexpr, QUANT: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
+    offsets = first + tl.arange(0, SIZE)
+    inside = offsets < columns
+    gate = tl.load(x + row * x_row + offsets, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_row + columns + offsets, mask=inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
+    y = (silu * up).to(x.dtype.element_ty)
+    if QUANT:
+        store_fp8(y.to(tl.float32), data, scale, row, first, columns, columns, scale_row, scale_block, SIZE)
+    else:
+        tl.store(out + row * columns + offsets, y, mask=inside)
+
+
+def _swiglu(x: Tensor, out: Tensor | None, packed: Quantised | None) -> None:
+    tokens, columns = x.shape[0], x.shape[1] // 2
+    assert x.stride(1) == 1
+    data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
+    size = min(1024, max(128, next_power(columns)))
+    if tokens:
+        _swiglu_kernel[tokens, triton.cdiv(columns, size)](
+            x, out, data, scale, columns, x.stride(0), *strides, size, packed is not None, num_warps=4, **dependent(x.device))  # fmt: skip
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[T, 2 I] holding gate and up side by side to silu(gate) * up, [T, I]."""
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    _swiglu(x, out, None)
+    return out
+
+
+def swiglu_fp8(x: Tensor) -> Quantised:
+    """The same, in fp8."""
+    out = Quantised.empty(x.shape[0], x.shape[1] // 2, x.device)
+    _swiglu(x, None, out)
+    return out

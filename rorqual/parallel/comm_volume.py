@@ -1,0 +1,210 @@
+"""What one step moves between ranks, call by call, computed beforehand: the counters of a run must come to the same, and the planner's
+network times stand on it. No torch.
+
+Bytes are those of traffic.py. The dynamic all-to-all alone depends on where tokens go: for it the result is the expectation under
+uniform routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.parallel.comm_counters import bytes_sent
+from rorqual.parallel.exchange_policy import (
+    chosen_exchange,
+    destinations,
+    gathered_columns,
+    shards_tokens,
+)
+from rorqual.parallel.shard import Cut
+
+Bytes = dict[str, dict[str, int]]  # by axis, then by call
+COUNT_BYTES = ID_BYTES = 8
+PICK_BYTES = 8  # an int32 place and an fp32 weight
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One call of one rank among `size` ranks of `axis`. `name` says what travels; `message` is the call's in bytes, as traffic.py
+    defines it."""
+
+    name: str
+    axis: str
+    call: str
+    message: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """What leaves this rank."""
+        return bytes_sent(self.call, self.message, self.size)
+
+    def __bool__(self) -> bool:
+        return self.size > 1 and self.message > 0
+
+
+@dataclass
+class StepMessages:
+    """The messages of one rank in one step, part by part; calls that nobody makes are left out. `tokens`, `logits`: rows of each
+    data-parallel rank; `itemsize` of activations in bytes."""
+
+    model: ModelConfig
+    sizes: ParallelConfig
+    rank: int
+    tokens: Sequence[int]
+    decode: bool
+    itemsize: int
+    logits: Sequence[int]
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        self.pp_rank, self.local = divmod(self.rank, sizes.stage)
+        self.dp_rank = self.local // sizes.tp
+        self.exchange = chosen_exchange(sizes, self.model.moe, -(-max(self.tokens) // sizes.tp), self.decode)
+        self.sharded = shards_tokens(sizes, self.exchange)
+        self.row = self.model.hidden_size * self.itemsize
+        self.own = self.tokens[self.dp_rank]
+        self.padded = -(-self.own // sizes.tp) * sizes.tp
+        self.shards = [rows for count in self.tokens for rows in Cut(0, sizes.tp).lengths(count)]
+
+    def step(self) -> Iterator[Sent]:
+        """In the order of the forward pass."""
+        if self.pp_rank == 0:
+            yield from self.embedding()
+        for layer in self.sizes.stage_layers(self.model.num_layers, self.pp_rank):
+            if layer or self.sharded:  # the first norm of all meets no partial sum
+                yield from self.to_attention()
+            yield from self.layer(self.model.moe_layers[layer])
+        if self.pp_rank == self.sizes.pp - 1:
+            yield from self.head()
+        else:
+            yield from self.hand_over()
+
+    def block(self, size: int) -> range:
+        """Data-parallel ranks whose tokens meet in a block of so many ranks."""
+        ranks = max(size, self.sizes.tp)
+        start = self.local // ranks * ranks
+        return range(start // self.sizes.tp, (start + ranks) // self.sizes.tp)
+
+    def embedding(self) -> Iterator[Sent]:
+        size, tp = self.sizes.embed_tp or 1, self.sizes.tp
+        if size <= tp:
+            yield from _made(Sent("embedding", "embed", "all_reduce", self.own * self.row, size))
+            return
+        others = self.block(size)
+        most = max(self.tokens[rank] for rank in others) * len(others)
+        yield from _made(
+            Sent("embedding", "embed_dp", "all_gather", most * ID_BYTES, len(others)),
+            Sent("embedding", "embed_dp", "reduce_scatter", most * self.row, len(others)),
+            Sent("embedding", "tp", "all_reduce", self.own * self.row, tp),
+        )
+
+    def to_attention(self) -> Iterator[Sent]:
+        """Before the attention of one layer: the sums of the feed-forward layer behind it, or what sharded tokens gather."""
+        if self.sharded:
+            columns = gathered_columns(self.model) * self.itemsize
+            yield from _made(Sent("attention input", "tp", "all_gather", self.padded * columns, self.sizes.tp))
+        else:
+            yield from self.sums(self.own)
+
+    def sums(self, rows: int) -> Iterator[Sent]:
+        """The sums of a feed-forward layer, where every rank of tp keeps all rows."""
+        yield from _made(Sent("feed-forward output", "tp", "all_reduce", rows * self.row, self.sizes.tp))
+
+    def layer(self, sparse: bool) -> Iterator[Sent]:
+        """From the attention of one layer up to the partial sums of its feed-forward."""
+        call, rows = ("reduce_scatter", self.padded) if self.sharded else ("all_reduce", self.own)
+        yield from _made(Sent("attention output", "tp", call, rows * self.row, self.sizes.tp))
+        if not sparse:
+            yield from self.dense("dense")
+            return
+        gathered = self.exchange.startswith("allgather")  # with the experts' rows, and summed with their sums
+        if self.model.moe.num_shared and not gathered:
+            yield from self.dense("shared")
+        yield from self.experts()
+
+    def dense(self, name: str) -> Iterator[Sent]:
+        size, tp = self.sizes.dense_tp or 1, self.sizes.tp
+        if self.sharded:
+            first = self.local // size * size
+            axis, ranks, most = "dense", size, max(self.shards[first : first + size])
+        else:
+            others = self.block(size)
+            axis, ranks, most = "dense_dp", size // tp, max(self.tokens[rank] for rank in others)
+        for end, call in (("gather", "all_gather"), ("output", "reduce_scatter")):
+            yield from _made(Sent(f"{name} {end}", axis, call, most * ranks * self.row, ranks))
+
+    def experts(self) -> Iterator[Sent]:
+        if self.exchange == "local":
+            return
+        axis, counts = ("stage", self.shards) if self.sharded else ("dp", list(self.tokens))
+        ranks, most, picks = len(counts), max(counts), self.model.moe.top_k * PICK_BYTES
+        if self.exchange.startswith("allgather"):
+            yield from _made(
+                Sent("experts gather", axis, "all_gather", ranks * most * (self.row + picks), ranks),
+                Sent("experts output", axis, "reduce_scatter", ranks * most * self.row, ranks),
+            )
+            return
+        if self.exchange == "low_latency":
+            there, back = ((ranks - 1) * most * size for size in (self.payload + picks, self.row))
+        else:
+            copies = destinations(self.sizes.ep, self.model.moe) * self.sizes.expert_tp * (ranks - 1) / ranks
+            own = counts[self.local if self.sharded else self.dp_rank]
+            there = round(own * copies) * (self.row + picks) + COUNT_BYTES * (ranks - 1)
+            back = round(sum(counts) / ranks * copies) * self.row
+        yield from _made(Sent("dispatch", axis, "all_to_all", there, ranks), Sent("combine", axis, "all_to_all", back, ranks))
+
+    @property
+    def payload(self) -> int:
+        """Bytes of a hidden state on its way to low-latency experts."""
+        hidden = self.model.hidden_size
+        return hidden + 4 * -(-hidden // 128) if self.sizes.fp8_dispatch else self.row
+
+    def leave(self, rows: int) -> Iterator[Sent]:
+        """Behind the last layer: hidden states of so many wanted rows on every rank of tp."""
+        if self.sharded:
+            yield from _made(Sent("hidden states", "tp", "all_gather", self.padded * self.row, self.sizes.tp))
+        else:
+            yield from self.sums(rows)
+
+    def head(self) -> Iterator[Sent]:
+        size, tp, rows = self.sizes.head_tp or 1, self.sizes.tp, self.logits[self.dp_rank]
+        yield from self.leave(rows)
+        width = 4 * -(-self.model.vocab_size // size)
+        if size <= tp:
+            yield from _made(Sent("logits", "head", "all_gather", rows * width * size, size))
+            return
+        counts = [self.logits[rank] for rank in self.block(size)]
+        yield from _made(
+            Sent("hidden states", "head_dp", "all_gather", max(counts) * len(counts) * self.row, len(counts)),
+            Sent("logits", "head", "all_to_all", (sum(counts) * tp - rows) * width, size),
+        )
+
+    def hand_over(self) -> Iterator[Sent]:
+        """To the next stage: hidden states and the residual stream."""
+        rows = self.shards[self.local] if self.sharded else self.own
+        yield from _made(Sent("stage", "pp", "send", 2 * rows * self.row, self.sizes.pp))
+
+
+def _made(*messages: Sent) -> Iterator[Sent]:
+    return filter(None, messages)
+
+
+def step_messages(
+    model: ModelConfig,
+    sizes: ParallelConfig,
+    rank: int,
+    tokens: Sequence[int],
+    decode: bool,
+    itemsize: int = 2,
+    logits: Sequence[int] | None = None,
+) -> Bytes:
+    """Bytes that rank `rank` sends in a step, by axis and call. `logits` rows default to one a token, as when decoding."""
+    found: Bytes = {}
+    for sent in StepMessages(model, sizes, rank, tokens, decode, itemsize, tokens if logits is None else logits).step():
+        calls = found.setdefault(sent.axis, {})
+        calls[sent.call] = calls.get(sent.call, 0) + sent.bytes
+    return found

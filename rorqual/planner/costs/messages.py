@@ -1,0 +1,106 @@
+"""What one rank sends in a step, as the planner times it: the calls that parallel/comm_volume.py counts, with how far they reach. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.parallel.comm_counters import bytes_sent
+from rorqual.parallel.comm_volume import Sent, StepMessages
+from rorqual.planner.costs.shards import stage_layers
+
+if TYPE_CHECKING:
+    from rorqual.planner.costs.parallel_costs import Work
+
+DISPATCH = ("blocks", "picks")
+NEIGHBOURS = "p2p"
+
+
+@dataclass(frozen=True)
+class Message:
+    """A call among `ranks` ranks that lie `span` ranks apart at most. `bytes`: the message as parallel/comm_counters.py defines it, the whole
+    tensor for all_reduce, all_gather and reduce_scatter, what one rank sends away for all_to_all and p2p. tokens: rows a rank brings.
+    wide: bytes a row over those of fp8 rows with scales, which published exchange times are for."""
+
+    name: str
+    kind: str  # all_reduce | reduce_scatter | all_gather | all_to_all | p2p
+    axis: str
+    ranks: int
+    span: int
+    bytes: int
+    tokens: int
+    layers: int = 1
+    wide: float = 1.0
+
+    @property
+    def wire_bytes(self) -> int:
+        """What one rank sends."""
+        return bytes_sent("send" if self.kind == NEIGHBOURS else self.kind, self.bytes, self.ranks)
+
+
+def span_of(sizes: ParallelConfig, axis: str) -> int:
+    """How many neighbouring ranks an axis reaches over."""
+    if axis == "pp":
+        return 2 * sizes.stage
+    if axis in ("dp", "stage"):
+        return sizes.stage
+    part = axis.removesuffix("_dp")
+    found: int = sizes.tp if part == "tp" else getattr(sizes, f"{part}_tp")
+    return found
+
+
+class RankMessages:
+    """Of a rank in a group of `work`; the other groups share the rest of the stage's tokens evenly, with logits in proportion. `picks`: a
+    low-latency exchange sends a copy for each pick, as DeepEP does (the published exchange times are its), in place of blocks of rows to
+    every rank."""
+
+    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: Work, itemsize: int, picks: bool = False):
+        self.config, self.sizes, self.work, self.picks = config, sizes, work, picks
+        tokens = (work.tokens, *work.others(sizes.dp))
+        logits = [round(work.logit_rows * rows / work.tokens) if work.tokens else 0 for rows in tokens]
+        self.step = StepMessages(config, sizes, 0, tokens, not work.prefill, itemsize, logits)
+        self.rows = self.step.shards[0] if self.step.sharded else work.tokens
+
+    def all(self) -> Iterator[Message]:
+        """Of a rank of the fullest stage, as if it had both ends of the model."""
+        step, (dense, sparse) = self.step, stage_layers(self.config, self.sizes)
+        yield from self._of(step.embedding())
+        yield from self._of(step.to_attention(), dense + sparse - (not step.sharded))
+        yield from self._of(step.layer(False), dense)
+        yield from self._of(step.layer(True), sparse)
+        yield from self._of(step.head())
+        yield from self._of(step.hand_over())
+
+    def layer(self, sparse: bool) -> Iterator[Message]:
+        """Of one layer that is not the first."""
+        yield from self._of(self.step.to_attention())
+        yield from self._of(self.step.layer(sparse))
+
+    def draft(self) -> Iterator[Message]:
+        """Of one pass of a prediction module: its embedding, its layer, whose first norm meets no partial sum, and the head."""
+        step = self.step
+        yield from self._of(step.embedding())
+        yield from self._of(step.to_attention() if step.sharded else ())
+        yield from self._of(step.layer(True))
+        yield from self._of(step.head())
+
+    def _of(self, calls: Iterable[Sent], layers: int = 1) -> Iterator[Message]:
+        return (self._message(sent, layers) for sent in calls if layers)
+
+    def _message(self, sent: Sent, layers: int) -> Message:
+        kind, ranks = (NEIGHBOURS, 2) if sent.call == "send" else (sent.call, sent.size)
+        found = Message(sent.name, kind, sent.axis, ranks, span_of(self.sizes, sent.axis), sent.message, self.rows, layers)
+        return self._exchanged(found) if sent.name in ("dispatch", "combine") else found
+
+    def _exchanged(self, message: Message) -> Message:
+        step, hidden = self.step, self.config.hidden_size
+        low_latency = step.exchange == "low_latency"
+        row = step.payload if low_latency and message.name == "dispatch" else step.row
+        wide = row / (hidden + hidden // 128 * 4) if message.name == "dispatch" else 1.0
+        if not (low_latency and self.picks):
+            return replace(message, wide=wide)
+        away = self.rows * self.config.moe.top_k * self.sizes.expert_tp * (self.sizes.ep - 1) / self.sizes.ep
+        return replace(message, bytes=round(away * row), wide=wide)

@@ -1,0 +1,248 @@
+"""What a deployment does: times and rates of a layout at a batch, with prompts beside decoding or on cards of their own. No torch.
+
+Times are steady-state means. A group of `batch` requests decodes; each request's prompt interrupts the others once, so a token takes
+step / (1 + accepted) + (batch - 1) x prompt / output. TTFT is the prompt's own step, the steps already launched, and the mean wait of
+a queue with one server, deterministic service and the load the prompts make (M/D/1: rho / 2 (1 - rho) of a service).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rorqual.config.hardware import Card
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.planner.costs.costs import DEFAULT_FORMAT, Batch, Format
+from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.routing import UNIFORM, Routing
+from rorqual.planner.costs.shards import rank_kv_bytes_per_token
+from rorqual.planner.timing.profiles import Profile
+from rorqual.planner.timing.roofline import StepModel
+from rorqual.planner.timing.split import (
+    PLACEMENTS,
+    SplitStep,
+    split_memory,
+    split_step,
+    transfer_seconds,
+)
+
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+ACCEPTANCE = 0.85  # of a first draft (arXiv 2412.19437, section 5.4.3: 85 to 90 %); further drafts decay by the same factor each
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Tokens of prompt and output; seconds of TTFT and TPOT at most, None where they do not matter."""
+
+    prompt: int = 1024
+    output: int = 1024
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("ttft", "tpot"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}={value} seconds must be above 0")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of the planner. next_n: draft counts to try; splits: also roles on cards of their own."""
+
+    config: ModelConfig
+    card: Card
+    count: int
+    profile: Profile
+    goal: Goal = field(default_factory=Goal)
+    fmt: Format = DEFAULT_FORMAT
+    routing: Routing = UNIFORM
+    next_n: tuple[int, ...] = (0,)
+    acceptance: float = ACCEPTANCE
+    utilisation: float = 0.9
+    splits: bool = True
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ConfigError(f"count={self.count} must be at least 1")
+        if not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"acceptance={self.acceptance} must lie between 0 and 1")
+        if any(n < 0 for n in self.next_n) or not self.next_n:
+            raise ConfigError(f"next_n={self.next_n} must be counts of at least 0")
+        if any(self.next_n) and not self.config.num_mtp_layers:
+            raise ConfigError(f"{self.config.architecture} has no prediction module; next_n must be 0")
+        self.profile.check(self.card)
+
+    def model(self, sizes: ParallelConfig) -> StepModel:
+        longest = self.goal.prompt + self.goal.output
+        given = (self.config, sizes, self.card, self.profile, self.fmt, self.routing)
+        return StepModel(*given, self.utilisation, longest)
+
+    def accepted(self, next_n: int) -> float:
+        """Drafts a step accepts on average: a + a^2 + ... up to next_n."""
+        return sum(self.acceptance**index for index in range(1, next_n + 1))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One deployment. seconds; tokens/s of output for a card and for a user; `limiter`: what most of a decode step's time goes to."""
+
+    kind: str  # together | prefill:decode | attention:experts
+    sizes: ParallelConfig
+    replicas: int
+    batch: int
+    next_n: int
+    ttft: float
+    tpot: float
+    throughput: float
+    cards: int
+    limiter: str
+    shares: tuple[tuple[str, float], ...]
+    cache_tokens: int
+    weight_bytes: float
+    detail: str = ""
+    prefill_sizes: ParallelConfig | None = None
+    prefill_replicas: int = 0
+
+    @property
+    def per_user(self) -> float:
+        return 1 / self.tpot
+
+    @property
+    def per_card(self) -> float:
+        return self.throughput / self.cards
+
+    @property
+    def layout(self) -> str:
+        return layout_name(self.sizes)
+
+
+def layout_name(sizes: ParallelConfig) -> str:
+    parts = [f"{name}{getattr(sizes, name)}" for name in ("dp", "tp", "pp") if getattr(sizes, name) > 1]
+    parts += [f"ep{sizes.ep}"] if sizes.ep > 1 else []
+    return " ".join(parts) or "one card"
+
+
+def step_tokens(question: Question, sizes: ParallelConfig) -> int:
+    """Prompt tokens of the largest step of a group."""
+    return min(question.goal.prompt, question.profile.max_chunk)
+
+
+def prompt_seconds(question: Question, model: StepModel) -> float:
+    """A prompt of every group, chunk by chunk."""
+    total, done = 0.0, 0
+    while done < question.goal.prompt:
+        chunk = min(question.goal.prompt - done, question.profile.max_chunk)
+        total += model.step(Work(None, (Batch(1, chunk, done),))).seconds
+        done += chunk
+    return total
+
+
+def decode_step(question: Question, model: StepModel, batch: int, next_n: int) -> tuple[float, float, str, tuple[tuple[str, float], ...]]:
+    """(seconds between the tokens of a request without other prompts, share of a pipeline's micro-batches, limiter, shares)."""
+    context = question.goal.prompt + question.goal.output // 2
+    micro = max(1, -(-batch // model.sizes.pp))
+    work = Work(Batch.verify(micro, context, next_n), drafts=next_n)
+    time = model.step(work)
+    parts = time.by("limiter")
+    shares = tuple((name, seconds / sum(parts.values())) for name, seconds in parts.items())
+    per_step = max(time.seconds, model.sizes.pp * time.stage)
+    return per_step / (1 + question.accepted(next_n)), per_step, shares[0][0], shares
+
+
+def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
+    """Prompts and decoding on the same cards, at every batch that fits."""
+    model, goal = question.model(sizes), question.goal
+    prompt = prompt_seconds(question, model)
+    for next_n in question.next_n:
+        tokens = model.cache_tokens(step_tokens(question, sizes), mtp=next_n > 0)
+        for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
+            step, _, limiter, shares = decode_step(question, model, batch, next_n)
+            tpot = step + (batch - 1) * prompt / goal.output
+            load = min(0.95, prompt / goal.output / max(tpot, 1e-12) * batch)
+            ttft = prompt * (1 + load / (2 * (1 - load))) + question.profile.queued_steps * step + question.profile.first_token_us * 1e-6
+            cycle = goal.output * step + batch * prompt
+            rate = batch * sizes.dp * goal.output / cycle
+            replicas = question.count // sizes.world
+            yield Option(
+                "together", sizes, replicas, batch, next_n, ttft, tpot, rate * replicas, sizes.world * replicas, limiter, shares, tokens,
+                model.weight_bytes, f"a step {step * 1e3:.1f} ms, a prompt {prompt * 1e3:.0f} ms",
+            )  # fmt: skip
+
+
+def disaggregated(question: Question, decode_sizes: ParallelConfig, prefill_sizes: ParallelConfig) -> Iterator[Option]:
+    """Prompts on instances of their own; the ratio whose two sides are nearest to balance, prefill loaded to 80 % at most."""
+    goal, count = question.goal, question.count
+    decode, prefill = question.model(decode_sizes), question.model(prefill_sizes)
+    prompt = prompt_seconds(question, prefill)
+    for next_n in question.next_n:
+        tokens = decode.cache_tokens(1024, mtp=next_n > 0)
+        for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
+            step, _, limiter, shares = decode_step(question, decode, batch, next_n)
+            best: Option | None = None
+            for instances in range(1, count // prefill_sizes.world):
+                others = (count - instances * prefill_sizes.world) // decode_sizes.world
+                if others < 1:
+                    break
+                able = 0.8 * instances * prefill_sizes.dp / prompt
+                wanted = others * decode_sizes.dp * batch / (goal.output * step)
+                rate = min(able, wanted)
+                load = rate * prompt / (instances * prefill_sizes.dp)
+                moved = transfer_seconds(prefill, goal.prompt)
+                ttft = prompt * (1 + load / (2 * (1 - load))) + moved + step + question.profile.first_token_us * 1e-6
+                option = Option(
+                    "prefill:decode", decode_sizes, others, batch, next_n, ttft, step, rate * goal.output, count, limiter, shares, tokens,
+                    decode.weight_bytes, f"{instances} x {layout_name(prefill_sizes)} prefill, cache moved in {moved * 1e3:.0f} ms",
+                    prefill_sizes, instances,
+                )  # fmt: skip
+                best = option if best is None or option.throughput > best.throughput else best
+            if best:
+                yield best
+
+
+def remote_experts(question: Question) -> Iterator[Option]:
+    """Attention cards and expert cards, at every ratio and placement that fits."""
+    model, experts = question.model(ParallelConfig()), question.config.moe.num_experts
+    for cards in range(1, question.count):
+        for placement in PLACEMENTS:
+            whole = cards > 1 and experts % cards == 0 if placement == "experts" else cards <= sum(question.config.moe_layers)
+            if whole and split_memory(model, cards, placement, step_tokens(question, model.sizes)).fits:
+                yield from _remote(question, model, cards, placement)
+
+
+def _remote(question: Question, model: StepModel, experts: int, placement: str) -> Iterator[Option]:
+    """Prompts take the same path as decoding requests and interrupt them as in `together`."""
+    goal, attention = question.goal, question.count - experts
+    memory = split_memory(model, experts, placement, step_tokens(question, model.sizes))
+    tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))
+    prompt = split_step(model, Work(None, (Batch(1, step_tokens(question, model.sizes)),)), attention, experts, placement).seconds
+    for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
+        step, shares = _best_in_flight(question, model, batch, attention, experts, placement)
+        busy = step.longest / step.seconds * step.batches
+        tpot = step.seconds + (batch - 1) * prompt / goal.output
+        rate = batch * attention * goal.output / (goal.output * step.seconds + batch * prompt)
+        what = "whole experts" if placement == "experts" else "whole layers"
+        detail = f"{attention} attention : {experts} expert cards ({what}), {step.batches} batches in flight, busiest {busy:.0%}"
+        yield Option(
+            "attention:experts", model.sizes, 1, batch, 0, prompt + 2 * step.seconds, tpot, rate, question.count, shares[0][0], shares,
+            tokens, memory.attention, detail,
+        )  # fmt: skip
+
+
+def _best_in_flight(
+    question: Question, model: StepModel, batch: int, attention: int, experts: int, placement: str
+) -> tuple[SplitStep, tuple[tuple[str, float], ...]]:
+    """The number of micro-batches, out of those that divide the batch, with the shortest time between tokens."""
+    context = question.goal.prompt + question.goal.output // 2
+    tried = []
+    for flight in (size for size in (1, 2, 3, 4, 6, 8, 12, 16) if batch % size == 0):
+        tried.append(split_step(model, Work(Batch.decode(batch // flight, context)), attention, experts, placement, flight))
+    best = min(tried, key=lambda step: step.seconds)
+    stages = {"attention cards": best.attention, "expert cards": best.experts, "network": best.network}
+    total = sum(stages.values())
+    return best, tuple(sorted(((name, value / total) for name, value in stages.items()), key=lambda pair: -pair[1]))

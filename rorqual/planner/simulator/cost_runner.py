@@ -1,0 +1,104 @@
+"""How long a step takes that nobody computes: constant, or from a table measured on the engine itself. No torch.
+
+The ranks of a stage step together, so a step lasts as long as its slowest rank's. layout_costs.py has the runners that ask the cost model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from rorqual.errors import ConfigError
+from rorqual.planner.simulator.micro_batches import Task
+
+
+class Load(NamedTuple):
+    """One rank's step: `rows` requests decode with `context` tokens on average, the new one counted; `prompts` chunks of `new` tokens after
+    `cached` ones, as many tokens and query-key pairs as the real chunks have."""
+
+    rows: int = 0
+    context: int = 0
+    prompts: int = 0
+    new: int = 0
+    cached: int = 0
+
+    def tokens(self, next_n: int) -> int:
+        return self.rows * (next_n + 1) + self.prompts * self.new
+
+
+IDLE = Load()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """seconds: until the step's tokens are there; stage: until the next step may enter a pipeline (equal to seconds without one);
+    busy: of these, seconds of each of the runner's resources."""
+
+    seconds: float
+    stage: float
+    busy: tuple[float, ...]
+
+
+class StepCosts(Protocol):
+    """`loads`: one for each rank of the stage, in order. `resources`: what StepCost.busy is about."""
+
+    @property
+    def resources(self) -> tuple[str, ...]: ...
+
+    def step(self, loads: Sequence[Load], next_n: int) -> StepCost: ...
+
+    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
+        """The step as pieces on resources, from its start."""
+        ...
+
+
+@dataclass(frozen=True)
+class ConstantCosts:
+    """Every step takes as long."""
+
+    each: float
+    resources: ClassVar[tuple[str, ...]] = ("busy",)
+
+    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
+        return StepCost(self.each, self.each, (self.each,))
+
+    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
+        return [Task("compute", "step", 0, 0.0, self.each)]
+
+
+class MeasuredCosts:
+    """Seconds measured at (decoding rows, prompt tokens of the step), for every pair of the rows and tokens that occur. Linear between
+    them, and beyond the largest with the last slope."""
+
+    resources: ClassVar[tuple[str, ...]] = ("busy",)
+
+    def __init__(self, seconds: Mapping[tuple[int, int], float]):
+        self.rows = sorted({rows for rows, _ in seconds})
+        self.prompts = sorted({prompt for _, prompt in seconds})
+        missing = [pair for pair in ((r, p) for r in self.rows for p in self.prompts) if pair not in seconds and pair != (0, 0)]
+        if missing or min(len(self.rows), len(self.prompts)) < 2:
+            raise ConfigError(f"measured step times lack (rows, prompt tokens) {missing or 'of two sizes each'}; they must fill a table")
+        self.seconds = {(0, 0): 0.0, **seconds}
+
+    def at(self, rows: int, prompt: int) -> float:
+        low, high, share = _between(self.rows, rows)
+        left, right, part = _between(self.prompts, prompt)
+        table = self.seconds
+        first = table[low, left] * (1 - part) + table[low, right] * part
+        second = table[high, left] * (1 - part) + table[high, right] * part
+        return first * (1 - share) + second * share
+
+    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
+        seconds = max(self.at(load.rows * (next_n + 1), load.prompts * load.new) for load in loads)
+        return StepCost(seconds, seconds, (seconds,))
+
+    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
+        return [Task("compute", "step", 0, 0.0, self.step(loads, next_n).seconds)]
+
+
+def _between(points: Sequence[int], at: float) -> tuple[int, int, float]:
+    index = min(max(bisect_right(points, at), 1), len(points) - 1)
+    low, high = points[index - 1], points[index]
+    return low, high, (at - low) / (high - low)

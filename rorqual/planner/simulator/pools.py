@@ -1,0 +1,132 @@
+"""From a model on a layout of cards to the pools of a simulation: how many pages a rank has, and which costs its steps. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.scheduling.scheduler import SchedulerConfig
+from rorqual.errors import ConfigError
+from rorqual.planner.costs.shards import rank_kv_bytes_per_token
+from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts
+from rorqual.planner.simulator.simulator import Deployment, Pool
+from rorqual.planner.timing.roofline import StepModel
+from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seconds
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as have pages at `context` tokens each, 256 at
+    most. acceptance: probability of each of next_n drafts, given that those before it were right."""
+
+    context: int
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    prefill_chunk: int | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    prefix_caching: bool = True
+    acceptance: tuple[float, ...] = ()
+    steps_in_flight: int = 2
+    micro_batches: int = 1
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request, at most."""
+        return self.max_model_len or self.context + 1
+
+    def scheduler(self, tokens: int, remote: bool = False, first_only: bool = False) -> SchedulerConfig:
+        """For a rank whose cache holds `tokens` tokens. Prompts that come with their cache (remote) take no part of a step's budget."""
+        pages = self.num_pages or tokens // self.page_size + 1
+        next_n = 0 if first_only else len(self.acceptance)
+        seqs = self.max_num_seqs or max(1, min(256, (pages - 1) * self.page_size // self.context))
+        if pages - 1 < -(-self.context // self.page_size):
+            raise ConfigError(
+                f"the cache of a rank holds {(pages - 1) * self.page_size:,} tokens, less than one request of {self.context:,}"
+            )
+        budget = max(self.max_num_batched_tokens, seqs * (next_n + 1)) + (seqs * self.longest if remote else 0)
+        return SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=self.longest,
+            num_pages=pages,
+            page_size=self.page_size,
+            prefix_caching=self.prefix_caching and not remote,
+            prefill_chunk=None if remote else self.prefill_chunk,
+            max_waiting=1 << 40,
+            next_n=next_n,
+            lookahead=min(next_n, 1),
+        )
+
+
+def _pool(name: str, model: StepModel, engine: Engine, replicas: int, remote: bool = False, first_only: bool = False) -> Pool:
+    sizes = model.sizes
+    sized = replace(model, longest=engine.longest)
+    mtp = bool(engine.acceptance)
+    tokens = sized.cache_tokens(engine.max_num_batched_tokens, mtp=mtp) // sizes.pp
+    return Pool(
+        name=name,
+        scheduler=engine.scheduler(tokens, remote, first_only),
+        costs=ModelCosts(model, engine.micro_batches, engine.slow),
+        replicas=replicas,
+        ranks=sizes.dp,
+        groups=sizes.pp,
+        cards=sizes.world,
+        steps_in_flight=engine.steps_in_flight,
+        acceptance=() if first_only else engine.acceptance,
+        remote=remote,
+        first_only=first_only,
+    )
+
+
+def delivery(model: StepModel) -> float:
+    return model.profile.first_token_us * 1e-6
+
+
+def together(model: StepModel, engine: Engine, replicas: int, routing: str = "live-tokens") -> Deployment:
+    """Every replica computes prompts and decodes."""
+    return Deployment((_pool("all", model, engine, replicas),), delivery=delivery(model), routing=routing)
+
+
+def disaggregated(
+    prefill: StepModel, decode: StepModel, engine: Engine, replicas: tuple[int, int], routing: str = "live-tokens"
+) -> Deployment:
+    """(prefill, decode) replicas; caches cross the cards' network."""
+    pools = (
+        _pool("prefill", prefill, engine, replicas[0], first_only=True),
+        _pool("decode", decode, engine, replicas[1], remote=True),
+    )
+    return Deployment(pools, lambda tokens: transfer_seconds(prefill, tokens), delivery(decode), routing)
+
+
+def split(
+    model: StepModel, engine: Engine, attention: int, experts: int, placement: str, replicas: int, routing: str = "live-tokens"
+) -> Deployment:
+    """Attention cards, one rank each, before expert cards. The model's own sizes must be those of one card."""
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"placement={placement!r} is not known; accepted: {', '.join(PLACEMENTS)}")
+    if model.sizes != ParallelConfig():
+        raise ConfigError(f"attention cards are a rank each; the layout {model.sizes} does not go with attention:experts")
+    if engine.acceptance:
+        raise ConfigError("speculation on cards split by role is not modelled; next_n must be 0")
+    sized = replace(model, longest=engine.longest)
+    memory = split_memory(sized, experts, placement, engine.max_num_batched_tokens)
+    if not memory.fits:
+        raise ConfigError(
+            f"weights and activations do not fit: {memory.left / 1e9:.1f} GB left on an attention card, "
+            f"{memory.experts_left / 1e9:.1f} GB on an expert card"
+        )
+    tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))
+    pool = Pool(
+        name="all",
+        scheduler=engine.scheduler(tokens),
+        costs=SplitCosts(model, attention, experts, placement, engine.micro_batches, engine.slow),
+        replicas=replicas,
+        ranks=attention,
+        cards=attention + experts,
+        steps_in_flight=engine.steps_in_flight,
+    )
+    return Deployment((pool,), delivery=delivery(model), routing=routing)

@@ -1,0 +1,70 @@
+"""What `rorqual simulate` prints: one screen of latencies, rates, queues and use of resources."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rorqual.planner.simulator.results import Outcome, Spread
+from rorqual.planner.simulator.simulator import Simulation
+from rorqual.planner.simulator.timeline import Timeline
+
+
+def show(simulation: Simulation, found: Outcome, console: Console | None = None) -> None:
+    console = console or Console(width=None if Console().is_terminal else 140)
+    console.print(render(simulation, found))
+
+
+def render(simulation: Simulation, found: Outcome) -> RenderableType:
+    parts: list[RenderableType] = [Text(_heading(simulation, found)), Text(_rates(found)), _latencies(found)]
+    for pool, timeline in zip(simulation.deployment.pools, simulation.timelines, strict=True):
+        parts.append(Text(f"\n{pool.name}: {_pool(timeline, found.utilisation[pool.name])}"))
+    return Group(*parts)
+
+
+def _heading(simulation: Simulation, found: Outcome) -> str:
+    pools = ", ".join(
+        f"{pool.name} {pool.replicas} x {pool.cards} cards ({pool.ranks} ranks of {pool.scheduler.max_num_seqs} sequences, "
+        f"{(pool.scheduler.num_pages - 1) * pool.scheduler.page_size:,} tokens of cache)"
+        for pool in simulation.deployment.pools
+    )
+    refused = f", {found.refused} refused" if found.refused else ""
+    return f"{found.requests:,} requests in {found.seconds:.1f} s{refused}, seed {simulation.seed}\n{found.cards} cards: {pools}"
+
+
+def _rates(found: Outcome) -> str:
+    reused = found.reused_tokens / max(1, found.prompt_tokens + found.recomputed_tokens)
+    user = f", {found.rate_per_user:.1f} for a user (1 / median TPOT)" if found.rate_per_user else ""
+    lines = [
+        f"output tokens/s: {found.output_rate:,.0f} in all, {found.output_rate_per_card:,.1f} a card{user}; "
+        f"prompts and outputs: {found.total_rate_per_card:,.1f} a card",
+        f"found in the prefix cache: {reused:.1%} of prompt tokens; preemptions: {found.preemptions}",
+    ]
+    if found.accepted:
+        lines.append("drafts accepted by place: " + ", ".join(f"{share:.3f}" for share in found.accepted))
+    return "\n".join(lines)
+
+
+def _latencies(found: Outcome) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for index, column in enumerate(("milliseconds", "mean", "p50", "p90", "p99")):
+        table.add_column(column, justify="right" if index else "left")
+    rows: list[tuple[str, Spread | None]] = [
+        ("queue", found.queue),
+        ("TTFT", found.ttft),
+        ("TPOT", found.tpot),
+        ("ITL", found.itl),
+        ("E2E", found.e2e),
+    ]
+    for name, spread in rows:
+        if spread is not None:
+            table.add_row(name, *(f"{value * 1e3:,.2f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99)))
+    return table
+
+
+def _pool(timeline: Timeline, used: dict[str, float]) -> str:
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in used.items())
+    waiting, running = (max(values, default=0) for values in (timeline.waiting, timeline.running))
+    mean = timeline.rows / max(1, timeline.steps)
+    return f"busy {shares}; {timeline.steps:,} steps of {mean:.1f} decoding rows; at most {waiting:,} waiting, {running:,} running"

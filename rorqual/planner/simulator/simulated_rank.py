@@ -1,0 +1,254 @@
+"""One rank of the simulation: the engine's scheduler, fed with made-up tokens, and what became of each of its requests. No torch.
+
+While nothing changes but the number of tokens, steps are only counted; the scheduler takes them in one call when something happens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as ReadOnly
+from dataclasses import dataclass, field
+
+from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.engine.scheduling.sequence import InFlight, Sequence
+from rorqual.errors import RequestError
+from rorqual.planner.simulator.cost_runner import IDLE, Load
+from rorqual.planner.simulator.fast_forward import advance, decode_run
+from rorqual.planner.simulator.workload import Job, filler
+from rorqual.request import Request, SamplingParams
+
+
+@dataclass(slots=True)
+class Record:
+    """A request's life in seconds since the start, and tokens. computed: prompt tokens computed; reused: found in the prefix cache;
+    received: got from another pool. wanted: outputs, as many as were asked for and fit. paused: when it last got a token, if its next
+    one does not come in the step after."""
+
+    job: Job
+    arrival: float
+    admitted: float | None = None
+    first: float | None = None
+    last: float | None = None
+    paused: float | None = None
+    refused: str | None = None
+    computed: int = 0
+    reused: int = 0
+    received: int = 0
+    wanted: int = 0
+    made: int = 0
+    preemptions: int = 0
+    carried: int = 0  # of computed, reused and received, on ranks before this one
+
+
+@dataclass(slots=True)
+class Ended:
+    """What a step brought: requests that got their last token here, rows that decoded, and longer gaps between two tokens of one."""
+
+    done: list[Record] = field(default_factory=list)
+    rows: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+
+class Rank:
+    """remote: prompts come with their caches from elsewhere, and their first step is one decoding row. first_only: a request ends with its
+    first token, and goes elsewhere. live: tokens of requests here that are not done."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        acceptance: ReadOnly[float],
+        draw: random.Random,
+        remote: bool = False,
+        first_only: bool = False,
+    ):
+        assert len(acceptance) == config.next_n
+        self.scheduler = Scheduler(config)
+        self.acceptance, self.random, self.remote, self.first_only = tuple(acceptance), draw, remote, first_only
+        self.records: dict[str, Record] = {}
+        self.inbox: list[tuple[float, Record]] = []
+        self.live = self.emitted = self.owed = self.left = self.rows = self.entries = 0
+        self.accepted: list[list[int]] = []
+        self.planned: InFlight | None = None
+        self._params: dict[int, SamplingParams] = {}
+
+    # ---- requests
+
+    def put(self, record: Record, now: float) -> None:
+        self.inbox.append((now, record))
+        self.live += record.job.prompt
+
+    def take_in(self, until: float) -> list[Record]:
+        """Requests that came by `until` join the scheduler's queue; returns those it refuses."""
+        if not self.inbox or self.inbox[0][0] > until:
+            return []
+        self.settle()
+        count = next((index for index, (came, _) in enumerate(self.inbox) if came > until), len(self.inbox))
+        taken, self.inbox = self.inbox[:count], self.inbox[count:]
+        for _, record in taken:
+            self._add(record)
+        return [record for _, record in taken if record.refused is not None]
+
+    def _add(self, record: Record) -> None:
+        job, prompt = record.job, record.job.tokens()
+        output = record.wanted = max(1, min(job.output, self.scheduler.config.max_model_len - job.prompt))
+        if self.remote:
+            prompt, output = (*prompt, *filler(len(prompt), len(prompt) + 1)), output - 1
+        elif self.first_only:
+            output = 1
+        params = self._params.get(output)
+        if params is None:
+            params = self._params[output] = SamplingParams(max_tokens=output, seed=0, ignore_eos=True)
+        name = str(job.number)
+        try:
+            self.scheduler.add(Request(name, prompt, params, arrival=record.arrival))
+        except RequestError as error:
+            record.refused = str(error)
+            self.live -= job.prompt
+            return
+        record.carried = record.computed + record.reused + record.received
+        self.records[name] = record
+
+    @property
+    def waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self.inbox)
+
+    # ---- steps
+
+    def begin(self, now: float) -> Load:
+        """The load of the next step; IDLE where there is none."""
+        if not self.left:
+            self.settle()
+            self._start_run()
+        if self.left:
+            return self._count_step()
+        before = self.scheduler.num_preemptions
+        self.planned = self.scheduler.plan()
+        if self.scheduler.num_preemptions > before:
+            self._note_preempted(now)
+        assert self.planned or not self.scheduler.has_work, "work is there, and none of it is planned"
+        return self._load(self.planned, now) if self.planned else IDLE
+
+    def _start_run(self) -> None:
+        self.left = decode_run(self.scheduler)
+        if self.left:
+            decoding = self.scheduler.decoding.values()
+            self.rows, self.entries = len(decoding), sum(len(sequence.tokens) for sequence in decoding)
+            self.accepted = [[] for _ in decoding] if self.acceptance else []
+
+    def _count_step(self) -> Load:
+        self.left -= 1
+        self.owed += 1
+        load = Load(self.rows, self.entries // self.rows)
+        self.entries += self.rows
+        for right in self.accepted:
+            right.append(self._right())
+            self.entries += right[-1]
+        return load
+
+    def settle(self) -> None:
+        """The scheduler takes the steps that were only counted."""
+        if self.owed:
+            more = [self.owed + sum(right) for right in self.accepted] or [self.owed] * self.rows
+            lengths = [len(sequence.tokens) for sequence in self.scheduler.decoding.values()]
+            tokens = [filler(length, length + new) for length, new in zip(lengths, more, strict=True)]
+            advance(self.scheduler, self.owed, tokens, self.accepted)
+            self.emitted += sum(more)
+        self.owed, self.left, self.accepted = 0, 0, []
+
+    def _right(self) -> int:
+        """Drafts accepted: those before the first that is refused."""
+        for place, rate in enumerate(self.acceptance):
+            if self.random.random() >= rate:
+                return place
+        return len(self.acceptance)
+
+    def _note_preempted(self, now: float) -> None:
+        for sequence in self.scheduler.waiting:
+            record = self.records[sequence.request.id]
+            if sequence.preemptions > record.preemptions:
+                record.preemptions = sequence.preemptions
+                if record.first is not None and record.paused is None:
+                    record.paused = now
+
+    def _load(self, planned: InFlight, now: float) -> Load:
+        plan = planned.plan
+        decoded = len(plan.decode_slots)
+        rows, entries = decoded, sum(len(sequence.tokens) for sequence in planned.sampled[:decoded])
+        prompts = tokens = pairs = 0
+        fresh = len(plan.chunks) - len(plan.new_rows)
+        for index, (chunk, (sequence, stop)) in enumerate(zip(plan.chunks, planned.computed, strict=True)):
+            record, new = self.records[sequence.request.id], len(chunk.tokens)
+            if index >= fresh:
+                record.admitted = now if record.admitted is None else record.admitted
+                record.reused += chunk.start
+            if self.remote and not sequence.preemptions:
+                record.received += new
+                rows, entries = rows + 1, entries + stop
+                continue
+            record.computed += new
+            prompts, tokens, pairs = prompts + 1, tokens + new, pairs + new * (2 * chunk.start + new)
+        context = entries // rows if rows else 0
+        if not prompts:
+            return Load(rows, context)
+        each = -(-tokens // prompts)
+        return Load(rows, context, prompts, each, max(0, round(pairs / tokens / 2 - tokens / prompts / 2)))
+
+    def end(self, now: float) -> Ended:
+        """The step that began last is over."""
+        if self.planned is None:
+            self.live += self.rows + sum(right[-1] for right in self.accepted)
+            return Ended(rows=self.rows)
+        planned, self.planned = self.planned, None
+        decoded = len(planned.plan.decode_slots)
+        found = Ended(rows=decoded)
+        rights = [self._right() if row < decoded else 0 for row in range(len(planned.sampled))]
+        tokens = [
+            filler(len(sequence.tokens), len(sequence.tokens) + right + 1) for sequence, right in zip(planned.sampled, rights, strict=True)
+        ]
+        next_n = planned.plan.next_n
+        drafted = [next_n * (row < decoded) for row in range(len(rights))] if next_n else []
+        prompts = planned.sampled[decoded:]
+        outs = self.scheduler.update(planned, StepResult(tokens, drafted))
+        self.emitted += len(outs)
+        self.live += len(outs)
+        for sequence in prompts:
+            self._answered(sequence, now, found)
+        for out in outs:
+            if out.finish is not None:
+                found.done.append(self._finished(out.sequence, now))
+        return found
+
+    def _answered(self, sequence: Sequence, now: float, found: Ended) -> None:
+        """A prompt is done: its request got its first token, or its next one after a pause."""
+        record = self.records[sequence.request.id]
+        if record.first is None:
+            record.first = now
+        elif record.paused is not None:
+            found.gaps.append(now - record.paused)
+        record.paused = None
+
+    def _finished(self, sequence: Sequence, now: float) -> Record:
+        record = self.records.pop(sequence.request.id)
+        made = len(sequence.tokens) - sequence.prompt_len
+        record.last, record.made = now, record.made + made
+        self.live -= record.job.prompt + made
+        self._check(record, sequence, made)
+        return record
+
+    def _check(self, record: Record, sequence: Sequence, made: int) -> None:
+        """Conservation: every token of the prompt was computed, found or received, once unless the request was preempted."""
+        assert made == sequence.request.params.max_tokens, f"request {record.job.number} asked for another number of tokens than {made}"
+        had, length = record.computed + record.reused + record.received - record.carried, record.job.prompt + self.remote
+        assert had == length if not sequence.preemptions else had >= length, (
+            f"request {record.job.number}: {had} of {length} tokens were cached"
+        )
+
+    def check_idle(self) -> None:
+        """Nothing is left behind: no request, no page, no token."""
+        self.settle()
+        free, scheduler = self.scheduler.prefix.available, self.scheduler
+        left = len(scheduler.sequences) + len(self.inbox) + len(self.records)
+        assert left == 0, f"{left} requests are left"
+        assert free == scheduler.allocator.capacity, f"{scheduler.allocator.capacity - free} pages are lost"
+        assert self.live == 0, f"{self.live} tokens are still counted as live"

@@ -1,0 +1,77 @@
+"""What a pool's resources and queues did over time, and the gaps between tokens. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rorqual.planner.simulator.cost_runner import Load, StepCost
+
+MOST_SAMPLES = 600
+
+
+@dataclass
+class Timeline:
+    """busy: by interval, seconds each of `resources` was busy in all of `replicas` replicas together, and last seconds of steps under
+    way. A step counts for the interval it began in."""
+
+    resources: tuple[str, ...]
+    replicas: int
+    interval: float
+    busy: list[list[float]] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    gaps: Counter[float] = field(default_factory=Counter)
+    steps: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    sent: float = 0.0
+
+    @property
+    def next_sample(self) -> float:
+        return len(self.waiting) * self.interval
+
+    def step(self, now: float, cost: StepCost, loads: Sequence[Load]) -> None:
+        index = int(now / self.interval)
+        while len(self.busy) <= index:
+            self.busy.append([0.0] * (len(self.resources) + 1))
+        bucket = self.busy[index]
+        for place, seconds in enumerate(cost.busy):
+            bucket[place] += seconds
+        bucket[-1] += cost.stage
+        self.steps += 1
+        self.rows += sum(load.rows for load in loads)
+        self.prompt_tokens += sum(load.prompts * load.new for load in loads)
+
+    def sample(self, until: float, waiting: int, running: int, live: int) -> None:
+        """Queues as they were at every full interval up to `until`."""
+        while self.next_sample <= until:
+            self.waiting.append(waiting)
+            self.running.append(running)
+            self.live.append(live)
+
+    def utilisation(self, seconds: float) -> dict[str, float]:
+        """Shares of `seconds`."""
+        totals = [sum(column) for column in zip(*self.busy, strict=True)] or [0.0] * (len(self.resources) + 1)
+        return {name: total / (self.replicas * seconds) for name, total in zip((*self.resources, "steps"), totals, strict=True)}
+
+    def series(self) -> dict[str, Any]:
+        """At most MOST_SAMPLES points: means over several intervals where there are more."""
+        each = -(-max(len(self.waiting), 1) // MOST_SAMPLES)
+        columns = list(zip(*self.busy, strict=True)) or [()] * (len(self.resources) + 1)
+        found: dict[str, Any] = {"seconds": [index * self.interval for index in range(0, len(self.waiting), each)]}
+        for name, values in (("waiting", self.waiting), ("running", self.running), ("live_tokens", self.live)):
+            found[name] = _means(values, each)
+        whole = self.replicas * self.interval
+        padded = [(*column, *[0.0] * (len(self.waiting) - len(column))) for column in columns]
+        shares = zip((*self.resources, "steps"), padded, strict=True)
+        found["utilisation"] = {name: _means([seconds / whole for seconds in column], each) for name, column in shares}
+        return found
+
+
+def _means(values: Sequence[float], each: int) -> list[float]:
+    groups = (values[index : index + each] for index in range(0, len(values), each))
+    return [round(sum(group) / len(group), 4) for group in groups]

@@ -1,0 +1,104 @@
+"""Engines as the planner sees them: which kernel tables they run, and what they add to them. Data: data/profiles.yaml. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from rorqual.config.hardware import DATA, Card
+from rorqual.errors import ConfigError
+from rorqual.planner.costs.messages import DISPATCH
+from rorqual.planner.timing.tables import KernelTables, load_tables
+
+
+@dataclass(frozen=True)
+class Profile:
+    """small_us: time of a kernel that moves a few activations; small: how many such kernels a dense and a MoE layer has beside their
+    products; small_bytes: hidden-size columns they read and write a token, all together. step_us: sampling and bookkeeping a step.
+    prefill_kernels x prefill_launch_us: what launching one layer of an eager step costs the host. first_token_us: from the client to a
+    prompt's step and back. queued_steps: decode steps already launched when a prompt arrives. max_chunk: prompt tokens in a step at
+    most; mixed_chunks: prompts share steps with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
+    `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency exchange sends, `blocks` of rows to
+    every rank as this engine does, or a copy for each of a token's `picks` as DeepEP does. calibrated: stands on the card's own measured
+    file. *_reached: fractions of the card's peaks where nothing is measured.
+    """
+
+    name: str
+    title: str
+    tables: str | None
+    cards: tuple[str, ...]
+    scales_to: tuple[str, ...]
+    small_us: float
+    small: Mapping[str, int]
+    small_bytes: float
+    step_us: float
+    prefill_kernels: int
+    prefill_launch_us: float
+    first_token_us: float
+    shared_fused: bool
+    routing: str
+    max_chunk: int
+    mixed_chunks: bool
+    sources: Mapping[str, str]
+    queued_steps: float = 0.0
+    calibrated: bool = False
+    dispatch: str = "blocks"
+    bandwidth_reached: float = 0.85
+    flops_reached: float = 0.7
+    link_reached: float = 0.8
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def kernel_tables(self) -> KernelTables | None:
+        return load_tables(self.tables) if self.tables else None
+
+    def check(self, card: Card) -> bool:
+        """True where the card is measured, False where times are scaled to it. Raises ConfigError where there is no ground to."""
+        if self.calibrated and not card.measured:
+            raise ConfigError(f"profile {self.name} needs a measured card, and {card.name} is none; run rorqual bench calibrate on it")
+        if not self.tables or card.name in self.cards:
+            return bool(self.tables) or self.calibrated
+        if card.name in self.scales_to or (card.measured and card.measured in self.scales_to):
+            return False
+        known = ", ".join((*self.cards, *self.scales_to))
+        raise ConfigError(
+            f"profile {self.name} has no kernel times for card {card.name}, nor for one of its kind; it covers {known}. "
+            "Use --profile roofline for lower bounds, or rorqual bench calibrate on that card"
+        )
+
+
+@lru_cache(maxsize=1)
+def _profiles() -> dict[str, Profile]:
+    import yaml
+
+    data = yaml.safe_load((DATA / "profiles.yaml").read_text())
+    return {name: _read(name, entry) for name, entry in data.items()}
+
+
+def _read(name: str, entry: Mapping[str, Any]) -> Profile:
+    known = {item.name for item in fields(Profile)}
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise ConfigError(f"profile {name} has unknown fields {', '.join(unknown)}")
+    lists = {key: tuple(entry.get(key, ())) for key in ("cards", "scales_to")}
+    found = Profile(**{"name": name, **entry, **lists})
+    if found.dispatch not in DISPATCH:
+        raise ConfigError(f"profile {name} has dispatch={found.dispatch!r}; accepted: {', '.join(DISPATCH)}")
+    return found
+
+
+def load_profile(name: str) -> Profile:
+    if name not in _profiles():
+        raise ConfigError(f"profile {name!r} is not known; known: {', '.join(_profiles())}")
+    return _profiles()[name]
+
+
+def profile_for(card: Card) -> Profile:
+    """This engine's where it has kernel times for the card or its kind, else the bare roofline."""
+    own = load_profile("rorqual")
+    if card.name in (*own.cards, *own.scales_to):
+        return own
+    return load_profile("calibrated" if card.measured else "roofline")

@@ -1,0 +1,336 @@
+"""How long a step takes and what limits it: each operation's time from measured kernels where there are any, else from its roofline.
+
+`StepModel(...).step(work)` is the one cost function: the planner searches with it, a simulator can run on it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from rorqual.cache.spec import DTYPE_BYTES, kv_dtype
+from rorqual.cache.stretch import workspace_bytes
+from rorqual.config.hardware import Card, load_card
+from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
+from rorqual.config.parallel import ParallelConfig, check_parallel
+from rorqual.errors import ConfigError
+from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format
+from rorqual.planner.costs.messages import Message
+from rorqual.planner.costs.parallel_costs import RankOp, Work, rank_step
+from rorqual.planner.costs.routing import UNIFORM, Routing
+from rorqual.planner.costs.shards import (
+    rank_weight_bytes,
+    stage_kv_bytes_per_token,
+    stage_weight_bytes,
+)
+from rorqual.planner.timing.profiles import Profile
+from rorqual.planner.timing.tables import KernelTables, curve_seconds
+
+PAGE = 64  # of an engine on a card, if nothing else is asked for
+LIMITERS = ("compute", "memory", "network", "launch")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One operation's share of a step: seconds over all its layers, and what limits it."""
+
+    name: str
+    part: str
+    seconds: float
+    limiter: str
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """`seconds` of a whole step, all pipeline stages one after another; `stage` of the fullest stage alone, which is what a full pipeline
+    takes for each step that leaves it."""
+
+    seconds: float
+    stage: float
+    items: tuple[Timed, ...] = field(repr=False)
+
+    def by(self, key: str) -> dict[str, float]:
+        """Seconds by `limiter`, `part` or `name`, largest first."""
+        sums: dict[str, float] = {}
+        for item in self.items:
+            sums[getattr(item, key)] = sums.get(getattr(item, key), 0.0) + item.seconds
+        return dict(sorted(sums.items(), key=lambda pair: -pair[1]))
+
+    @property
+    def measured_share(self) -> float:
+        """The part of the time that comes from measured kernels."""
+        return sum(item.seconds for item in self.items if item.measured) / max(sum(item.seconds for item in self.items), 1e-30)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A model on a layout of cards under an engine. utilisation: the part of a card's memory the engine may use.
+
+    longest: tokens of a request, at most; None: as the model allows."""
+
+    config: ModelConfig
+    sizes: ParallelConfig
+    card: Card
+    profile: Profile
+    fmt: Format = DEFAULT_FORMAT
+    routing: Routing = UNIFORM
+    utilisation: float = 0.9
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        check_parallel(self.config, self.sizes)
+        self.profile.check(self.card)
+        if self.profile.tables and kv_dtype(self.fmt.kv_dtype) not in (None, "bfloat16", "float16"):
+            raise ConfigError(f"profile {self.profile.name} has attention times for a bf16 cache alone, not kv_dtype={self.fmt.kv_dtype}")
+
+    # ---- memory
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        return rank_weight_bytes(self.config, self.sizes, self.fmt)
+
+    def memory_left(self, tokens: int = 0, mtp: bool = False) -> float:
+        """Bytes of the fullest rank for the cache: what the engine may use, less weights and activations of a step of `tokens` tokens."""
+        weights = rank_weight_bytes(self.config, self.sizes, self.fmt, mtp) if mtp else self.weight_bytes
+        return self._room(tokens) - weights
+
+    def _room(self, tokens: int) -> float:
+        activations = activation_bytes(self.config, self.sizes, tokens, self.fmt, self.longest)
+        return self.card.memory * self.utilisation - activations
+
+    def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
+        """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens: the stage with the least room for them
+        decides."""
+        room, given = self._room(tokens), (self.config, self.sizes)
+        stages = range(self.sizes.pp)
+        left = [room - stage_weight_bytes(*given, stage, self.fmt, mtp) for stage in stages]
+        each = [stage_kv_bytes_per_token(*given, stage, self.fmt, mtp) for stage in stages]
+        return max(0, int(min(bytes_ // token for bytes_, token in zip(left, each, strict=True))))
+
+    # ---- time
+
+    @cached_property
+    def _tables(self) -> KernelTables | None:
+        found = self.profile.kernel_tables()
+        if found is None and self.profile.calibrated and self.card.gemm:
+            return KernelTables({"meta": {"card": self.card.name, "source": "calibration"}, "gemm": self.card.gemm})
+        return found
+
+    @cached_property
+    def _cache(self) -> dict[Work, StepTime]:
+        return {}
+
+    def step(self, work: Work) -> StepTime:
+        """The time of one step of every group; remembered."""
+        if work not in self._cache:
+            self._cache[work] = self._step(work)
+        return self._cache[work]
+
+    def _step(self, work: Work) -> StepTime:
+        if not work.tokens:
+            return StepTime(0.0, 0.0, ())
+        found = rank_step(self.config, self.sizes, work, self.fmt, self.routing, self.profile.dispatch == "picks")
+        items = [self._timed(op) for op in found.ops if not self._folded(op)]
+        items += self._small(found.ops, work)
+        items += [self._sent(message, bool(work.prefill)) for message in found.messages]
+        items.append(Timed("step", "engine", self.profile.step_us * 1e-6, "launch"))
+        stage = sum(item.seconds for item in items)
+        stage = max(stage, self._host_seconds(found.ops, work))
+        stages = self.sizes.pp
+        return StepTime(stage * stages if stages > 1 else stage, stage, tuple(items))
+
+    def time_of(self, ops: Iterable[RankOp]) -> float:
+        """Seconds of operations one after another."""
+        return sum(self._timed(op).seconds for op in ops)
+
+    def _folded(self, op: RankOp) -> bool:
+        """Norms are among the small kernels; a fused shared expert is one of the routed ones."""
+        return (op.kind == "gather" and op.part != "embedding") or (op.part == "shared_experts" and self._fused_shared())
+
+    def _host_seconds(self, ops: tuple[RankOp, ...], work: Work) -> float:
+        """Prompts run without graphs: the host must launch every kernel of every layer."""
+        layers = sum(op.layers for op in ops if op.name == "layernorms")
+        return layers * self.profile.prefill_kernels * self.profile.prefill_launch_us * 1e-6 if work.prefill else 0.0
+
+    def _kernel_seconds(self) -> float:
+        """The shortest kernel: the card's own where the profile stands on its calibration."""
+        return (self.profile.calibrated and self.card.kernel) or self.profile.small_us * 1e-6
+
+    def _small(self, ops: tuple[RankOp, ...], work: Work) -> list[Timed]:
+        """Norms, quantisation, rope, activations, routing: kernels that only move activations."""
+        profile, row = self.profile, self.config.hidden_size * 2.0
+        moved = work.tokens * row * profile.small_bytes / (self.card.bandwidth * profile.bandwidth_reached)
+        items = []
+        for kind in ("dense", "moe"):
+            layers = sum(op.layers for op in ops if op.kind == "experts") if kind == "moe" else 0
+            if kind == "dense":
+                layers = sum(op.layers for op in ops if op.name == "layernorms") - sum(op.layers for op in ops if op.kind == "experts")
+            if layers:
+                started = profile.small.get(kind, 0) * self._kernel_seconds()
+                items.append(Timed("small kernels", "activations", layers * started, "launch"))
+                items.append(Timed("small kernels", "activations", layers * moved, "memory"))
+        return items
+
+    def floor(self, op: RankOp, card: Card | None = None) -> tuple[float, str]:
+        """No kernel is faster: operations over the peak, or bytes over the bandwidth."""
+        card = card or self.card
+        compute, memory = op.flops / card.peak(op.dtype), op.bytes / card.bandwidth
+        return (compute, "compute") if compute > memory else (memory, "memory")
+
+    def _timed(self, op: RankOp) -> Timed:
+        if op.kind != "gather" and self._tables is not None and self._tables.has(op, self.config.is_mla):
+            return self._looked_up(op, self._tables)
+        return self._derived(op)
+
+    def _derived(self, op: RankOp) -> Timed:
+        """Without a table: the fractions of the peaks the profile or the card's own measurement gives, and a start."""
+        profile, card = self.profile, self.card
+        flops = card.achieved_flops.get(op.dtype, profile.flops_reached)
+        compute = op.flops / (card.peak(op.dtype) * flops)
+        memory = op.bytes / (card.bandwidth * (card.achieved_bandwidth or profile.bandwidth_reached))
+        start = self._kernel_seconds()
+        seconds = max(compute, memory) + start
+        limiter = "launch" if start > max(compute, memory) else "compute" if compute > memory else "memory"
+        return Timed(op.name, op.part, seconds * op.layers, limiter)
+
+    def _looked_up(self, op: RankOp, table: KernelTables) -> Timed:
+        seconds = self._experts(op, table) if op.kind == "experts" else table.seconds(op, self.config.is_mla)
+        measured = self.card if table.card == self.card.name else _card(table.card)
+        floor, limiter = self.floor(op)
+        there, _ = self.floor(op, measured)
+        if op.kind != "experts" and measured.name not in (self.card.name, self.card.measured):
+            start = min(self.profile.small_us * 1e-6, seconds)
+            seconds = start + (seconds - start) * floor / there
+        if op.dtype != "float32":  # routers in fp32 are multiplied as three bf16 products or TF32, not at the fp32 rate
+            seconds = max(seconds, floor)
+        return Timed(op.name, op.part, seconds * op.layers, limiter if floor > 0.3 * seconds else "launch", True)
+
+    def _experts(self, op: RankOp, table: KernelTables) -> float:
+        """The nearest measured time, in proportion to the floors of what was read and multiplied there and is here."""
+        found = table.expert_rows(op)
+        tokens, picks, distinct, hidden, inner, local = op.shape
+        if self.profile.routing == "table" and self.routing == UNIFORM and found.skewed and local == self.config.moe.num_experts:
+            distinct = min(distinct, found.distinct)  # the table's own routing
+        there = self._expert_floor(found.hidden, found.inner, found.picks, found.distinct, op, _card(table.card))
+        extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
+        here = self._expert_floor(hidden, inner, picks + extra * tokens, distinct + extra, op, self.card)
+        start = min(2 * self.profile.small_us * 1e-6, found.seconds)
+        return start + (found.seconds - start) * here / there
+
+    def _fused_shared(self) -> bool:
+        """Shared experts run as so many more routed experts: only where both are cut alike over the same ranks."""
+        return (
+            self.profile.shared_fused
+            and self.config.moe.num_shared > 0
+            and self.sizes.ep == 1
+            and self.sizes.dense_tp == self.sizes.expert_tp
+        )
+
+    @staticmethod
+    def _expert_floor(hidden: float, inner: float, picks: float, distinct: float, op: RankOp, card: Card) -> float:
+        width = 1.0 if op.dtype == "fp8" else 2.0
+        return max(3 * hidden * inner * distinct * width / card.bandwidth, 6 * hidden * inner * picks / card.peak(op.dtype))
+
+    def _sent(self, message: Message, prefill: bool) -> Timed:
+        seconds, measured = self.message_seconds(message, prefill)
+        return Timed(message.name, message.axis, seconds * message.layers, "network", measured)
+
+    def message_seconds(self, message: Message, prefill: bool) -> tuple[float, bool]:
+        """Measured where a table has the kind and the number of ranks, on a card with the same links; else latency and bytes."""
+        fast = message.span <= self.card.link.span
+        own = self.card.collectives.get(message.kind, {}).get(message.ranks) if self.profile.tables or self.profile.calibrated else None
+        if own and fast:
+            return curve_seconds(own, message.bytes), True
+        if self._tables is not None and self.profile.tables:
+            there = _card(self._tables.card)
+            same = there.link == self.card.link and there.network == self.card.network
+            looked = self._tables.collective(message, low_latency=not prefill) if same else None
+            if looked is not None and (fast or message.kind == "all_to_all"):
+                return looked * message.wide, True
+        link = self.card.link if fast else self.card.network
+        share = 1.0
+        if not fast and message.kind == "all_to_all":
+            share = (message.ranks - self.card.link.span) / (message.ranks - 1)  # copies for the own node take the fast link
+        rounds = 2 if message.kind == "all_reduce" else 1
+        return rounds * link.latency + share * message.wire_bytes / (link.bandwidth * self.profile.link_reached), False
+
+
+def _card(name: str) -> Card:
+    return load_card(name)
+
+
+def activation_bytes(
+    config: ModelConfig,
+    sizes: ParallelConfig,
+    tokens: int,
+    fmt: Format = DEFAULT_FORMAT,
+    longest: int | None = None,
+) -> float:
+    """Largest live activations of a step of `tokens` tokens: the residual and its copy, the FFN's inside for every pick, queries, and
+    logits of up to 256 rows in fp32; and what MLA prompts decompress of the cache."""
+    moe, hidden = config.moe, config.hidden_size
+    picks = tokens * sizes.dp * moe.top_k / sizes.ep
+    experts = picks * (hidden + 3 * moe.intermediate_size / sizes.expert_tp) * 2
+    attention = config.attention
+    width = attention.head_dim if isinstance(attention, GQAConfig) else attention.qk_dim
+    heads = tokens * attention.num_heads / sizes.tp * width * 2 * 2
+    logits = min(tokens, 256) * config.vocab_size * 4.0
+    cached = decompressed_bytes(config, sizes, tokens, fmt, longest)
+    return 4 * tokens * hidden * 2 + experts + heads + logits + cached
+
+
+def decompressed_bytes(
+    config: ModelConfig,
+    sizes: ParallelConfig,
+    tokens: int,
+    fmt: Format,
+    longest: int | None,
+) -> int:
+    """What attention in form CC takes of a card beside weights and cache, whatever requests make up
+    a step of `tokens` tokens."""
+    mla = config.attention
+    if not tokens or not isinstance(mla, MLAConfig) or fmt.form == "CD":
+        return 0
+    own = replace(mla, num_heads=mla.num_heads // sizes.tp)
+    width = DTYPE_BYTES[fmt.dtype or config.dtype]
+    longest = longest or config.max_position
+    return workspace_bytes(own, width, "cuda", PAGE, tokens, longest, min(tokens, longest))
+
+
+# ---- critical sizes
+
+
+def compute_bound_tokens(config: ModelConfig, card: Card) -> tuple[float, float]:
+    """(tokens for one expert, tokens in all under even routing) at which reading an expert takes as long as multiplying with it: weights
+    of w bytes an element and rate F at bandwidth B give F w / 2 B rows."""
+    kind = "fp8" if config.quant else "bfloat16"
+    rows = card.peak(kind) * (1 if config.quant else 2) / (2 * card.bandwidth)
+    return rows, rows * config.moe.num_experts / config.moe.top_k
+
+
+def expert_seconds(config: ModelConfig, card: Card) -> float:
+    """Reading one expert once."""
+    return 3 * config.hidden_size * config.moe.intermediate_size * (1 if config.quant else 2) / card.bandwidth
+
+
+def rpc_seconds(config: ModelConfig, card: Card, tokens: int, copies: float = 1.0) -> float:
+    """Sending `tokens` hidden states there and back over the network in the model's dtype, each `copies` times."""
+    return 2 * (card.network.latency + copies * tokens * config.hidden_size * 2 / card.network.bandwidth)
+
+
+def largest_batch(model: StepModel, context: int, step_tokens: int = 0, mtp: bool = False) -> int:
+    """Requests of `context` tokens whose cache fits in one attention group."""
+    if context < 1:
+        raise ConfigError(f"context={context} must be at least 1")
+    return model.cache_tokens(step_tokens, mtp) // context
+
+
+def with_link(card: Card, network_gbit: float | None) -> Card:
+    """The same card on another network (Gbit/s a card)."""
+    if network_gbit is None:
+        return card
+    if network_gbit <= 0:
+        raise ConfigError(f"network={network_gbit} Gbit/s must be above 0")
+    return replace(card, network=replace(card.network, bandwidth=network_gbit / 8 * 1e9))

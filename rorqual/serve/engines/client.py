@@ -1,0 +1,117 @@
+"""The API process's side of one engine: its sockets, who waits for what, and the newest figures. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from rorqual.request import Request
+from rorqual.serve import messages
+from rorqual.serve.engines.job import Job
+from rorqual.serve.errors import engine_died
+
+log = logging.getLogger("rorqual.serve")
+
+
+class EngineClient:
+    """Bound to one life of an engine process; a restarted engine gets a new client.
+
+    `live` holds, by the engine's request id, the job, the choice and the tokens that the sequence counts for: `load` is their sum.
+    """
+
+    def __init__(self, folder: Path, name: str, index: int):
+        self.index = index
+        self.inbox, self.outbox = f"ipc://{folder}/{name}-in", f"ipc://{folder}/{name}-out"
+        context = zmq.asyncio.Context.instance()
+        self.receiver = context.socket(zmq.PULL)
+        self.sender = zmq.Context(context).socket(zmq.PUSH)  # plain: with no high-water mark it never waits
+        for socket, address in ((self.sender, self.inbox), (self.receiver, self.outbox)):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.bind(address)
+        self.encoder, self.decoder = messages.encoder(), messages.client_decoder()
+        self.live: dict[str, tuple[Job, int, int]] = {}
+        self.load = 0
+        self.info: messages.EngineInfo | None = None
+        self.snapshot = messages.Snapshot(0.0)
+        self.ended: deque[messages.Ended] = deque(maxlen=20_000)
+        self.dying: messages.Dying | None = None
+        self.ready = asyncio.Event()
+        self.last_heard = time.monotonic()
+
+    # ---- to the engine
+
+    def add(self, request: Request, every_step: bool, job: Job, choice: int, tokens: int) -> None:
+        if not self.live:
+            self.last_heard = time.monotonic()
+        self.live[request.id] = (job, choice, tokens)
+        self.load += tokens
+        self._send(messages.Add(request, every_step))
+
+    def cancel(self, ids: list[str]) -> None:
+        """Forget these and tell the engine; ids that have ended are passed over."""
+        there = [name for name in ids if self._forget(name)]
+        if there:
+            self._send(messages.Cancel(there))
+
+    def reset_prefix(self) -> None:
+        self._send(messages.ResetPrefix())
+
+    def shut_down(self) -> None:
+        self._send(messages.Shutdown())
+
+    def _send(self, message: messages.ToEngine) -> None:
+        self.sender.send(self.encoder.encode(message), zmq.NOBLOCK)
+
+    def _forget(self, name: str) -> bool:
+        entry = self.live.pop(name, None)
+        if entry is not None:
+            self.load -= entry[2]
+        return entry is not None
+
+    # ---- from the engine
+
+    async def listen(self) -> None:
+        """Hand out what the engine says, until cancelled."""
+        while True:
+            self._take(self.decoder.decode(await self.receiver.recv()))
+
+    def _take(self, message: messages.FromEngine) -> None:
+        self.last_heard = time.monotonic()
+        if isinstance(message, messages.Step):
+            for output in message.outputs:
+                self._deliver(output)
+        elif isinstance(message, messages.Snapshot):
+            self.ended.extend(message.ended)
+            self.snapshot = message
+        elif isinstance(message, messages.Refused):
+            entry = self.live.get(message.id)
+            if self._forget(message.id) and entry is not None:
+                entry[0].refuse(message.message)
+        elif isinstance(message, messages.EngineInfo):
+            self.info = message
+            self.ready.set()
+        else:
+            self.dying = message
+
+    def _deliver(self, output: messages.Output) -> None:
+        entry = self.live.get(output.id)
+        if entry is None:
+            return  # cancelled while the step ran
+        if output.finish is not None:
+            self._forget(output.id)
+        entry[0].feed(entry[1], output)
+
+    def close(self) -> None:
+        """The engine has gone: every open request ends with an error."""
+        live, self.live, self.load = self.live, {}, 0
+        for job, _, _ in live.values():
+            job.fail(engine_died())
+        self.sender.close()
+        self.receiver.close()

@@ -1,0 +1,67 @@
+"""What an engine process counts: one record a live request, one addition a token. Latencies are taken where a step's tokens leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rorqual.engine.engine import Engine
+from rorqual.engine.scheduling.sequence import Sequence
+from rorqual.serve.engines.histogram import BOUNDS, Histogram
+from rorqual.serve.messages import Ended, Snapshot
+
+MOST_ENDED = 4096  # requests that end between two snapshots; any further are left out of the percentiles
+
+
+class Meter:
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
+        self.finished: Counter[str] = Counter()
+        self.ended: list[Ended] = []
+
+    def count_gap(self, seconds: float, tokens: int) -> None:
+        """`tokens` came together, `seconds` after those before them: as many gaps of equal length."""
+        self.histograms["inter_token_latency_seconds"].add(seconds / tokens, tokens)
+
+    def end(self, sequence: Sequence, reason: str, started: float, first: float, now: float) -> None:
+        """A request's last token has come. Times: when it was admitted, when its first token came, and now."""
+        arrival, outputs = sequence.request.arrival, len(sequence.tokens) - sequence.prompt_len
+        tpot = (now - first) / (outputs - 1) if outputs > 1 else None
+        times = Ended(now, first - arrival, tpot, now - arrival, started - arrival)
+        self.finished[reason] += 1
+        self._observe("time_to_first_token_seconds", times.ttft)
+        self._observe("e2e_request_latency_seconds", times.e2e)
+        self._observe("request_queue_time_seconds", times.queue)
+        self._observe("request_prompt_tokens", sequence.prompt_len)
+        self._observe("request_generation_tokens", outputs)
+        if tpot is not None:
+            self._observe("request_time_per_output_token_seconds", tpot)
+        if len(self.ended) < MOST_ENDED:
+            self.ended.append(times)
+
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].add(value)
+
+    def snapshot(self, now: float) -> Snapshot:
+        usage, stats = self.engine.scheduler.usage(), self.engine.stats
+        ended, self.ended = self.ended, []
+        return Snapshot(
+            at=now,
+            running=usage.running,
+            waiting=usage.waiting,
+            steps=stats.steps,
+            prompt_tokens=stats.prompt_tokens,
+            output_tokens=stats.output_tokens,
+            pages_total=usage.pages,
+            pages_used=usage.pages_used,
+            pages_cached=usage.pages_cached,
+            prefix_queries=usage.prefix_queries,
+            prefix_hits=usage.prefix_hits,
+            preemptions=usage.preemptions,
+            drafted=list(stats.drafted),
+            accepted=list(stats.accepted),
+            finished=dict(self.finished),
+            histograms={name: histogram.state() for name, histogram in self.histograms.items()},
+            ended=ended,
+            expert_load=self.engine.expert_load(),
+        )

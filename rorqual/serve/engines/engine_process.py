@@ -1,0 +1,275 @@
+"""The engine process: an Engine, and the loop that feeds it from one socket and tells another what each step brought.
+
+Started as `python -m rorqual.serve.engines.engine_process` with a WorkerConfig as one line of JSON on its standard input.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.engine import Engine
+from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
+from rorqual.engine.scheduling.sequence import Sequence, TokenOut
+from rorqual.errors import RequestError, RorqualError
+from rorqual.request import Request
+from rorqual.serve import messages
+from rorqual.serve.engines.engine_metrics import Meter
+from rorqual.serve.engines.sockets import Link
+from rorqual.text.child_process import die_with_parent
+from rorqual.text.generation_config import read_generation
+from rorqual.text.grammar import GrammarLimits, XGrammars
+
+log = logging.getLogger("rorqual.engine")
+
+SNAPSHOT_SECONDS = 0.25
+IDLE_POLL_MS = 1000
+STARTUP_FAILED = 3  # exit status: the engine could not start as asked
+STEP_FAILED = 4  # exit status: a step raised
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """engine: fields of EngineConfig. The sockets are addresses the API process has bound.
+    tokenizer: the folder of the server's, where it is not the model's own."""
+
+    parent: int
+    inbox: str
+    outbox: str
+    engine: dict[str, Any]
+    grammar: GrammarLimits
+    structured: bool = True
+    tokenizer: str | None = None
+
+
+@dataclass(slots=True)
+class Live:
+    """A request the caller still wants. `held` keeps its compiled grammar.
+
+    `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0 until then.
+    """
+
+    sequence: Sequence
+    every_step: bool
+    held: Any = None
+    started: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # kept for the end where the caller waits for it
+
+
+class Worker:
+    """`run` until told to shut down."""
+
+    def __init__(self, engine: Engine, link: Link, grammars: XGrammars | None):
+        self.engine, self.link, self.grammars = engine, link, grammars
+        self.meter = Meter(engine)
+        self.live: dict[str, Live] = {}
+        self.unstarted: dict[str, Live] = {}
+        self.preparing: dict[str, messages.Add] = {}
+        self.prepared: SimpleQueue[tuple[messages.Add, Exception | None]] = SimpleQueue()
+        self.running = True
+        self.next_snapshot = 0.0
+
+    def run(self) -> None:
+        while self.running:
+            if not self.engine.has_work:
+                self._snapshot(time.monotonic())
+                self.link.wait(IDLE_POLL_MS)
+            self._receive()
+            if self.engine.has_work:
+                self._step()
+
+    # ---- what comes in
+
+    def _receive(self) -> None:
+        while (message := self.link.receive()) is not None:
+            self._take(message)
+        while not self.prepared.empty():
+            add, error = self.prepared.get()
+            if self.preparing.pop(add.request.id, None) is not None:
+                self._refuse(add.request, error) if error else self._add(add)
+
+    def _take(self, message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Add):
+            self._prepare(message) if message.request.params.structured else self._add(message)
+        elif isinstance(message, messages.Cancel):
+            for name in message.ids:
+                self.cancel(name)
+        elif isinstance(message, messages.ResetPrefix):
+            self.engine.scheduler.prefix.clear()
+        else:
+            self.running = False
+
+    def cancel(self, name: str) -> None:
+        self.preparing.pop(name, None)
+        self.unstarted.pop(name, None)
+        if self.live.pop(name, None) is not None:
+            self.engine.abort(name)
+            self.meter.finished["abort"] += 1
+
+    def _prepare(self, add: messages.Add) -> None:
+        """Grammars are compiled beside the steps; the request is queued once its own is there."""
+        structure = add.request.params.structured
+        assert structure is not None
+        if self.grammars is None:
+            self._refuse(add.request, RequestError("structured output is not offered by this server"))
+        elif self.grammars.ready(structure):
+            self._add(add)
+        else:
+            self.preparing[add.request.id] = add
+            self.grammars.prepare(structure, partial(self._when_prepared, add))
+
+    def _when_prepared(self, add: messages.Add, error: Exception | None) -> None:
+        """Called on the preparing thread."""
+        self.prepared.put((add, error))
+        self.link.wake()
+
+    def _add(self, add: messages.Add) -> None:
+        request = add.request
+        try:
+            self.engine.add(request)
+        except RequestError as error:
+            self._refuse(request, error)
+            return
+        held = self.grammars.hold(request.params.structured) if self.grammars else None
+        live = Live(self.engine.scheduler.sequences[request.id], add.every_step, held)
+        self.live[request.id] = self.unstarted[request.id] = live
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        self.link.send(messages.Refused(request.id, str(error)))
+
+    # ---- what goes out
+
+    def _step(self) -> None:
+        before = time.monotonic()
+        outs = self.engine.step()
+        now = time.monotonic()
+        for name in [name for name, live in self.unstarted.items() if live.sequence.num_cached_prompt is not None]:
+            self.unstarted.pop(name).started = before
+        outputs = self._outputs(outs, before, now)
+        if outputs:
+            self.link.send(messages.Step(outputs))
+        if now >= self.next_snapshot:
+            self._snapshot(now)
+
+    def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
+        """One Output for each request that has something to say; a step may bring several tokens of one request."""
+        found: dict[str, messages.Output] = {}
+        tokens: dict[str, int] = {}
+        for out in outs:
+            name = out.sequence.request.id
+            live = self.live.get(name)
+            if live is None:
+                continue
+            tokens[name] = tokens.get(name, 0) + 1
+            if live.every_step:
+                self._extend(found, name, out)
+            elif out.logprobs is not None:
+                live.logprobs.append(out.logprobs)
+            if out.finish is not None:
+                found[name] = found.get(name) or _whole(name, out, live.logprobs)
+                self._end(name, live, out, tokens.pop(name), before, now)
+        for name, count in tokens.items():
+            self._count(self.live[name], count, now)
+        return list(found.values())
+
+    def _extend(self, found: dict[str, messages.Output], name: str, out: TokenOut) -> None:
+        output = found.get(name)
+        if output is None:
+            output = found[name] = messages.Output(name, [], cached=out.sequence.num_cached_prompt or 0)
+        output.tokens.append(out.token)
+        if out.logprobs is not None:
+            output.logprobs = [*(output.logprobs or ()), out.logprobs]
+        if out.finish is not None:
+            output.finish, output.stop_token = out.finish.value, out.sequence.stop_token
+
+    def _count(self, live: Live, tokens: int, now: float) -> None:
+        if live.first:
+            self.meter.count_gap(now - live.last, tokens)
+        else:
+            live.first = now
+        live.last = now
+
+    def _end(self, name: str, live: Live, out: TokenOut, tokens: int, before: float, now: float) -> None:
+        self._count(live, tokens, now)
+        assert out.finish is not None
+        self.meter.end(out.sequence, out.finish.value, live.started or before, live.first, now)
+        self.unstarted.pop(name, None)
+        del self.live[name]
+
+    def _snapshot(self, now: float) -> None:
+        self.next_snapshot = now + SNAPSHOT_SECONDS
+        self.link.send(self.meter.snapshot(now))
+
+
+def _whole(name: str, out: TokenOut, logprobs: list[TokenLogprobs]) -> messages.Output:
+    sequence = out.sequence
+    assert out.finish is not None
+    return messages.Output(name, sequence.outputs, out.finish.value, sequence.stop_token, sequence.num_cached_prompt or 0, logprobs or None)
+
+
+def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
+    config, scheduler = engine.config, engine.scheduler.config
+    sizes = (scheduler.max_model_len, scheduler.max_num_seqs, scheduler.num_pages - 1, scheduler.page_size)
+    vocab = engine.model_config.vocab_size
+    return messages.EngineInfo(os.getpid(), config.model, engine.dtype, engine.platform.name, vocab, *sizes, eos, engine.stats.startup)
+
+
+def _start(config: WorkerConfig, link: Link) -> Worker:
+    from pathlib import Path
+
+    options = {**config.engine, "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ()))}
+    engine = Engine(EngineConfig(**options))
+    eos = read_generation(Path(engine.config.model), engine.model_config).eos_token_ids
+    where = Path(config.tokenizer or engine.config.model)
+    vocab_size = engine.model_config.vocab_size
+    grammars = XGrammars.make(where, vocab_size, eos, config.grammar) if config.structured else None
+    if grammars is not None:
+        engine.grammars = grammars
+        grammars.warm()
+    link.send(info(engine, eos))
+    return Worker(engine, link, grammars)
+
+
+def main() -> int:
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    die_with_parent(config.parent)
+    logging.basicConfig(level=logging.INFO, format="rorqual engine: %(message)s")
+    faulthandler.register(signal.SIGUSR1)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C and SIGTERM reach the whole group; the API process drains, then says when to leave
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = Link(config.inbox, config.outbox)
+    try:
+        worker = _start(config, link)
+    except RorqualError as error:
+        link.send(messages.Dying(str(error), user=True))
+        link.close()
+        return STARTUP_FAILED
+    try:
+        worker.run()
+    except Exception as error:
+        log.exception("a step failed")
+        link.send(messages.Dying(f"{type(error).__name__}: {error}", user=False))
+        return STEP_FAILED
+    finally:
+        if worker.grammars is not None:
+            worker.grammars.close()
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

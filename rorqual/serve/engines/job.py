@@ -1,0 +1,79 @@
+"""One HTTP request's share of the engines: what has come for it and not yet been taken. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from rorqual.serve.errors import ApiError, too_slow
+from rorqual.serve.messages import Output
+
+
+class Canceller(Protocol):
+    def cancel(self, ids: list[str]) -> None: ...
+
+
+class Job:
+    """`feed` from the engine's link, `take` from the request's task: whatever came in between is taken at once.
+
+    `placed` holds, choice by choice, the engine and the id each sequence went to. More than `buffered` tokens untaken mean a reader
+    slower than the engine: the job fails and the connection is aborted, for a task that waits for its socket would not notice.
+    """
+
+    def __init__(self, buffered: int):
+        self.buffered = buffered
+        self.placed: list[tuple[Canceller, str]] = []
+        self.items: list[tuple[int, Output]] = []
+        self.tokens = 0
+        self.error: Exception | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self.abort_connection: Callable[[], None] | None = None
+
+    def feed(self, choice: int, output: Output) -> None:
+        self.items.append((choice, output))
+        self.tokens += len(output.tokens)
+        if self.tokens > self.buffered and self.abort_connection is not None:
+            self.fail(too_slow(self.tokens))
+            self.abort_connection()
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End the request with this error; the first one counts. Its sequences are cancelled now, not when the task wakes."""
+        if self.error is None:
+            self.error = error
+            self.close()
+        self._wake()
+
+    def refuse(self, message: str) -> None:
+        """The engine will not serve this request: the caller's mistake."""
+        self.fail(ApiError(400, message, param=parameter_of(message)))
+
+    def cancel(self, choice: int) -> None:
+        client, name = self.placed[choice]
+        client.cancel([name])
+
+    def close(self) -> None:
+        """Cancel whatever has not ended."""
+        for client, name in self.placed:
+            client.cancel([name])
+
+    async def take(self) -> list[tuple[int, Output]]:
+        """Everything that has come, at least one output. Raises the job's error once there is one."""
+        while not self.items and self.error is None:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        if self.error is not None:
+            raise self.error
+        items, self.items, self.tokens = self.items, [], 0
+        return items
+
+    def _wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+def parameter_of(message: str) -> str | None:
+    """Messages about one parameter begin with its name: `top_p=3 is out of range`."""
+    name = message.split("=", 1)[0]
+    return name if name.isidentifier() and name != message else None

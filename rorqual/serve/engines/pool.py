@@ -1,0 +1,246 @@
+"""The engine processes behind one API process: started, watched, chosen among, restarted. No torch.
+
+An engine's end is seen through a pidfd, which becomes readable the moment the process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rorqual.cache.prefix import next_key, root_key
+from rorqual.errors import RorqualError
+from rorqual.request import Request
+from rorqual.serve.engines.client import EngineClient
+from rorqual.serve.engines.job import Job
+from rorqual.serve.errors import not_ready
+from rorqual.serve.limits import Limits
+
+log = logging.getLogger("rorqual.serve")
+
+BACKOFF = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each restart in a row; then the server gives up
+CALM = 300.0  # seconds an engine must have served for earlier deaths to be forgotten
+WATCH_SECONDS = 0.25
+AFFINITY_BLOCK = 64  # tokens of prompt by which engines are told apart
+AFFINITY_BLOCKS = 32
+AFFINITY_KEPT = 50_000
+SLACK = 4096  # tokens by which the engine that knows a prefix may be busier than the least busy
+EXPECTED = 1024  # tokens that a request counts as about to write, at most: few come near their limit, and many name none
+
+
+class EngineFailure(RorqualError):
+    """An engine could not start, or died and is not to be restarted."""
+
+
+class Engine:
+    """One place in the fleet: the process now in it and its client."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.client: EngineClient | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        self.deaths = 0
+
+    @property
+    def serving(self) -> EngineClient | None:
+        return self.client if self.client is not None and self.client.ready.is_set() else None
+
+
+class Fleet:
+    """`run` keeps every engine alive until `stop`; it raises EngineFailure when that is no longer possible."""
+
+    def __init__(
+        self,
+        options: list[dict[str, Any]],
+        limits: Limits,
+        restart: bool = False,
+        stall: float = 300.0,
+        structured: bool = True,
+        tokenizer: Path | None = None,
+    ):
+        """tokenizer: the folder of the one whose tokens grammars are about; the model's if None."""
+        self.options, self.limits, self.restart, self.stall, self.structured = options, limits, restart, stall, structured
+        self.tokenizer = tokenizer
+        self.engines = [Engine(index) for index in range(len(options))]
+        self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))  # mode 0700: no one else reaches the sockets
+        self.ids = itertools.count()
+        self.lives = itertools.count()
+        self.known: dict[bytes, int] = {}
+        self.stopping = False
+        self.restarts = 0
+
+    # ---- life
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for engine in self.engines:
+                group.create_task(self._keep(engine))
+
+    async def _keep(self, engine: Engine) -> None:
+        while not self.stopping:
+            since = time.monotonic()
+            status = await self._live(engine)
+            if self.stopping:
+                return
+            died = engine.client.dying if engine.client else None
+            reason = died.message if died else f"exit status {status}"
+            log.error("engine %d ended: %s", engine.index, reason)
+            engine.deaths = 1 if time.monotonic() - since > CALM else engine.deaths + 1
+            if not self.restart or (died and died.user) or engine.deaths > len(BACKOFF):
+                raise EngineFailure(f"engine {engine.index} ended: {reason}")
+            self.restarts += 1
+            await asyncio.sleep(BACKOFF[engine.deaths - 1])
+
+    async def _live(self, engine: Engine) -> int:
+        """Start the process, wait for its end, tell everyone. Returns its exit status."""
+        client = engine.client = EngineClient(self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index)
+        listener = asyncio.create_task(client.listen())
+        engine.child = self._spawn(engine, client)
+        try:
+            await self._gone(engine.child, client)
+            await asyncio.sleep(0.05)  # its last words may still be on their way
+        finally:
+            listener.cancel()
+            client.ready.clear()
+            client.close()
+            _kill(engine.child)
+            self.known = {key: index for key, index in self.known.items() if index != engine.index}  # the next life knows no prefix
+        return engine.child.returncode
+
+    def _spawn(self, engine: Engine, client: EngineClient) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen([sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE)
+        config = {
+            "parent": os.getpid(),
+            "inbox": client.inbox,
+            "outbox": client.outbox,
+            "engine": self.options[engine.index],
+            "grammar": self.limits.grammar,
+            "structured": self.structured,
+            "tokenizer": None if self.tokenizer is None else str(self.tokenizer),
+        }
+        assert child.stdin is not None
+        with suppress(BrokenPipeError):
+            child.stdin.write(msgspec.json.encode(config) + b"\n")
+            child.stdin.flush()
+        return child
+
+    async def _gone(self, child: subprocess.Popen[bytes], client: EngineClient) -> None:
+        """Return when the process has ended. One that works on requests and says nothing for `stall` seconds is ended here."""
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        pidfd = os.pidfd_open(child.pid)
+        loop.add_reader(pidfd, gone.set)
+        try:
+            while not gone.is_set():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(gone.wait(), WATCH_SECONDS)
+                if client.live and time.monotonic() - client.last_heard > self.stall:
+                    log.error("engine %d has said nothing for %g s; its threads:", client.index, self.stall)
+                    child.send_signal(signal.SIGUSR1)
+                    await asyncio.sleep(0.5)
+                    child.kill()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        child.wait()
+
+    async def stop(self) -> None:
+        """Ask every engine to leave, then make it."""
+        self.stopping = True
+        for engine in self.engines:
+            if engine.client is not None and engine.child is not None and engine.child.poll() is None:
+                engine.client.shut_down()
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline and any(e.child is not None and e.child.poll() is None for e in self.engines):
+            await asyncio.sleep(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        for engine in self.engines:
+            if engine.child is not None:
+                _kill(engine.child)
+        for path in self.folder.glob("*"):
+            path.unlink()
+        with suppress(FileNotFoundError):
+            self.folder.rmdir()
+
+    # ---- state
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return [engine.serving for engine in self.engines if engine.serving is not None]
+
+    @property
+    def healthy(self) -> bool:
+        """Every engine serves."""
+        return len(self.clients) == len(self.engines)
+
+    @property
+    def live(self) -> int:
+        return sum(len(client.live) for client in self.clients)
+
+    @property
+    def room(self) -> int:
+        """Sequences that may be open at once: those that can run and those that may wait."""
+        return self.limits.waiting + sum(client.info.max_num_seqs for client in self.clients if client.info is not None)
+
+    # ---- requests
+
+    def new_id(self) -> str:
+        return str(next(self.ids))
+
+    def submit(self, requests: list[Request], every_step: bool, job: Job) -> None:
+        """Send a job's sequences, choice by choice; the job cancels them."""
+        for choice, request in enumerate(requests):
+            client = self._choose(request)
+            assert client.info is not None
+            most = request.params.max_tokens or client.info.max_model_len
+            job.placed.append((client, request.id))
+            client.add(request, every_step, job, choice, len(request.prompt) + min(most, EXPECTED))
+
+    def _choose(self, request: Request) -> EngineClient:
+        """The engine that last saw the longest beginning of this prompt, unless it is much busier than the least busy by live tokens."""
+        clients = self.clients
+        if not clients:
+            raise not_ready("no engine is ready")
+        if len(self.engines) == 1:
+            return clients[0]
+        least = min(clients, key=lambda client: client.load)
+        keys = _keys(request)
+        known = next((self.known[key] for key in reversed(keys) if key in self.known), None)
+        holder = next((client for client in clients if client.index == known), least)
+        chosen = holder if holder.load <= least.load + SLACK else least
+        for key in keys:
+            self.known.pop(key, None)
+            self.known[key] = chosen.index
+        while len(self.known) > AFFINITY_KEPT:
+            del self.known[next(iter(self.known))]
+        return chosen
+
+
+def _keys(request: Request) -> list[bytes]:
+    """Chain keys of the prompt's first blocks, within the request's salt."""
+    key, keys = root_key(request.cache_salt), []
+    for start in range(0, min(len(request.prompt) - AFFINITY_BLOCK, AFFINITY_BLOCK * AFFINITY_BLOCKS) + 1, AFFINITY_BLOCK):
+        key = next_key(key, request.prompt[start : start + AFFINITY_BLOCK])
+        keys.append(key)
+    return keys
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    if child.poll() is None:
+        child.kill()
+    child.wait()
+    if child.stdin is not None:
+        child.stdin.close()

@@ -1,0 +1,50 @@
+"""The engine process's two sockets, and a pipe by which other threads wake its loop."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from rorqual.serve import messages
+
+
+class Link:
+    """`inbox` and `outbox` are addresses the API process has bound."""
+
+    def __init__(self, inbox: str, outbox: str):
+        context: Any = zmq.Context.instance()
+        self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket, address in ((self.inbox, inbox), (self.outbox, outbox)):
+            socket.set_hwm(0)  # the API process bounds the queue, and always reads
+            socket.linger = 1000
+            socket.connect(address)
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_read, False)
+        self.poller = zmq.Poller()
+        self.poller.register(self.inbox, zmq.POLLIN)
+        self.poller.register(self.wake_read, zmq.POLLIN)
+        self.decoder, self.encoder = messages.engine_decoder(), messages.encoder()
+
+    def send(self, message: messages.FromEngine) -> None:
+        self.outbox.send(self.encoder.encode(message))
+
+    def wait(self, milliseconds: int) -> None:
+        self.poller.poll(milliseconds)
+        with suppress(BlockingIOError):
+            os.read(self.wake_read, 4096)
+
+    def wake(self) -> None:
+        os.write(self.wake_write, b"\0")
+
+    def receive(self) -> messages.ToEngine | None:
+        try:
+            return self.decoder.decode(self.inbox.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.outbox.close()

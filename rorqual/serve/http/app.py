@@ -1,0 +1,219 @@
+"""The routes: OpenAI's, and those by which a server is watched and looked after."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+
+from rorqual.errors import RequestError
+from rorqual.serve.engines.job import Job, parameter_of
+from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.errors import ApiError, bad_request, not_ready, queue_full
+from rorqual.serve.http.auth import Gate
+from rorqual.serve.http.calls import Call
+from rorqual.serve.http.dashboard import add_dashboard
+from rorqual.serve.http.history import History
+from rorqual.serve.http.metrics import EngineMetrics, Rates, snapshot
+from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
+from rorqual.serve.http.request_builder import Builder, Served
+from rorqual.serve.http.response import Answer, error_response
+from rorqual.serve.http.sse import encode
+from rorqual.serve.limits import Limits
+
+LONGEST_RETRY = 60  # seconds
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request can never be served; `param` names the field."},
+    401: {"description": "The API key is missing or wrong."},
+    404: {"description": "No such model."},
+    408: {"description": "The body took too long to arrive."},
+    413: {"description": "The body is too large."},
+    429: {"description": "As many sequences wait as the server queues; see Retry-After."},
+    500: {"description": "The engine process ended while it worked on this request."},
+    503: {"description": "No engine is ready, or the server is shutting down."},
+    504: {"description": "The request took longer than the server allows."},
+}
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, whole or as server-sent events.", "content": {"application/json": {}, "text/event-stream": {}}},
+    **ERRORS,
+}
+
+
+class Api:
+    """State of the API process. `draining`: open requests go on, new ones are turned away."""
+
+    def __init__(self, served: Served, fleet: Fleet, limits: Limits, version: str, config: dict[str, Any]):
+        self.served, self.fleet, self.limits, self.version, self.config = served, fleet, limits, version, config
+        self.builder = Builder(served, fleet, limits)
+        self.counts: Counter[str] = Counter()
+        self.running: set[Job] = set()
+        self.rates = Rates(fleet)
+        self.history = History(fleet)
+        self.draining = False
+        self.created = int(time.time())
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(EngineMetrics(fleet, self.counts))
+
+    def admit(self, call: Call) -> Answer:
+        """Raises ApiError where there is no engine or no room in the queue."""
+        wanted = len(call.requests)
+        if self.fleet.live + wanted > self.fleet.room:
+            raise queue_full(self.fleet.live, self._retry_after())
+        return Answer(call, self.fleet, self.counts, self.running)
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise not_ready("it is shutting down")
+        if not self.fleet.clients:
+            raise not_ready("no engine is ready")
+
+    def _retry_after(self) -> int:
+        """About as long as a request takes now."""
+        recent = [one.e2e for client in self.fleet.clients for one in list(client.ended)[-100:]]
+        return min(LONGEST_RETRY, max(1, math.ceil(statistics.median(recent)))) if recent else 1
+
+
+def create_app(api: Api, key: str | None) -> FastAPI:
+    app = FastAPI(title="Rorqual", version=api.version, redirect_slashes=False)
+    _completions(app, api)
+    _state(app, api)
+    add_dashboard(app, api, key)
+    _errors(app, api)
+    app.add_middleware(Gate, key=key, limits=api.limits)
+    return app
+
+
+def _completions(app: FastAPI, api: Api) -> None:
+    @app.post("/v1/chat/completions", responses=ANSWERS, tags=["OpenAI"])
+    async def chat(body: ChatRequest) -> Response:
+        """Answer a conversation; with `stream`, as server-sent events."""
+        api.check_open()
+        return api.admit(await api.builder.chat(body))
+
+    @app.post("/v1/completions", responses=ANSWERS, tags=["OpenAI"])
+    async def complete(body: CompletionRequest) -> Response:
+        """Continue one prompt or several."""
+        api.check_open()
+        return api.admit(await api.builder.completion(body))
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def models() -> Response:
+        """What is served, under each of its names."""
+        return _json({"object": "list", "data": [_model(api, name) for name in api.served.names]})
+
+    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, tags=["OpenAI"])
+    async def model(name: str) -> Response:
+        """One of them."""
+        if name not in api.served.names:
+            raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
+        return _json(_model(api, name))
+
+
+def _model(api: Api, name: str) -> dict[str, Any]:
+    lengths = [client.info.max_model_len for client in api.fleet.clients if client.info is not None]
+    length = {"max_model_len": min(lengths)} if lengths else {}
+    return {"id": name, "object": "model", "created": api.created, "owned_by": "rorqual", **length}
+
+
+def _state(app: FastAPI, api: Api) -> None:
+    @app.get("/live", tags=["state"])
+    async def live() -> Response:
+        """The API process answers."""
+        return _json({"status": "ok"})
+
+    @app.get("/health", responses={503: ERRORS[503]}, tags=["state"])
+    async def health() -> Response:
+        """Every engine serves and new requests are taken."""
+        if api.draining or not api.fleet.healthy:
+            return error_response(not_ready("it is shutting down" if api.draining else "an engine is not ready"))
+        return _json({"status": "ok"})
+
+    @app.get("/version", tags=["state"])
+    async def version() -> Response:
+        return _json({"version": api.version})
+
+    @app.get("/metrics", tags=["state"], response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(generate_latest(api.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats", tags=["state"])
+    async def stats() -> Response:
+        """The figures of this moment as one JSON object."""
+        return _json(snapshot(api.fleet, api.rates, api.counts))
+
+    @app.get("/server_info", tags=["state"])
+    async def server_info() -> Response:
+        """How the server was started and what its engines came to."""
+        engines = [client.info for client in api.fleet.clients]
+        return _json({"version": api.version, "config": api.config, "engines": [_info(info) for info in engines if info is not None]})
+
+    @app.post("/reset_prefix_cache", tags=["state"])
+    async def reset_prefix_cache() -> Response:
+        """Drop every cached page that no request uses; takes effect before each engine's next step."""
+        for client in api.fleet.clients:
+            client.reset_prefix()
+        return _json({"status": "ok"})
+
+
+def _info(info: Any) -> dict[str, Any]:
+    return {name: getattr(info, name) for name in info.__struct_fields__}
+
+
+def _errors(app: FastAPI, api: Api) -> None:
+    """Every error has OpenAI's shape, whoever raised it."""
+
+    def answer(error: ApiError) -> Response:
+        api.counts[f"failed_{error.status}"] += 1
+        return error_response(error)
+
+    @app.exception_handler(ApiError)
+    async def own(request: Request, error: ApiError) -> Response:
+        return answer(error)
+
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
+        return answer(bad_request(str(error), parameter_of(str(error))))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return answer(_of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        found = answer(ApiError(error.status_code, str(error.detail), kind))
+        found.headers.update(error.headers or {})
+        return found
+
+    @app.exception_handler(Exception)
+    async def defect(request: Request, error: Exception) -> Response:
+        return answer(ApiError(500, f"internal error: {type(error).__name__}", "server_error"))
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing wrong, with the field's name. Where a field may have several types, the name of the type is left out."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"][1:]]
+    field = ".".join(where) or None
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at byte {where[0] if where else 0}")
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"the field {field!r} is not known here", field)
+    if field == "suffix":
+        return bad_request("suffix is not supported: these models do not fill in", field)
+    return bad_request(f"{field or 'the body'}: {first['msg']}", field)
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")

@@ -1,0 +1,210 @@
+"""A request of the API on its way: its sequences, its replies, and how they are written. Kinds: chat, and plain text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rorqual.request import Request
+from rorqual.serve.engines.job import Job
+from rorqual.serve.http.choice import ChatReply, Reply
+from rorqual.serve.http.sse import (
+    ChatChoice,
+    Entries,
+    Head,
+    TextChoice,
+    chat_logprobs,
+    encode,
+    text_logprobs,
+    usage,
+)
+from rorqual.serve.messages import Output
+from rorqual.text.tokenizer import Tokenizer
+
+
+class Call:
+    """`requests` and `replies` go together, one a choice. take() feeds replies; `events` are what take() found to send.
+
+    top: how many likely tokens to list, None for no log probabilities.
+    """
+
+    def __init__(self, head: Head, requests: list[Request], prompt_tokens: int, tokenizer: Tokenizer, top: int | None):
+        self.head, self.requests, self.prompt_tokens, self.tokenizer, self.top = head, requests, prompt_tokens, tokenizer, top
+        self.replies: list[Reply] = []
+        self.stream = self.include_usage = self.continuous_usage = False
+        self.open = len(requests)
+
+    @property
+    def every_step(self) -> bool:
+        """Whether the engine must tell of each token as it comes."""
+        return self.stream or any(reply.params.stop for reply in self.replies)
+
+    def take(self, items: list[tuple[int, Output]], job: Job) -> list[bytes]:
+        """Take in outputs; returns the events to send where the answer streams. Outputs of one choice become one event."""
+        events: list[bytes] = []
+        for choice, output in _merged(items):
+            reply = self.replies[choice]
+            if reply.finish is not None:
+                continue
+            piece = reply.push(output)
+            if reply.finish is not None:
+                self.open -= 1
+                if reply.stopped:
+                    job.cancel(choice)
+            self._note(choice, piece.text, piece.entries, events)
+        return events
+
+    def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _event(self, choice: bytes) -> bytes:
+        return self.head.event(choice, encode(usage(self.prompt_tokens, self.replies)) if self.continuous_usage else b"")
+
+    def last_events(self) -> list[bytes]:
+        if not self.include_usage:
+            return []
+        return [self.head.event(b"", encode(usage(self.prompt_tokens, self.replies)))]
+
+    def whole(self) -> bytes:
+        raise NotImplementedError
+
+
+class ChatCall(Call):
+    def __init__(self, *args: Any, include_reasoning: bool = True):
+        super().__init__(*args)
+        self.include_reasoning = include_reasoning
+        self.parts = [ChatChoice(i) for i in range(len(self.requests))]
+        self.begun = [False] * len(self.requests)
+        self.texts: list[list[tuple[str, Any]]] = [[] for _ in self.requests]
+        self.entries: list[Entries] = [[] for _ in self.requests]
+
+    def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
+        reply = self.replies[choice]
+        assert isinstance(reply, ChatReply)
+        if not self.stream:
+            self.texts[choice].extend(reply.fields(text))
+            self.entries[choice].extend(entries or ())
+            return
+        part = self.parts[choice]
+        if not self.begun[choice]:
+            self.begun[choice] = True
+            events.append(self._event(part.role()))
+        if entries and self.top is not None:
+            self._with_logprobs(reply, part, text, entries, events)
+        elif reply.plain:
+            if text:
+                events.append(self._event(part.content(text)))
+        else:
+            self._fields(reply, part, text, events)
+        if reply.finish is not None:
+            events.append(self._event(part.last(reply.finish_reason or "stop", reply.stop_reason)))
+
+    def _with_logprobs(self, reply: ChatReply, part: ChatChoice, text: str, entries: Entries, events: list[bytes]) -> None:
+        """The log probabilities go with whatever content there is, also none: a token may end inside a character."""
+        assert self.top is not None
+        found = encode(chat_logprobs(entries, self.top, self.tokenizer))
+        content = text
+        if not reply.plain:
+            fields = list(reply.fields(text))
+            content = "".join(value for name, value in fields if name == "content")
+            events.extend(self._event(part.other(name, value)) for name, value in fields if name != "content" and self._shown(name))
+        events.append(self._event(part.content(content, found)))
+
+    def _fields(self, reply: ChatReply, part: ChatChoice, text: str, events: list[bytes]) -> None:
+        for name, value in reply.fields(text):
+            if self._shown(name):
+                events.append(self._event(part.content(value) if name == "content" else part.other(name, value)))
+
+    def _shown(self, name: str) -> bool:
+        return name != "reasoning_content" or self.include_reasoning
+
+    def whole(self) -> bytes:
+        choices = [self._choice(i) for i in range(len(self.replies))]
+        return self.head.whole("chat.completion", choices, usage(self.prompt_tokens, self.replies))
+
+    def _choice(self, i: int) -> dict[str, Any]:
+        reply = self.replies[i]
+        assert isinstance(reply, ChatReply)
+        logprobs = None if self.top is None else chat_logprobs(self.entries[i], self.top, self.tokenizer)
+        choice = {"index": i, "message": self._message(i), "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        return {**choice, "stop_reason": reply.stop_reason}
+
+    def _message(self, i: int) -> dict[str, Any]:
+        content = "".join(value for name, value in self.texts[i] if name == "content")
+        thought = "".join(value for name, value in self.texts[i] if name == "reasoning_content")
+        calls = _joined([delta for name, value in self.texts[i] if name == "tool_calls" for delta in value])
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        if thought and self.include_reasoning:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+class TextCall(Call):
+    """`echo`: each choice's text begins with its prompt."""
+
+    def __init__(self, *args: Any, echo: list[str] | None = None):
+        super().__init__(*args)
+        self.echo = echo or [""] * len(self.requests)
+        self.parts = [TextChoice(i) for i in range(len(self.requests))]
+        self.texts: list[list[str]] = [[text] if text else [] for text in self.echo]
+        self.offsets = [len(text) for text in self.echo]
+        self.entries: list[Entries] = [[] for _ in self.requests]
+
+    def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
+        if not self.stream:
+            self.texts[choice].append(text)
+            self.entries[choice].extend(entries or ())
+            return
+        reply, logprobs = self.replies[choice], b"null"
+        if self.echo[choice]:
+            text, self.echo[choice] = self.echo[choice] + text, ""
+        if entries and self.top is not None:
+            found, self.offsets[choice] = text_logprobs(entries, self.top, self.offsets[choice], self.tokenizer)
+            logprobs = encode(found)
+        if text or entries or reply.finish is not None:
+            events.append(self._event(self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason)))
+
+    def whole(self) -> bytes:
+        choices = [self._choice(i) for i in range(len(self.replies))]
+        return self.head.whole("text_completion", choices, usage(self.prompt_tokens, self.replies))
+
+    def _choice(self, i: int) -> dict[str, Any]:
+        reply, logprobs = self.replies[i], None
+        if self.top is not None:
+            logprobs, _ = text_logprobs(self.entries[i], self.top, self.offsets[i], self.tokenizer)
+        choice = {"index": i, "text": "".join(self.texts[i]), "logprobs": logprobs, "finish_reason": reply.finish}
+        return {**choice, "stop_reason": reply.stop_reason}
+
+
+def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:
+    """Where a choice has several outputs waiting, they become one."""
+    if len(items) == 1:
+        return items
+    found: dict[int, Output] = {}
+    for choice, output in items:
+        first = found.get(choice)
+        if first is None:
+            found[choice] = output
+            continue
+        first.tokens.extend(output.tokens)
+        if output.logprobs is not None:
+            first.logprobs = [*(first.logprobs or ()), *output.logprobs]
+        first.finish, first.stop_token = output.finish, output.stop_token
+    return list(found.items())
+
+
+def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Deltas of tool calls put together to whole ones."""
+    heads: list[dict[str, Any]] = []
+    parts: list[list[str]] = []
+    for delta in deltas:
+        if "id" in delta:
+            heads.append(delta)
+            parts.append([])
+        else:
+            parts[-1].append(delta["function"]["arguments"])
+    return [
+        {"id": head["id"], "type": "function", "function": {"name": head["function"]["name"], "arguments": "".join(texts)}}
+        for head, texts in zip(heads, parts, strict=True)
+    ]

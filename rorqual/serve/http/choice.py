@@ -1,0 +1,115 @@
+"""One choice of an answer as it grows: tokens from the engine to text, log probabilities, reasoning and tool calls. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rorqual.request import FinishReason, Logprob, SamplingParams
+from rorqual.serve.messages import Output
+from rorqual.text.detokenizer import Completion
+from rorqual.text.reasoning import Reasoning
+from rorqual.text.tokenizer import Tokenizer
+from rorqual.text.tool_calls import Told, ToolParser
+
+
+@dataclass
+class Piece:
+    """What one output added. `entries`: one (token id, {token id: Logprob}) a token, where asked for."""
+
+    text: str
+    entries: list[tuple[int, dict[int, Logprob]]] | None = None
+
+
+class Reply:
+    """`finish` is set on the last push; `stopped` where a stop string ended the text before the engine did."""
+
+    def __init__(self, choice: int, params: SamplingParams, tokenizer: Tokenizer):
+        self.choice, self.params, self.tokenizer = choice, params, tokenizer
+        self.completion = Completion(choice, choice, params, tokenizer)
+        self.tokens = self.cached = 0
+        self.finish: str | None = None
+        self.stop_reason: int | str | None = None
+        self.stopped = False
+
+    @property
+    def every_token(self) -> bool:
+        """Text must be looked at token by token."""
+        return bool(self.params.stop) or self.params.logprobs is not None
+
+    def push(self, output: Output) -> Piece:
+        if self.finish is not None:
+            return Piece("")
+        self.cached = output.cached
+        whole = output.finish is not None and not self.tokens and not self.every_token
+        piece = self._whole(output) if whole else self._grow(output)
+        return piece
+
+    def _whole(self, output: Output) -> Piece:
+        """Everything came at once: decode it at once."""
+        self.tokens, self.finish = len(output.tokens), output.finish
+        hidden = output.finish == FinishReason.STOP and not self.params.include_stop_str_in_output
+        if output.stop_token in self.params.stop_token_ids:
+            self.stop_reason = output.stop_token
+        ids = output.tokens[:-1] if hidden else output.tokens
+        return Piece(self.tokenizer.decode(ids, self.params.skip_special_tokens))
+
+    def _grow(self, output: Output) -> Piece:
+        take, last = self.completion.take, len(output.tokens) - 1
+        texts = []
+        before = self.tokens
+        for i, token in enumerate(output.tokens):
+            finish = FinishReason(output.finish) if i == last and output.finish is not None else None
+            logprobs = output.logprobs[i] if output.logprobs else None
+            delta, stopped = take(token, logprobs, finish, output.stop_token if finish is not None else None)
+            texts.append(delta.text)
+            self.tokens += 1
+            if delta.finish_reason is not None:
+                self.finish, self.stop_reason, self.stopped = delta.finish_reason, self.completion.out.stop_reason, stopped
+                break
+        return Piece("".join(texts), self._entries(before))
+
+    def _entries(self, before: int) -> list[tuple[int, dict[int, Logprob]]] | None:
+        out = self.completion.out
+        return None if out.logprobs is None else list(zip(out.token_ids[before:], out.logprobs[before:], strict=True))
+
+
+class ChatReply(Reply):
+    """Splits the text: fields() yields (name, value) of the deltas, in order."""
+
+    def __init__(self, choice: int, params: SamplingParams, tokenizer: Tokenizer, reasoning: Reasoning | None, tools: ToolParser | None):
+        super().__init__(choice, params, tokenizer)
+        self.reasoning, self.tools = reasoning, tools
+
+    @property
+    def plain(self) -> bool:
+        return self.reasoning is None and self.tools is None
+
+    def fields(self, text: str) -> Iterator[tuple[str, Any]]:
+        if self.reasoning is not None:
+            thought, text = self.reasoning.push(text)
+            if self.finish is not None:
+                more = self.reasoning.flush()
+                thought, text = thought + more[0], text + more[1]
+            if thought:
+                yield "reasoning_content", thought
+        if self.tools is None:
+            if text:
+                yield "content", text
+            return
+        yield from _told(self.tools.push(text))
+        if self.finish is not None:
+            yield from _told(self.tools.flush())
+
+    @property
+    def finish_reason(self) -> str | None:
+        called = self.tools is not None and self.tools.count > 0
+        return "tool_calls" if called and self.finish == FinishReason.STOP else self.finish
+
+
+def _told(told: Told) -> Iterator[tuple[str, Any]]:
+    if told.content:
+        yield "content", told.content
+    if told.calls:
+        yield "tool_calls", told.calls

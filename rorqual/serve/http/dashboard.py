@@ -1,0 +1,175 @@
+"""`/dashboard`: one page that draws what the server knows of itself, and the session by which a browser sees it where there is an API key.
+
+The page holds no figures: it asks /dashboard/data for them, which needs the session's cookie. The cookie is a signed expiry date. Its
+signature's secret is made from the API key, slowly, so that sessions outlive a restart, end when the key changes, and tell nothing of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from rorqual.serve.engines.pool import Engine
+from rorqual.serve.errors import ApiError
+from rorqual.serve.http.history import KEPT_SECONDS, History, LatencyRow, Row
+from rorqual.serve.http.metrics import snapshot
+from rorqual.serve.http.response import error_response
+from rorqual.serve.http.sse import encode
+
+PAGE = Path(__file__).with_name("dashboard.html")
+SESSION_SECONDS = 12 * 3600
+LONGEST_LOGIN = 8192  # bytes of a login's body
+
+
+class Sessions:
+    """Who may look: everyone where there is no key, else who sends it as any client does, or has logged in with it."""
+
+    def __init__(self, key: str | None):
+        self.key = key.encode() if key else None
+        self.secret = hashlib.scrypt(self.key, salt=b"rorqual dashboard", n=1 << 14, r=8, p=1) if self.key else b""
+        # Cookies know hosts, not ports: servers with different keys on one host must not take each other's.
+        self.cookie = f"rorqual-session-{self._sign('name')[:12]}"
+
+    def _sign(self, text: str) -> str:
+        return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
+
+    def token(self, now: float) -> str:
+        body = f"{int(now) + SESSION_SECONDS}.{secrets.token_hex(16)}"
+        return f"{body}.{self._sign(body)}"
+
+    def valid(self, token: str, now: float) -> bool:
+        body, _, signature = token.rpartition(".")
+        if not hmac.compare_digest(signature.encode(), self._sign(body).encode()):
+            return False
+        return now < int(body.partition(".")[0])  # signed here, so it is a number
+
+    def right_key(self, given: str) -> bool:
+        return self.key is not None and hmac.compare_digest(given.encode(), self.key)
+
+    def admits(self, request: Request) -> bool:
+        if self.key is None:
+            return True
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, b"Bearer " + self.key) or self.has_cookie(request)
+
+    def has_cookie(self, request: Request) -> bool:
+        try:
+            cookies = SimpleCookie(request.headers.get("cookie", ""))
+        except CookieError:
+            return False
+        return self.cookie in cookies and self.valid(cookies[self.cookie].value, time.time())
+
+    def set_cookie(self, response: Response, request: Request, token: str) -> Response:
+        """An empty token ends the session. `secure` cannot be asked for on plain HTTP: a browser would drop the cookie."""
+        seconds = SESSION_SECONDS if token else 0
+        secure = request.url.scheme == "https"
+        response.set_cookie(self.cookie, token, max_age=seconds, path="/dashboard", secure=secure, httponly=True, samesite="strict")
+        return response
+
+
+def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
+    """Routes of the page. `api` is api.Api. The gate lets these paths pass: they ask for their own cookie."""
+    sessions = Sessions(key)
+    body = PAGE.read_bytes()
+    headers = {"content-security-policy": policy(body.decode()), "cache-control": "no-store", "x-content-type-options": "nosniff"}
+    headers |= {"referrer-policy": "no-referrer", "x-frame-options": "DENY"}
+
+    def page(status: int) -> Response:
+        return Response(body, status, headers, "text/html")
+
+    def to_page() -> Response:
+        return Response(status_code=303, headers={"location": "/dashboard", "cache-control": "no-store"})
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def dashboard(request: Request) -> Response:
+        return page(200 if sessions.admits(request) else 401)
+
+    @app.get("/dashboard/data", include_in_schema=False)
+    async def figures(request: Request, since: float = 0.0, experts: bool = False) -> Response:
+        if not sessions.admits(request):
+            return error_response(ApiError(401, "log in at /dashboard first", "authentication_error", code="no_session"))
+        found = {**data(api, since, experts), "session": sessions.key is not None and sessions.has_cookie(request)}
+        return Response(encode(found), media_type="application/json", headers={"cache-control": "no-store"})
+
+    @app.post("/dashboard/login", include_in_schema=False)
+    async def login(request: Request) -> Response:
+        if sessions.key is None:
+            return to_page()
+        if not sessions.right_key(_form_key(await request.body())):
+            return page(401)
+        return sessions.set_cookie(to_page(), request, sessions.token(time.time()))
+
+    @app.post("/dashboard/logout", include_in_schema=False)
+    async def logout(request: Request) -> Response:
+        return sessions.set_cookie(to_page(), request, "")
+
+
+def _form_key(body: bytes) -> str:
+    """The field `key` of a form; nothing where it is not one."""
+    if len(body) > LONGEST_LOGIN:
+        return ""
+    try:
+        return parse_qs(body.decode(), max_num_fields=8).get("key", [""])[0]
+    except ValueError:
+        return ""
+
+
+def policy(page: str) -> str:
+    """The Content-Security-Policy under which the page's own style and script run, known by their hashes, and nothing else."""
+    style, script = (_hash(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)) for tag in ("style", "script"))
+    allowed = f"script-src {script}; style-src {style}; connect-src 'self'; img-src data:; form-action 'self'"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; frame-ancestors 'none'"
+
+
+def _hash(found: list[str]) -> str:
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+
+
+def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
+    """What the page draws: the figures of /stats, what is served on what, and the rows after `since` (seconds, as in `now`).
+
+    `expert_load` [layer][expert] is large and changes slowly, so it comes only where asked for; summed over the engines."""
+    history: History = api.history
+    stats = snapshot(api.fleet, api.rates, api.counts)
+    load = [engine.pop("expert_load") for engine in stats["engines"]]
+    return {
+        **stats,
+        "now": time.monotonic(),
+        "boot": history.boot,
+        "uptime": time.monotonic() - history.started,
+        "kept_seconds": KEPT_SECONDS,
+        "version": api.version,
+        "models": api.served.names,
+        "draining": api.draining,
+        "places": [_place(engine, api.config["engine"]) for engine in api.fleet.engines],
+        "fields": Row._fields,
+        "rows": [row for row in history.rows if row.at > since],
+        "latency_fields": LatencyRow._fields,
+        "latency_rows": [row for row in history.latencies if row.at > since],
+        "expert_load": _summed(load) if experts else None,
+    }
+
+
+def _place(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
+    """One engine's place in the fleet, whether a process serves in it or not."""
+    info = engine.client.info if engine.client is not None else None
+    state = "serving" if engine.serving else "down" if info is not None else "starting"
+    shown = ("dtype", "device", "max_model_len", "max_num_seqs", "num_pages", "page_size")
+    facts = {name: getattr(info, name) for name in shown} if info is not None else {}
+    return {"engine": engine.index, "state": state, "deaths": engine.deaths, "next_n": options.get("next_n"), **facts}
+
+
+def _summed(loads: list[list[list[int]]]) -> list[list[int]]:
+    """Engines of one server have the same layers; one that has not counted yet is passed over."""
+    return [[sum(counts) for counts in zip(*layers, strict=True)] for layers in zip(*(load for load in loads if load), strict=True)]

@@ -1,0 +1,137 @@
+"""The last minutes of the server, one row a second, so that a page opened now can show how it came here. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import deque
+from typing import NamedTuple
+
+from rorqual.serve.engines.client import EngineClient
+from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.http.metrics import percentiles
+from rorqual.serve.messages import Ended, Snapshot
+
+KEPT_SECONDS = 300
+ROW_SECONDS = 1.0
+RATE_SECONDS = 5.0  # over which tokens a second are taken
+SHARE_SECONDS = 60.0  # over which prefix hits and accepted drafts are
+LATENCY_SECONDS = 15.0  # requests that ended within this make a point of the latency charts
+LATENCY_EVERY = 5  # rows
+
+
+class Row(NamedTuple):
+    """Over all engines at `at`, seconds of the monotonic clock; None is what cannot be known. Tokens a second, sequences,
+    shares from 0 to 1, tokens."""
+
+    at: float
+    output: float | None
+    prompt: float | None
+    running: int | None
+    waiting: int | None
+    kv_used: float | None
+    kv_cached: float | None
+    prefix_hit: float | None
+    accepted_length: float | None
+
+
+class LatencyRow(NamedTuple):
+    """Of requests that ended within LATENCY_SECONDS before `at`, seconds."""
+
+    at: float
+    ttft_p50: float | None
+    ttft_p95: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
+
+
+class Counters(NamedTuple):
+    """What one engine had counted by `at`."""
+
+    at: float
+    output: int
+    prompt: int
+    queries: int
+    hits: int
+    drafts: int
+    accepted: int
+
+
+class History:
+    """`sample` is to be called at least once a second. `boot` tells one life of the server from another."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+        self.boot = secrets.token_hex(8)
+        self.started = time.monotonic()
+        self.rows: deque[Row] = deque(maxlen=KEPT_SECONDS)
+        self.latencies: deque[LatencyRow] = deque(maxlen=KEPT_SECONDS // LATENCY_EVERY)
+        self.lives: dict[EngineClient, deque[Counters]] = {}
+        self.turn = itertools.count()
+
+    def sample(self) -> None:
+        now = time.monotonic()
+        if self.rows and now - self.rows[-1].at < 0.9 * ROW_SECONDS:
+            return
+        clients = [client for client in self.fleet.clients if client.snapshot.at]
+        self.lives = {client: self.lives.get(client, deque()) for client in clients}
+        for client, past in self.lives.items():
+            if not past or past[-1].at < client.snapshot.at:
+                past.append(_counters(client.snapshot))
+            while len(past) > 2 and past[1].at <= now - SHARE_SECONDS:
+                past.popleft()
+        self.rows.append(self._row(now, [client.snapshot for client in clients]))
+        if next(self.turn) % LATENCY_EVERY == 0:
+            self.latencies.append(_latency(now, clients))
+
+    def _row(self, now: float, snapshots: list[Snapshot]) -> Row:
+        pages = sum(s.pages_total for s in snapshots) or None
+        return Row(
+            now,
+            self._rate(now, "output"),
+            self._rate(now, "prompt"),
+            sum(s.running for s in snapshots) if snapshots else None,
+            sum(s.waiting for s in snapshots) if snapshots else None,
+            pages and sum(s.pages_used for s in snapshots) / pages,
+            pages and sum(s.pages_cached for s in snapshots) / pages,
+            self._share(now, "hits", "queries"),
+            _plus_one(self._share(now, "accepted", "drafts")),
+        )
+
+    def _rate(self, now: float, name: str) -> float | None:
+        """Each engine by its own clock, so that a snapshot that comes late makes no wave."""
+        rates = []
+        for past in self.lives.values():
+            first = _since(past, now - RATE_SECONDS)
+            if past[-1].at > first.at:
+                rates.append((getattr(past[-1], name) - getattr(first, name)) / (past[-1].at - first.at))
+        return sum(rates) if rates else None
+
+    def _share(self, now: float, part: str, whole: str) -> float | None:
+        pairs = [(_since(past, now - SHARE_SECONDS), past[-1]) for past in self.lives.values()]
+        total = sum(getattr(last, whole) - getattr(first, whole) for first, last in pairs)
+        return sum(getattr(last, part) - getattr(first, part) for first, last in pairs) / total if total else None
+
+
+def _counters(s: Snapshot) -> Counters:
+    drafts = s.drafted[0] if s.drafted else 0
+    return Counters(s.at, s.output_tokens, s.prompt_tokens, s.prefix_queries, s.prefix_hits, drafts, sum(s.accepted))
+
+
+def _since(past: deque[Counters], start: float) -> Counters:
+    """The newest from before `start`, else the oldest there is."""
+    return next((counters for counters in reversed(past) if counters.at <= start), past[0])
+
+
+def _plus_one(drafts: float | None) -> float | None:
+    """The token that follows the accepted drafts counts too."""
+    return None if drafts is None else 1.0 + drafts
+
+
+def _latency(now: float, clients: list[EngineClient]) -> LatencyRow:
+    ended: list[Ended] = []
+    for client in clients:
+        ended += itertools.takewhile(lambda one: one.at >= now - LATENCY_SECONDS, reversed(client.ended))
+    found = percentiles(ended)
+    return LatencyRow(now, *(found[name][rank] for name in ("ttft", "tpot") for rank in ("p50", "p95")))

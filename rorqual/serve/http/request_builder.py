@@ -1,0 +1,256 @@
+"""From a validated body to a Call: prompts to tokens, fields to SamplingParams, tools and structure to a grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rorqual.errors import RequestError
+from rorqual.request import Request, SamplingParams, StructuredOutput
+from rorqual.serve.engines.job import parameter_of
+from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.errors import ApiError, bad_request
+from rorqual.serve.http.calls import ChatCall, TextCall
+from rorqual.serve.http.choice import ChatReply, Reply
+from rorqual.serve.http.protocol import ChatRequest, CompletionRequest, Message, NamedTool, Sampling
+from rorqual.serve.http.sse import Head
+from rorqual.serve.http.structured_output import after_thinking, as_format, structure_of, tag
+from rorqual.serve.limits import Limits
+from rorqual.text.chat_template import ChatTemplate, RawJson
+from rorqual.text.generation_config import GenerationDefaults
+from rorqual.text.reasoning import BEGIN, Reasoning
+from rorqual.text.tokenizer import Tokenizer
+from rorqual.text.tool_calls import FORMATS
+
+LONG_TEXT = 20_000  # characters from which tokenising is worth a thread
+PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served: names it answers to, and how its text is made and read. reasoning: whether <think> is split off."""
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: GenerationDefaults
+    vocab_size: int
+    reasoning: bool
+    tool_format: str
+    fingerprint: str
+
+
+class Builder:
+    def __init__(self, served: Served, fleet: Fleet, limits: Limits):
+        self.served, self.fleet, self.limits = served, fleet, limits
+
+    # ---- chat
+
+    async def chat(self, body: ChatRequest) -> ChatCall:
+        self._check_model(body)
+        tools, forced = self._tools(body)
+        messages = [_message(message) for message in body.messages]
+        switches = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+        text = self.served.template.render(messages, tools, **switches)
+        prompt = await self._encode(text, self.served.template.builtin)
+        inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
+        top = self._top(body.top_logprobs or 0) if body.logprobs else None
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        params = self._params(body, body.max_completion_tokens or body.max_tokens, top, self._structure(body, forced, inside))
+        count = self._count(body, 1)
+        call = ChatCall(self._head("chatcmpl", "chat.completion.chunk", body), self._requests([prompt], params, body, count),
+                        len(prompt), self.served.tokenizer, top, include_reasoning=body.include_reasoning is not False)  # fmt: skip
+        parser = FORMATS[self.served.tool_format].parser
+        parse = bool(tools) and body.tool_choice != "none"
+        for i, request in enumerate(call.requests):
+            reasoning = Reasoning(inside) if self.served.reasoning else None
+            call.replies.append(ChatReply(i, request.params, self.served.tokenizer, reasoning, parser() if parse else None))
+        return _streaming(call, body)
+
+    def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The functions to describe to the model, and those of which one must be called."""
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        if len(tools) > self.limits.tools:
+            raise bad_request(f"{len(tools)} tools were given; accepted: at most {self.limits.tools}", "tools")
+        choice = body.tool_choice
+        if choice is None or choice in ("none", "auto"):
+            return ([] if choice == "none" else tools), []
+        if not tools:
+            raise bad_request("tool_choice needs tools", "tool_choice")
+        if isinstance(choice, NamedTool):
+            named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            if not named:
+                raise bad_request(f"tool_choice names {choice.function.name!r}, which is not among the tools", "tool_choice")
+            return tools, named[:1]
+        return tools, tools
+
+    def _structure(self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool) -> StructuredOutput | None:
+        """What the text must look like; where the prompt opened a <think> block, only after it."""
+        structure = structure_of(body, self.limits.grammar)
+        if forced and structure is not None:
+            raise bad_request("a forced tool call and a response format exclude each other", "tool_choice")
+        if forced:
+            several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+            form = FORMATS[self.served.tool_format].forced(forced, several)
+        elif structure is None or not inside:
+            return structure
+        else:
+            form = as_format(structure)
+        found = tag(after_thinking(form) if inside else form)
+        if len(found.value) > self.limits.grammar.size:
+            raise bad_request(
+                f"the tools' schemas have {len(found.value)} characters; accepted: at most {self.limits.grammar.size}", "tools"
+            )
+        return found
+
+    # ---- plain completions
+
+    async def completion(self, body: CompletionRequest) -> TextCall:
+        self._check_model(body)
+        if body.echo and body.logprobs is not None:
+            raise bad_request("echo with logprobs is not supported: the prompt's log probabilities are not computed", "echo")
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise bad_request(f"best_of={body.best_of} is not supported; accepted: the value of n", "best_of")
+        given = _prompts(body.prompt)
+        count = self._count(body, len(given))
+        top = self._top(body.logprobs) if body.logprobs is not None else None
+        params = self._params(
+            body, body.max_tokens or self.served.defaults.sampling.get("max_tokens", 16), top, structure_of(body, self.limits.grammar)
+        )
+        special = body.add_special_tokens is not False
+        prompts = [await self._encode(p, special) if isinstance(p, str) else p for p in given]
+        requests = self._requests(prompts, params, body, count)
+        echo = None
+        if body.echo:
+            shown = [p if isinstance(p, str) else self._decode(p) for p in given]
+            echo = [text for text in shown for _ in range(count)]
+        head = self._head("cmpl", "text_completion", body)
+        call = TextCall(head, requests, sum(map(len, prompts)), self.served.tokenizer, top, echo=echo)
+        call.replies.extend(Reply(i, request.params, self.served.tokenizer) for i, request in enumerate(requests))
+        return _streaming(call, body)
+
+    # ---- both
+
+    def _check_model(self, body: Sampling) -> None:
+        if body.model is not None and body.model not in self.served.names:
+            message = f"the model {body.model!r} is not served here; available: {', '.join(self.served.names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _count(self, body: Sampling, prompts: int) -> int:
+        """Choices of each prompt, within the limits and the room there is."""
+        n = body.n or 1
+        if n > self.limits.n:
+            raise bad_request(f"n={n} is out of range; accepted: 1 to {self.limits.n}", "n")
+        if n * prompts > self.limits.choices:
+            raise bad_request(f"{n * prompts} completions were asked for; accepted: at most {self.limits.choices} a request", "n")
+        return n
+
+    def _top(self, count: int) -> int:
+        if count > self.limits.logprobs:
+            raise bad_request(f"{count} log probabilities a token were asked for; accepted: at most {self.limits.logprobs}", "top_logprobs")
+        return count
+
+    def _params(self, body: Sampling, max_tokens: int | None, top: int | None, structure: StructuredOutput | None) -> SamplingParams:
+        given = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
+        values = {**self.served.defaults.sampling, **given, "max_tokens": max_tokens, "logit_bias": _bias(body), "stop": body.stop or ()}
+        try:
+            return SamplingParams(**{**values, "logprobs": top, "structured": structure})
+        except RequestError as error:
+            raise bad_request(str(error), parameter_of(str(error))) from None
+
+    def _requests(self, prompts: list[list[int]], params: SamplingParams, body: Sampling, count: int) -> list[Request]:
+        eos, salt, now = self.served.defaults.eos_token_ids, body.cache_salt or "", time.monotonic()
+        requests = []
+        for prompt in prompts:
+            self._check_ids(prompt, "prompt")
+            for sample in range(count):
+                child = params if params.seed is None or not sample else replace(params, seed=_wrapped(params.seed + sample))
+                requests.append(Request(self.fleet.new_id(), tuple(prompt), child, eos, now, salt))
+        return requests
+
+    def _check_ids(self, prompt: list[int], name: str) -> None:
+        if not prompt:
+            raise bad_request("the prompt is empty", name)
+        if max(prompt) >= self.served.vocab_size:
+            raise bad_request(f"the prompt holds token id {max(prompt)}; accepted: 0 to {self.served.vocab_size - 1}", name)
+
+    async def _encode(self, text: str, special: bool) -> list[int]:
+        """Long texts are tokenised on a thread, so that other streams go on."""
+        encode = self.served.tokenizer.encode
+        try:
+            return await asyncio.to_thread(encode, text, special) if len(text) > LONG_TEXT else encode(text, special)
+        except (UnicodeError, TypeError) as error:
+            raise bad_request(f"the text cannot be encoded: {error}") from None
+
+    def _decode(self, prompt: list[int]) -> str:
+        self._check_ids(prompt, "prompt")
+        return self.served.tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _head(self, prefix: str, kind: str, body: Sampling) -> Head:
+        name = body.model or self.served.names[0]
+        return Head(f"{prefix}-{secrets.token_hex(14)}", kind, int(time.time()), name, self.served.fingerprint)
+
+
+def _streaming(call: Any, body: Sampling) -> Any:
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    call.stream = bool(body.stream)
+    call.include_usage = bool(options and options.include_usage)
+    call.continuous_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+    return call
+
+
+def _wrapped(seed: int) -> int:
+    """The next seeds of the other choices, within 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _bias(body: Sampling) -> dict[int, float] | None:
+    try:
+        return {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None
+    except ValueError as error:
+        raise bad_request(f"logit_bias takes token ids as keys: {error}", "logit_bias") from None
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    return [given] if isinstance(given[0], int) else given
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """The form templates expect: text as one string, arguments as JSON text that goes through tojson unchanged."""
+    content = message.content
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found["content"] = "\n".join(part.text for part in content) if isinstance(content, list) else content
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    thought = message.reasoning_content or message.reasoning
+    if thought is not None:
+        found["reasoning_content"] = thought
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": RawJson(call.function.arguments)}}
+            for call in message.tool_calls
+        ]
+    return found

@@ -1,0 +1,114 @@
+"""The response that carries a Call: starts its sequences, streams or waits, and lets go of everything however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from rorqual.serve.engines.job import Job
+from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.errors import ApiError, Disconnected, timed_out
+from rorqual.serve.http.calls import Call
+from rorqual.serve.http.sse import DONE
+
+log = logging.getLogger("rorqual.serve")
+
+ABORT = "rorqual.abort"  # the scope's entry for cutting the connection; see connection.py
+GRACE = 5.0  # seconds after its deadline for a stream to deliver its last words
+JSON = [(b"content-type", b"application/json")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Answer(Response):
+    """The engine hears of the request when the response is asked for; headers are sent with the first token, so that whatever the
+    engine refuses is still an HTTP status."""
+
+    def __init__(self, call: Call, fleet: Fleet, counts: Counter[str], running: set[Job]):
+        self.call, self.fleet, self.counts, self.running = call, fleet, counts, running
+        self.status_code, self.background = 200, None
+        self.job = Job(fleet.limits.buffered)
+        self.started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job, timeout = self.job, self.fleet.limits.timeout
+        if self.call.stream:
+            job.abort_connection = scope.get(ABORT)
+        watcher = asyncio.create_task(_watch(receive, job))
+        deadline = asyncio.get_running_loop().call_later(timeout, self._late, timeout)
+        self.running.add(job)
+        try:
+            self.fleet.submit(self.call.requests, self.call.every_step, job)
+            await (self._stream(send) if self.call.stream else self._whole(send))
+        except Disconnected:
+            self.counts["disconnected"] += 1
+        except ApiError as error:
+            await self._fail(error, send)
+        except Exception as error:
+            log.exception("a request failed")
+            await self._fail(ApiError(500, f"internal error: {type(error).__name__}", "server_error"), send)
+        finally:
+            watcher.cancel()
+            deadline.cancel()
+            job.close()
+            self.running.discard(job)
+
+    def _late(self, timeout: float) -> None:
+        self.job.fail(timed_out(timeout))
+        if self.job.abort_connection is not None:
+            asyncio.get_running_loop().call_later(GRACE, self._abort)
+
+    def _abort(self) -> None:
+        if self.job in self.running and self.job.abort_connection is not None:
+            self.job.abort_connection()
+
+    async def _stream(self, send: Send) -> None:
+        call, job = self.call, self.job
+        while call.open:
+            items = await job.take()
+            if not self.started:
+                await send(_start(200, EVENTS))
+                self.started = True
+            events = call.take(items, job)
+            if events and call.open:
+                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+        await send({"type": "http.response.body", "body": b"".join([*events, *call.last_events(), DONE]), "more_body": False})
+
+    async def _whole(self, send: Send) -> None:
+        while self.call.open:
+            self.call.take(await self.job.take(), self.job)
+        await _send_all(send, 200, JSON, self.call.whole())
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        self.counts[f"failed_{error.status}"] += 1
+        with suppress(Exception):
+            if self.started:
+                await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n" + DONE, "more_body": False})
+            else:
+                extra = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+                await _send_all(send, error.status, [*JSON, *extra], error.body())
+
+
+async def _watch(receive: Receive, job: Job) -> None:
+    """Fail the job as soon as the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    job.fail(Disconnected())
+
+
+def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+async def _send_all(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    await send(_start(status, [*headers, (b"content-length", str(len(body)).encode())]))
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_response(error: ApiError) -> Any:
+    return Response(error.body(), error.status, error.headers(), "application/json")

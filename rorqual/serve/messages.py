@@ -1,0 +1,138 @@
+"""What the API process and an engine process say to each other: msgspec structs in msgpack over ZeroMQ. No torch.
+
+The engine sends one `Step` a step, whatever the number of requests. A request whose caller needs its text as it grows (streaming, or
+stop strings to be found) has `every_step`; any other is heard of once, when it ends. Times are seconds on the machine's monotonic clock,
+which all processes share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
+from rorqual.request import Request
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    request: Request
+    every_step: bool
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """End these requests: the caller has gone, or has all it wants. Their pages are free before the next step; no answer is sent."""
+
+    ids: list[str]
+
+
+class ResetPrefix(msgspec.Struct, tag="reset", array_like=True, frozen=True):
+    """Drop every cached page that nobody uses."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
+    """Leave after this message; nothing under way is finished."""
+
+
+ToEngine = Add | Cancel | ResetPrefix | Shutdown
+
+
+class Output(msgspec.Struct, array_like=True):
+    """New tokens of one request. `finish` and `stop_token` on the last; `cached` counts prompt tokens the prefix cache held."""
+
+    id: str
+    tokens: list[int]
+    finish: str | None = None
+    stop_token: int | None = None
+    cached: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Step(msgspec.Struct, tag="step", array_like=True):
+    outputs: list[Output]
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """A request that can never be served, and why: the caller's mistake."""
+
+    id: str
+    message: str
+
+
+class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
+    """Sent once, when the engine can serve. `startup`: seconds by phase."""
+
+    pid: int
+    model: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    eos_token_ids: tuple[int, ...]
+    startup: dict[str, float]
+
+
+class Ended(msgspec.Struct, array_like=True, frozen=True):
+    """Times of one request that came to its end, seconds; tpot is None for a single token."""
+
+    at: float
+    ttft: float
+    tpot: float | None
+    e2e: float
+    queue: float
+
+
+class Snapshot(msgspec.Struct, tag="stats", array_like=True):
+    """Counts since the engine started, gauges of this moment, histograms as cumulative counts, and the requests that ended since the last
+    snapshot. expert_load: tokens by layer and logical expert, where recorded."""
+
+    at: float
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    drafted: list[int] = []
+    accepted: list[int] = []
+    finished: dict[str, int] = {}
+    histograms: dict[str, HistogramState] = {}
+    ended: list[Ended] = []
+    expert_load: list[list[int]] = []
+
+
+class HistogramState(msgspec.Struct, array_like=True):
+    """counts[i]: observations up to the i-th bound, not cumulative; the last is everything above."""
+
+    counts: list[int]
+    total: float
+
+
+class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
+    """The engine cannot go on. `user`: because of how it was started (the message says what to change), not of a defect."""
+
+    message: str
+    user: bool
+
+
+FromEngine = Step | Refused | EngineInfo | Snapshot | Dying
+
+
+def encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder()
+
+
+def engine_decoder() -> msgspec.msgpack.Decoder[ToEngine]:
+    """Reads what an engine receives."""
+    return msgspec.msgpack.Decoder(ToEngine)
+
+
+def client_decoder() -> msgspec.msgpack.Decoder[FromEngine]:
+    """Reads what an engine sends."""
+    return msgspec.msgpack.Decoder(FromEngine)

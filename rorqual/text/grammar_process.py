@@ -1,0 +1,137 @@
+"""Compiles grammars from strangers: each in a fork of its own, with limits on processor time and memory, thrown away afterwards.
+
+Framed msgpack on standard input and output. The first message says whose vocabulary and which limits; each further one is
+(kind, text) and is answered by {"compiled": ...} or {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import signal
+import time
+from array import array
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from rorqual.text.child_process import die_with_parent
+from rorqual.text.grammar import GrammarLimits, tokenizer_info
+
+
+def read(stream: BinaryIO) -> Any:
+    """The next message, or None at the end."""
+    head = stream.read(8)
+    return msgspec.msgpack.decode(stream.read(int.from_bytes(head, "little"))) if len(head) == 8 else None
+
+
+def write(stream: BinaryIO, message: Any) -> None:
+    data = msgspec.msgpack.encode(message)
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def compile_text(info: Any, kind: str, text: str) -> str:
+    """The serialised form of a compiled grammar; raises whatever xgrammar raises."""
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    if kind == "json_schema":
+        compiled = compiler.compile_json_schema(text, any_whitespace=False)
+    elif kind == "regex":
+        compiled = compiler.compile_regex(text)
+    elif kind == "structural_tag":
+        compiled = compiler.compile_structural_tag(text)
+    else:
+        compiled = compiler.compile_grammar(text)
+    _check_start(xgrammar.GrammarMatcher(compiled), info.vocab_size)
+    return compiled.serialize_json()
+
+
+def _check_start(matcher: Any, vocab_size: int) -> None:
+    """A grammar that allows no first token would leave the sampler nothing to choose from."""
+    mask = array("i", [0] * (-(-vocab_size // 32)))
+    if matcher.fill_next_token_bitmask(np.frombuffer(mask, dtype=np.int32).reshape(1, -1)) and not any(mask):
+        raise ValueError("no text of this vocabulary matches it")
+
+
+def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str, str]:
+    """Compile in a child; what it says, or that it said nothing."""
+    source, target = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(source)
+        _as_child(target, info, kind, text, limits)
+    os.close(target)
+    data = _drain(source, time.monotonic() + limits.seconds + 2.0, limits.compiled)
+    os.close(source)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if data is None:
+        return {"error": f"it takes more than {limits.seconds:g} s, or {limits.memory >> 20} MiB, or its compiled form is too large"}
+    return msgspec.msgpack.decode(data)
+
+
+def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimits) -> None:
+    """Never returns. Ends without a word where a limit is hit: the kernel's signal, or no memory to say it with."""
+    try:
+        seconds = max(1, round(limits.seconds))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds + int(used.ru_utime + used.ru_stime), seconds + 60))
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        most = pages * resource.getpagesize() + limits.memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        try:
+            answer = {"compiled": compile_text(info, kind, text)}
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:
+            answer = {"error": _first_line(error)}
+        with os.fdopen(target, "wb") as stream:
+            stream.write(msgspec.msgpack.encode(answer))
+    finally:
+        os._exit(0)
+
+
+def _first_line(error: Exception) -> str:
+    """What xgrammar says, without the time and the line of its own source."""
+    text = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", str(error).strip())
+    return " ".join(text.split())[:300] or type(error).__name__
+
+
+def _drain(source: int, deadline: float, most: int) -> bytes | None:
+    """Everything the child writes; None where it writes nothing, too much, or too late."""
+    parts: list[bytes] = []
+    size = 0
+    while select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        part = os.read(source, 1 << 20)
+        if not part:
+            return b"".join(parts) or None
+        size += len(part)
+        if size > most:
+            return None
+        parts.append(part)
+    return None
+
+
+def main() -> None:
+    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not stand between messages
+    first = read(source)
+    die_with_parent(first["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    limits = msgspec.convert(first["limits"], GrammarLimits)
+    info = tokenizer_info(Path(first["folder"]), first["vocab_size"], tuple(first["eos"]))
+    write(target, {})
+    while (message := read(source)) is not None:
+        write(target, limited(info, message[0], message[1], limits))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Reasoning apart from the answer: <think> ... </think>, over a stream of text pieces."""
+
+from __future__ import annotations
+
+from rorqual.text.stop import overlap
+
+BEGIN, END = "<think>", "</think>"
+
+
+class Reasoning:
+    """push(text) returns (reasoning, content). `inside`: the prompt ended with <think>, so that the text begins with reasoning; else
+    it does so where it begins with <think> itself. The newlines beside the tags belong to neither part."""
+
+    def __init__(self, inside: bool):
+        self.state = "inside" if inside else "start"
+        self.held = ""
+        self.strip = inside
+
+    def push(self, text: str) -> tuple[str, str]:
+        self.held += text
+        if self.state == "start":
+            self._start()
+        if self.state == "inside":
+            return self._inside()
+        return "", self._content() if self.state == "outside" else ""
+
+    def _start(self) -> None:
+        """Wait until it is clear whether the text begins with the tag."""
+        begun = self.held.lstrip()
+        if begun.startswith(BEGIN):
+            self.state, self.held, self.strip = "inside", begun[len(BEGIN) :], True
+        elif not BEGIN.startswith(begun):
+            self.state, self.strip = "outside", False
+
+    def _inside(self) -> tuple[str, str]:
+        self._strip_start()
+        end = self.held.find(END)
+        if end >= 0:
+            reasoning, self.held = self.held[:end].rstrip("\n"), self.held[end + len(END) :]
+            self.state, self.strip = "outside", True
+            return reasoning, self._content()
+        keep = overlap(self.held, END)
+        shown = self.held[: len(self.held) - keep].rstrip("\n")  # newlines may turn out to stand before the tag
+        self.held = self.held[len(shown) :]
+        return shown, ""
+
+    def _content(self) -> str:
+        self._strip_start()
+        content, self.held = self.held, ""
+        return content
+
+    def _strip_start(self) -> None:
+        if self.strip:
+            self.held = self.held.lstrip("\n")
+            self.strip = not self.held
+
+    def flush(self) -> tuple[str, str]:
+        rest, self.held = self.held, ""
+        return (rest, "") if self.state == "inside" else ("", rest)

@@ -1,0 +1,263 @@
+"""Tool calls in the text of a model: found as the text comes, and told as the deltas of the OpenAI API.
+
+Every parser reads each character a bounded number of times and evaluates nothing. What begins like a call but is none is given back
+as plain text where nothing of it has been told yet.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rorqual.text.json_scan import CallObject
+from rorqual.text.stop import overlap
+
+
+@dataclass
+class Told:
+    """What a push made known: plain text, and deltas of calls, {index, id, type, function: {name, arguments}}."""
+
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def start(self, index: int, name: str) -> None:
+        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+        self.calls.append({"index": index, **call})
+
+    def arguments(self, index: int, text: str) -> None:
+        if text:
+            self.calls.append({"index": index, "function": {"arguments": text}})
+
+
+class ToolParser(Protocol):
+    count: int  # calls found so far
+
+    def push(self, text: str) -> Told: ...
+
+    def flush(self) -> Told: ...
+
+
+class HermesParser:
+    """Qwen3's form: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as there are calls."""
+
+    BEGIN, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self.held = ""
+        self.call: CallObject | None = None
+        self.ending = False  # the object is complete, its closing tag is not
+        self.told_name = False
+        self.count = 0
+
+    def push(self, text: str) -> Told:
+        told = Told()
+        self.held += text
+        while self._advance(told):
+            pass
+        return told
+
+    def _advance(self, told: Told) -> bool:
+        if self.ending:
+            return self._end()
+        return self._inside(told) if self.call is not None else self._outside(told)
+
+    def _outside(self, told: Told) -> bool:
+        start = self.held.find(self.BEGIN)
+        if start >= 0:
+            told.content += self.held[:start].rstrip()
+            self.held = self.held[start + len(self.BEGIN) :]
+            self.call, self.told_name = CallObject(), False
+            return True
+        shown = self.held[: len(self.held) - overlap(self.held, self.BEGIN)].rstrip()
+        told.content += shown
+        self.held = self.held[len(shown) :]
+        return False
+
+    def _inside(self, told: Told) -> bool:
+        assert self.call is not None
+        self.held = self.call.push(self.held)
+        if self.call.name is not None and self.call.arguments_begun and not self.told_name:
+            told.start(self.count, self.call.name)
+            self.told_name = True
+        if self.told_name:
+            told.arguments(self.count, self.call.take_arguments())
+        if self.call.state == "open":
+            return False
+        self._close(told)
+        return True
+
+    def _close(self, told: Told) -> None:
+        """The object has ended, well or badly."""
+        assert self.call is not None
+        if not self.told_name and self.call.state == "done" and self.call.name is not None:
+            told.start(self.count, self.call.name)
+            told.arguments(self.count, self.call.take_arguments() or "{}")
+            self.told_name = True
+        if self.told_name:
+            self.count += 1
+            self.ending = True
+        else:
+            told.content += self.BEGIN + self.call.raw
+        self.call = None
+
+    def _end(self) -> bool:
+        """Pass over the closing tag and the whitespace around it."""
+        rest = self.held.lstrip()
+        if rest.startswith(self.END):
+            self.held, self.ending = rest[len(self.END) :], False
+            return True
+        if not self.END.startswith(rest):
+            self.held, self.ending = rest, False
+            return True
+        return False
+
+    def flush(self) -> Told:
+        told = Told()
+        if self.call is not None:
+            if self.told_name:
+                self.count += 1
+            else:
+                told.content = self.BEGIN + self.call.raw
+        elif not self.ending and not (self.count and not self.held.strip()):
+            told.content = self.held
+        self.held, self.call = "", None
+        return told
+
+
+class DeepSeekParser:
+    """DeepSeek's form: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block of JSON, V3.1 `NAME<sep>ARGUMENTS`."""
+
+    CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    FENCE = "```json\n"
+
+    def __init__(self) -> None:
+        self.held = ""
+        self.state = "text"
+        self.fenced = False
+        self.count = 0
+
+    def push(self, text: str) -> Told:
+        told = Told()
+        self.held += text
+        while getattr(self, f"_{self.state}")(told):
+            pass
+        return told
+
+    def _text(self, told: Told) -> bool:
+        hits = [(self.held.find(mark), mark) for mark in (self.CALLS, self.CALL) if mark in self.held]
+        if hits:
+            start, mark = min(hits)
+            told.content += self.held[:start].rstrip()
+            self.held = self.held[start + len(mark) :]
+            self.state = "between" if mark == self.CALLS else "header"
+            return True
+        keep = max(overlap(self.held, self.CALLS), overlap(self.held, self.CALL))
+        shown = self.held[: len(self.held) - keep].rstrip()
+        told.content += shown
+        self.held = self.held[len(shown) :]
+        return False
+
+    def _between(self, told: Told) -> bool:
+        """Before a call, or after the last: nothing here is text for the reader."""
+        for mark, state in ((self.CALL, "header"), (self.CALLS_END, "after")):
+            start = self.held.find(mark)
+            if start >= 0 and not self.held[:start].strip():
+                self.held, self.state = self.held[start + len(mark) :], state
+                return True
+        return False
+
+    def _after(self, told: Told) -> bool:
+        self.held = ""
+        return False
+
+    def _header(self, told: Told) -> bool:
+        """NAME<sep>, or function<sep>NAME and the fence."""
+        head, sep, rest = self.held.partition(self.SEP)
+        begun = rest.lstrip()
+        if not sep or not begun:
+            return False
+        self.fenced = head.strip() == "function" and begun[0] not in "{["
+        if self.fenced:
+            name, fence, rest = rest.partition(self.FENCE)
+            if not fence:
+                return False
+        else:
+            name = head
+        told.start(self.count, name.strip())
+        self.held, self.state = rest, "arguments"
+        return True
+
+    def _arguments(self, told: Told) -> bool:
+        end = self.held.find(self.CALL_END)
+        if end >= 0:
+            told.arguments(self.count, self._without_fence(self.held[:end]))
+            self.held, self.state = self.held[end + len(self.CALL_END) :], "between"
+            self.count += 1
+            return True
+        safe = self._without_fence(self.held[: len(self.held) - overlap(self.held, self.CALL_END)])
+        told.arguments(self.count, safe)
+        self.held = self.held[len(safe) :]
+        return False
+
+    def _without_fence(self, text: str) -> str:
+        return text.rstrip().rstrip("`").rstrip() if self.fenced else text.rstrip()
+
+    def flush(self) -> Told:
+        told = Told()
+        if self.state == "text":
+            told.content = self.held
+        elif self.state == "header":
+            told.content = self.CALL + self.held
+        elif self.state == "arguments":
+            told.arguments(self.count, self._without_fence(self.held))
+            self.count += 1
+        self.held = ""
+        return told
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls: the parser, and the pieces a grammar forces them with."""
+
+    parser: type[HermesParser] | type[DeepSeekParser]
+    begin: str
+    end: str
+    before: str
+    after: str
+
+    def forced(self, tools: list[dict[str, Any]], several: bool) -> dict[str, Any]:
+        """xgrammar's format for at least one call of these functions and nothing else."""
+        tags = [self._tag(tool["function"]) for tool in tools]
+        calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, "stop_after_first": not several}
+        around = [{"type": "const_string", "value": text} for text in (self.before, self.after)]
+        return {"type": "sequence", "elements": [around[0], calls, around[1]]} if self.before else calls
+
+    def _tag(self, function: dict[str, Any]) -> dict[str, Any]:
+        schema = function.get("parameters") or {"type": "object"}
+        name = json.dumps(function["name"])[1:-1]
+        content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+        return {"type": "tag", "begin": self.begin.format(name=name), "content": content, "end": self.end}
+
+
+HERMES = ToolFormat(HermesParser, '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "", "")
+DEEPSEEK_V3 = ToolFormat(
+    DeepSeekParser,
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+    "\n```<｜tool▁call▁end｜>",
+    DeepSeekParser.CALLS,
+    DeepSeekParser.CALLS_END,
+)
+DEEPSEEK_V31 = ToolFormat(
+    DeepSeekParser, "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", DeepSeekParser.CALLS, DeepSeekParser.CALLS_END
+)
+FORMATS = {"hermes": HERMES, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31}
+
+
+def detect(vocabulary: dict[str, int], template: str | None) -> str:
+    """The format a model was trained on, by its vocabulary and template; Hermes where neither says."""
+    if DeepSeekParser.CALLS in vocabulary:
+        return "deepseek_v3" if template is None or "```json" in template else "deepseek_v31"
+    return "hermes"

@@ -1,0 +1,94 @@
+"""Cards: figures with sources, a user's file, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rorqual.config.hardware import known_cards, load_card, read_card
+from rorqual.errors import ConfigError
+
+WANTED = {"h20-96", "h20-141", "h100", "h800", "h200", "b200", "a100", "rtx4090", "l20", "atlas-a3", "cpu", "h200-measured"}
+MINIMAL: dict[str, Any] = {
+    "memory_gib": 10, "bandwidth_gb_s": 100, "tflops": {"bfloat16": 5}, "link": {"gb_s": 10, "latency_us": 5, "span": 2},
+    "network": {"gb_s": 1, "latency_us": 50},
+    "sources": dict.fromkeys(("memory", "bandwidth", "flops", "link", "network"), "made up"),
+}  # fmt: skip
+
+
+def test_the_cards_that_ship() -> None:
+    assert set(known_cards()) >= WANTED
+    for name in known_cards():
+        card = load_card(name)
+        assert all(card.sources[figure] for figure in ("memory", "bandwidth", "flops", "link", "network")), name
+        assert 1e9 < card.memory < 300 * 2**30
+        assert card.bandwidth > card.link.bandwidth > 0
+        assert card.peak("bfloat16") >= card.peak("float32")
+
+
+def test_datasheets() -> None:
+    h200, a3 = load_card("h200"), load_card("atlas-a3")
+    assert (h200.bandwidth, h200.peak("fp8"), h200.peak("bfloat16")) == (4.8e12, 1979e12, 989e12)
+    assert h200.link.bandwidth * 2 == 900e9
+    assert a3.ranks_per_chip * a3.peak("bfloat16") == 752e12
+    assert load_card("a100").peak("fp8") == load_card("a100").peak("bfloat16"), "no fp8: widened"
+
+
+def test_the_measured_card_stands_on_its_datasheet() -> None:
+    card, sheet = load_card("h200-measured"), load_card("h200")
+    assert (card.bandwidth, card.link) == (sheet.bandwidth, sheet.link)
+    assert card.achieved_bandwidth == pytest.approx(4361e9 / 4800e9, abs=1e-3)
+    assert card.achieved_flops["bfloat16"] == pytest.approx(735 / 989, abs=1e-3)
+    assert card.collectives["all_reduce"][8][0] == [14336, 11.3]
+
+
+def test_a_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"mine": MINIMAL}))
+    card = load_card(str(path))
+    assert (card.name, card.memory, card.bandwidth, card.peak("bfloat16")) == ("mine", 10 * 2**30, 100e9, 5e12)
+    assert card.link.latency == pytest.approx(5e-6)
+    assert load_card("mine", path) == card
+    path.write_text(yaml.safe_dump({"mine": MINIMAL, "faster": {"based_on": "h200", "bandwidth_gb_s": 9000}}))
+    assert load_card("faster", path).bandwidth == 9e12
+    assert load_card("faster", path).memory == load_card("h200").memory
+    with pytest.raises(ConfigError, match="holds 2 cards"):
+        load_card(str(path))
+    with pytest.raises(ConfigError, match="holds no card 'other'"):
+        load_card("other", path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gib": 0}, "memory_gib=0 must be a number above 0"),
+        ({"bandwidth_gb_s": "fast"}, "bandwidth_gb_s='fast'"),
+        ({"tflops": {"bf16": 3}}, "unknown entries bf16"),
+        ({"tflops": {}}, "must be a table"),
+        ({"link": {"gb_s": 3}}, "link lacks latency_us"),
+        ({"network": {"gb_s": 3, "latency_us": -1}}, "network.latency_us=-1"),
+        ({"colour": "red"}, "unknown fields colour"),
+        ({"sources": {"memory": "x"}}, "sources lacks bandwidth, flops, link, network"),
+        ({"achieved_bandwidth": 3.0}, "fraction of the peak"),
+    ],
+)
+def test_bad_files_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_card("bad", {**MINIMAL, **change})
+
+
+def test_missing_things_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="card bad lacks bandwidth_gb_s"):
+        read_card("bad", {key: value for key, value in MINIMAL.items() if key != "bandwidth_gb_s"})
+    with pytest.raises(ConfigError, match="card 'h201' is not known"):
+        load_card("h201")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_card(str(tmp_path / "none.yaml"))
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_card(str(tmp_path / "broken.yaml"))
+    with pytest.raises(ConfigError, match="must be a table of fields"):
+        read_card("bad", 3)

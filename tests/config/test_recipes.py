@@ -1,0 +1,64 @@
+"""Every recipe in configs/ is accepted, fits its model, and says how to use it; mistakes in a recipe are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rorqual.cli.options import engine_options
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import check_parallel
+from rorqual.engine.config import EngineConfig, read_recipe
+from rorqual.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+SHAPES = {"DeepSeek-R1": "deepseek-v3", "Qwen3-235B-A22B": "qwen3-235b-a22b", "Qwen3-30B-A3B": "qwen3-30b-a3b", None: None}
+
+
+def test_there_are_recipes() -> None:
+    assert len(RECIPES) > 4
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_model(path: Path) -> None:
+    model, options = read_recipe(path)
+    config = EngineConfig(model or "", **options)
+    shape = SHAPES[model.split("/")[-1] if model else None]
+    folder = ROOT / "rorqual" / "shapes" / shape if shape else ROOT / "rorqual" / "bundled"
+    check_parallel(ModelConfig.from_file(folder), config.parallel)
+    assert f"--config configs/{path.name}" in path.read_text()
+
+
+def recipe(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tpp: 2", "'tpp' is not an engine option"),
+        ("tp: 2\nep: 3", "ep=3 does not divide"),
+        ("- tp", "no mapping"),
+        ("tp: [", "cannot be read as YAML"),
+        ("model: 5", "model=5"),
+        ("next_n: many", "next_n='many'"),
+        ("!!python/object/apply:os.getcwd []", "cannot be read as YAML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_recipe(recipe(tmp_path, text))
+
+
+def test_what_goes_before_what(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "model: x\nnext_n: 2\ndtype: float32\nsimulated_acceptance: [0.5, 0.5]")
+    model, options = engine_options(
+        path, ["tp=2", "dtype=bfloat16"], {"next_n": 0, "max_num_seqs": 7, "threads": None, "exe_mode": "eager"}
+    )
+    assert model == "x"
+    expected = {"next_n": 2, "dtype": "bfloat16", "simulated_acceptance": (0.5, 0.5), "tp": 2, "max_num_seqs": 7, "exe_mode": "eager"}
+    assert options == expected

@@ -1,0 +1,182 @@
+"""Engines of several processes: the tokens of one process, whatever the layout; and what happens when a rank dies or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rorqual import LLM, SamplingParams
+from rorqual.errors import ConfigError, EngineError
+from rorqual.request import RequestOutput, StructuredOutput
+from tests.models.checkpoints import save
+
+TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the", "What do you mean?", "She had", "There is", "Words:"]
+COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "page_size": 8, "threads": 1, "num_pages": 160}
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **changes})
+
+
+MIXED = [
+    params(),
+    params(temperature=0.9, seed=3),
+    params(logprobs=2),
+    params(presence_penalty=0.7, repetition_penalty=1.2),
+    params(temperature=1.1, top_k=9, seed=8, max_tokens=33),
+    params(speculate=False, max_tokens=7),
+    params(temperature=1.0, seed=4, structured=StructuredOutput("regex", "[a-m]{3,9}(, [n-z]{2,7}){2}"), ignore_eos=False, max_tokens=60),
+]
+
+
+def told(out: RequestOutput) -> Any:
+    completion = out.outputs[0]
+    logprobs = [{t: round(entry.logprob, 3) for t, entry in step.items()} for step in completion.logprobs or ()]
+    return completion.token_ids, completion.finish_reason, logprobs
+
+
+def everything(llm: LLM, prompts: list[Any]) -> list[Any]:
+    """A mixed batch, the same again over a filled prefix cache, then one request alone: other data-parallel ranks idle."""
+    try:
+        found = [told(out) for _ in range(2) for out in llm.generate(prompts, MIXED[: len(prompts)])]
+        found += [told(out) for out in llm.generate(prompts[:1], params(max_tokens=12))]
+        usage = llm.engine.scheduler.usage()
+        assert usage.running == usage.waiting == 0
+        assert usage.pages_used == 0
+        return found
+    finally:
+        llm.engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    """One process, no speculation."""
+    return everything(LLM(**COMMON), TEXTS)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2, "next_n": 2, "prefill_chunk": 3},
+    {"dp": 2, "ep": 2, "next_n": 1},
+    {"pp": 2, "next_n": 2},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "next_n": 2},
+]
+MORE: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"dp": 2, "ep": 2, "exchange": "alltoall", "steps_in_flight": 2},
+    {"tp": 4, "next_n": 3, "draft_window": False},
+    {"dp": 2},
+    {"dp": 2, "next_n": 3, "drafter": "ngram"},
+    {"dp": 4, "next_n": 2, "embed_tp": 4, "head_tp": 4},
+    {"pp": 2, "tp": 2, "next_n": 2},
+    {"pp": 2, "dp": 2, "ep": 2, "next_n": 1, "prefill_chunk": 5},
+    {"pp": 4},
+    {"pp": 2, "micro_batches": 1, "next_n": 2},
+    {"pp": 2, "micro_batches": 3, "steps_in_flight": 4, "prefill_chunk": 3},
+    {"pp": 2, "next_n": 2, "drafter": "ngram", "steps_in_flight": 1},
+    {"tp": 2, "sequence_parallel": True, "next_n": 2},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "next_n": 2, "steps_in_flight": 2},
+    {"tp": 2, "ep": 2, "exchange": "allgather_ep", "sequence_parallel": True},
+    {"dp": 4, "ep": 4, "exchange": "low_latency", "next_n": 2, "num_pages": 34},
+]
+
+
+def name_of(layout: dict[str, Any]) -> str:
+    return "-".join(f"{name}={value}" for name, value in layout.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_layouts_give_the_tokens_of_one_process(expected: list[Any], layout: dict[str, Any]) -> None:
+    llm = LLM(**{**COMMON, **layout})
+    assert everything(llm, TEXTS) == expected
+    if "exchange" in layout:
+        assert llm.engine.stats.way_to_experts == "low_latency (process group: cpu has no symmetric memory)"
+    reason = (
+        "tokens are sharded: sums are scattered"
+        if llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded
+        else "cpu has no symmetric memory"
+    )
+    assert llm.engine.stats.way_of_sums == (f"process group ({reason})" if layout.get("tp", 1) > 1 else "local")
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1}], ids=name_of)
+def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """A model whose latents are narrower than its hidden states (the bundled one's are not), with a prediction module."""
+    save("v3-narrow-latents", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    options = {**COMMON, "model": str(tmp_path), "weights": "random", "skip_tokenizer_init": True}
+    prompts = [[7, 3, 9, 11, 4, 4, 8], [5, 1], [40, 2, 60]]
+    assert everything(LLM(**options, **layout, next_n=2), prompts) == everything(LLM(**options), prompts)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("layout", MORE, ids=name_of)
+def test_more_layouts(expected: list[Any], layout: dict[str, Any]) -> None:
+    assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "next_n": 2, "drafter": "ngram"}], ids=name_of)
+def test_qwen(tmp_path: Path, layout: dict[str, Any]) -> None:
+    save("qwen", tmp_path)
+    prompts = [[5, 6, 7, 5, 6], [9] * 11, [1, 2, 3], [4, 4, 5], [8], [11, 12]]
+    options = {**COMMON, "skip_tokenizer_init": True, "max_model_len": 64}
+    single = everything(LLM(tmp_path, **options), prompts)
+    assert everything(LLM(tmp_path, **options, **layout), prompts) == single
+
+
+def test_a_layout_the_model_cannot_have_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="tp=3 does not divide"):
+        LLM(tp=3)
+    with pytest.raises(ConfigError, match="ep=3"):
+        LLM(dp=2, ep=3)
+
+
+def run_until_it_fails(llm: LLM, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            llm.generate(TEXTS, params(max_tokens=100))
+    except EngineError as error:
+        return str(error)
+    pytest.fail(f"the engine went on for {seconds} s")
+
+
+@pytest.mark.parametrize(("blow", "named"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")])
+def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(blow: signal.Signals, named: str) -> None:
+    llm = LLM(**COMMON, tp=2, watchdog_seconds=6)
+    assert llm.engine.group is not None
+    process = llm.engine.group.members[0].process
+    llm.generate(TEXTS[:1], params(max_tokens=2))
+    os.kill(process.pid, blow)
+    start = time.monotonic()
+    message = run_until_it_fails(llm, 60)
+    assert time.monotonic() - start < (2 if blow is signal.SIGKILL else 12)
+    assert "rank 1 (pp 0, dp 0, tp 1)" in message
+    assert named in message
+    with pytest.raises(EngineError):
+        llm.generate(TEXTS[:1], params(max_tokens=2))
+    llm.engine.close()
+    assert process.wait(5) is not None
+
+
+def test_a_process_that_leaves_its_groups_behind_ends_with_its_own_status(tmp_path: Path) -> None:
+    code = f"""
+import atexit, sys
+import torch.distributed as dist
+from rorqual.engine.distributed.executor import leave_behind
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+atexit.register(print, "handlers run")
+leave_behind()
+sys.exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (7, "handlers run\n"), done.stderr

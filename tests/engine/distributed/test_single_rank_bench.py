@@ -1,0 +1,88 @@
+"""One rank of a layout without the others: it runs every layout to the end, holds its own shard, and where nothing is cut it is the engine
+of one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rorqual import LLM, SamplingParams
+from rorqual.engine.execution.worker import weight_bytes
+from rorqual.errors import ConfigError
+from rorqual.parallel.fake_axis import EchoAxis
+from rorqual.parallel.shard import Cut
+from tests.models.checkpoints import rewrite_config, save
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "threads": 1, "weights": "random",
+    "skip_tokenizer_init": True,
+}  # fmt: skip
+PROMPTS = [[5, 3 + i, 9, 11 + 2 * i] for i in range(5)]
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 4},
+    {"tp": 4, "ep": 4, "next_n": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "next_n": 1},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1},
+    {"dp": 4, "ep": 4, "exchange": "alltoall"},
+    {"dp": 4, "embed_tp": 4, "head_tp": 4, "next_n": 2},
+    {"dp": 2, "ep": 2, "exchange": "allgather_ep", "next_n": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("v3")
+    save("v3", path)
+    rewrite_config(path, num_nextn_predict_layers=1)
+    return path
+
+
+def tokens(llm: LLM) -> list[tuple[int, ...]]:
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    found = [tuple(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, params)]
+    assert llm.engine.scheduler.usage().pages_used == 0
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{name}={value}" for name, value in layout.items()))
+def test_every_layout_runs_to_the_end(folder: Path, layout: dict[str, Any]) -> None:
+    lone, whole = (LLM(folder, **{**COMMON, **layout, "lone_rank": True}), LLM(folder, **{**COMMON, "next_n": layout.get("next_n", 0)}))
+    assert not dist.is_initialized()
+    assert lone.engine.stats.way_to_experts == lone.engine.stats.way_of_sums == "nowhere (a lone rank)"
+    assert weight_bytes(lone.engine.model) < weight_bytes(whole.engine.model)
+    found = tokens(lone)
+    assert [len(row) for row in found] == [9] * len(PROMPTS)
+    assert found == tokens(lone), "the same again over a filled prefix cache"
+
+
+def test_where_nothing_is_cut_it_is_the_engine_of_one_device(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    rewrite_config(tmp_path, first_k_dense_replace=3, num_nextn_predict_layers=0)
+    assert tokens(LLM(tmp_path, **COMMON, dp=4, lone_rank=True)) == tokens(LLM(tmp_path, **COMMON))
+
+
+def test_copies_have_the_size_of_what_would_arrive() -> None:
+    axis, x = EchoAxis("tp", Cut(1, 3)), torch.arange(8.0).view(4, 2)
+    assert axis.all_reduce(x) is x
+    assert torch.equal(axis.all_gather(x), torch.cat([x] * 3))
+    assert torch.equal(axis.all_gather(x, [2, 4, 5]), torch.cat((x[:2], x, x, x[:1])))
+    assert torch.equal(axis.all_gather(x[:0], [1, 0, 2]), torch.zeros(3, 2))
+    assert torch.equal(axis.reduce_scatter(x[:3]), x[1:2])
+    assert torch.equal(axis.reduce_scatter(x, [1, 3, 0]), x[1:])
+    columns = axis.all_gather_columns(x, [1, 2, 2])
+    assert torch.equal(columns, torch.cat((x[:, :1], x, x), 1))
+    assert columns.is_contiguous(), "kernels take rows that are"
+    assert torch.equal(axis.all_to_all(x, [1, 2, 1], [2, 2, 0]), x[[0, 0, 1, 2]])
+    assert torch.equal(axis.all_to_all_fixed(x), x)
+    assert axis.traffic.total == 0
+
+
+@pytest.mark.parametrize("changes", [{"weights": "checkpoint"}, {"pp": 2}, {"launcher": "torchrun"}])
+def test_what_makes_no_sense_alone_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="lone_rank needs"):
+        LLM(folder, **{**COMMON, "tp": 2, "lone_rank": True, **changes})

@@ -1,0 +1,291 @@
+"""Recorded decode steps on a platform that 'replays' by calling again: padding, buckets and variants change no token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rorqual import LLM, SamplingParams
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.execution.cuda_graphs import bucket_sizes
+from rorqual.engine.execution.model_runner import ModelRunner, Pending
+from rorqual.engine.scheduling.scheduler_output import Plan, Variant
+from rorqual.errors import ConfigError
+from rorqual.ops.interface import Ops
+from rorqual.request import Logprob, StructuredOutput
+from tests.engine.execution.replaying import ReplayingPlatform
+from tests.engine.execution.test_speculative_requests import GRAMMARS, Automata
+from tests.models.checkpoints import VOCAB, save, save_with_mtp
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save("v3", tmp_path)
+    return tmp_path
+
+
+def batch() -> tuple[list[list[int]], list[SamplingParams]]:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(VOCAB, (3 + 4 * i,), generator=generator).tolist() for i in range(7)]
+    kinds = [{"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5}, {"temperature": 0, "presence_penalty": 0.5}]
+    params = [SamplingParams(**{"max_tokens": 6 + 3 * i, "seed": i, "ignore_eos": True, **kinds[i % 4]}) for i in range(7)]
+    return prompts, params
+
+
+def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 5, "max_model_len": 64, "page_size": 8}
+    prompts, params = batch()
+    eager = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(folder, **options)
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == eager
+    assert platform.replays > 5
+    before = platform.replays
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts[:1], params[:1])] == eager[:1]
+    assert platform.replays > before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": "mtp"},
+        {"drafter": "mtp", "draft_window": False},
+        {"drafter": "ngram"},
+        {"drafter": "mtp", "next_n_policy": "adaptive"},
+        {"drafter": "mtp", "num_pages": 14},
+    ],
+    ids=str,
+)
+def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict):
+    """Greedy, seeded and unseeded requests; verification, drafting and drawing are all in the recording."""
+    save_with_mtp(tmp_path, agreement=2.0)
+    sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 5, "max_model_len": 64, "page_size": 8}
+    prompts, params = batch()
+    params = [replace(p, speculate=i != 3) for i, p in enumerate(params)]
+    if "next_n_policy" not in options:  # there the drafts, and with them the tokens of unseeded requests, depend on the time steps take
+        params = [replace(p, seed=None) if i % 3 == 1 else p for i, p in enumerate(params)]
+    eager = LLM(tmp_path, next_n=2, steps_in_flight=2, **sizes, **options)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, next_n=2, **sizes, **options)
+    assert llm.engine.depth == 2
+    found = []
+    for each in (eager, llm):
+        each.engine.scheduler._seeds = random.Random(0)
+        found.append([out.outputs[0].token_ids for _ in range(2) for out in each.generate(prompts, params)])
+    assert found[0] == found[1]
+    assert platform.replays > 10
+    if "next_n_policy" not in options:
+        assert llm.engine.stats.accepted == eager.engine.stats.accepted
+        assert llm.engine.stats.drafted == eager.engine.stats.drafted
+    assert sum(llm.engine.stats.accepted) > 0
+    recorded = {next_n for _, _, next_n in llm.engine.runner.graphs.graphs}
+    assert recorded == ({0, 1, 2} if "next_n_policy" in options else {2}), "nothing was recorded while serving"
+    assert int(llm.engine.runner.rows.length[-1]) == 0
+
+
+HOST: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0},
+    {"temperature": 0.9, "presence_penalty": 0.8, "frequency_penalty": 0.3},
+    {"temperature": 0, "logit_bias": {11: 4.0, 12: -50.0}, "logprobs": 0},
+    {"temperature": 0, "min_tokens": 6, "stop_token_ids": list(range(0, VOCAB, 2))},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0, "structured": StructuredOutput("grammar", "cycle")},
+    {"temperature": 1.0, "structured": StructuredOutput("grammar", "branch"), "logprobs": 1},
+    {"temperature": 0, "repetition_penalty": 1.3, "speculate": False},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"next_n": 2},
+        {"next_n": 2, "draft_window": False},
+        {"next_n": 2, "drafter": "ngram"},
+        {"next_n": 2, "next_n_policy": "adaptive"},
+        {"next_n": 2, "num_pages": 16},
+        {"graph_sizes": (1,)},
+    ],
+    ids=str,
+)
+def test_steps_that_need_the_host_replay_the_forward_pass(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+):
+    """Of a mixed batch, all that decodes is replayed; tokens and log probabilities are the eager
+    ones."""
+    save_with_mtp(tmp_path, agreement=2.0)
+    sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 6, "page_size": 8}
+    sizes |= {"max_model_len": 64, "steps_in_flight": 2}
+    prompts = [[(5 * i + 3 * j) % VOCAB for j in range(3 + 2 * i)] for i in range(len(HOST))]
+    asked = [{"seed": 3, "ignore_eos": "structured" not in asks, **asks} for asks in HOST]
+    params = [SamplingParams(max_tokens=6 + 2 * i, **asks) for i, asks in enumerate(asked)]
+    eager = LLM(tmp_path, **sizes, **options)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, **sizes, **options)
+    plans, launch = [], llm.engine.runner.launch
+
+    def launched(plan: Plan) -> Pending:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", launched)
+    found = []
+    for each in (eager, llm):
+        each.engine.grammars = Automata(GRAMMARS)
+        outs = [out.outputs[0] for _ in range(2) for out in each.generate(prompts, params)]
+        found.append([(out.token_ids, told(out.logprobs), out.finish_reason) for out in outs])
+    assert found[0] == found[1]
+    assert platform.replays == sum(not plan.chunks for plan in plans) > 20
+    if "next_n" in options and "next_n_policy" not in options:
+        assert llm.engine.stats.accepted == eager.engine.stats.accepted
+        assert llm.engine.stats.drafted == eager.engine.stats.drafted
+        assert sum(llm.engine.stats.accepted) > 0
+
+
+def told(logprobs: list[dict[int, Logprob]] | None) -> Any:
+    """Of each token, the ids and ranks of the best, and rounded values."""
+    steps = [step.items() for step in logprobs or ()]
+    return [[(token, one.rank, round(one.logprob, 3)) for token, one in step] for step in steps]
+
+
+def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_with_mtp(tmp_path)
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(tmp_path, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8, next_n=3)
+    runner = llm.engine.runner
+    before = [layer["latent"].clone() for layer in runner.pool.layers]
+    with torch.inference_mode():
+        for variant in (Variant.GREEDY, Variant.FILTERED, Variant.FULL):
+            runner.graphs.graphs[8, variant, 3]()
+    assert len(before) == 4
+    assert all(torch.equal(layer["latent"][1:], old[1:]) for layer, old in zip(runner.pool.layers, before, strict=True))
+    assert runner.rows.length[runner.rows.padding] == 0
+
+
+def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(folder, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8)
+    runner = llm.engine.runner
+    plane = runner.pool.layers[0]["latent"]
+    before = plane.clone()
+    with torch.inference_mode():
+        runner.graphs.graphs[8, next(iter(runner.graphs.graphs))[1], 0]()
+    assert torch.equal(plane[1:], before[1:])
+    assert runner.rows.length[runner.rows.padding] == 0
+
+
+def test_sizes_left_out_are_recorded_when_they_are_needed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Recording computes steps of its own: they may not move the requests that wait for it."""
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "page_size": 8}
+    prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    llm = LLM(folder, **options, graph_sizes=(1, 7))
+    graphs = llm.engine.runner.graphs
+    assert {size for size, _, _ in graphs.graphs} == {1, 8}
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
+    assert {size for size, _, _ in graphs.graphs} == {1, 4, 8}
+
+
+@pytest.mark.parametrize("next_n", [0, 2])
+def test_kernels_compiled_ahead(next_n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every step that is recorded is computed once before, inside what compiles; tokens stay what they are."""
+    save_with_mtp(tmp_path)
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "page_size": 8, "next_n": next_n}
+    prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [out.outputs[0].token_ids for out in LLM(tmp_path, **options).generate(prompts, params)]
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: ReplayingPlatform(torch.device("cpu")))
+    inside, computed = [False], []
+
+    @contextmanager
+    def compiling(self: Ops) -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    plain = ModelRunner._decode_body
+
+    def body(self: ModelRunner, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
+        computed.append((inside[0], (len(slots), variant, next_n)))
+        return plain(self, slots, variant, next_n)
+
+    monkeypatch.setattr(Ops, "compiling", compiling)
+    monkeypatch.setattr(ModelRunner, "_decode_body", body)
+    llm = LLM(tmp_path, **options, compile_ahead=True)
+    ahead = [key for before, key in computed if before]
+    assert len(ahead) == len(set(ahead))
+    assert set(ahead) == set(llm.engine.runner.graphs.graphs)
+    assert all(before for before, _ in computed[: len(ahead)])
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((0,), "at least 1"), ((9,), "max_num_seqs=8"), (4, "list"), (("a",), "at least 1")])
+def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
+    with pytest.raises(ConfigError, match=message):
+        LLM(folder, max_num_seqs=8, graph_sizes=sizes)
+
+
+def test_buckets():
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(5) == [1, 2, 4, 5]
+    assert bucket_sizes(256)[-1] == 256
+    assert all(b - a <= 64 for a, b in zip(bucket_sizes(1024), bucket_sizes(1024)[1:], strict=False))
+
+
+LONE: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 2,
+    "max_model_len": 64,
+    "page_size": 8,
+    "weights": "random",
+    "lone_rank": True,
+    "dp": 2,
+    "ep": 2,
+    "graph_sizes": (1,),
+}
+
+
+def test_an_exchange_that_no_graph_can_hold(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Graphs that were asked for are not left out in silence; left to the engine, they are."""
+    platform = ReplayingPlatform(torch.device("cpu"))
+    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    for mode in ("graph", "acl_graph"):
+        message = f"{mode}.*exchange='alltoall'.*: exchange auto, allgather_ep, low_latency, or exe"
+        with pytest.raises(ConfigError, match=message):
+            LLM(folder, **LONE, exe_mode=mode, exchange="alltoall")
+    assert LLM(folder, **LONE, exchange="alltoall").engine.runner.graphs is None
+    assert LLM(folder, **LONE, exe_mode="graph", exchange="low_latency").engine.runner.graphs
+    assert LLM(folder, **LONE, exe_mode="graph").engine.runner.graphs
+
+
+def test_it_is_refused_before_ranks_are_started(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def launcher(config: EngineConfig) -> None:
+        raise AssertionError("nobody should be started")
+
+    monkeypatch.setattr("rorqual.engine.distributed.executor.make_launcher", launcher)
+    options = {name: value for name, value in LONE.items() if name != "lone_rank"}
+    with pytest.raises(ConfigError, match="exchange='alltoall'"):
+        LLM(folder, **options, exe_mode="graph", exchange="alltoall")
+
+
+def test_graphs_are_refused_where_there_are_none():
+    with pytest.raises(ConfigError, match="acl_graph"):
+        LLM(exe_mode="acl_graph")

@@ -1,0 +1,110 @@
+"""What the cache gets is what weights and the workspace of attention leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rorqual.cache.spec import kv_spec
+from rorqual.cache.stretch import SCORE_BYTES, workspace_bytes
+from rorqual.config.model import ModelConfig
+from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Rank
+from rorqual.errors import CapacityError
+from rorqual.planner.costs.costs import Format
+from rorqual.planner.timing.roofline import activation_bytes
+from rorqual.platforms.cpu import CpuPlatform
+from tests.engine.execution.test_identity import engine
+from tests.models.checkpoints import save
+
+GIB = 2**30
+
+
+class Card:
+    """As much of a platform as sizing asks for: 80 GiB, so many of them free."""
+
+    name = "cuda"
+    device = torch.device("cuda")
+
+    def __init__(self, free: int):
+        self.free = free
+
+    def available_memory(self) -> int:
+        return self.free
+
+    def total_memory(self) -> int:
+        return 80 * GIB
+
+
+def rank_of(shape: str, free: int = 40 * GIB, tp: int = 8, **options: Any) -> Rank:
+    """A rank whose weights are loaded."""
+    rank = Rank.__new__(Rank)
+    rank.config = EngineConfig(shape, tp=tp, max_num_seqs=64, **options)
+    rank.platform = Card(free)  # type: ignore[assignment]
+    rank.mesh = SimpleNamespace(sizes=ParallelConfig(tp=tp))  # type: ignore[assignment]
+    rank.model_config = ModelConfig.from_file(f"rorqual/shapes/{shape}")
+    rank.dtype = "bfloat16"
+    rank.spec = kv_spec(rank.model_config, 64, "auto", rank.config.mla_decode).shard(tp)
+    rank.max_model_len = rank.max_row_len = 131072
+    return rank
+
+
+@pytest.mark.parametrize(("tp", "stretch"), [(1, 512 * 2**20), (8, 129 * 2**20)])
+def test_the_cache_of_a_card_gets_what_the_workspace_leaves(tp: int, stretch: int) -> None:
+    rank = rank_of("deepseek-v3", tp=tp)
+    sums = 2048 * (128 // tp) * 129 * 4
+    assert 0.95 * stretch < rank.workspace - sums - SCORE_BYTES < 1.05 * stretch
+    left = int(40 * GIB - rank.workspace - (1 - 0.9) * 80 * GIB)
+    assert abs(rank._cache_bytes() - left) <= 1
+    assert rank._num_pages() == left // rank.spec.bytes_per_page + 1
+
+
+def test_shorter_chunks_need_less() -> None:
+    whole = rank_of("deepseek-v3", max_num_batched_tokens=8192)
+    chunked = rank_of("deepseek-v3", max_num_batched_tokens=8192, prefill_chunk=512)
+    assert whole.workspace - chunked.workspace == (8192 - 512) * 16 * 129 * 4
+
+
+def test_what_decompresses_nothing_reserves_nothing() -> None:
+    forms = [("CD", "CD"), ("A_CC_ME", "A_CC_ME")]
+    ranks = [rank_of("deepseek-v3", mla_prefill=one, mla_decode=other) for one, other in forms]
+    ranks.append(rank_of("qwen3-30b-a3b", tp=1))
+    assert [rank.workspace for rank in ranks] == [0, 0, 0]
+    assert rank_of("deepseek-v3", mla_prefill="A_CC_ME", mla_decode="CC").workspace > 0
+
+
+def test_a_card_without_room_for_both_is_refused() -> None:
+    rank = rank_of("deepseek-v3", free=8 * GIB + 2**27)
+    with pytest.raises(CapacityError, match=rf"one cache page .* beside {rank.workspace} bytes"):
+        rank._num_pages()
+
+
+def test_a_given_size_is_kept() -> None:
+    assert rank_of("deepseek-v3", kv_cache_bytes=GIB)._cache_bytes() == GIB
+
+
+@pytest.mark.parametrize("longest", [1000, 131072])
+def test_the_planner_reserves_what_the_engine_does(longest: int) -> None:
+    rank = rank_of("deepseek-v3", max_num_batched_tokens=4096)
+    rank.max_row_len = longest
+    given = (rank.model_config, ParallelConfig(tp=8), 4096)
+    formats = (Format(form=form) for form in ("A_CC_ME", "CD"))
+    plain, other = (activation_bytes(*given, fmt, longest) for fmt in formats)
+    assert plain - other == rank.workspace
+    assert activation_bytes(rank.model_config, ParallelConfig(tp=8), 0) == 0
+
+
+def test_an_engine_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("v3", tmp_path)
+    model = ModelConfig.from_file(tmp_path)
+    planned = workspace_bytes(model.attention, 4, "cpu", 8, 200, 256, 256)
+    left = 2**24
+    monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: planned + left)
+    llm = engine(tmp_path, max_num_seqs=200, max_num_batched_tokens=256)
+    page = kv_spec(model, 8, "auto", activations="float32").bytes_per_page
+    assert llm.engine.runner.pool.num_pages == int(left * CPU_CACHE_SHARE) // page + 1

@@ -1,0 +1,63 @@
+"""The name under which compiled CPU kernels are kept: another processor never loads them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rorqual.ops.cpu import native
+
+# Both compilers answer `-dM -E` with the macros that say which instructions they may use, and both
+# write a library; only g++ describes its target for `-Q --help=target`.
+COMPILER = """#!/bin/sh
+case "$*" in
+  --version) echo "{kind} 17.0.1" ;;
+  *--help=target*)
+    [ {kind} = g++ ] || {{ echo "error: unknown argument" >&2; exit 1; }}
+    echo "-march= {processor}" ;;
+  *-march=native*-dM*) echo "#define __{processor}__ 1" ;;
+  *-dM*) echo "#define __x86_64__ 1" ;;
+  *)
+    while [ "$1" != -o ]; do shift; done
+    echo "{kind} {processor}" > "$2" ;;
+esac
+"""
+KINDS = pytest.mark.parametrize("kind", ["g++", "clang++"])
+
+
+def build(folder: Path, kind: str, processor: str) -> Path:
+    """What is built by a compiler that takes this processor for the machine's own."""
+    compiler = folder / f"{kind}-{processor}"
+    compiler.write_text(COMPILER.format(kind=kind, processor=processor))
+    compiler.chmod(0o755)
+    return native._build(str(compiler))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RORQUAL_CACHE", str(tmp_path / "cache"))
+
+
+@KINDS
+def test_every_processor_has_a_library_of_its_own(tmp_path: Path, kind: str) -> None:
+    wide, narrow = build(tmp_path, kind, "AVX512F"), build(tmp_path, kind, "SSE2")
+    assert wide != narrow
+    assert wide.read_text() == f"{kind} AVX512F\n"
+    assert narrow.read_text() == f"{kind} SSE2\n"
+    assert build(tmp_path, kind, "AVX512F") == wide
+
+
+def test_every_compiler_has_a_library_of_its_own(tmp_path: Path) -> None:
+    assert build(tmp_path, "g++", "SSE2") != build(tmp_path, "clang++", "SSE2")
+
+
+@KINDS
+def test_without_a_name_of_the_processor_nothing_is_built(tmp_path: Path, kind: str) -> None:
+    compiler = tmp_path / "compiler"
+    text = COMPILER.format(kind=kind, processor="SSE2")
+    compiler.write_text(text.replace("*-march=native*-dM*)", "*-dM*) exit 1 ;;\n  *-never*)"))
+    compiler.chmod(0o755)
+    with pytest.raises(subprocess.CalledProcessError):
+        native._build(str(compiler))

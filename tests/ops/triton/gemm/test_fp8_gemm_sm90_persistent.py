@@ -1,0 +1,136 @@
+"""The warp-specialised block-fp8 product: its Python over torch tensors, partitions as threads, against fp64; and what it compiles to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from rorqual.ops.reference import Weight
+from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent
+from tests.emulation import gluon_emulator, ptx_interpreter
+from tests.emulation.block_fp8 import error, exact, operands
+from tests.emulation.gluon_emulator import Descriptor
+from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
+from tests.emulation.ptx_memory import TensorMap
+
+CASES = [  # tokens, rows, columns, m, stages, programs
+    (300, 320, 384, 256, 3, 2),  # 64 rows in the last tile; the last half tile has no tokens
+    (300, 448, 384, 128, 2, 3),
+    (257, 296, 256, 256, 2, 1),  # 40 rows in the last tile
+    (130, 400, 256, 128, 4, 5),  # fewer tiles in the last round than programs
+    (4500, 320, 128, 256, 3, 7),  # two groups of token tiles
+]
+
+
+def emulate(x: Tensor, scale: Tensor, weight: Weight, m: int, stages: int, programs: int, bias: Tensor | None = None) -> Tensor:
+    (tokens, columns), rows = x.shape, weight.data.shape[0]
+    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
+    args = [
+        Descriptor(x, [m, 128]), scale, Descriptor(weight.data, [128, 128]), weight.scale, bias, y, Descriptor(y, [64, 128]), tokens,
+        *scale.stride(), rows, columns, m, stages, bias is not None, *fp8_gemm_sm90_persistent.REGISTERS, False,
+    ]  # fmt: skip
+    gluon_emulator.run(fp8_gemm_sm90_persistent, "_tall_kernel", (programs,), args)
+    return y
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns", "m", "stages", "programs"), CASES)
+def test_emulated_result(tokens: int, rows: int, columns: int, m: int, stages: int, programs: int) -> None:
+    torch.manual_seed(tokens)
+    x, scale, weight = operands(tokens, columns, rows)
+    bias = torch.randn(rows).bfloat16() if tokens == 300 else None
+    y = emulate(x, scale, weight, m, stages, programs, bias)
+    assert error(y, exact(x, scale, weight, bias)) < 2e-3
+    if tokens == 130:  # a row does not depend on the others
+        some = [7, 129, 64]
+        assert torch.equal(emulate(x[some], scale[some].t().contiguous().t(), weight, m, stages, programs - 1), y[some])
+
+
+PLANS = """
+from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
+PLANS = [(2112, LinearPlan(256, 128, 4, 4, tall=True)), (4096, LinearPlan(256, 128, 4, 4, tall=True)),
+         (4096, LinearPlan(128, 128, 4, 6, tall=True))]
+for rows, plan in PLANS:
+    linear(quantised(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
+"""
+CHECKS = """
+assert [k.name for k in launched] == ["_tall_kernel"] * len(launched), launched
+for (rows, plan), kernel in zip(PLANS, launched):
+    found = kernel.resources()
+    assert found["shared"] <= SHARED[90] and found["stack"] == 0, (rows, plan, found)
+    # two warpgroups, one product or two of each unit, in narrow tiles too
+    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * plan.m // 128, plan
+    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n64k32") == (2 * 4 * plan.m // 128 if rows % 128 else 0), plan
+    assert "setmaxnreg.inc.sync.aligned.u32 \\t240;" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+"""
+FORMS = [  # tokens, rows, columns, m, stages, programs, bias
+    (200, 200, 256, 256, 2, 1, True),  # 72 rows in the last tile
+    (200, 168, 256, 128, 2, 1, False),  # narrow last tiles, after which another follows
+    (300, 320, 384, 256, 3, 3, True),  # the last half tile has no tokens; three programs
+]
+SMALL = f"""
+from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import launch
+for tokens, rows, columns, m, stages, _, bias in {FORMS}:
+    y = torch.empty(tokens, rows, dtype=torch.bfloat16)
+    launch(quantised(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y, m, stages)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    """Of PLANS and of FORMS."""
+    return compiled(PLANS + SMALL, tmp_path_factory.mktemp("compiled"), CHECKS)
+
+
+def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: Path) -> None:
+    for kernel in kernels[: -len(FORMS)]:
+        assert "serialized" not in assembled(kernel, tmp_path)
+
+
+def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it is right, and free of races."""
+    tokens, rows, columns, m, _, programs, biased = FORMS[form]
+    torch.manual_seed(form)
+    x, scale, weight = operands(tokens, columns, rows)
+    bias = torch.randn(rows).bfloat16() if biased else None
+    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
+    maps = [TensorMap(x, (m, 128), 128), TensorMap(weight.data, (128, 128), 128), TensorMap(y, (64, 64), 128)]
+    strides = [*run_time(scale.stride(0)), scale.stride(1)]
+    arguments = [maps[0], scale, maps[1], weight.scale, *run_time(bias), y, maps[2], tokens, *strides]
+    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
+    assert error(y, exact(x, scale, weight, bias)) < 2e-3
+    return y
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: int) -> None:
+    kernel = kernels[form - len(FORMS)]
+    assert torch.equal(execute(kernel, form), execute(kernel, form, seed=form))
+
+
+BROKEN = {  # what is taken out, one place at a time; by what; in which form; how many of the places matter at least
+    "a stage is used or filled before it is there or free": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 1, 6),
+    "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1, 4),
+    "a stage is given back by one warpgroup": (r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 1, 2),
+    "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 1, 6),
+    "what threads wrote is sent without a fence": (r"fence\.proxy\.async[^;]*;", "", 0, 5),
+    "registers without a fence": (r"wgmma\.fence[^;]*;", "", 1, 4),
+    "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 1, 4),
+    "a store that still reads, also at the end": (r"cp\.async\.bulk\.wait_group[^;]*;", "", 0, 6),
+    "a store that no group holds": (r"cp\.async\.bulk\.commit_group[^;]*;", "", 0, 4),
+    "inputs of the kernel before": (r"griddepcontrol\.wait[^;]*;", "", 1, 3),
+    # the compiler's own before it waits for a stage would not be needed
+    "a warpgroup does not meet": (r"bar\.sync[^;]*;", "", 0, 10),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_races_are_found(kernels: list[Kernel], what: str) -> None:
+    pattern, by, form, matter = BROKEN[what]
+    kernel = kernels[form - len(FORMS)]
+    assert caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx)) >= matter, what

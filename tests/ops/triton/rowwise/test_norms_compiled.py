@@ -1,0 +1,76 @@
+"""Norms as compiled for Hopper: the kernel that adds up what experts gave leaves the bits of the two kernels it stands for, and what either
+quantises on the way is what a kernel of its own makes of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.emulation.ptx_interpreter import Grid, Launch
+from tests.emulation.ptx_kernels import Kernel, compiled
+
+TOKENS, COLUMNS, TOP_K = 2, 1152, 3
+LAUNCHES = f"""
+from rorqual.ops.triton import expert_sums, fp8, norm
+from rorqual.ops.deferred_sum import Unsummed
+expert_sums.ROW_REGISTERS = 0  # without assembler text, which changes no value
+x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
+rows = x({TOKENS}, {COLUMNS})
+gave = Unsummed(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None, expert_sums.combine)
+for pack in (False, True):
+    norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, pack)
+    expert_sums.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, pack)
+gave.total()
+fp8.quantise(rows)
+"""
+ALONE, JOINT, SUM, QUANTISE = (0, 2), (1, 3), 4, 5  # those that quantise second
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
+    return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"))
+
+
+def run(kernel: Kernel, grid: tuple[int, ...], *arguments: object, early: Sequence[Tensor] = ()) -> None:
+    programs = Grid([Launch(kernel.ptx, kernel.shared, grid, list(arguments))], [x for x in arguments if isinstance(x, Tensor)], early)
+    programs.in_turn(range(len(programs.programs)))
+
+
+def empty() -> Tensor:
+    return torch.full((TOKENS, COLUMNS), float("nan"), dtype=torch.bfloat16)
+
+
+def packed() -> list[Tensor]:
+    """Room for bytes and scales."""
+    return [torch.zeros(TOKENS, COLUMNS, dtype=torch.uint8), torch.zeros(COLUMNS // 128, TOKENS)]
+
+
+@pytest.mark.parametrize("pack", [False, True], ids=["", "quantised"])
+def test_norms_leave_the_same_bits(kernels: list[Kernel], pack: bool) -> None:
+    torch.manual_seed(0)
+    y, residual = torch.randn(TOKENS * TOP_K, COLUMNS).bfloat16(), torch.randn(TOKENS, COLUMNS).bfloat16()
+    weights, factor, summed = torch.rand(TOKENS, TOP_K), (torch.rand(COLUMNS) + 0.5).bfloat16(), empty()
+    run(kernels[SUM], (TOKENS, 3), y, weights, summed)
+    strides = [TOKENS] if pack else [0, 0]  # of the scales; ones are constants
+    normed, total, beside = empty(), empty(), packed() if pack else []
+    run(kernels[ALONE[pack]], (TOKENS,), summed, residual, factor, normed, total, *beside, *[COLUMNS] * 3, 1e-6, *strides)
+    found, stream, joint = empty(), empty(), packed() if pack else []
+    run(
+        kernels[JOINT[pack]], (TOKENS,), y, weights, residual, factor, found, stream, *joint, *[COLUMNS] * 2, 1e-6, *strides, early=[factor]
+    )
+    assert torch.equal(stream, total)
+    assert torch.equal(found, normed)
+    exact = (summed.double() + residual.double()).bfloat16().double()
+    exact = exact * (exact.square().mean(1, keepdim=True) + 1e-6).rsqrt() * factor.double()
+    assert ((normed.double() - exact).abs() <= 2**-7 * exact.abs()).all()
+    if pack:
+        behind = packed()
+        run(kernels[QUANTISE], (TOKENS, 2), normed, *behind, COLUMNS, COLUMNS, *strides)
+        for mine, other, own in zip(beside, joint, behind, strict=True):
+            assert torch.equal(mine, own)
+            assert torch.equal(other, own)

@@ -1,0 +1,61 @@
+"""Kernels compiled ahead: side by side, for a card that is not there; nothing runs, and what would be written is zero."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import os
+import threading
+import torch
+from triton.runtime import driver
+from tests.emulation.cross_compile import AbsentDriver
+from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.triton import ahead, linear_fp8, linear_stream, norm
+from rorqual.ops.triton.rowwise.quantize import Quantised
+from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan
+
+driver.set_active(AbsentDriver(90))
+linear_fp8.is_hopper = lambda device: True
+x, threads = torch.ones(3, 256, dtype=torch.bfloat16), set()
+submit = ahead.ThreadPoolExecutor.submit
+def seen(self, work):
+    def note():
+        threads.add(threading.get_ident())
+        return work()
+    return submit(self, note)
+ahead.ThreadPoolExecutor.submit = seen
+
+def kept(kernel):
+    return [found for cache, *_ in kernel.device_caches.values() for found in cache.values()]
+
+with ahead.compiling():
+    normed, total = norm.add_norm(x, x, x[0], 1e-6)
+    packed = Quantised(torch.empty(3, 256, dtype=FP8), torch.ones(2, 3).t())
+    weight = Weight(torch.empty(256, 256, dtype=FP8), torch.ones(2, 2))
+    for n in (64, 128):
+        y = linear_fp8.linear(packed, weight, dtype=torch.bfloat16, plan=LinearPlan(8, n, n // 16, 2, stream=True))
+        assert y.shape == (3, 256) and not y.any()
+    blank = torch.empty(5), x.new_empty(4), torch.empty_like(x), torch.empty_strided((2, 3), (3, 1))
+assert not normed.any() and not total.any()
+assert not any(made.any() for made in blank)
+assert not packed.data.float().any()
+assert [kernel.metadata.name for kernel in kept(linear_stream._stream_kernel)] == ["_stream_kernel"] * 2
+assert all(kernel.asm["cubin"] for kernel in kept(linear_stream._stream_kernel) + kept(norm._norm_kernel))
+assert len(threads) > 1 or os.cpu_count() == 1, threads
+print("compiled")
+"""
+
+
+def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "compiled"

@@ -1,0 +1,71 @@
+"""How requests move on, in kernels as by torch's operations. Interpreted where there is no card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
+
+if SKIP_REASON is not None:
+    pytest.skip(SKIP_REASON, allow_module_level=True)
+
+from rorqual.ops import reference
+from rorqual.ops.triton.sampling import spec_decode
+
+SLOTS, PAGE = 9, 8
+MOST = 4  # drafts that rows have room for
+
+
+def numbers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape).to(DEVICE)
+
+
+def some(count: int) -> Tensor:
+    """So many slots, in no order."""
+    return torch.randperm(SLOTS)[:count].to(DEVICE)
+
+
+@pytest.mark.parametrize("next_n", [0, 1, 2, 4])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_rows_to_compute(count: int, next_n: int) -> None:
+    torch.manual_seed(count + next_n)
+    pages = 5
+    length, slots = numbers(pages * PAGE - next_n, SLOTS), some(count)
+    arguments = length, numbers(99, SLOTS), numbers(99, SLOTS, MOST), numbers(50, SLOTS, pages + 2)[:count, :pages], slots, next_n, PAGE
+    for found, expected in zip(spec_decode.decode_rows(*arguments), reference.decode_rows(*arguments), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_rows_past_the_table_go_to_the_null_page() -> None:
+    length, zeros = torch.tensor([15], device=DEVICE), torch.zeros(1, MOST, dtype=torch.int64, device=DEVICE)
+    slots, tables = zeros[0, :1], torch.tensor([[3, 4]], device=DEVICE)
+    _, positions, mapping, lens = spec_decode.decode_rows(length, slots, zeros, tables, slots, 2, PAGE)
+    assert positions.tolist() == [15, 16, 17]
+    assert mapping.tolist() == [4 * PAGE + 7, 0, 1]
+    assert lens.tolist() == [18]
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_drafts_are_judged_and_rows_move_on(count: int, told: bool, next_n: int) -> None:
+    """Few different tokens, so that every number of drafts stands somewhere."""
+    seen = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        tokens, drafts, there, slots = numbers(2, count, next_n + 1), numbers(2, SLOTS, MOST), numbers(MOST + 1, SLOTS), some(count)
+        taken = numbers(2, count, next_n).bool() if told else None
+        judged = spec_decode.judge_drafts(tokens, drafts, there, slots, taken)
+        for found, expected in zip(judged, reference.judge_drafts(tokens, drafts, there, slots, taken), strict=True):
+            assert torch.equal(found, expected)
+        stand, right, _ = judged
+        seen |= set(right.tolist())
+        lens, state = numbers(30, count) + 10, (numbers(99, SLOTS), numbers(99, SLOTS))
+        mine, theirs = [x.clone() for x in state], [x.clone() for x in state]
+        moved = spec_decode.move_rows(*mine, slots, lens, stand, right)
+        for found, expected in zip(moved, reference.move_rows(*theirs, slots, lens, stand, right), strict=True):
+            assert torch.equal(found, expected)
+        assert all(map(torch.equal, mine, theirs))
+    assert count < 9 or seen == set(range(next_n + 1))

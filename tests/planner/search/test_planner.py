@@ -1,0 +1,192 @@
+"""The search: what it offers fits and meets the goal, the front is one, and what is refused says why."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rorqual.config.hardware import load_card
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.planner.costs import costs
+from rorqual.planner.costs.catalog import IDS, published, shape_of, with_quant
+from rorqual.planner.costs.costs import Batch
+from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.search import report
+from rorqual.planner.search.deployments import (
+    Goal,
+    Option,
+    Question,
+    disaggregated,
+    prompt_seconds,
+    together,
+)
+from rorqual.planner.search.planner import Plan, distinct_best, search
+from rorqual.planner.timing.profiles import load_profile
+from rorqual.planner.timing.split import SplitStep, split_memory, split_step
+
+R1 = published("deepseek-ai/DeepSeek-R1")
+
+
+def question(card: str = "h200", count: int = 8, profile: str = "sglang", **changes: object) -> Question:
+    return Question(R1, load_card(card), count, load_profile(profile), **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def node() -> Plan:
+    return search(question(goal=Goal(1024, 1024, ttft=1.0, tpot=0.05), next_n=(0, 1)))
+
+
+def test_what_is_offered_fits_and_meets_the_goal(node: Plan) -> None:
+    assert node.options
+    for option in node.options:
+        assert option.ttft <= 1.0
+        assert option.tpot <= 0.05
+        assert option.batch * 2048 <= option.cache_tokens
+        assert option.weight_bytes < 0.9 * node.question.card.memory
+        assert option.sizes.world * option.replicas <= 8
+    assert [option.per_card for option in node.options] == sorted((option.per_card for option in node.options), reverse=True)
+    assert all(option.ttft > 1.0 or option.tpot > 0.05 for option in node.missed)
+
+
+def test_tokens_a_card_are_the_cycle(node: Plan) -> None:
+    """A group's requests in turn: every answer's steps and every prompt once."""
+    option = next(option for option in node.options if option.kind == "together" and option.next_n == 0)
+    model = node.question.model(option.sizes)
+    step = model.step(Work(Batch.decode(option.batch, 1024 + 512))).seconds
+    cycle = 1024 * step + option.batch * prompt_seconds(node.question, model)
+    assert option.throughput == pytest.approx(option.replicas * option.sizes.dp * option.batch * 1024 / cycle)
+
+
+def test_the_front_is_a_front(node: Plan) -> None:
+    front, every = node.pareto(), (*node.options, *node.missed)
+    assert front
+    for point in front:
+        assert not [other for other in every if other.per_user > point.per_user and other.per_card > point.per_card]
+    assert sorted(point.per_card for point in front) == [point.per_card for point in front]
+
+
+def test_all_ratios_balance() -> None:
+    """Prefill instances are loaded to 80 % at most, and more of them never serve less."""
+    asked = question(count=24)
+    found = list(disaggregated(asked, ParallelConfig(tp=8), ParallelConfig(tp=8)))
+    assert {option.prefill_replicas + option.replicas for option in found} == {3}
+    for option in found:
+        prompts = option.throughput / 1024
+        able = option.prefill_replicas / prompt_seconds(asked, asked.model(ParallelConfig(tp=8)))
+        assert prompts <= 0.8 * able + 1e-9
+
+
+def test_drafts_that_are_taken_help() -> None:
+    plain, drafted = (next(iter(together(question(next_n=(drafts,)), ParallelConfig(tp=8)))) for drafts in (0, 1))
+    assert drafted.tpot < plain.tpot
+    never = next(iter(together(question(next_n=(1,), acceptance=0.0), ParallelConfig(tp=8))))
+    assert never.tpot > plain.tpot
+
+
+def test_home_cluster() -> None:
+    """32 RTX 4090: four stages fit by a hair, the first of 16 layers with the dense ones, the others of 15; so do whole layers on 29 cards
+    with attention on the rest."""
+    found = search(question("rtx4090", 32, "roofline"))
+    assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
+    tight = found.question.model(ParallelConfig(tp=8, pp=4))
+    assert 0 < tight.card.memory * tight.utilisation - tight.weight_bytes < 1.2e9
+    assert any("3 attention : 29 expert cards (whole layers)" in option.detail for option in found.options)
+    assert len(found.rejected) > 50
+    assert found.rejected[0].short < 3e9
+    assert any("more than the 23.2 that may be used" in rejected.reason for rejected in found.rejected[:3])
+    assert costs.weight_bytes(R1).total < 32 * 0.9 * found.question.card.memory, "together the cards would hold the weights"
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigError, match="no kernel times for card atlas-a3"):
+        question("atlas-a3")
+    with pytest.raises(ConfigError, match="has no prediction module"):
+        Question(published("qwen3-30b-a3b"), load_card("h200"), 1, load_profile("rorqual"), next_n=(1,))
+    for changes, message in (({"count": 0}, "count=0"), ({"acceptance": 2.0}, "acceptance=2.0"), ({"next_n": ()}, "next_n=")):
+        with pytest.raises(ConfigError, match=message):
+            replace(question(), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prompt=0"):
+        Goal(0)
+    with pytest.raises(ConfigError, match="tpot=-1"):
+        Goal(tpot=-1)
+
+
+# ---- roles on cards of their own
+
+
+def test_batches_in_flight_hide_the_shorter_stages() -> None:
+    step = SplitStep(attention=33e-3, experts=58e-3, network=58e-3, expert_card=2e-3)
+    assert replace(step, network=0.0).needed == 3
+    assert step.needed == 3
+    assert step.longest == 58e-3, "a network that takes longest is itself the limit"
+    assert SplitStep(33e-3, 640e-3, 33e-3, 22e-3).needed == 22
+    assert replace(step, batches=10).seconds == pytest.approx(0.58)
+    assert step.seconds == pytest.approx(149e-3)
+
+
+def test_experts_on_cards_of_their_own() -> None:
+    model = question("rtx4090", 32, "roofline").model(ParallelConfig())
+    layers, spread = (split_step(model, Work(Batch.decode(8, 500)), 3, cards, kind) for kind, cards in (("layers", 29), ("experts", 16)))
+    assert layers.expert_card == pytest.approx(layers.experts * 2 / 58)
+    assert spread.expert_card == spread.experts < layers.experts, "a layer's experts are read by sixteen cards at once"
+    memory = split_memory(model, 29, "layers")
+    assert memory.experts == pytest.approx(costs.weight_bytes(R1).routed_experts * 2 / 58)
+    host = split_memory(model, 29, "layers", host_embedding=True)
+    assert memory.attention - host.attention == 129280 * 7168 * 2
+
+
+# ---- what is printed and written
+
+
+def test_files(node: Plan, tmp_path: Path) -> None:
+    report.write_csv(node, tmp_path / "all.csv")
+    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
+    assert len(rows) == len(node.options) + len(node.missed)
+    assert sum(int(row["pareto"]) for row in rows) == len(node.pareto())
+    assert sum(int(row["meets_goal"]) for row in rows) == len(node.options)
+    report.write_yaml(node, "m", tmp_path / "best.yaml")
+    recipe = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    assert recipe["engine"]["max_num_seqs"] == node.options[0].batch
+    with pytest.raises(ConfigError, match="nothing meets the goal"):
+        report.write_yaml(replace(node, options=()), "m", tmp_path / "none.yaml")
+
+
+def test_the_chart(node: Plan, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.write_png(node, tmp_path / "front.png")
+    assert (tmp_path / "front.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command(node: Plan) -> None:
+    option = next(option for option in node.options if option.sizes == ParallelConfig(tp=8) and option.kind == "together")
+    text = report.commands("deepseek-ai/DeepSeek-R1", node.question, option)[0]
+    assert text.strip().startswith(f"rorqual serve deepseek-ai/DeepSeek-R1 --tp 8 --max-num-seqs {option.batch}")
+
+
+def test_best_of_each_layout(node: Plan) -> None:
+    best: list[Option] = distinct_best(node.options, 4)
+    assert best[0] is node.options[0]
+    assert len({(option.kind, option.sizes, option.detail) for option in best}) == len(best)
+
+
+# ---- published ids
+
+
+def test_ids_need_no_network() -> None:
+    for name in IDS:
+        config = published(name)
+        assert (config.quant is not None) == IDS[name][1], name
+    assert shape_of("someone/else") is None
+    assert published("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8").quant is not None
+    shape = shape_of("deepseek-v3")
+    assert shape
+    assert with_quant(shape[0], "none").quant is None
+    with pytest.raises(ConfigError, match="quant='int4'"):
+        with_quant(shape[0], "int4")
+    with pytest.raises(ConfigError, match="is no published shape"):
+        published("someone/else")

@@ -1,0 +1,92 @@
+"""One workload through the engine on this processor, and through the simulator with step times measured on it.
+
+Times are this process's processor seconds, the least of several of the same step, so that other processes change them little; measuring and
+running take turns."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from rorqual import LLM
+from rorqual.engine.engine import Engine
+from rorqual.planner.simulator.cost_runner import MeasuredCosts
+from rorqual.planner.simulator.results import outcome
+from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
+from rorqual.planner.simulator.workload import Arrivals, Job, Lengths, Workload
+from rorqual.request import Request, SamplingParams
+
+ROWS, PROMPTS, PIECE = (0, 1, 4, 12), (0, 16, 64, 124), 40
+WORK = Workload(Arrivals("at-once"), Lengths("uniform", 40, 20, 60), Lengths("uniform", 24, 8, 40), requests=48)
+ROUNDS, TRIES = 3, 5  # rounds of measuring and running; further tries add rounds where a busy machine disturbed them
+TOLERANCE = 0.15
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return LLM(threads=1, max_num_seqs=16, max_num_batched_tokens=136, max_model_len=256, page_size=16, skip_tokenizer_init=True).engine
+
+
+class Driver:
+    def __init__(self, engine: Engine):
+        self.engine, self.random, self.count = engine, random.Random(0), 0
+
+    def add(self, prompt: int, output: int) -> None:
+        self.count += 1
+        tokens = tuple(self.random.randrange(10, 4000) for _ in range(prompt))
+        params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True)
+        self.engine.add(Request(f"r{self.count}", tokens, params))
+
+    def step(self) -> float:
+        start = time.process_time()
+        self.engine.step()
+        return time.process_time() - start
+
+    def measure(self, rows: int, prompt: int, times: int = 3) -> list[float]:
+        """Seconds of steps in which `rows` requests decode and `prompt` prompt tokens are computed, in pieces as long as WORK's prompts."""
+        scheduler = self.engine.scheduler
+        for _ in range(rows):
+            self.add(PIECE, 200)
+        while scheduler.waiting or scheduler.prefilling:
+            self.step()
+        found = []
+        for _ in range(times):
+            for start in range(0, prompt, PIECE):
+                self.add(min(PIECE, prompt - start), 1)
+            found.append(self.step())
+            assert len(scheduler.sequences) == rows, "the prompts took one step"
+        for name in list(scheduler.sequences):
+            self.engine.abort(name)
+        return found
+
+    def run(self, jobs: list[Job]) -> list[float]:
+        """Seconds of each step of a whole workload."""
+        for job in jobs:
+            self.add(job.prompt, job.output)
+        seconds = []
+        while self.engine.has_work:
+            seconds.append(self.step())
+        return seconds
+
+
+def test_simulated_throughput_is_that_of_the_engine(engine: Engine) -> None:
+    driver, jobs = Driver(engine), list(WORK.jobs(0))
+    driver.run(jobs[:16])  # warm up
+    points: dict[tuple[int, int], list[float]] = {(r, p): [] for r in ROWS for p in PROMPTS if r or p}
+    runs: list[list[float]] = []
+    for _ in range(TRIES):
+        for _ in range(ROUNDS):
+            for (rows, prompt), times in points.items():
+                times += driver.measure(rows, prompt)
+            runs.append(driver.run(jobs))
+        costs = MeasuredCosts({point: min(times) for point, times in points.items()})
+        simulation = Simulation(Deployment((Pool("all", engine.scheduler.config, costs),)), WORK, 0).run()
+        found = outcome(simulation)
+        assert found.output_tokens == sum(job.output for job in jobs)
+        assert {len(steps) for steps in runs} == {simulation.timelines[0].steps}, "the same scheduler takes the same steps"
+        real = found.output_tokens / sum(map(min, *runs))
+        if abs(found.output_rate / real - 1) <= TOLERANCE:
+            return
+    pytest.fail(f"simulated {found.output_rate:.0f} tokens/s, the engine made {real:.0f}")

@@ -1,0 +1,217 @@
+"""Step times: never under their floors, exact at measured points, scaled by rooflines elsewhere, refused where there is nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from rorqual.config.hardware import DATA, load_card
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.planner.costs import costs
+from rorqual.planner.costs.catalog import published
+from rorqual.planner.costs.costs import Batch, Format
+from rorqual.planner.costs.parallel_costs import RankOp, Work, rank_step
+from rorqual.planner.timing.profiles import load_profile, profile_for
+from rorqual.planner.timing.roofline import (
+    LIMITERS,
+    StepModel,
+    compute_bound_tokens,
+    expert_seconds,
+    largest_batch,
+    rpc_seconds,
+    with_link,
+)
+from rorqual.planner.timing.tables import interpolate, load_tables, nest
+
+R1 = published("deepseek-ai/DeepSeek-R1")
+QWEN = published("qwen3-30b-a3b")
+TABLE = json.loads((DATA / "kernels_h200_sglang.json").read_text())
+
+
+def model(profile: str = "sglang", card: str = "h200", **sizes: int) -> StepModel:
+    return StepModel(R1, ParallelConfig(**(sizes or {"tp": 8})), load_card(card), load_profile(profile))
+
+
+# ---- tables
+
+
+def test_interpolation_is_exact_at_points_and_linear_between() -> None:
+    table = nest([(2, 10, 5.0), (2, 40, 20.0), (8, 10, 20.0), (8, 40, 80.0)])
+
+    def at(first: float, second: float) -> float:
+        return math.exp(interpolate(table, [math.log(first), math.log(second)]))
+
+    assert at(2, 10) == pytest.approx(5)
+    assert at(8, 40) == pytest.approx(80)
+    assert at(4, 20) == pytest.approx(20)
+    assert at(2, 5) == pytest.approx(5), "below the table: its first point"
+    assert at(2, 80) == pytest.approx(40), "above it: the last slope goes on"
+
+
+def gemm(m: int, n: int, k: int) -> RankOp:
+    return RankOp("x", "x", "gemm", 2.0 * m * n * k, n * k, 0, 0, "fp8", (m, n, k))
+
+
+def test_measured_products_come_back() -> None:
+    tables = load_tables("h200_sglang")
+    sizes = TABLE["gemm"]["m"]
+    for n, k, *times in TABLE["gemm"]["tables"]["fp8"][::17]:
+        for m, time in list(zip(sizes, times, strict=True))[::4]:
+            assert tables.seconds(gemm(m, n, k), True) == pytest.approx(time * 1e-6, rel=1e-6)
+
+
+def test_fused_shared_experts_count_one_by_one() -> None:
+    """Few tokens: what experts cost beyond a launch goes with how many are read, here 8 of a token and one or two shared."""
+    rest = []
+    for shared in (0, 1, 2):
+        config = replace(R1, moe=replace(R1.moe, num_shared=shared))
+        timed = StepModel(config, ParallelConfig(tp=8), load_card("h200"), load_profile("sglang")).step(Work(Batch.decode(1, 1000)))
+        rest.append(next(item.seconds for item in timed.items if item.name == "experts"))
+    assert rest[2] - rest[1] == pytest.approx(rest[1] - rest[0])
+    assert rest[1] > rest[0]
+
+
+def test_no_table_lies_under_the_datasheet() -> None:
+    """Products too large for the L2 cache, latent attention over more than it holds, and experts by what their routing reads."""
+    card = load_card("h200")
+    for n, k, *times in TABLE["gemm"]["tables"]["fp8"]:
+        for m, time in zip(TABLE["gemm"]["m"], times, strict=True):
+            floor = max(n * k / card.bandwidth if n * k > 120e6 else 0, 2 * m * n * k / card.peak("fp8"))
+            assert time * 1e-6 > floor, (n, k, m)
+    for heads, batch, context, time in TABLE["mla_decode"]:
+        read = batch * context * 1152
+        assert time * 1e-6 > max(read / card.bandwidth if read > 120e6 else 0, 2 * batch * context * heads * 1088 / card.peak("bfloat16"))
+    for entry in TABLE["experts"]:
+        one = 3 * entry["hidden"] * entry["inter"] * (1 if entry["dtype"] == "fp8" else 2)
+        for _, distinct, time in entry["rows"]:
+            assert time * 1e-6 > distinct * one / card.bandwidth
+
+
+def test_own_kernels_are_ratios_to_the_base() -> None:
+    base, own = load_tables("h200_sglang"), load_tables("h200_rorqual")
+    assert own.base is base
+    op = gemm(64, 4096, 7168)
+    assert own.seconds(op, True) / base.seconds(op, True) == pytest.approx(1.25)
+    assert own.has(op, True)
+    assert not own.has(replace(op, kind="gather"), True)
+
+
+# ---- steps
+
+
+@pytest.mark.parametrize("work", [Work(Batch.decode(16, 2000)), Work(None, (Batch(1, 2048),)), Work(Batch.verify(8, 900, 1), drafts=1)])
+def test_a_step_is_the_sum_of_its_parts_and_above_the_floor(work: Work) -> None:
+    timed, bare = model().step(work), model("roofline").step(work)
+    assert timed.seconds == pytest.approx(sum(item.seconds for item in timed.items))
+    assert set(timed.by("limiter")) <= set(LIMITERS)
+    assert bare.seconds < timed.seconds
+    assert timed.measured_share > 0.7
+    assert bare.measured_share == 0
+
+
+def test_the_bare_roofline_is_bytes_and_operations() -> None:
+    one = StepModel(QWEN, ParallelConfig(), load_card("h200"), load_profile("roofline"))
+    step = one.step(Work(Batch.decode(4, 1000)))
+    floor = costs.decode_floor_seconds(QWEN, 4, 1000, 4.8e12)
+    assert floor < step.seconds < floor * 1.02, "activations are all that is more"
+    assert step.by("limiter")["memory"] > 0.98 * step.seconds
+
+
+def test_more_work_takes_longer() -> None:
+    found = [model().step(Work(Batch.decode(batch, 2000))).seconds for batch in (1, 4, 16, 64, 256)]
+    assert found == sorted(found)
+    found = [model().step(Work(Batch.decode(16, context))).seconds for context in (500, 2000, 8000, 32000)]
+    assert found == sorted(found)
+
+
+def test_skewed_routing_reads_fewer_experts() -> None:
+    from rorqual.planner.costs.routing import Routing
+
+    even = StepModel(QWEN, ParallelConfig(), load_card("h200"), load_profile("rorqual"))
+    skewed = replace(even, routing=Routing("zipf", 1.2))
+    work = Work(Batch.decode(8, 1000))
+    assert skewed.step(work).by("name")["experts"] < even.step(work).by("name")["experts"]
+
+
+def test_another_card_is_scaled_by_its_roofline() -> None:
+    work = Work(Batch.decode(64, 4000))
+    here, there = model().step(work).by("name"), model(card="h100").step(work).by("name")
+    assert 1.0 < there["attention"] / here["attention"] <= 4800 / 3350 + 1e-6
+    assert there["experts"] > here["experts"]
+    assert model(card="h100").profile.check(load_card("h100")) is False
+
+
+def test_measured_collectives_come_first() -> None:
+    card = load_card("h200-measured")
+    own = StepModel(R1, ParallelConfig(tp=8), card, load_profile("sglang"))
+    message = next(m for m in rank_step(R1, own.sizes, Work(Batch.decode(8, 100))).messages if m.kind == "all_reduce")
+    assert own.message_seconds(message, False) == (pytest.approx(14.6e-6, rel=1e-3), True)
+    other = replace(own, card=load_card("h800"))
+    seconds, measured = other.message_seconds(message, False)
+    assert not measured, "other links: no table"
+    assert seconds == pytest.approx(2 * 4e-6 + message.wire_bytes / (200e9 * 0.8))
+
+
+def test_messages_beyond_a_node_take_the_network() -> None:
+    wide = StepModel(R1, ParallelConfig(dp=16, ep=16, exchange="allgather_ep"), load_card("h100"), load_profile("sglang"))
+    message = next(m for m in rank_step(R1, wide.sizes, Work(Batch.decode(8, 100))).messages if m.kind == "all_gather")
+    assert wide.message_seconds(message, False)[0] > message.wire_bytes / 50e9
+
+
+def test_a_pipeline_passes_through_every_stage() -> None:
+    whole = StepModel(QWEN, ParallelConfig(), load_card("h200"), load_profile("rorqual")).step(Work(Batch.decode(8, 1000)))
+    piped = StepModel(QWEN, ParallelConfig(pp=4), load_card("h200"), load_profile("rorqual")).step(Work(Batch.decode(8, 1000)))
+    assert piped.seconds == pytest.approx(4 * piped.stage)
+    assert whole.seconds / 4 < piped.stage < whole.seconds
+
+
+def test_nothing_takes_no_time() -> None:
+    assert model().step(Work()).seconds == 0
+
+
+# ---- refusals
+
+
+def test_no_data_no_guess() -> None:
+    with pytest.raises(ConfigError, match="no kernel times for card rtx4090"):
+        model(card="rtx4090")
+    with pytest.raises(ConfigError, match="bf16 cache alone"):
+        StepModel(R1, ParallelConfig(tp=8), load_card("h200"), load_profile("sglang"), Format(kv_dtype="float8_e4m3fn"))
+    with pytest.raises(ConfigError, match="needs a measured card"):
+        model("calibrated")
+    with pytest.raises(ConfigError, match="profile 'vllm' is not known"):
+        load_profile("vllm")
+    with pytest.raises(ConfigError, match="tp=3 does not divide"):
+        model(tp=3)
+
+
+def test_the_profile_of_a_card() -> None:
+    names = {name: profile_for(load_card(name)).name for name in ("h200", "h100", "rtx4090", "atlas-a3")}
+    assert names == {"h200": "rorqual", "h100": "rorqual", "rtx4090": "roofline", "atlas-a3": "roofline"}
+
+
+# ---- memory and critical sizes
+
+
+def test_memory_adds_up() -> None:
+    found = model(tp=8)
+    left = found.memory_left(0)
+    assert left + found.weight_bytes == pytest.approx(0.9 * found.card.memory)
+    assert found.cache_tokens() == int(left // 70_272)
+    assert largest_batch(found, 4096) == found.cache_tokens() // 4096
+    with pytest.raises(ConfigError, match="context=0"):
+        largest_batch(found, 0)
+
+
+def test_critical_sizes() -> None:
+    rows, batch = compute_bound_tokens(R1, load_card("h20-96"))
+    assert (rows, batch) == (pytest.approx(37), pytest.approx(1184))
+    assert expert_seconds(R1, load_card("rtx4090")) == pytest.approx(44_040_192 / 1008e9)
+    card = with_link(load_card("rtx4090"), 25)
+    assert rpc_seconds(R1, card, 128) == pytest.approx(2 * (30e-6 + 128 * 7168 * 2 / 3.125e9))
+    with pytest.raises(ConfigError, match="network=0"):
+        with_link(card, 0)

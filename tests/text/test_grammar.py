@@ -1,0 +1,185 @@
+"""Matchers over the bundled vocabulary: what they allow, that they can be taken back, and that nothing hostile gets through."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("xgrammar")
+
+from rorqual.engine.execution.grammar import mask_words
+from rorqual.errors import RequestError
+from rorqual.models.hub import BUNDLED
+from rorqual.request import StructuredOutput
+from rorqual.text.grammar import GrammarLimits, XGrammars
+from rorqual.text.tokenizer import Tokenizer
+
+VOCAB, EOS = 4096, 1
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[XGrammars]:
+    limits = GrammarLimits(seconds=2.0, regex=512, size=10_000, kept=4)
+    made = XGrammars.make(BUNDLED, VOCAB, (EOS,), limits)
+    assert made is not None
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BUNDLED)
+
+
+def allowed(matcher: object, rows: int = 3) -> set[int]:
+    mask = torch.zeros(rows, mask_words(VOCAB), dtype=torch.int32)
+    matcher.fill(mask, rows - 1)  # type: ignore[attr-defined]
+    assert not mask[: rows - 1].any(), "only its own row"
+    words = mask[rows - 1].tolist()
+    return {32 * i + bit for i, word in enumerate(words) for bit in range(32) if word >> bit & 1}
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+CASES = [
+    (StructuredOutput("regex", "[a-c]+x"), "abcax", "abd"),
+    (StructuredOutput("choice", json.dumps(["yes", "yesterday", 'a "quoted" one'])), "yesterday", "yet"),
+    (StructuredOutput("json_object"), '{"a": [1, {"b": null}]}', "[1]"),
+    (
+        StructuredOutput("json_schema", json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})),
+        '{"n": -12}',
+        '{"n": 1.5',
+    ),
+    (StructuredOutput("grammar", 'root ::= "a" root | "b"'), "aaab", "ac"),
+    (
+        StructuredOutput(
+            "structural_tag",
+            json.dumps(
+                {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "sequence",
+                        "elements": [
+                            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
+                            {"type": "regex", "pattern": "[0-9]+"},
+                        ],
+                    },
+                }
+            ),
+        ),
+        "well, let me see</think>42",
+        "well</think>x",
+    ),
+]
+
+
+@pytest.mark.parametrize(("structure", "good", "bad"), CASES, ids=[case[0].kind for case in CASES])
+def test_accepts_what_matches_and_nothing_else(grammars: XGrammars, tokenizer: Tokenizer, structure: StructuredOutput, good: str, bad: str):
+    matcher = grammars.matcher(structure)
+    for token in ids(tokenizer, good):
+        assert token in allowed(matcher)
+        assert matcher.accept(token)
+    assert EOS in allowed(matcher)
+    assert not matcher.done
+    assert matcher.accept(EOS)
+    assert matcher.done
+    assert not matcher.accept(EOS)
+    other = grammars.matcher(structure)
+    assert not all(other.accept(token) for token in ids(tokenizer, bad))
+
+
+@pytest.mark.parametrize(("structure", "good", "bad"), CASES, ids=[case[0].kind for case in CASES])
+def test_rollback_restores_every_mask(grammars: XGrammars, tokenizer: Tokenizer, structure: StructuredOutput, good: str, bad: str):
+    matcher = grammars.matcher(structure)
+    masks = []
+    tokens = [*ids(tokenizer, good), EOS]
+    for token in tokens:
+        masks.append(allowed(matcher))
+        assert matcher.accept(token)
+    for back in range(len(tokens), 0, -1):
+        matcher.rollback(back)
+        assert allowed(matcher) == masks[-back]
+        assert not matcher.done
+        assert all(matcher.accept(token) for token in tokens[-back:])
+
+
+def test_a_refused_token_moves_nothing(grammars: XGrammars, tokenizer: Tokenizer):
+    matcher = grammars.matcher(StructuredOutput("regex", "[a-c]+x"))
+    before = allowed(matcher)
+    assert not matcher.accept(ids(tokenizer, "z")[0])
+    assert allowed(matcher) == before
+
+
+def test_special_tokens_are_never_allowed(grammars: XGrammars, tokenizer: Tokenizer):
+    matcher = grammars.matcher(StructuredOutput("regex", "(.|\n)*"))
+    found = allowed(matcher)
+    assert len(found) > 3000
+    assert found & tokenizer.special_ids <= {EOS}
+
+
+@pytest.mark.parametrize(
+    ("structure", "words"),
+    [
+        (StructuredOutput("regex", "[a"), "cannot be compiled"),
+        (StructuredOutput("regex", "a" * 600), "at most 512"),
+        (StructuredOutput("json_schema", "{"), "cannot be compiled"),
+        (StructuredOutput("json_schema", '{"$ref": "#"}'), "no text"),
+        (StructuredOutput("grammar", "root ::= root"), "cannot be compiled"),
+        (StructuredOutput("grammar", "x" * 10_001), "at most 10000"),
+        (StructuredOutput("structural_tag", "{}"), "cannot be compiled"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(grammars: XGrammars, structure: StructuredOutput, words: str):
+    with pytest.raises(RequestError, match=words):
+        grammars.matcher(structure)
+
+
+def test_memory_and_time_are_bounded_and_the_process_survives(grammars: XGrammars, monkeypatch: pytest.MonkeyPatch):
+    """A grammar of exponential size; then an innocent one, from the same process."""
+    rules = "".join(f"r{i} ::= r{i + 1} r{i + 1} r{i + 1} r{i + 1} | [a-z]\n" for i in range(12))
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="more than 2 s"):
+        grammars.matcher(StructuredOutput("grammar", "root ::= r0\n" + rules + 'r12 ::= "x"{0,3000}'))
+    assert time.monotonic() - start < 10
+    assert grammars.helper is not None
+    before = grammars.helper.child.pid
+    assert grammars.matcher(StructuredOutput("regex", "a+"))
+    assert grammars.helper.child.pid == before
+
+
+def test_a_killed_helper_is_an_error_and_comes_back(grammars: XGrammars):
+    grammars.matcher(StructuredOutput("regex", "first"))
+    assert grammars.helper is not None
+    grammars.helper.child.kill()
+    grammars.helper.child.wait()
+    with pytest.raises(RequestError, match="could not be compiled"):
+        grammars.matcher(StructuredOutput("regex", "second"))
+    assert grammars.matcher(StructuredOutput("regex", "third"))
+
+
+def test_prepare_brings_it_in_beside_the_caller(grammars: XGrammars):
+    structure, done = StructuredOutput("regex", "prepared[0-9]"), threading.Event()
+    errors: list[Exception | None] = []
+    assert not grammars.ready(structure)
+    grammars.prepare(structure, lambda error: (errors.append(error), done.set()))  # type: ignore[func-returns-value]
+    assert done.wait(30)
+    assert errors == [None]
+    assert grammars.ready(structure)
+
+
+def test_only_so_many_are_kept_and_those_in_use_stay(grammars: XGrammars):
+    first = StructuredOutput("regex", "kept")
+    grammars.matcher(first)
+    held = grammars.hold(first)
+    for i in range(8):
+        grammars.matcher(StructuredOutput("regex", f"other{i}"))
+    assert len(grammars.compiled) == 4
+    assert not grammars.ready(first)
+    assert grammars.hold(first) is held, "a live request's grammar needs no compiling"
