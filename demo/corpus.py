@@ -216,7 +216,7 @@ def read_verses(root: Path) -> Iterator[tuple[str, Blocks]]:
 
 
 def read_r_strings(root: Path) -> Iterator[tuple[str, Blocks]]:
-    """Character vectors of an R package's lazy-load data: length-prefixed zlib streams of serialised strings."""
+    """Character vectors of an R package's lazy-load data: length-prefixed zlib streams of serialized strings."""
     data = next(root.rglob("data/Rdata.rdb")).read_bytes()
     while data:
         stream = zlib.decompressobj()
@@ -227,7 +227,7 @@ def read_r_strings(root: Path) -> Iterator[tuple[str, Blocks]]:
 
 
 def r_lines(raw: bytes) -> Iterator[str]:
-    """The strings of one serialised R character vector (type 16), each stored as flags, length, bytes."""
+    """The strings of one serialized R character vector (type 16), each stored as flags, length, bytes."""
     at = raw.index(b"\x00\x00\x00\x10", 14)
     count = int.from_bytes(raw[at + 4 : at + 8], "big")
     at += 8

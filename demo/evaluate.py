@@ -30,11 +30,11 @@ from rorqual import LLM, SamplingParams
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.config.model import MLAConfig, ModelConfig
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.hub import model_folder
 from rorqual.models.loader import checkpoint_files
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import Segment
+from rorqual.ops.interface import AttentionMetadata
 from rorqual.parallel.overlap import straight
 
 SAMPLE = Path(__file__).parent / "heldout-sample.txt"
@@ -116,9 +116,9 @@ class Reader:
         count = len(ids)
         positions = torch.arange(count, device=self.device)
         slots = self.table[positions // PAGE] * PAGE + positions % PAGE
-        segment = Segment(self.table[None], torch.tensor([count], device=self.device), (count,), (count,))
+        segment = AttentionMetadata(self.table[None], torch.tensor([count], device=self.device), (count,), (count,))
         cos, sin = self.model.rotary.rows(positions)
-        return straight(self.model.forward(Step(ids, positions, slots, cos, sin, positions, self.pool, prefill=segment)))
+        return straight(self.model.forward(ForwardBatch(ids, positions, slots, cos, sin, positions, self.pool, prefill=segment)))
 
 
 # ---------------------------------------------------------------- multi-token prediction

@@ -60,7 +60,7 @@ class Shape:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """A product in the activations' type; the weights stay fp32 as the optimiser's master copy."""
+    """A product in the activations' type; the weights stay fp32 as the optimizer's master copy."""
     return F.linear(x, weight.to(x.dtype))
 
 
@@ -70,7 +70,7 @@ def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation, computed in fp32."""
+    """Root-mean-square normalization, computed in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
@@ -245,7 +245,7 @@ class Model(nn.Module):
         self.loss_of: Callable[[Tensor, Tensor, Tensor], Tensor] = next_token_loss
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Normalised last hidden states, with the load and balance loss of every MoE layer."""
+        """Normalized last hidden states, with the load and balance loss of every MoE layer."""
         x = F.embedding(tokens, self.embed).to(self.dtype)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         loads, balances = [], []
@@ -284,7 +284,7 @@ class Model(nn.Module):
         self.loss_of = torch.compile(next_token_loss, dynamic=False)
 
 
-# ---------------------------------------------------------------- optimiser
+# ---------------------------------------------------------------- optimizer
 
 
 def orthogonalise(batch: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def orthogonalise(batch: Tensor) -> Tensor:
     tall = batch.shape[1] > batch.shape[2]
     x = batch.transpose(1, 2) if tall else batch
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(torch.bfloat16 if batch.is_cuda else torch.float32)
-    for a, b, c in [(3.4445, -4.7750, 2.0315)] * 5:  # quintic Newton-Schulz steps of the Muon optimiser
+    for a, b, c in [(3.4445, -4.7750, 2.0315)] * 5:  # quintic Newton-Schulz steps of the Muon optimizer
         gram = x @ x.transpose(1, 2)
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.transpose(1, 2) if tall else x).to(batch.dtype)
@@ -329,7 +329,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(tensors, updates, alpha=-group["lr"])
 
 
-def optimisers(model: Model, decay: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: Model, decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the inner matrices; AdamW for embedding, head, routers and norms."""
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []
@@ -430,7 +430,7 @@ COLUMNS += ["heldout_loss", "heldout_mtp_loss", "heldout_bits_per_byte", "worst_
 
 
 class Run:
-    """The state of one training run: model, optimisers, data position, clock."""
+    """The state of one training run: model, optimizers, data position, clock."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -438,7 +438,7 @@ class Run:
         torch.manual_seed(options.seed)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.model = Model(Shape(), options.dropout, dtype).to(self.device)
-        self.optimisers = optimisers(self.model, options.decay)
+        self.optimizers = optimizers(self.model, options.decay)
         self.windows = Windows(options.data, options.length, options.batch, self.device, options.book_weight)
         self.heldout = load_stream(options.data / "heldout.npy.xz")
         self.bytes_per_token = json.loads((options.data / "data.json").read_text())["heldout_bytes_per_token"]
@@ -463,8 +463,8 @@ class Run:
         """Take up the state of the last checkpoint."""
         state = torch.load(self.options.out / "last.pt", map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
-        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
-            optimiser.load_state_dict(saved)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.windows.seek(state["epoch"], state["cursor"])
         self.step, self.best, self.spent = state["step"], state["best"], state["seconds"]
         print(f"resumed at step {self.step}, {self.spent:.0f} s", flush=True)
@@ -473,7 +473,7 @@ class Run:
         """Write a checkpoint under a temporary name first, so that an interrupted write harms nothing."""
         state: dict[str, Any] = {"model": self.model.state_dict(), "shape": asdict(self.model.shape), "step": self.step}
         if everything:
-            state |= {"optimisers": [o.state_dict() for o in self.optimisers], "best": self.best}
+            state |= {"optimizers": [o.state_dict() for o in self.optimizers], "best": self.best}
             state |= {"epoch": self.windows.epoch, "cursor": self.windows.cursor, "seconds": self.seconds()}
         partial = self.options.out / f"{name}.partial"
         torch.save(state, partial)
@@ -482,13 +482,13 @@ class Run:
     def set_rates(self, progress: float) -> float:
         """Linear warm-up, then linear decay to zero."""
         rate = self.options.rate * min(1.0, (self.step + 1) / self.options.warmup) * (1 - progress)
-        for optimiser, factor in zip(self.optimisers, (1.0, self.options.adam_factor), strict=True):
-            for group in optimiser.param_groups:
+        for optimizer, factor in zip(self.optimizers, (1.0, self.options.adam_factor), strict=True):
+            for group in optimizer.param_groups:
                 group["lr"] = rate * factor
         return rate
 
     def train_step(self, progress: float) -> tuple[Tensor, Tensor]:
-        """One optimiser step and the router-bias update that balances the experts."""
+        """One optimizer step and the router-bias update that balances the experts."""
         window = self.windows.next()
         sums = [torch.zeros((), device=self.device) for _ in range(2)]
         loads: Tensor | int = 0
@@ -501,9 +501,9 @@ class Run:
             sums = [total + part.detach() / len(pieces) for total, part in zip(sums, (main, second), strict=True)]
             loads = loads + load
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimiser in self.optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         assert isinstance(loads, Tensor)
         self.shift_biases(loads, self.options.bias_rate * min(1.0, 10 * (1 - progress)))
         self.step += 1

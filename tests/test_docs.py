@@ -200,8 +200,8 @@ def check_engine(params: dict[str, Any]) -> None:
     known = {item.name for item in fields(EngineConfig)} - {"model"}
     given = {key: value for key, value in params.items() if key in known and value is not None}
     rates = given.pop("simulated_acceptance", None)
-    for count in numbers(str(given.pop("next_n", 0)), least=0):
-        asked = {**given, "next_n": count}
+    for count in numbers(str(given.pop("num_speculative_tokens", 0)), least=0):
+        asked = {**given, "num_speculative_tokens": count}
         if rates:
             asked["simulated_acceptance"] = shares(rates)[:count]
         config = EngineConfig.from_dict({"model": "", **asked})

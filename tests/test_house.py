@@ -30,7 +30,16 @@ TOP = len(FLOORS) - 1
 
 # Modules of these names, and everything they import, must do without torch.
 NO_TORCH = ("config", "hf_config", "parallel_config", "request", "errors", "hardware", "cache.spec", "cache.pages", "cache.prefix")
-NO_TORCH += ("engine.scheduler", "engine.plan", "engine.config", "engine.group", "engine.wire", "engine.next_n", "parallel.eplb", "perf")
+NO_TORCH += (
+    "engine.scheduler",
+    "engine.plan",
+    "engine.config",
+    "engine.group",
+    "engine.wire",
+    "engine.num_speculative_tokens",
+    "parallel.eplb",
+    "perf",
+)
 NO_TORCH += ("engine.link", "engine.handshake", "engine.listener", "engine.address", "engine.member")
 NO_TORCH += ("engine.launchers.placement", "engine.launchers.starter")
 HEAVY = {"torch", "triton", "transformers"}

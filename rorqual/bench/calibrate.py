@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.config.hardware import Card, load_card
+from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.errors import ConfigError
 from rorqual.platforms import make_platform
 from rorqual.platforms.base import Platform
@@ -130,7 +130,7 @@ def kernel_seconds(clock: Clock) -> float:
             data.add_(1.0)
         return data
 
-    return clock.seconds([clock.platform.record(train)]) / 200
+    return clock.seconds([clock.platform.capture(train)]) / 200
 
 
 def has_fp8() -> bool:
@@ -188,7 +188,7 @@ def _collective(clock: Clock, kind: str, size: int, world: int) -> float:
 # ---- the file
 
 
-def as_card(found: Calibration, platform: Platform, name: str, base: Card | None) -> dict[str, Any]:
+def as_card(found: Calibration, platform: Platform, name: str, base: DeviceSpec | None) -> dict[str, Any]:
     """The entry for a cards file. With a `base` card, peaks and links are its data and the measured figures fractions of them; without
     one the measured figures stand as peaks, and links are loopback's until a user's edit says better."""
     today = datetime.date.today().isoformat()
@@ -231,7 +231,7 @@ def run(device: str = "auto", name: str = "local", based_on: str | None = None, 
 
     if not name or not name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"name={name!r} must be letters, digits, - and _")
-    base = load_card(based_on) if based_on else None
+    base = load_device(based_on) if based_on else None
     platform = make_platform(device)
     found = measure(platform, limit)
     path = out or Path(f"{name}.yaml")

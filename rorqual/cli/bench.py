@@ -67,9 +67,11 @@ def bench_offline(
     embed_device: Embed = "auto",
     groups: Annotated[int, typer.Option(help="Batches of different prompts, one after the other.")] = 1,
     temperature: Annotated[float, typer.Option()] = 0.0,
-    next_n: Annotated[str, typer.Option("--next-n", help="Speculative drafts a step; several, comma-separated, are compared.")] = "0",
+    num_speculative_tokens: Annotated[
+        str, typer.Option("--next-n", help="Speculative drafts a step; several, comma-separated, are compared.")
+    ] = "0",
     drafter: Drafter = "auto",
-    next_n_policy: Policy = "fixed",
+    speculative_policy: Policy = "fixed",
     draft_window: Annotated[bool, typer.Option(help="The prediction module sees every row of a step, not the last alone.")] = True,
     simulated_acceptance: Annotated[
         str | None, typer.Option(help="Probabilities by place that a draft is taken whatever it says, for random weights.")
@@ -78,7 +80,7 @@ def bench_offline(
     dp: Dp = 1,
     pp: Pp = 1,
     ep: Ep = 1,
-    lone_rank: Annotated[
+    single_rank_bench: Annotated[
         bool, typer.Option("--lone-rank", help="Compute what one rank of the layout computes, without the others: nothing is sent.")
     ] = False,
     launcher: Launcher = "local",
@@ -98,11 +100,13 @@ def bench_offline(
     if compare == "vllm":
         vllm_baseline.check_installed()
     batches, rates = numbers(concurrency), shares(simulated_acceptance)
-    report, work = offline.Report(), offline.Work(prompt_len, output_len, repeats, data, groups, temperature, profile)
-    counts = numbers(next_n, least=0)
+    report, work = offline.Report(), offline.OfflineWork(prompt_len, output_len, repeats, data, groups, temperature, profile)
+    counts = numbers(num_speculative_tokens, least=0)
     if launcher == "torchrun" and len(counts) > 1:
-        raise typer.BadParameter(f"next_n={next_n}: torchrun starts the ranks of one engine; accepted: one number")
-    uneven = [count for count in batches if lone_rank and count % dp]
+        raise typer.BadParameter(
+            f"num_speculative_tokens={num_speculative_tokens}: torchrun starts the ranks of one engine; accepted: one number"
+        )
+    uneven = [count for count in batches if single_rank_bench and count % dp]
     if uneven:
         raise ConfigError(f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and needs a multiple of it")
     for count in counts:
@@ -123,7 +127,7 @@ def bench_offline(
             dp=dp,
             pp=pp,
             ep=ep,
-            lone_rank=lone_rank,
+            single_rank_bench=single_rank_bench,
             launcher=launcher,
             interface=interface,
             secret_file=secret_file,
@@ -131,9 +135,9 @@ def bench_offline(
             max_num_seqs=most,
             max_num_batched_tokens=max(max_num_batched_tokens, most * (count + 1)),
             skip_tokenizer_init=data is None,
-            next_n=count,
+            num_speculative_tokens=count,
             drafter=drafter,
-            next_n_policy=next_n_policy,
+            speculative_policy=speculative_policy,
             draft_window=draft_window,
             simulated_acceptance=rates[:count],
         )

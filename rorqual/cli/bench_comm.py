@@ -26,7 +26,7 @@ def bench_comm(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r}; accepted: bfloat16, float16, float32")
-    setup = comm.Setup(ranks, device_of(device).type, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype)
+    setup = comm.CommSetup(ranks, device_of(device).type, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype)
     found = comm.bench(setup)
     comm.print_table(found, setup)
     if json_file and found:

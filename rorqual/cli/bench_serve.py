@@ -72,17 +72,17 @@ def bench_serve(
 ) -> None:
     """Measure an OpenAI-compatible server: throughput, TTFT, TPOT, ITL, E2EL. Ends with 1 if a request failed or the SLO cannot be kept."""
     from rorqual.bench.serving import measure
-    from rorqual.bench.serving.client import Target
-    from rorqual.bench.serving.load import Load
-    from rorqual.bench.serving.metrics import Limits
-    from rorqual.bench.serving.prompts import Groups, Lengths
-    from rorqual.bench.serving.session import Outputs, Search, Session, compare_files
+    from rorqual.bench.serving.client import ServerTarget
+    from rorqual.bench.serving.load import ArrivalLoad
+    from rorqual.bench.serving.metrics import GoodputLimits
+    from rorqual.bench.serving.prompts import PrefixGroups, PromptLengths
+    from rorqual.bench.serving.session import Outputs, Session, SloSearch, compare_files
 
     if compare:
         return compare_files(files or [], gpus, chart)
     if files:
         raise typer.BadParameter(f"{files[0]}: result files are read with --compare only")
-    target = Target(
+    target = ServerTarget(
         base_url=base_url,
         endpoint=endpoint,
         model=model,
@@ -98,10 +98,10 @@ def bench_serve(
     )
     data = measure.Data(
         name=dataset,
-        lengths=Lengths(input_len, output_len, range_ratio, range_convention),
+        lengths=PromptLengths(input_len, output_len, range_ratio, range_convention),
         num_prompts=num_prompts,
         per_concurrency=prompts_per_concurrency,
-        groups=Groups(prefix_groups, prompts_per_group, prefix_len),
+        groups=PrefixGroups(prefix_groups, prompts_per_group, prefix_len),
         path=dataset_path,
         sharegpt_output_len=sharegpt_output_len,
         trace_block=trace_block,
@@ -112,17 +112,17 @@ def bench_serve(
         warm_ups=num_warmups,
         flush=flush_cache,
         metrics_path=metrics_path,
-        limits=Limits.parse(goodput or []),
+        limits=GoodputLimits.parse(goodput or []),
         percentiles=_percentiles(percentiles),
         gpus=gpus or 1,
         seed=seed,
         details=save_detailed,
     )
-    search = Search.parse(slo, slo_start, slo_max, slo_probes) if slo else None
+    search = SloSearch.parse(slo, slo_start, slo_max, slo_probes) if slo else None
     wanted = numbers(sweep.replace("/", ",")) if sweep else []
     if max_concurrency is not None and (wanted or search):
         raise typer.BadParameter("--sweep and --slo choose the concurrency: leave out --max-concurrency")
-    base = Load(max_concurrency, request_rate, burstiness)
+    base = ArrivalLoad(max_concurrency, request_rate, burstiness)
     outputs = Outputs(json_file, chart, label, card, info_path)
     session = Session(target, data, method, outputs, _as_text(prompt_format, target.chat), tokenizer)
     if not asyncio.run(session.run(base, wanted, search)):

@@ -92,7 +92,7 @@ def generate(
     threads: Threads = None,
     mla_prefill: Prefill = "CC",
     mla_decode: Decode = "A_CC_ME",
-    next_n: NextN = 0,
+    num_speculative_tokens: NextN = 0,
     drafter: Drafter = "auto",
     tp: Tp = 1,
     dp: Dp = 1,
@@ -111,7 +111,7 @@ def generate(
     forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
     sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
     launch = {"launcher": launcher, "interface": interface, "secret_file": secret_file}
-    chosen = {"max_num_seqs": 8, "next_n": next_n, "drafter": drafter, "tokenizer": tokenizer}
+    chosen = {"max_num_seqs": 8, "num_speculative_tokens": num_speculative_tokens, "drafter": drafter, "tokenizer": tokenizer}
     llm = load(model, config, settings, **chosen, **common, **forms, **sizes, **launch)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
@@ -123,7 +123,7 @@ def generate(
     if not quiet and count > 1:
         rate = (count - 1) / (done - first)
         times = f"loaded in {loaded - start:.2f} s, first token after {first - loaded:.3f} s"
-        steps = f", {count / llm.engine.stats.steps:.2f} a step" if next_n else ""
+        steps = f", {count / llm.engine.stats.steps:.2f} a step" if num_speculative_tokens else ""
         print(f"[{times}, {count} tokens, {rate:.0f} tokens/s{steps}]", file=sys.stderr)
 
 

@@ -21,7 +21,7 @@ def plan(
     output: Annotated[int, typer.Option(help="Tokens of an answer.")] = 1024,
     ttft: Seconds = None,
     tpot: Millis = None,
-    next_n: Annotated[str, typer.Option("--next-n", help="Draft counts to try, comma-separated.")] = "0",
+    num_speculative_tokens: Annotated[str, typer.Option("--next-n", help="Draft counts to try, comma-separated.")] = "0",
     acceptance: Annotated[float, typer.Option(help="Probability that a draft is taken.")] = 0.85,
     routing: Annotated[str, typer.Option(help="uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect.")] = "uniform",
     profile: Annotated[str, typer.Option(help="Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds.")] = "auto",
@@ -56,7 +56,7 @@ def plan(
 
     goal = (prompt, output, ttft, tpot)
     chosen = _question(
-        model, gpu, count, profile, quant, kv_dtype, network, routing, next_n, acceptance, memory_utilization, splits, goal
+        model, gpu, count, profile, quant, kv_dtype, network, routing, num_speculative_tokens, acceptance, memory_utilization, splits, goal
     )  # fmt: skip
     found = search(chosen)
     report.show(found, model, top, console)
@@ -68,11 +68,11 @@ def plan(
 
 
 def _question(
-    model: str, gpu: str, count: int, profile: str, quant: str, kv_dtype: str | None, network: float | None, routing: str, next_n: str,
-    acceptance: float, utilisation: float, splits: bool, goal: tuple[int, int, float | None, float | None],
+    model: str, gpu: str, count: int, profile: str, quant: str, kv_dtype: str | None, network: float | None, routing: str, num_speculative_tokens: str,
+    acceptance: float, utilization: float, splits: bool, goal: tuple[int, int, float | None, float | None],
 ) -> Any:  # fmt: skip
     from rorqual.cli.options import numbers
-    from rorqual.config.hardware import load_card
+    from rorqual.config.hardware import load_device
     from rorqual.planner.costs.catalog import shape_of, with_quant
     from rorqual.planner.costs.costs import Format
     from rorqual.planner.costs.routing import Routing
@@ -87,11 +87,11 @@ def _question(
         from rorqual.models.hub import model_folder
 
         config = with_quant(model_folder(model, weights=False), quant)
-    card = with_link(load_card(gpu), network)
+    card = with_link(load_device(gpu), network)
     engine = profile_for(card) if profile == "auto" else load_profile(profile)
     asked = Goal(goal[0], goal[1], goal[2], goal[3] / 1e3 if goal[3] else None)
-    drafts, fmt = tuple(numbers(next_n, least=0)), Format(kv_dtype=kv_dtype)
-    return Question(config, card, count, engine, asked, fmt, Routing.parse(routing), drafts, acceptance, utilisation, splits)
+    drafts, fmt = tuple(numbers(num_speculative_tokens, least=0)), Format(kv_dtype=kv_dtype)
+    return Question(config, card, count, engine, asked, fmt, Routing.parse(routing), drafts, acceptance, utilization, splits)
 
 
 def _instead(console: Any, validate: bool, group: str | None, question: str | None, questions: bool) -> None:

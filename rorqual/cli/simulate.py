@@ -57,11 +57,11 @@ def simulate(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at once on a rank; as many as fit, 256 at most, if left out.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a rank's step.")] = 2048,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence; what the workload needs if left out.")] = None,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Most prompt tokens of one request in a step.")] = None,
+    chunked_prefill_size: Annotated[int | None, typer.Option(help="Most prompt tokens of one request in a step.")] = None,
     page_size: Annotated[int, typer.Option(help="Tokens of a cache page.")] = 64,
     num_pages: Annotated[int | None, typer.Option(help="Pages of a rank; as many as its memory holds if left out.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Keep and find pages of common prefixes.")] = True,
-    acceptance: Annotated[str | None, typer.Option(help="Speculation: probability of each of next_n drafts, such as 0.85,0.7.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="Speculation: probability of each of num_speculative_tokens drafts, such as 0.85,0.7.")] = None,
     steps_in_flight: Annotated[int, typer.Option(help="2: a step is planned while the one before runs.")] = 2,
     balancing: Annotated[str, typer.Option(help="A request goes to the rank with the fewest live-tokens, or round-robin.")] = "live-tokens",
     slow: Annotated[list[str] | None, typer.Option(help="RANK=FACTOR: a rank of every replica that computes so much more slowly.")] = None,
@@ -126,12 +126,12 @@ def _counted(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _workload(given: Mapping[str, Any]) -> Any:
-    from rorqual.planner.simulator.workload import Arrivals, Lengths, SharedPrefix, Workload
+    from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, SharedPrefix, Workload
 
     return Workload(
         Arrivals(given["arrivals"], given["rate"], given["burstiness"], given["clients"]),
-        Lengths.parse(given["input_len"]),
-        Lengths.parse(given["output_len"]),
+        LengthDistribution.parse(given["input_len"]),
+        LengthDistribution.parse(given["output_len"]),
         SharedPrefix(given["prefix_groups"], given["prefix_len"], given["prefix_zipf"]),
         given["requests"],
         given["seconds"],
@@ -153,12 +153,12 @@ def _deployment(given: Mapping[str, Any], longest: tuple[int, int]) -> Any:
     from rorqual.config.parallel import ParallelConfig
     from rorqual.planner.simulator import pools
 
-    engine = pools.Engine(
+    engine = pools.PoolSettings(
         context=longest[0],
         max_num_seqs=given["max_num_seqs"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
         max_model_len=given["max_model_len"] or longest[1] + 1,
-        prefill_chunk=given["prefill_chunk"],
+        chunked_prefill_size=given["chunked_prefill_size"],
         page_size=given["page_size"],
         num_pages=given["num_pages"],
         prefix_caching=given["prefix_caching"],
@@ -183,7 +183,7 @@ def _deployment(given: Mapping[str, Any], longest: tuple[int, int]) -> Any:
 def _model(given: Mapping[str, Any], sizes: Any) -> Any:
     from dataclasses import replace
 
-    from rorqual.config.hardware import load_card
+    from rorqual.config.hardware import load_device
     from rorqual.models.hub import model_folder
     from rorqual.planner.costs.catalog import shape_of, with_quant
     from rorqual.planner.costs.costs import Format
@@ -195,7 +195,7 @@ def _model(given: Mapping[str, Any], sizes: Any) -> Any:
         config = with_quant(shape[0], ("fp8" if shape[1] else "none") if quant == "auto" else quant)
     else:
         config = with_quant(model_folder(given["model"], weights=False), quant)
-    card = with_link(load_card(given["gpu"]), given["network"])
+    card = with_link(load_device(given["gpu"]), given["network"])
     if given["network_latency"] is not None:
         if given["network_latency"] < 0:
             raise ConfigError(f"network_latency={given['network_latency']} us must be at least 0")

@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4")
 
 
 @dataclass(frozen=True)
-class Link:
+class Interconnect:
     """One direction, for one card: `bandwidth` in bytes a second, `latency` of a small message in seconds; `span` cards are joined."""
 
     bandwidth: float
@@ -32,7 +32,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Card:
+class DeviceSpec:
     """One rank's device. `flops` by the dtype that is multiplied; a dtype that is missing is not multiplied at all.
 
     achieved_bandwidth, achieved_flops: fractions of the peaks that a large copy and a large product reach, where measured. launch_gap:
@@ -44,8 +44,8 @@ class Card:
     memory: float
     bandwidth: float
     flops: Mapping[str, float]
-    link: Link
-    network: Link
+    link: Interconnect
+    network: Interconnect
     host_link: float
     sources: Mapping[str, str]
     ranks_per_chip: int = 1
@@ -86,13 +86,13 @@ def _table(name: str, key: str, value: Any, allowed: set[str]) -> dict[str, Any]
     return value
 
 
-def _link(name: str, key: str, value: Any) -> Link:
+def _link(name: str, key: str, value: Any) -> Interconnect:
     table = _table(name, key, value, {"gb_s", "latency_us", "span"})
     missing = {"gb_s", "latency_us"} - set(table)
     if missing:
         raise ConfigError(f"card {name}: {key} lacks {', '.join(sorted(missing))}")
     gb_s, latency = _number(name, f"{key}.gb_s", table["gb_s"]), _number(name, f"{key}.latency_us", table["latency_us"])
-    return Link(gb_s * 1e9, latency * 1e-6, int(_number(name, f"{key}.span", table.get("span", 1))))
+    return Interconnect(gb_s * 1e9, latency * 1e-6, int(_number(name, f"{key}.span", table.get("span", 1))))
 
 
 def _check_fields(name: str, data: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ def _check_fields(name: str, data: Mapping[str, Any]) -> None:
         raise ConfigError(f"card {name}: sources lacks {', '.join(unsourced)}; each figure says where it comes from")
 
 
-def read_card(name: str, data: Any) -> Card:
+def read_device(name: str, data: Any) -> DeviceSpec:
     """One entry of a cards file. Raises ConfigError naming the card, the field and what is accepted."""
     if not isinstance(data, dict):
         raise ConfigError(f"card {name} must be a table of fields, not {type(data).__name__}")
@@ -121,7 +121,7 @@ def read_card(name: str, data: Any) -> Card:
     for key, value in [("achieved_bandwidth", optional.get("achieved_bandwidth", 1.0)), *achieved.items()]:
         if _number(name, f"achieved {key}", value) > 1.05:
             raise ConfigError(f"card {name}: achieved {key}={value} is a fraction of the peak; accepted: 0 to 1")
-    return Card(
+    return DeviceSpec(
         name=name,
         title=str(data.get("title", name)),
         memory=_number(name, "memory_gib", data["memory_gib"]) * 2**30,
@@ -168,15 +168,15 @@ def _raw(name: str) -> dict[str, Any]:
     return dict(_shipped()[name])
 
 
-def known_cards() -> list[str]:
+def known_devices() -> list[str]:
     return list(_shipped())
 
 
-def load_card(name: str, file: str | Path | None = None) -> Card:
+def load_device(name: str, file: str | Path | None = None) -> DeviceSpec:
     """A card that ships, by name; or one of a YAML `file`: `name` may be that file's path where it holds one card."""
     path = Path(file) if file else Path(name) if name.endswith((".yaml", ".yml")) else None
     if path is None:
-        return read_card(name, _raw(name))
+        return read_device(name, _raw(name))
     cards = _load(path)
     if file is None:
         if len(cards) != 1:
@@ -184,4 +184,4 @@ def load_card(name: str, file: str | Path | None = None) -> Card:
         name = next(iter(cards))
     if name not in cards:
         raise ConfigError(f"{path} holds no card {name!r}; it holds {', '.join(cards)}")
-    return read_card(name, cards[name])
+    return read_device(name, cards[name])

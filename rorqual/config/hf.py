@@ -400,7 +400,7 @@ def _deepseek_moe(reader: _Reader, third: bool) -> MoEConfig:
         n_group=reader.integer("n_group", default=8 if third else 1),
         topk_group=reader.integer("topk_group", default=4 if third else 1),
         norm_topk_prob=norm,
-        # The published V2 code scales only what it does not normalise.
+        # The published V2 code scales only what it does not normalize.
         scaling=1.0 if norm and not third else scaling,
     )
     _check_groups(moe)

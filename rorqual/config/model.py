@@ -200,7 +200,7 @@ def collectives_on(interface: str) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign NCCL takes all names that begin so
 
 
-def visible_card(number: int) -> int:
+def visible_device(number: int) -> int:
     """Where the host's card `number` stands among those that this process sees (CUDA_VISIBLE_DEVICES)."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else []

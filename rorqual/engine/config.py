@@ -17,8 +17,8 @@ EXE_MODES = {
 }  # fmt: skip
 EMBED_DEVICES = ("auto", "cpu")
 DRAFTERS = ("auto", "mtp", "ngram")
-NEXT_N_POLICIES = ("fixed", "adaptive")
-MOST_NEXT_N = 8
+SPECULATIVE_POLICIES = ("fixed", "adaptive")
+MAX_SPECULATIVE_TOKENS = 8
 LAUNCHERS = ("local", "torchrun", "ray")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -45,27 +45,27 @@ class EngineConfig:
     """None means: derived from the model, the device or the memory at hand.
 
     kv_cache_dtype: `fp8` (also fp8_e4m3, float8_e4m3fn) keeps the latents of MLA models as e4m3 with a scale for each 128 columns, and
-    the rope keys as they are. kv_cache_bytes bounds the cache (num_pages overrides it); prefill_chunk is the most prompt tokens of one
+    the rope keys as they are. kv_cache_bytes bounds the cache (num_pages overrides it); chunked_prefill_size is the most prompt tokens of one
     request in a step.
     weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random model short. exe_mode: `eager`, or `graph`
     (decode steps recorded and replayed), or `compile` (the forward pass of decode steps goes through torch.compile, with a cache that
-    survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. graph_sizes: batch sizes
-    whose steps are recorded at the start, the others when first needed (None: all, up to max_num_seqs). compile_ahead: kernels of
+    survives restarts; recorded as well where the device has graphs), or `auto`: graph where the device has it. cudagraph_capture_sizes: batch sizes
+    whose steps are recorded at the start, the others when first needed (None: all, up to max_num_seqs). precompile_kernels: kernels of
     these steps are compiled side by side before, not one after the other when they are first launched. steps_in_flight: launched
     before the first is read (None: what the device wants, and one more for each micro-batch after the first). embed_device: `cpu` keeps
     the embedding table in pinned host memory, from where the device reads rows; `auto` is the device. On a CPU both are the same.
 
-    Speculation: next_n drafts a request and step, 0 for none, made by `drafter`: `mtp` (the checkpoint's prediction modules; `auto` is
-    the same), or `ngram` (look-up in the request's own text, for every model). next_n_policy `adaptive` lets a controller lower
-    next_n by batch size. draft_window: the prediction module sees every row of a step, not the last alone.
+    Speculation: num_speculative_tokens drafts a request and step, 0 for none, made by `drafter`: `mtp` (the checkpoint's prediction modules; `auto` is
+    the same), or `ngram` (look-up in the request's own text, for every model). speculative_policy `adaptive` lets a controller lower
+    num_speculative_tokens by batch size. draft_window: the prediction module sees every row of a step, not the last alone.
     simulated_acceptance: probabilities by place that a draft is taken, whatever it says; for benchmarks with random weights.
 
-    Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank. peer_memory:
+    Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those of one data-parallel rank. p2p_memory:
     decode steps add up partial sums and reach their experts through memory that the cards of a host share, where they can; if false, by
     collectives.
-    lone_rank: this process is rank 0 of the layout and no other is started; collectives bring copies of its own rows, or nothing. It shows
+    single_rank_bench: this process is rank 0 of the layout and no other is started; collectives bring copies of its own rows, or nothing. It shows
     what one rank computes, for benchmarks with random weights; max_num_seqs are its own.
-    watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine. first_card: the ranks of a host take
+    watchdog_seconds: a rank silent for so long, or a collective that takes longer, ends the engine. first_device: the ranks of a host take
     its cards in order from this one on. launcher: who starts the other ranks (docs/parallelism.md). interface: where ranks of other hosts
     reach this one, an interface's name or its address; secret_file: what all hosts know, in place of RORQUAL_SECRET.
     """
@@ -79,7 +79,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    prefill_chunk: int | None = None
+    chunked_prefill_size: int | None = None
     page_size: int | None = None
     num_pages: int | None = None
     kv_cache_bytes: int | None = None
@@ -89,13 +89,13 @@ class EngineConfig:
     mla_decode: str = "A_CC_ME"
     steps_in_flight: int | None = None
     exe_mode: str = "auto"
-    graph_sizes: tuple[int, ...] | None = None
-    compile_ahead: bool = True
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    precompile_kernels: bool = True
     embed_device: str = "auto"
     num_layers: int | None = None
-    next_n: int = 0
+    num_speculative_tokens: int = 0
     drafter: str = "auto"
-    next_n_policy: str = "fixed"
+    speculative_policy: str = "fixed"
     draft_window: bool = True
     simulated_acceptance: tuple[float, ...] = ()
     tp: int = 1
@@ -109,10 +109,10 @@ class EngineConfig:
     micro_batches: int | None = None
     sequence_parallel: bool = False
     fp8_dispatch: bool = False
-    peer_memory: bool = True
-    lone_rank: bool = False
+    p2p_memory: bool = True
+    single_rank_bench: bool = False
     watchdog_seconds: float = 60.0
-    first_card: int = 0
+    first_device: int = 0
     launcher: str = "local"
     interface: str | None = None
     secret_file: str | None = None
@@ -142,13 +142,13 @@ class EngineConfig:
             "kv_cache_bytes",
             "steps_in_flight",
             "threads",
-            "prefill_chunk",
+            "chunked_prefill_size",
             "num_layers",
         ):
             self._positive(name, getattr(self, name), optional=True)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             self._positive(name, getattr(self, name), optional=False)
-        self._check_graph_sizes()
+        self._check_capture_sizes()
         self._check_speculation()
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600")
@@ -161,29 +161,29 @@ class EngineConfig:
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization={self.memory_utilization} is out of range; accepted: above 0, up to 1")
 
-    def _check_graph_sizes(self) -> None:
-        sizes = self.graph_sizes
+    def _check_capture_sizes(self) -> None:
+        sizes = self.cudagraph_capture_sizes
         if sizes is None:
             return
         if not isinstance(sizes, (tuple, list)):
-            raise ConfigError(f"graph_sizes={sizes!r} must be a list of batch sizes")
+            raise ConfigError(f"cudagraph_capture_sizes={sizes!r} must be a list of batch sizes")
         for size in sizes:
-            self._positive("graph_sizes", size, optional=False)
+            self._positive("cudagraph_capture_sizes", size, optional=False)
             if size > self.max_num_seqs:
-                raise ConfigError(f"graph_sizes={size} exceeds max_num_seqs={self.max_num_seqs}")
+                raise ConfigError(f"cudagraph_capture_sizes={size} exceeds max_num_seqs={self.max_num_seqs}")
 
     def _check_launch(self) -> None:
         if self.launcher not in LAUNCHERS:
             raise ConfigError(f"launcher={self.launcher!r} is not supported; accepted: {', '.join(LAUNCHERS)}")
-        if self.lone_rank and (self.weights != "random" or self.launcher != "local" or self.pp > 1):
-            raise ConfigError("lone_rank needs weights='random' (its tokens mean nothing), launcher='local' and pp=1")
+        if self.single_rank_bench and (self.weights != "random" or self.launcher != "local" or self.pp > 1):
+            raise ConfigError("single_rank_bench needs weights='random' (its tokens mean nothing), launcher='local' and pp=1")
         for name in ("interface", "secret_file"):
             if getattr(self, name) is not None and self.launcher == "local":
                 raise ConfigError(f"{name}={getattr(self, name)!r} does not go with launcher='local'; accepted: torchrun, ray")
-        if isinstance(self.first_card, bool) or not isinstance(self.first_card, int) or self.first_card < 0:
-            raise ConfigError(f"first_card={self.first_card!r} must be an integer of at least 0")
-        if ":" in self.device and (self.first_card or not self.parallel.is_single):
-            raise ConfigError(f"device={self.device!r} names one card; several ranks, and first_card, take: auto, cpu, cuda")
+        if isinstance(self.first_device, bool) or not isinstance(self.first_device, int) or self.first_device < 0:
+            raise ConfigError(f"first_device={self.first_device!r} must be an integer of at least 0")
+        if ":" in self.device and (self.first_device or not self.parallel.is_single):
+            raise ConfigError(f"device={self.device!r} names one card; several ranks, and first_device, take: auto, cpu, cuda")
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -200,14 +200,22 @@ class EngineConfig:
         return EngineConfig(**values)
 
     def _check_speculation(self) -> None:
-        for name, accepted in (("drafter", DRAFTERS), ("next_n_policy", NEXT_N_POLICIES)):
+        for name, accepted in (("drafter", DRAFTERS), ("speculative_policy", SPECULATIVE_POLICIES)):
             if getattr(self, name) not in accepted:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not supported; accepted: {', '.join(accepted)}")
-        if isinstance(self.next_n, bool) or not isinstance(self.next_n, int) or not 0 <= self.next_n <= MOST_NEXT_N:
-            raise ConfigError(f"next_n={self.next_n!r} is out of range; accepted: 0 to {MOST_NEXT_N}")
+        if (
+            isinstance(self.num_speculative_tokens, bool)
+            or not isinstance(self.num_speculative_tokens, int)
+            or not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
+        ):
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens!r} is out of range; accepted: 0 to {MAX_SPECULATIVE_TOKENS}"
+            )
         rates = self.simulated_acceptance
-        if rates and (len(rates) != self.next_n or not all(0 <= rate <= 1 for rate in rates)):
-            raise ConfigError(f"simulated_acceptance={rates!r} must hold one probability for each of the next_n={self.next_n} drafts")
+        if rates and (len(rates) != self.num_speculative_tokens or not all(0 <= rate <= 1 for rate in rates)):
+            raise ConfigError(
+                f"simulated_acceptance={rates!r} must hold one probability for each of the num_speculative_tokens={self.num_speculative_tokens} drafts"
+            )
 
     def _positive(self, name: str, value: int | None, optional: bool) -> None:
         if value is None and optional:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.executor import RankGroup
+from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
 from rorqual.engine.distributed.launchers import check_alone
 from rorqual.engine.distributed.worker_process import rank_device
-from rorqual.engine.execution.draft_controller import Controller
+from rorqual.engine.execution.draft_controller import DraftController
 from rorqual.engine.execution.grammar import Grammars
-from rorqual.engine.execution.worker import Rank
-from rorqual.engine.scheduling.dp_scheduler import GroupInFlight, GroupScheduler
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.sequence import InFlight, TokenOut
 from rorqual.errors import RequestError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stats:
-    """Counts since the engine started, and seconds of start-up by phase. way_of_sums, way_to_experts: of decode
+    """Counts since the engine started, and seconds of start-up by phase. allreduce_backend, all2all_backend: of decode
     steps, in words.
 
     drafted and accepted count speculative tokens by their position in the draft (element 0 is the first token guessed).
@@ -45,8 +45,8 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     startup: dict[str, float] = field(default_factory=dict)
     compiled: CompileStats | None = None
-    way_of_sums: str = ""
-    way_to_experts: str = ""
+    allreduce_backend: str = ""
+    all2all_backend: str = ""
 
 
 class Engine:
@@ -59,22 +59,22 @@ class Engine:
     def __init__(self, config: EngineConfig):
         self.config = config
         sizes = config.parallel
-        self.group = None if sizes.is_single or config.lone_rank else RankGroup(config)
+        self.group = None if sizes.is_single or config.single_rank_bench else DistributedExecutor(config)
         if self.group is None:
             check_alone(config)
-            mesh = Mesh.echo(sizes) if config.lone_rank else Mesh.single()
-            self.rank = Rank(config, make_platform(rank_device(config, config.first_card)), mesh)
-            self.scheduler: Scheduler | GroupScheduler = Scheduler(self._scheduler_config())
+            mesh = Mesh.fake(sizes) if config.single_rank_bench else Mesh.single()
+            self.rank = Worker(config, make_platform(rank_device(config, config.first_device)), mesh)
+            self.scheduler: Scheduler | DataParallelScheduler = Scheduler(self._scheduler_config())
         else:
             self.rank = self.group.start()
-            self.scheduler = GroupScheduler(self._scheduler_config(), sizes.dp)
+            self.scheduler = DataParallelScheduler(self._scheduler_config(), sizes.dp)
         rank = self.rank
         self.platform, self.model, self.model_config, self.runner = rank.platform, rank.model, rank.model_config, rank.runner
         self.dtype, self.max_model_len, self.depth = rank.dtype, rank.max_model_len, rank.depth
         self.speculation, self.mtp_layers = rank.speculation, rank.mtp_layers
-        self.controller = Controller(config.next_n, adaptive=config.next_n_policy == "adaptive")
+        self.controller = DraftController(config.num_speculative_tokens, adaptive=config.speculative_policy == "adaptive")
         self.stats = Stats(drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=rank.startup)
-        self.stats.way_of_sums, self.stats.way_to_experts = rank.way_of_sums, rank.way_to_experts
+        self.stats.allreduce_backend, self.stats.all2all_backend = rank.allreduce_backend, rank.all2all_backend
         self.stats.compiled = rank.compiled.stats if rank.compiled else None
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self._collected = 0.0
@@ -89,8 +89,8 @@ class Engine:
             num_pages=rank.num_pages,
             page_size=rank.spec.page_size,
             prefix_caching=config.enable_prefix_caching,
-            prefill_chunk=config.prefill_chunk,
-            next_n=config.next_n,
+            chunked_prefill_size=config.chunked_prefill_size,
+            num_speculative_tokens=config.num_speculative_tokens,
             lookahead=rank.mtp_layers,
             send_tokens=rank.speculation is not None and rank.speculation.drafter == "ngram",
             micro_batches=config.parallel.micro_batches or 1,
@@ -206,8 +206,8 @@ class Engine:
     def launch(self) -> bool:
         """Plan a step and launch it; False when there is nothing to plan before a step in flight is taken in."""
         with self._changing():
-            if self.config.next_n:
-                self.scheduler.next_n = self.controller.choose(len(self.scheduler.decoding))
+            if self.config.num_speculative_tokens:
+                self.scheduler.num_speculative_tokens = self.controller.next_count(len(self.scheduler.decoding))
             planned = self.scheduler.plan()
             if planned is None:
                 return False
@@ -225,15 +225,15 @@ class Engine:
             planned, pending = self.in_flight[0]
             runner: Any = self.group or self.runner
             outs = self.scheduler.update(planned, runner.collect(pending))
-            if self.config.next_n:
+            if self.config.num_speculative_tokens:
                 self._observe(planned, len(outs))
             self.stats.output_tokens += len(outs)
             self.in_flight.popleft()  # until here its tokens can be taken back
             return outs
 
-    def _observe(self, planned: InFlight | GroupInFlight, tokens: int) -> None:
+    def _observe(self, planned: InFlight | DataParallelInFlight, tokens: int) -> None:
         """Tell the controller what a step of decoding alone brought, and how long it took since the one before was read."""
         now, before = time.perf_counter(), self._collected
         self._collected = now
         if before and planned.plan.decode_slots and not planned.plan.chunks:
-            self.controller.observe(len(planned.plan.decode_slots), planned.plan.next_n, tokens, now - before)
+            self.controller.observe(len(planned.plan.decode_slots), planned.plan.num_speculative_tokens, tokens, now - before)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import GQAConfig, ModelConfig
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 
 
-def kv_cut(tp: Cut, groups: int) -> Cut:
+def kv_cut(tp: Shard, groups: int) -> Shard:
     """Which key-value heads belong to the query heads of a rank: its share, or one that several ranks hold where tp exceeds them."""
-    return tp if groups >= tp.count else Cut(tp.index * groups // tp.count, groups)
+    return tp if groups >= tp.count else Shard(tp.index * groups // tp.count, groups)
 
 
 class GQA:
@@ -28,18 +28,18 @@ class GQA:
         assert isinstance(config.attention, GQAConfig)
         self.config, self.index, self.ops = config.attention, index, build.ops
         heads, groups, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        cut = build.mesh.tp.cut
-        shared = kv_cut(cut, groups)
-        names = (("q_proj", heads, cut), ("k_proj", groups, shared), ("v_proj", groups, shared))
+        shard = build.mesh.tp.shard
+        shared = kv_cut(shard, groups)
+        names = (("q_proj", heads, shard), ("k_proj", groups, shared), ("v_proj", groups, shared))
         parts = [Part(f"{prefix}.{name}", count * dim, self.config.bias, held) for name, count, held in names]
         self.qkv = Linear(build, parts, config.hidden_size, merged=f"{prefix}.qkv_proj")
         out = Part(f"{prefix}.o_proj", config.hidden_size, self.config.bias)
-        self.out = Linear(build, [out], heads * dim, gain=build.residual_gain, cut=cut)
+        self.out = Linear(build, [out], heads * dim, gain=build.residual_gain, shard=shard)
         self.q_norm = Norm(build, f"{prefix}.q_norm", dim, config.norm_eps)
         self.k_norm = Norm(build, f"{prefix}.k_norm", dim, config.norm_eps)
         self.scale = dim**-0.5
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
         if not step.segments:  # an idle rank
             return x
         planes = step.pool.layers[self.index]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.parameter import Build, Target
-from rorqual.parallel.layout import Layout, Spread, head_rows, return_logits
+from rorqual.parallel.layout import Layout, MultiRankLayout, head_rows, return_logits
 
 
 class Embedding:
@@ -19,14 +19,14 @@ class Embedding:
     def __init__(self, build: Build, name: str, vocabulary: int, hidden: int, axis: str = "embed"):
         self.ops, self.mesh = build.ops, build.mesh
         self.name, self.whole = name, (vocabulary, hidden)
-        self.cut = build.mesh.axes[axis].cut
-        self.start, self.stop = self.cut.span(vocabulary)
+        self.shard = build.mesh.axes[axis].shard
+        self.start, self.stop = self.shard.span(vocabulary)
         self.table = build.embedding(self.stop - self.start, hidden)
 
     def forward(self, ids: Tensor, layout: Layout) -> Tensor:
-        if self.cut.count == 1:
+        if self.shard.count == 1:
             return self.ops.embed(ids, self.table)
-        assert isinstance(layout, Spread)
+        assert isinstance(layout, MultiRankLayout)
         group, others = self.mesh.axes["embed"], self.mesh.axes["embed_dp"]
         if others.size == 1:
             return group.all_reduce(self._partial(ids))
@@ -52,9 +52,9 @@ class Head:
 
     def __init__(self, build: Build, vocabulary: int, hidden: int, tied: Embedding | None):
         self.mesh, self.tied, self.vocabulary = build.mesh, tied, vocabulary
-        self.cut = build.mesh.axes["head"].cut
+        self.shard = build.mesh.axes["head"].shard
         # fp8 checkpoints keep embedding and head in their wide format.
-        part = Part("lm_head", vocabulary, cut=self.cut)
+        part = Part("lm_head", vocabulary, shard=self.shard)
         self.linear = None if tied else Linear(replace(build, quant=None), [part], hidden)
 
     def _local(self, hidden: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class Head:
     def forward(self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True) -> Tensor:
         """[N, hidden] to [N, vocabulary], fp32 where `wide`; else it may be the activations' dtype, in which the product comes: enough to
         find the largest."""
-        if self.cut.count == 1:
+        if self.shard.count == 1:
             logits = self._local(hidden)
             return logits.float() if wide else logits
         rows, own = head_rows(self.mesh, hidden, counts)
-        return return_logits(self.mesh, self._local(rows).float(), own, self.cut.lengths(self.vocabulary))
+        return return_logits(self.mesh, self._local(rows).float(), own, self.shard.lengths(self.vocabulary))
 
     def best(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """The entry with the largest logit, [N] int64, the lowest of equal ones: each rank sends one pair a row, not its logits."""
@@ -79,8 +79,8 @@ class Head:
         if not logits.shape[1]:  # more ranks than entries
             logits = logits.new_full((logits.shape[0], 1), float("-inf"))
         value, place = logits.max(-1)
-        pair = torch.stack((value.double(), (place + self.cut.span(self.vocabulary)[0]).double()), 1)
-        pairs = return_logits(self.mesh, pair, own, (2,) * self.cut.count).unflatten(1, (-1, 2))
+        pair = torch.stack((value.double(), (place + self.shard.span(self.vocabulary)[0]).double()), 1)
+        pairs = return_logits(self.mesh, pair, own, (2,) * self.shard.count).unflatten(1, (-1, 2))
         values, entries = pairs.unbind(-1)
         tied = values == values.amax(1, keepdim=True)
         return entries.masked_fill(~tied, float("inf")).amin(1).long()

@@ -8,13 +8,13 @@ from functools import cached_property
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.ops.interface import Segment
+from rorqual.ops.interface import AttentionMetadata
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 
 @dataclass
-class Step:
+class ForwardBatch:
     """Packed tokens of several requests, decoding requests first, then those with a chunk of prompt.
 
     token_ids, positions, slot_mapping [T] int64; cos, sin [T, rope/2] fp32. `slot_mapping` is page * page_size + offset.
@@ -29,8 +29,8 @@ class Step:
     sin: Tensor
     logit_rows: Tensor
     pool: KVPool
-    decode: Segment | None = None
-    prefill: Segment | None = None
+    decode: AttentionMetadata | None = None
+    prefill: AttentionMetadata | None = None
     layout: Layout = SINGLE_LAYOUT
 
     @property
@@ -42,7 +42,7 @@ class Step:
         return self.decode.tokens if self.decode else 0
 
     @cached_property
-    def segments(self) -> list[tuple[Segment, slice]]:
+    def segments(self) -> list[tuple[AttentionMetadata, slice]]:
         """Each segment with the slice of the packed tokens it owns."""
         split = self.decode_tokens
         found = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target, Window, matrix_targets
 from rorqual.ops.reference import FP8, Weight
-from rorqual.parallel.shard import WHOLE, Cut
+from rorqual.parallel.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,21 @@ class Part:
     name: str
     rows: int
     bias: bool = False
-    cut: Cut = WHOLE
+    shard: Shard = WHOLE
 
     @property
     def start(self) -> int:
-        return self.cut.span(self.rows)[0]
+        return self.shard.span(self.rows)[0]
 
     @property
     def local(self) -> int:
-        start, stop = self.cut.span(self.rows)
+        start, stop = self.shard.span(self.rows)
         return stop - start
 
 
-def empty_weight(build: Build, rows: int, columns: int, quantised: bool, aligned: bool = True, stack: tuple[int, ...] = ()) -> Weight:
+def empty_weight(build: Build, rows: int, columns: int, quantized: bool, aligned: bool = True, stack: tuple[int, ...] = ()) -> Weight:
     """Uninitialised storage. Merged or cut fp8 parts whose rows are no multiple of the block keep one scale a row instead."""
-    if not quantised:
+    if not quantized:
         return Weight(build.empty(*stack, rows, columns))
     assert build.quant is not None
     block_rows, block_columns = build.quant.block
@@ -59,19 +59,21 @@ class Linear:
     holds those columns, and y is a partial sum; rank 0 alone adds the bias.
     """
 
-    def __init__(self, build: Build, parts: Sequence[Part], columns: int, gain: float = 1.0, merged: str | None = None, cut: Cut = WHOLE):
+    def __init__(
+        self, build: Build, parts: Sequence[Part], columns: int, gain: float = 1.0, merged: str | None = None, shard: Shard = WHOLE
+    ):
         self.ops = build.ops
         self.parts, self.merged = tuple(parts), merged
-        self.columns, self.first_column = columns, cut.span(columns)[0]
+        self.columns, self.first_column = columns, shard.span(columns)[0]
         self.std = gain * columns**-0.5
-        rows, width = sum(part.local for part in parts), cut.span(columns)[1] - self.first_column
-        quantised = all(build.is_quantised(part.name) for part in parts)
+        rows, width = sum(part.local for part in parts), shard.span(columns)[1] - self.first_column
+        quantized = all(build.is_quantized(part.name) for part in parts)
         self.block = build.quant.block if build.quant else (128, 128)
-        assert not quantised or self.first_column % self.block[1] == 0, "fp8 columns are cut between blocks (check_parallel)"
+        assert not quantized or self.first_column % self.block[1] == 0, "fp8 columns are cut between blocks (check_parallel)"
         edges = [part.start for part in parts] + [part.local for part in parts[:-1]]
-        self.weight = empty_weight(build, rows, width, quantised, aligned=not any(edge % self.block[0] for edge in edges))
+        self.weight = empty_weight(build, rows, width, quantized, aligned=not any(edge % self.block[0] for edge in edges))
         self.biased = any(part.bias for part in parts)
-        self.bias = build.empty(rows).zero_() if self.biased and cut.index == 0 else None
+        self.bias = build.empty(rows).zero_() if self.biased and shard.index == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
@@ -107,7 +109,7 @@ class Linear:
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
         """(first row in the merged tensor, start and stop in the weight) of each run of rows: one where nothing is cut."""
-        if all(part.cut.count == 1 for part in self.parts):
+        if all(part.shard.count == 1 for part in self.parts):
             yield 0, 0, sum(part.rows for part in self.parts)
             return
         first = 0

@@ -20,12 +20,12 @@ from torch import Tensor
 from rorqual.cache.spec import check_forms
 from rorqual.cache.stretch import stretch_tokens
 from rorqual.config.model import MLAConfig, ModelConfig
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.ops.interface import MLAWeights, Segment, Stretch
-from rorqual.ops.reference import Weight, dequantise
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, Stretch
+from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.exchange_policy import gathers_latents
 
 LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, whatever rms_norm_eps says
@@ -41,8 +41,8 @@ class MLA:
     def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str, prefill: str = "CC", decode: str = "A_CC_ME"):
         assert isinstance(config.attention, MLAConfig)
         check_forms(prefill, decode)
-        self.cut, heads = build.mesh.tp.cut, config.attention.num_heads
-        mla = replace(config.attention, num_heads=heads // self.cut.count)
+        self.shard, heads = build.mesh.tp.shard, config.attention.num_heads
+        mla = replace(config.attention, num_heads=heads // self.shard.count)
         self.config, self.index, self.ops = mla, index, build.ops
         self.prefill_form, self.decode_form = prefill, decode
         self.interleaved = config.rope.interleaved
@@ -50,10 +50,10 @@ class MLA:
         self.scale = mla.qk_dim**-0.5 * config.rope.softmax_scale
         self._make_query(build, config, prefix)
         self.kv_norm = Norm(build, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
-        up = Part(f"{prefix}.kv_b_proj", heads * (mla.nope_dim + mla.v_dim), cut=self.cut)
+        up = Part(f"{prefix}.kv_b_proj", heads * (mla.nope_dim + mla.v_dim), shard=self.shard)
         self.kv_b = Linear(build, [up], mla.kv_lora_rank)
         out = Part(f"{prefix}.o_proj", config.hidden_size, mla.bias)
-        self.out = Linear(build, [out], heads * mla.v_dim, gain=build.residual_gain, cut=self.cut)
+        self.out = Linear(build, [out], heads * mla.v_dim, gain=build.residual_gain, shard=self.shard)
         self.dtype = build.dtype
 
     def _make_query(self, build: Build, config: ModelConfig, prefix: str) -> None:
@@ -63,7 +63,7 @@ class MLA:
         rows = mla.num_heads * mla.qk_dim
         latent = Part(f"{prefix}.kv_a_proj_with_mqa", mla.latent_dim, mla.bias)
         rank = mla.q_lora_rank
-        queries = Part(f"{prefix}.{'q_proj' if rank is None else 'q_b_proj'}", rows, cut=self.cut)
+        queries = Part(f"{prefix}.{'q_proj' if rank is None else 'q_b_proj'}", rows, shard=self.shard)
         first = queries if rank is None else Part(f"{prefix}.q_a_proj", rank, mla.bias)
         self.query_rows = first.local
         self.down = Linear(build, [first, latent], config.hidden_size, merged=f"{prefix}.fused_qkv_a_proj_with_mqa")
@@ -77,8 +77,8 @@ class MLA:
 
     def finalize(self) -> None:
         """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16: absorbed products read it head by head."""
-        self.kv_b.weight = Weight(dequantise(self.kv_b.weight, self.dtype))
-        materialised = "AM_CC_ME" in (self.prefill_form, self.decode_form)
+        self.kv_b.weight = Weight(dequantize(self.kv_b.weight, self.dtype))
+        materialized = "AM_CC_ME" in (self.prefill_form, self.decode_form)
         q_norm, q_b = (self.q_norm.weight, self.q_b.weight) if self.q_norm and self.q_b else (None, None)
         self.weights = MLAWeights(
             self.config,
@@ -90,26 +90,26 @@ class MLA:
             self.kv_b.weight,
             LATENT_NORM_EPS,
             self.interleaved,
-            keep_query_input=materialised,
-            pack=self.out.weight.quantised,
+            keep_query_input=materialized,
+            pack=self.out.weight.quantized,
             layer=self.index,
         )
-        self.materialised: tuple[Weight, Weight, Weight] | None = None
-        if materialised:
-            self.materialised = self._materialise()
+        self.materialized: tuple[Weight, Weight, Weight] | None = None
+        if materialized:
+            self.materialized = self._materialize()
 
     def query_matrix(self) -> Tensor:
         """[H, qk, q_lora or hidden]: the matrix that makes per-head queries."""
         weight = self.q_b.weight if self.q_b is not None else self.down.weight
         rows = self.config.num_heads * self.config.qk_dim
-        return dequantise(weight, torch.float32)[:rows].view(self.config.num_heads, self.config.qk_dim, -1)
+        return dequantize(weight, torch.float32)[:rows].view(self.config.num_heads, self.config.qk_dim, -1)
 
-    def _materialise(self) -> tuple[Weight, Weight, Weight]:
+    def _materialize(self) -> tuple[Weight, Weight, Weight]:
         """(W_UK^T W_UQ [H C, q_in], the rope rows of W_UQ [H rope, q_in], W_O W_UV [hidden, H C])."""
         mla, matrix = self.config, self.query_matrix()
         absorbed = torch.einsum("hnc,hnq->hcq", self.weights.w_uk.float(), matrix[:, : mla.nope_dim]).flatten(0, 1)
         rope = matrix[:, mla.nope_dim :].flatten(0, 1)
-        out = dequantise(self.out.weight, torch.float32).view(-1, mla.num_heads, mla.v_dim)
+        out = dequantize(self.out.weight, torch.float32).view(-1, mla.num_heads, mla.v_dim)
         merged = torch.einsum("ohv,hcv->ohc", out, self.weights.w_uv.float()).flatten(1)
         return tuple(Weight(w.to(self.dtype).contiguous()) for w in (absorbed, rope, merged))  # type: ignore[return-value]
 
@@ -117,12 +117,12 @@ class MLA:
         """The matrices the form multiplies by: what must be held, and read at each step."""
         first = [self.down.weight.data] if self.q_b is not None else [self.down.weight.data[self.query_rows :]]
         if form == "AM_CC_ME":
-            assert self.materialised is not None
-            return first + [weight.data for weight in self.materialised]
+            assert self.materialized is not None
+            return first + [weight.data for weight in self.materialized]
         query = self.q_b.weight.data if self.q_b is not None else self.down.weight.data[: self.query_rows]
         return [*first, query, self.kv_b.weight.data, self.out.weight.data]
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
         if not step.segments:  # an idle rank
             return x
         planes = step.pool.layers[self.index]
@@ -139,7 +139,7 @@ class MLA:
             outs.append(self.attend(form, query_in[part], q[part], step, segment, part))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _prologue(self, x: Tensor, step: Step, plane: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _prologue(self, x: Tensor, step: ForwardBatch, plane: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and the latents are gathered."""
         w, layout, tables = self.weights, step.layout, (step.cos, step.sin)
         if not (layout.sharded and self.gathers_latents):
@@ -157,7 +157,7 @@ class MLA:
         k_rope = k_rope[:, None].expand(-1, mla.num_heads, -1)
         return torch.cat((k_nope, k_rope), -1), v
 
-    def attend(self, form: str, query_in: Tensor, q: Tensor, step: Step, segment: Segment, part: slice) -> Tensor:
+    def attend(self, form: str, query_in: Tensor, q: Tensor, step: ForwardBatch, segment: AttentionMetadata, part: slice) -> Tensor:
         planes = step.pool.layers[self.index]
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
@@ -166,12 +166,12 @@ class MLA:
             heads = self._attend_decompressed(q, planes["latent"], segment)
             return self.out.forward(heads.flatten(1))
         if form == "AM_CC_ME":
-            return self._attend_materialised(query_in, planes["latent"], step, segment, part)
+            return self._attend_materialized(query_in, planes["latent"], step, segment, part)
         if form == "A_CC" and planes["latent"].dtype != torch.uint8:  # an fp8 cache keeps latent and rope key apart
             return self._attend_joined(q, planes["latent"], segment)
         return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale))
 
-    def _attend_decompressed(self, q: Tensor, plane: Tensor, segment: Segment) -> Tensor:
+    def _attend_decompressed(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """Never more of the cache decompressed at once than cache/stretch.py allows: keys and
         values of all heads are many times the latents they are made of. The step's own tokens are
         in the cache by now and no exception, so that the bound holds for a step of any size."""
@@ -181,7 +181,7 @@ class MLA:
         outs = [self._attend_share(q[share.queries], plane, share.segments) for share in shares]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _attend_share(self, q: Tensor, plane: Tensor, segments: list[Segment]) -> Tensor:
+    def _attend_share(self, q: Tensor, plane: Tensor, segments: list[AttentionMetadata]) -> Tensor:
         if len(segments) == 1:
             k, v = self._decompressed(plane, segments[0], q.dtype)
             return self.ops.dense_attention(q, k, v, segments[0], self.scale)
@@ -198,22 +198,22 @@ class MLA:
     def _decompressed(
         self,
         plane: Tensor,
-        segment: Segment,
+        segment: AttentionMetadata,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         rank = self.config.kv_lora_rank
         return self.decompress(self.ops.latent_entries(plane, segment, rank, dtype))
 
-    def _attend_joined(self, q: Tensor, plane: Tensor, segment: Segment) -> Tensor:
+    def _attend_joined(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         nope, rank = self.config.nope_dim, self.config.kv_lora_rank
         joined = torch.cat((self.ops.heads_matmul(q[..., :nope], self.weights.w_uk), q[..., nope:]), -1)
         key = plane[:, :, None]
         latent = self.ops.attention(joined, key, key[..., :rank], segment, self.scale)
         return self.out.forward(self.ops.joined_heads(latent, self.weights))
 
-    def _attend_materialised(self, query_in: Tensor, plane: Tensor, step: Step, segment: Segment, part: slice) -> Tensor:
-        assert self.materialised is not None
-        mla, (absorbed, rope_rows, merged) = self.config, self.materialised
+    def _attend_materialized(self, query_in: Tensor, plane: Tensor, step: ForwardBatch, segment: AttentionMetadata, part: slice) -> Tensor:
+        assert self.materialized is not None
+        mla, (absorbed, rope_rows, merged) = self.config, self.materialized
         q_latent = self.ops.linear(query_in, absorbed).view(-1, mla.num_heads, mla.kv_lora_rank)
         q_rope = self.ops.linear(query_in, rope_rows).view(-1, mla.num_heads, mla.rope_dim)
         q_rope = self.ops.rope(q_rope, step.cos[part], step.sin[part], self.interleaved)

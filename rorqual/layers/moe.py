@@ -12,7 +12,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
-from rorqual.ops.deferred_sum import Rows
+from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.reference import Weight
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
@@ -21,24 +21,24 @@ from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 Stages = Generator[None, None, Tensor]
-ToNorm = Generator[None, None, Tensor] | Generator[None, None, Rows]
+DeferredPass = Generator[None, None, Tensor] | Generator[None, None, NormInput]
 
 
 class DenseMLP:
     """SwiGLU of `intermediate` columns, split over the dense group: [T, hidden] to [T, hidden], both as the layout says."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, intermediate: int):
-        self.ops, cut = build.ops, build.mesh.axes["dense"].cut
-        parts = [Part(f"{prefix}.{name}", intermediate, cut=cut) for name in ("gate_proj", "up_proj")]
+        self.ops, shard = build.ops, build.mesh.axes["dense"].shard
+        parts = [Part(f"{prefix}.{name}", intermediate, shard=shard) for name in ("gate_proj", "up_proj")]
         self.gate_up = Linear(build, parts, hidden, merged=f"{prefix}.gate_up_proj")
-        self.down = Linear(build, [Part(f"{prefix}.down_proj", hidden)], intermediate, gain=build.residual_gain, cut=cut)
+        self.down = Linear(build, [Part(f"{prefix}.down_proj", hidden)], intermediate, gain=build.residual_gain, shard=shard)
 
     def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
 
     straight = forward
 
-    def toward_norm(self, x: Tensor, layout: Layout) -> ToNorm:
+    def forward_deferred(self, x: Tensor, layout: Layout) -> DeferredPass:
         return self.stages(x, layout)
 
     def partial(self, rows: Tensor) -> Tensor:
@@ -67,70 +67,70 @@ class MoE:
         self.gate = build.empty(moe.num_experts, hidden, dtype=gate_dtype)
         self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None
         self.block = build.quant.block if build.quant else (128, 128)
-        self.joined = self._joined(build, slots)
-        shared = 0 if self.joined else moe.num_shared * moe.intermediate_size
+        self.fused_shared_experts = self._fused_shared(build, slots)
+        shared = 0 if self.fused_shared_experts else moe.num_shared * moe.intermediate_size
         self.shared = DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         self.slots = slots or SlotMap.identity(moe.num_experts)
-        self.held = self.slots.local(build.mesh.axes["ep"].cut)
-        self.columns = range(*build.mesh.axes["expert_tp"].cut.span(moe.intermediate_size))
+        self.held = self.slots.local(build.mesh.axes["ep"].shard)
+        self.columns = range(*build.mesh.axes["expert_tp"].shard.span(moe.intermediate_size))
         gate_up, down = self._expert_weights(build, hidden)
-        cut = build.mesh.axes["ep"].cut
+        shard = build.mesh.axes["ep"].shard
         compute, compute_fp8 = self.ops.experts, self.ops.experts_fp8
-        if cut.count > 1:
-            compute, compute_fp8 = partial(compute, share=1 / cut.count), partial(compute_fp8, share=1 / cut.count)
-        store = ExpertStore(self.slots, gate_up, down, compute, build.device, cut, compute_fp8, self.joined)
+        if shard.count > 1:
+            compute, compute_fp8 = partial(compute, share=1 / shard.count), partial(compute_fp8, share=1 / shard.count)
+        store = ExpertStore(self.slots, gate_up, down, compute, build.device, shard, compute_fp8, self.fused_shared_experts)
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
-        self.joined_std = (hidden**-0.5, build.residual_gain * (self.joined * moe.intermediate_size or 1) ** -0.5)
+        self.fused_shared_std = (hidden**-0.5, build.residual_gain * (self.fused_shared_experts * moe.intermediate_size or 1) ** -0.5)
 
-    def _joined(self, build: Build, slots: SlotMap | None) -> int:
+    def _fused_shared(self, build: Build, slots: SlotMap | None) -> int:
         """How many shared experts stand among the routed ones: all or none. All, where the backend asks for it and a rank holds of them
         what it holds of every routed expert (the same columns, in the same format) for the same tokens (none travels)."""
         moe, sizes = self.moe, build.mesh.sizes
         here = slots is None and possible_exchanges(sizes, moe) == ("local",)
         alike = (sizes.ep, sizes.expert_tp) == (1, sizes.dense_tp)
         parts = ("experts", *(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")))
-        formats = {build.is_quantised(f"{self.prefix}.{part}") for part in parts}
+        formats = {build.is_quantized(f"{self.prefix}.{part}") for part in parts}
         whole = moe.num_shared == 1 or formats == {False} or not any(moe.intermediate_size % size for size in self.block)
-        return moe.num_shared if build.ops.joins_shared and here and alike and len(formats) == 1 and whole else 0
+        return moe.num_shared if build.ops.fuses_shared_experts and here and alike and len(formats) == 1 and whole else 0
 
     def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
-        stack, size = (len(self.held) + self.joined,), len(self.columns)
-        quantised = build.is_quantised(f"{self.prefix}.experts")
+        stack, size = (len(self.held) + self.fused_shared_experts,), len(self.columns)
+        quantized = build.is_quantized(f"{self.prefix}.experts")
         aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
-        gate_up = empty_weight(build, 2 * size, hidden, quantised, aligned, stack)
-        return gate_up, empty_weight(build, hidden, size, quantised, stack=stack)
+        gate_up = empty_weight(build, 2 * size, hidden, quantized, aligned, stack)
+        return gate_up, empty_weight(build, hidden, size, quantized, stack=stack)
 
     def finalize(self) -> None:
         """Once the weights are there."""
-        self.gate = self.ops.held_gate(self.gate, self.dtype)
+        self.gate = self.ops.prepare_router_weight(self.gate, self.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(expert ids [T, K + joined], weights [T, K + joined] fp32) of hidden states [T, hidden]."""
-        return self.ops.router(x, self.gate, self.bias, self.moe, self.joined)
+        return self.ops.router(x, self.gate, self.bias, self.moe, self.fused_shared_experts)
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
         """submit | run_experts beside the shared expert | wait. Yields at each hand-over, of which there is none where nothing travels."""
         if self.at_once:
             return self._at_once(x)
-        ticket = self.submit(x, layout)
+        ticket = self.dispatch(x, layout)
         yield
         shared = self.run_experts(x, ticket, layout)
         yield
         return self.wait(ticket, shared)
 
-    def toward_norm(self, x: Tensor, layout: Layout) -> ToNorm:
+    def forward_deferred(self, x: Tensor, layout: Layout) -> DeferredPass:
         """`stages`, of which a norm takes the result, and nobody else before it: the sum over each token's experts may be left to that."""
         if self.at_once and layout.norm_sums and x.shape[0]:
-            return self.ops.unsummed_experts(x, *self._routed(x))
+            return self.ops.experts_deferred(x, *self._routed(x))
         return (yield from self.stages(x, layout))
 
     def straight(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         """The same stages without hand-overs."""
         if self.at_once:
             return self._at_once(x)
-        ticket = self.submit(x, layout)
+        ticket = self.dispatch(x, layout)
         return self.wait(ticket, self.run_experts(x, ticket, layout))
 
     @property
@@ -145,11 +145,11 @@ class MoE:
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor | None, MoEConfig, Weight, Weight, Tensor | None, int]:
         """What `routed_experts` takes beside x."""
         base, exchange = self.shared.partial(x) if self.shared else None, self.exchange
-        return self.gate, self.bias, self.moe, exchange.gate_up, exchange.down, base, self.joined
+        return self.gate, self.bias, self.moe, exchange.gate_up, exchange.down, base, self.fused_shared_experts
 
-    def submit(self, x: Tensor, layout: Layout) -> Any:
+    def dispatch(self, x: Tensor, layout: Layout) -> Any:
         ids, weights = self.route(x)
-        return self.exchange.submit(x, ids, weights, layout)
+        return self.exchange.dispatch(x, ids, weights, layout)
 
     def run_experts(self, x: Tensor, ticket: Any, layout: Layout) -> Tensor | None:
         """Returns the shared expert's part, unless it comes back with the routed experts'."""
@@ -177,14 +177,14 @@ class MoE:
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
         for place, slot in enumerate(self.held):
             yield from self._slot_targets(names[self.slots.logical[slot]], gate_up[place], down[place], self.columns.start, 1, self.std)
-        for number in range(self.joined):
+        for number in range(self.fused_shared_experts):
             place = len(self.held) + number
-            yield from self._joined_targets(number, gate_up[place], down[place])
+            yield from self._fused_shared_targets(number, gate_up[place], down[place])
         held = {self.slots.logical[slot] for slot in self.held}
         for expert, name in enumerate(names):
             if expert not in held:
                 yield from self._absent(name)
-        if self.slots.is_identity and not gate_up.quantised:
+        if self.slots.is_identity and not gate_up.quantized:
             yield from self._stacked_targets(names)
 
     def _slot_targets(
@@ -199,11 +199,11 @@ class MoE:
         window = Window((self.hidden, width), column=start)
         yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, self.block)
 
-    def _joined_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
+    def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
         """One of the shared experts among the routed ones; also from a checkpoint that holds their gates and ups in one tensor."""
         name, each, size = f"{self.prefix}.shared_experts", self.moe.intermediate_size, len(self.columns)
-        start, width = number * each + self.columns.start, self.joined * each
-        yield from self._slot_targets(name, gate_up, down, start, self.joined, self.joined_std)
+        start, width = number * each + self.columns.start, self.fused_shared_experts * each
+        yield from self._slot_targets(name, gate_up, down, start, self.fused_shared_experts, self.fused_shared_std)
         covers = tuple(f"{name}.{part}.weight" for part in ("gate_proj", "up_proj"))
         for index in range(2):
             window = Window((2 * width, self.hidden), row=index * width + start)
@@ -216,7 +216,7 @@ class MoE:
 
     def _absent(self, name: str) -> Iterator[Target]:
         weight = self.exchange.gate_up
-        empty, block, size = weight.data.new_empty(0), self.block if weight.quantised else None, self.moe.intermediate_size
+        empty, block, size = weight.data.new_empty(0), self.block if weight.quantized else None, self.moe.intermediate_size
         for part in ("gate_proj", "up_proj"):
             yield from absent_targets(f"{name}.{part}.weight", empty, (size, self.hidden), block)
         yield from absent_targets(f"{name}.down_proj.weight", empty, (self.hidden, size), block)

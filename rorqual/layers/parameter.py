@@ -74,7 +74,7 @@ class Build:
         make = self.embedding_memory
         return make((rows, columns), self.dtype) if make else self.empty(rows, columns)
 
-    def is_quantised(self, module: str) -> bool:
+    def is_quantized(self, module: str) -> bool:
         return self.quant is not None and self.quant.covers(module)
 
 

@@ -17,7 +17,7 @@ from rorqual.text.detokenizer import Completion, Delta
 LOOK_SECONDS = 1.0  # between two looks of a thread that waits, should nobody wake it
 
 
-class Call:
+class OpenCall:
     """What one `generate` or `stream` has under way. open: unfinished completions by request id;
     said: what nobody has read yet; error: why the rest will never come."""
 
@@ -42,26 +42,26 @@ class SharedEngine:
         self.holder: object | None = None
         self.claims: set[object] = set()  # who adds or cancels goes before who steps
         self.waiting: deque[threading.Lock] = deque()  # each is released to wake a thread
-        self.calls: dict[str, Call] = {}
-        self.dropped: deque[Call] = deque()
+        self.calls: dict[str, OpenCall] = {}
+        self.dropped: deque[OpenCall] = deque()
         self.lost: BaseException | None = None  # ended a step of which not every call has heard
 
-    def submit(self, call: Call, work: Sequence[tuple[Request, Completion]]) -> None:
+    def submit(self, call: OpenCall, work: Sequence[tuple[Request, Completion]]) -> None:
         """Queue everything, or nothing: a refused request takes back those queued before it."""
         self._between_steps(partial(self._add, call, work))
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: OpenCall) -> None:
         """Give up what is open of a call; waits for the end of a step under way."""
         if call.open:
             self._between_steps(partial(self._end, call))
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: OpenCall) -> None:
         """`cancel` for the garbage collector: it may run in the midst of anything, so never waits.
         Where the engine is not free, whoever has it cancels the call."""
         self.dropped.append(call)
         self._sweep()
 
-    def advance(self, call: Call) -> None:
+    def advance(self, call: OpenCall) -> None:
         """Step, or wait while another thread does. Returns once there may be news of the call."""
         me = object()
         try:
@@ -83,7 +83,7 @@ class SharedEngine:
 
     # ---- who has the engine
 
-    def _hold(self, me: object, reader: Call | None = None) -> bool:
+    def _hold(self, me: object, reader: OpenCall | None = None) -> bool:
         """Wait until the engine is free and take it; False where the reader has news before."""
         while True:
             latch = threading.Lock()
@@ -134,7 +134,7 @@ class SharedEngine:
 
     # ---- for whoever has it
 
-    def _settle(self, own: Call | None = None) -> None:
+    def _settle(self, own: OpenCall | None = None) -> None:
         """Leave nothing that was lost or dropped. With a step tokens of every call are lost: none
         may go on as if they had not been. All are told, but the one that raises the error itself,
         before the engine is asked for anything, which may fail again."""
@@ -152,7 +152,7 @@ class SharedEngine:
             self._end(self.dropped[0])
             self.dropped.popleft()
 
-    def _add(self, call: Call, work: Sequence[tuple[Request, Completion]]) -> None:
+    def _add(self, call: OpenCall, work: Sequence[tuple[Request, Completion]]) -> None:
         try:
             for request, completion in work:
                 self.calls[request.id] = call
@@ -162,7 +162,7 @@ class SharedEngine:
             self._end(call)
             raise
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: OpenCall) -> None:
         for name, completion in list(call.open.items()):
             self.engine.abort(name)
             completion.out.finish_reason = FinishReason.ABORT.value
@@ -201,7 +201,7 @@ class Deltas(Iterator[Delta]):
     """What the steps add to the completions of one call. Closing it, or letting go of it, cancels
     what is left; so does an exception raised while it waits."""
 
-    def __init__(self, engine: SharedEngine, call: Call):
+    def __init__(self, engine: SharedEngine, call: OpenCall):
         self._engine, self._call = engine, call
 
     def __next__(self) -> Delta:

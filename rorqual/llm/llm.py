@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.errors import ConfigError, RequestError
-from rorqual.llm.calls import Call, Deltas, SharedEngine
+from rorqual.llm.calls import Deltas, OpenCall, SharedEngine
 from rorqual.models.hub import model_folder
 from rorqual.request import Request, RequestOutput, SamplingParams
 from rorqual.text.detokenizer import Completion
@@ -129,7 +129,7 @@ class LLM:
                 what = reprlib.repr(wanted)
                 raise RequestError(f"sampling_params={what}; accepted: SamplingParams, or a list")
             results.append(self._prepare(number, prompt, wanted, work))
-        call = Call()
+        call = OpenCall()
         deltas = Deltas(self._shared, call)  # first: however this ends, it takes back what is queued
         self._shared.submit(call, work)
         return results, deltas

@@ -67,4 +67,4 @@ class Deepseek(Transformer):
             attention.finalize()
 
     def derived(self) -> list[Tensor]:
-        return [weight.data for attention in self.attentions() for weight in attention.materialised or ()]
+        return [weight.data for attention in self.attentions() for weight in attention.materialized or ()]

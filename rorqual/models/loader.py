@@ -29,7 +29,7 @@ Draw = Callable[[Tensor, int, float, int, int], None]
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
     """Fill `model` from the safetensors files of `folder`, then finalize it."""
-    places = Places(model.targets())
+    places = TargetsByName(model.targets())
     for path in checkpoint_files(Path(folder)):
         for name, shape, reader in read_file(path):
             if places.has(name):
@@ -77,7 +77,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-class Rows:
+class TensorReader:
     """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped pages are given back."""
 
     def __init__(self, path: Path, name: str):
@@ -107,17 +107,17 @@ class Rows:
             return file.get_slice(self.name)[window] if window else file.get_tensor(self.name)
 
 
-def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], Rows]]:
+def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], TensorReader]]:
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{path} is damaged or truncated: {error}") from None
     for name, shape in shapes.items():
-        yield name, shape, Rows(path, name)
+        yield name, shape, TensorReader(path, name)
 
 
-class Places:
+class TargetsByName:
     """The targets of a model by checkpoint name, and which of them have been filled."""
 
     def __init__(self, targets: Iterable[Target]):
@@ -130,7 +130,7 @@ class Places:
     def has(self, name: str) -> bool:
         return name in self.by_name
 
-    def fill(self, name: str, shape: tuple[int, ...], rows: Rows, path: Path) -> None:
+    def fill(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
         for target in self.by_name[name]:
             if target.shape != shape:
                 raise LoadError(f"{name} in {path.name} has shape {list(shape)}, the configuration asks for {list(target.shape)}")
@@ -140,7 +140,7 @@ class Places:
         self._copy(name, shape, rows, path)
         self.filled.update(self.by_name[name][0].stands_for)
 
-    def _copy(self, name: str, shape: tuple[int, ...], rows: Rows, path: Path) -> None:
+    def _copy(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
         try:
             for target in self.by_name[name]:
                 for part, data in rows.chunks(target) if target.view.numel() else ():

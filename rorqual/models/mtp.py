@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import ModelConfig
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
@@ -28,7 +28,7 @@ class MTPModule:
         self.merge = Linear(wide, [Part(f"{prefix}.eh_proj", config.hidden_size)], 2 * config.hidden_size)
         self.norm = Norm(build, f"{prefix}.shared_head.norm", config.hidden_size, config.norm_eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Pass:
+    def forward(self, embedded: Tensor, hidden: Tensor, step: ForwardBatch) -> Pass:
         """embedded [T, hidden] of the tokens after the step's positions, hidden [T, hidden] of the model (or module) before, normed.
 
         Returns normed hidden states [T, hidden] for the shared head; writes the module's cache at the step's slots."""

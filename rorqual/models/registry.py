@@ -16,7 +16,9 @@ def make_model(
     """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where `with_mtp` asks for modules that the
     model does not have."""
     if with_mtp and not config.num_mtp_layers:
-        raise ConfigError(f"{config.architecture} has no multi-token prediction module; speculate with drafter='ngram', or set next_n=0")
+        raise ConfigError(
+            f"{config.architecture} has no multi-token prediction module; speculate with drafter='ngram', or set num_speculative_tokens=0"
+        )
     if config.is_mla:
         return Deepseek(config, build, max_len, mla_prefill, mla_decode, with_mtp)
     return Qwen3Moe(config, build, max_len)

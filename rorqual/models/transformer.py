@@ -10,20 +10,20 @@ from torch import Tensor
 
 from rorqual.config.model import ModelConfig
 from rorqual.layers.embedding import Embedding, Head
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
-from rorqual.ops.deferred_sum import Rows, summed
-from rorqual.parallel.layout import Layout, Spread
+from rorqual.ops.deferred_sum import NormInput, summed
+from rorqual.parallel.layout import Layout, MultiRankLayout
 
 Pass = Generator[None, None, Tensor]
 
 
 class Attention(Protocol):
-    def forward(self, x: Tensor, step: Step) -> Tensor: ...
+    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor: ...
 
     def targets(self) -> Iterator[Target]: ...
 
@@ -31,7 +31,7 @@ class Attention(Protocol):
 class Predictor(Protocol):
     """A module that looks one token further than the model, or module, before it (models/mtp.py)."""
 
-    def forward(self, embedded: Tensor, hidden: Tensor, step: Step) -> Pass: ...
+    def forward(self, embedded: Tensor, hidden: Tensor, step: ForwardBatch) -> Pass: ...
 
 
 class Layer:
@@ -39,20 +39,20 @@ class Layer:
 
     def __init__(self, build: Build, prefix: str, config: ModelConfig, attention: Attention, mlp: DenseMLP | MoE):
         self.attention, self.mlp = attention, mlp
-        self.input_norm = Norm(build, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, pack=True)
-        self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps, pack=True)
+        self.input_norm = Norm(build, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, quantize_output=True)
+        self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps, quantize_output=True)
 
-    def forward(self, x: Rows, residual: Tensor | None, step: Step) -> Generator[None, None, tuple[Rows, Tensor]]:
+    def forward(self, x: NormInput, residual: Tensor | None, step: ForwardBatch) -> Generator[None, None, tuple[NormInput, Tensor]]:
         """What it returns goes into a norm, of the next layer or of the end, by way of step.layout."""
         h, residual = self.attend(x, residual, step)
-        return (yield from self.mlp.toward_norm(h, step.layout)), residual
+        return (yield from self.mlp.forward_deferred(h, step.layout)), residual
 
-    def straight(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+    def straight(self, x: Tensor, residual: Tensor | None, step: ForwardBatch) -> tuple[Tensor, Tensor]:
         """forward without hand-overs."""
         h, residual = self.attend(x, residual, step)
         return self.mlp.straight(h, step.layout), residual
 
-    def attend(self, x: Rows, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+    def attend(self, x: NormInput, residual: Tensor | None, step: ForwardBatch) -> tuple[Tensor, Tensor]:
         """(input of the feed-forward part, residual stream)"""
         h, residual = step.layout.to_attention(self.input_norm, x, residual)
         h = self.attention.forward(h, step)
@@ -98,12 +98,12 @@ class Transformer:
             return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
-    def forward(self, step: Step, every_row: bool = False) -> Pass:
+    def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:
         """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens, [T, hidden]. Yields at every hand-over
         of an MoE layer."""
         layout = step.layout
         assert layout.mesh is self.mesh, "a step of a model on several ranks needs Transformer.layout"
-        x: Rows
+        x: NormInput
         x, residual = yield from self._enter(step)
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, step)
@@ -112,7 +112,7 @@ class Transformer:
             return self._pass_on(summed(x), residual)
         return layout.leave(self.norm, x, residual, None if every_row else step.logit_rows)
 
-    def straight(self, step: Step) -> Tensor:
+    def straight(self, step: ForwardBatch) -> Tensor:
         """`forward` of every row on one device, as one chain of calls: what a compiler traces."""
         assert self.embed is not None
         x, residual = self.embed.forward(step.token_ids, step.layout), None
@@ -121,12 +121,12 @@ class Transformer:
         assert residual is not None
         return step.layout.leave(self.norm, x, residual, None)
 
-    def _enter(self, step: Step) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
+    def _enter(self, step: ForwardBatch) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
         """Embedded tokens, or what the stage before sends: (hidden, residual) as its last layer left them."""
         if self.mesh.first_stage:
             assert self.embed is not None
             return step.layout.enter(self.embed.forward(step.token_ids, step.layout)), None
-        assert isinstance(step.layout, Spread)
+        assert isinstance(step.layout, MultiRankLayout)
         shape, device = (2, step.layout.rows, self.config.hidden_size), step.token_ids.device
         pending = self.mesh.pp.receive(shape, self.dtype, device, self.mesh.pp_rank - 1)
         yield  # with or without rows: ranks of a stage interleave their micro-batches alike

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
-from rorqual.ops.interface import MLAWeights, Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import Weight
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -41,7 +41,7 @@ def entry(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
-class TracedSegment(Segment):
+class TracedMetadata(AttentionMetadata):
     """The decoding half of a step as it is traced: how many packed tokens it has. Operators read the real one."""
 
     def __init__(self, tokens: int):
@@ -56,11 +56,11 @@ class TracedOps(Ops):
 
     def __init__(self, inner: Ops, moe: MoEConfig):
         self.inner, self.moe, self.name = inner, moe, inner.name
-        self.segment: Segment | None = None
+        self.segment: AttentionMetadata | None = None
         self.mla: dict[int, MLAWeights] = {}
 
     @contextmanager
-    def attending(self, segment: Segment) -> Iterator[None]:
+    def attending(self, segment: AttentionMetadata) -> Iterator[None]:
         """Operators that run in between call this table's backend, and attend in this segment."""
         before = _at_hand.set(self)
         self.segment = segment
@@ -81,24 +81,24 @@ class TracedOps(Ops):
     swiglu = entry(Ops.swiglu)
     rope = entry(Ops.rope)
     heads_matmul = entry(Ops.heads_matmul)
-    held_gate = entry(Ops.held_gate)
+    prepare_router_weight = entry(Ops.prepare_router_weight)
     route = entry(Ops.route)
     experts_fp8 = entry(Ops.experts_fp8)
     routed_experts = entry(Ops.routed_experts)
-    unsummed_experts = entry(Ops.unsummed_experts)
+    experts_deferred = entry(Ops.experts_deferred)
     dense_attention = entry(Ops.dense_attention)
     shares = entry(Ops.shares)
     stretch_attention = entry(Ops.stretch_attention)
     gather = entry(Ops.gather)
     latent_entries = entry(Ops.latent_entries)
     decode_rows = entry(Ops.decode_rows)
-    judge_drafts = entry(Ops.judge_drafts)
-    move_rows = entry(Ops.move_rows)
+    verify_drafts = entry(Ops.verify_drafts)
+    commit_tokens = entry(Ops.commit_tokens)
     uniform = entry(Ops.uniform)
-    best = entry(Ops.best)
+    argmax = entry(Ops.argmax)
     distribution = entry(Ops.distribution)
-    draw = entry(Ops.draw)
-    draw_rest = entry(Ops.draw_rest)
+    sample_from = entry(Ops.sample_from)
+    sample_residual = entry(Ops.sample_residual)
     write_probs = entry(Ops.write_probs)
 
     @entry
@@ -133,7 +133,7 @@ class TracedOps(Ops):
 
     @entry
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Quantised in an operator, so that a compiled step writes the very bytes that others write."""
+        """Quantized in an operator, so that a compiled step writes the very bytes that others write."""
         if plane.dtype != torch.uint8:
             return super().write_latent(plane, slots, entries, rank)
         torch.ops.rorqual.write_latent(plane, slots, entries, rank)
@@ -154,7 +154,7 @@ class TracedOps(Ops):
     mla_up = entry(Ops.mla_up)
 
     @entry
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         if not self.inner.opaque("mla_absorbed", w.kv_b.data):
             return super().mla_absorbed(q, w, plane, segment, scale)
         return torch.ops.rorqual.mla_absorbed(w.layer, q, plane, w.config.num_heads * w.config.v_dim, scale)
@@ -178,11 +178,11 @@ class TracedOps(Ops):
         return torch.ops.rorqual.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, *planes, slots)
 
     @entry
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         return torch.ops.rorqual.attention(q, k_plane, v_plane, scale)
 
     @entry
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         return torch.ops.rorqual.latent_attention(q_latent, q_rope, plane, scale)
 
     # ---- experts
@@ -195,8 +195,8 @@ class TracedOps(Ops):
         return torch.ops.rorqual.router(x, gate, bias, moe.top_k, shared)
 
     @property
-    def joins_shared(self) -> bool:
-        return self.inner.joins_shared
+    def fuses_shared_experts(self) -> bool:
+        return self.inner.fuses_shared_experts
 
     @entry
     def experts(
@@ -240,7 +240,7 @@ def _table() -> TracedOps:
     return _at_hand.get()
 
 
-def _segment() -> Segment:
+def _segment() -> AttentionMetadata:
     segment = _table().segment
     assert segment is not None
     return segment

@@ -11,7 +11,7 @@ Combine = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Unsummed:
+class DeferredMoESum:
     """Stands for the tensor [T, hidden] that `total` makes: out[t] = sum over k of weights[t, k] * y[t K + k], + base[t].
 
     y [T K, hidden]; weights [T, K] fp32; ids [T, K], -1 where an expert is not here and its row of y was never written, or None: all are
@@ -31,9 +31,9 @@ class Unsummed:
         return self.combine(self.y, self.ids, self.weights, self.base)
 
 
-Rows = Tensor | Unsummed  # what a feed-forward layer hands to a norm
+NormInput = Tensor | DeferredMoESum  # what a feed-forward layer hands to a norm
 
 
-def summed(x: Rows) -> Tensor:
+def summed(x: NormInput) -> Tensor:
     """x as a tensor."""
-    return x.total() if isinstance(x, Unsummed) else x
+    return x.total() if isinstance(x, DeferredMoESum) else x

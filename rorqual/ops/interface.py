@@ -17,23 +17,23 @@ from torch import Tensor
 from rorqual.cache.stretch import SCORES
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference, rng
-from rorqual.ops.deferred_sum import Rows, Unsummed
+from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.reference import Distribution, Weight
 
 
-class Segment:
+class AttentionMetadata:
     """Where some requests of a step find their queries and their cache. Built once a step, used by every layer.
 
     tables [R, pages] int64 block tables; kv_lens [R] int64 cached entries after this step's tokens are written;
-    query_lens, kv_bounds host tuples: exact query lengths, and KV lengths: equal to kv_lens where `exact`, else upper bounds (while
+    query_lens, max_kv_lens host tuples: exact query lengths, and KV lengths: equal to kv_lens where `exact`, else upper bounds (while
     speculative steps are in flight nobody but the device knows how many tokens were accepted).
     """
 
-    def __init__(self, tables: Tensor, kv_lens: Tensor, query_lens: tuple[int, ...], kv_bounds: tuple[int, ...], exact: bool = True):
+    def __init__(self, tables: Tensor, kv_lens: Tensor, query_lens: tuple[int, ...], max_kv_lens: tuple[int, ...], exact: bool = True):
         self.tables = tables
         self.kv_lens = kv_lens
         self.query_lens = query_lens
-        self.kv_bounds = kv_bounds
+        self.max_kv_lens = max_kv_lens
         self.exact = exact
         self.tokens = sum(query_lens)
         self.scratch: Any = None  # whatever a backend derives once a step: masks, tile schedules
@@ -41,29 +41,29 @@ class Segment:
     def __len__(self) -> int:
         return len(self.query_lens)
 
-    def by_token(self) -> Segment:
+    def by_token(self) -> AttentionMetadata:
         """The same queries, each token a request of its own that sees the cache up to itself. All requests have equally many."""
         each = self.query_lens[0]
         assert self.tokens == each * len(self), "requests bring different numbers of queries"
         lens = self.kv_lens[:, None] + torch.arange(1 - each, 1, device=self.kv_lens.device)
-        bounds = tuple(bound for bound in self.kv_bounds for _ in range(each))
-        return Segment(self.tables.repeat_interleave(each, 0), lens.flatten(), (1,) * self.tokens, bounds, exact=False)
+        bounds = tuple(bound for bound in self.max_kv_lens for _ in range(each))
+        return AttentionMetadata(self.tables.repeat_interleave(each, 0), lens.flatten(), (1,) * self.tokens, bounds, exact=False)
 
-    def part(self, requests: slice) -> Segment:
+    def part(self, requests: slice) -> AttentionMetadata:
         """Some of the requests, as a segment of their own."""
-        bounds = self.kv_bounds[requests]
+        bounds = self.max_kv_lens[requests]
         lens = self.kv_lens[requests]
-        return Segment(self.tables[requests], lens, self.query_lens[requests], bounds, self.exact)
+        return AttentionMetadata(self.tables[requests], lens, self.query_lens[requests], bounds, self.exact)
 
 
-class Stretch(Segment):
+class Stretch(AttentionMetadata):
     """A piece of one request's cache under all of its queries, as a segment of its own: `size`
     entries from entry `start` on, the first of a page, or as many of them as there are.
 
     first [1] int64: query i sees the stretch's entries up to first + i, none where that is below 0.
     """
 
-    def __init__(self, whole: Segment, request: int, start: int, size: int, page: int):
+    def __init__(self, whole: AttentionMetadata, request: int, start: int, size: int, page: int):
         here = slice(request, request + 1)
         queries = whole.query_lens[here]
         lens = whole.kv_lens[here] - start
@@ -79,23 +79,23 @@ class Share:
     whole segment of as many requests as fit, or the stretches of one request that does not."""
 
     queries: slice
-    segments: list[Segment]
+    segments: list[AttentionMetadata]
 
 
-def shares_of(segment: Segment, tokens: int, page: int) -> list[Share]:
+def shares_of(segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
     """The segment's requests in order, at most `tokens` cached entries (whole pages) a segment.
 
     By bounds that the host knows, so that nothing waits for the device. Where all fit, the segment
     is its own only share, and what a backend derived of it stays."""
-    if sum(segment.kv_bounds) <= tokens:
+    if sum(segment.max_kv_lens) <= tokens:
         return [Share(slice(None), [segment])]
     shares = []
     begin = 0
     while begin < len(segment):
         end = begin
         held = 0
-        while end < len(segment) and held + segment.kv_bounds[end] <= tokens:
-            held += segment.kv_bounds[end]
+        while end < len(segment) and held + segment.max_kv_lens[end] <= tokens:
+            held += segment.max_kv_lens[end]
             end += 1
         if end > begin:
             pieces = [segment.part(slice(begin, end))]
@@ -109,8 +109,8 @@ def shares_of(segment: Segment, tokens: int, page: int) -> list[Share]:
     return shares
 
 
-def _stretches(segment: Segment, request: int, tokens: int, page: int) -> list[Segment]:
-    bound = segment.kv_bounds[request]
+def _stretches(segment: AttentionMetadata, request: int, tokens: int, page: int) -> list[AttentionMetadata]:
+    bound = segment.max_kv_lens[request]
     starts = range(0, bound, tokens)
     return [Stretch(segment, request, at, min(tokens, bound - at), page) for at in starts]
 
@@ -132,7 +132,7 @@ class MLAWeights:
     kv_b: Weight
     eps: float
     interleaved: bool
-    keep_query_input: bool = False  # the materialised form reads the query input; the others have no use for it
+    keep_query_input: bool = False  # the materialized form reads the query input; the others have no use for it
     pack: bool = False  # an fp8 product takes what attention gives
     layer: int = 0  # which layer of the model
     scratch: Any = None  # whatever a backend derives once a layer
@@ -184,11 +184,11 @@ class Ops:
         return reference.norm(x, weight, eps)
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may quantise the norm in the same kernel;
+        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may quantize the norm in the same kernel;
         values may differ by the order of a sum."""
         return reference.add_norm(x, residual, weight, eps)
 
-    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         """`add_norm` of the sum of what experts gave."""
         return self.add_norm(gave.total(), residual, weight, eps, pack)
 
@@ -252,7 +252,7 @@ class Ops:
         self.write_latent(plane, slots, entries, mla.kv_lora_rank)
         return q, None
 
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side, [T, H v]. W_UK moves to the query, W_UV
         behind the sum, and neither rope nor latent parts are concatenated."""
         nope = w.config.nope_dim
@@ -285,7 +285,7 @@ class Ops:
         self.write_cache(planes[1], slots, v)
         return q
 
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """Causal attention of cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H, D] to [T, H, Dv]."""
         lens = segment.kv_lens.tolist()
         out = []
@@ -295,7 +295,7 @@ class Ops:
             out.append(reference.causal_attention(part, k, v, scale))
         return torch.cat(out)
 
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an fp8 one: each head scores q_latent [T, H, C] against
         the latent and q_rope [T, H, rope] against the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
         lens, rank = segment.kv_lens.tolist(), q_latent.shape[-1]
@@ -307,13 +307,13 @@ class Ops:
             out.append(reference.causal_attention(part, entries, entries[..., :rank], scale))
         return torch.cat(out)
 
-    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """Attention over K [sum of KV lengths, G, D] and V packed request after request, as `gather` returns them."""
         lens = segment.kv_lens.tolist()
         parts = zip(q.split(segment.query_lens), k.split(lens), v.split(lens), strict=True)
         return torch.cat([reference.causal_attention(*part, scale) for part in parts])
 
-    def shares(self, segment: Segment, tokens: int, page: int) -> list[Share]:
+    def shares(self, segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
         """As `shares_of`: how to attend to a segment, at most `tokens` cached entries at once."""
         return shares_of(segment, tokens, page)
 
@@ -352,19 +352,19 @@ class Ops:
                 found = reference.partial_attention(q[at], keys, values, scale, first + row)
                 out[at], total[at] = reference.join_attention(out[at], total[at], *found)
 
-    def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+    def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""
         lens = segment.kv_lens.tolist()
         return torch.cat([reference.read_cache(plane, table, n) for table, n in zip(segment.tables, lens, strict=True)])
 
-    def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
+    def latent_entries(self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> Tensor:
         """All cached latents and rope keys of the segment's requests, packed as by `gather`: [sum of KV lengths, C + rope] in `dtype`."""
         rows = self.gather(plane, segment)
         return reference.unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
 
     # ---- experts
 
-    def held_gate(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         """How a router's matrix, as loaded, is kept for hidden states in `dtype`: as it is, or in a type that holds all its values."""
         return gate
 
@@ -384,7 +384,7 @@ class Ops:
         return reference.route(logits, bias, moe)
 
     @property
-    def joins_shared(self) -> bool:
+    def fuses_shared_experts(self) -> bool:
         """Whether shared experts are to stand among the routed ones where they can (layers/moe.py)."""
         return False
 
@@ -421,7 +421,7 @@ class Ops:
         ids, weights = self.router(x, gate, bias, moe, shared)
         return self.experts(x, ids, weights, gate_up, down, base, shared)
 
-    def unsummed_experts(
+    def experts_deferred(
         self,
         x: Tensor,
         gate: Tensor,
@@ -431,7 +431,7 @@ class Ops:
         down: Weight,
         base: Tensor | None = None,
         shared: int = 0,
-    ) -> Rows:
+    ) -> NormInput:
         """`routed_experts` for whoever hands it to `sum_add_norm`: a backend may leave the sum to that."""
         return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
 
@@ -448,24 +448,24 @@ class Ops:
     ) -> Tensor:
         """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T, hidden] in `dtype`. Where they meet fp8
         weights a backend may take them as they are, instead of widening and rounding them again."""
-        return self.experts(reference.dequantise_activation(x, scale, dtype), ids, weights, gate_up, down, share=share)
+        return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, gate_up, down, share=share)
 
     # ---- requests by slot
 
     def decode_rows(
-        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return reference.decode_rows(length, last_token, drafts, tables, slots, next_n, page_size)
+        return reference.decode_rows(length, last_token, drafts, tables, slots, num_speculative_tokens, page_size)
 
-    def judge_drafts(
+    def verify_drafts(
         self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return reference.judge_drafts(tokens, drafts, num_drafts, slots, taken)
+        return reference.verify_drafts(tokens, drafts, num_drafts, slots, taken)
 
-    def move_rows(
-        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
+    def commit_tokens(
+        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, num_accepted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return reference.move_rows(last_token, length, slots, lens, tokens, right)
+        return reference.commit_tokens(last_token, length, slots, lens, tokens, num_accepted)
 
     # ---- sampling
 
@@ -473,20 +473,20 @@ class Ops:
         """Random numbers in [0, 1) that depend on (seed, position, stream) alone: int64 of one shape to fp64 of that shape. Exact."""
         return rng.uniform(seeds, positions, stream)
 
-    def best(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         """[M, V] to [M] int64: the token with the greatest logit, one of them where several are equal."""
         return logits.argmax(-1)
 
-    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
-        return reference.distribution(logits, settings, cuts)
+    def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
+        return reference.distribution(logits, settings, filters)
 
-    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
-        return reference.draw(given, numbers)
+    def sample_from(self, given: Distribution, numbers: Tensor) -> Tensor:
+        return reference.sample_from(given, numbers)
 
-    def draw_rest(
+    def sample_residual(
         self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
     ) -> Tensor:
-        return reference.draw_rest(given, rows, numbers, refused, q, q_rows)
+        return reference.sample_residual(given, rows, numbers, refused, q, q_rows)
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
         reference.write_probs(given, plane, rows)

@@ -31,14 +31,14 @@ class Weight:
     block: tuple[int, int] = (128, 128)
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return self.scale is not None
 
     def __getitem__(self, index: int) -> Weight:
         return Weight(self.data[index], None if self.scale is None else self.scale[index], self.block)
 
 
-def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """fp8 data times its block's scale, in `dtype`; other weights are only cast."""
     if weight.scale is None:
         return weight.data.to(dtype)
@@ -48,7 +48,7 @@ def dequantise(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight.data.float() * scale).to(dtype)
 
 
-def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns, amax clamped at 1e-4 (DeepGEMM)."""
     tokens, columns = x.shape
     blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK)
@@ -58,21 +58,21 @@ def quantise_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     return data[:, :columns], scale
 
 
-def dequantise_activation(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantise_activation`, up to its rounding."""
+def dequantize_activation(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantize_activation`, up to its rounding."""
     return (data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : data.shape[1]]).to(dtype)
 
 
 def rounded_to_fp8(x: Tensor) -> Tensor:
-    """x after a round trip through `quantise_activation`, in fp32."""
-    return dequantise_activation(*quantise_activation(x), torch.float32)
+    """x after a round trip through `quantize_activation`, in fp32."""
+    return dequantize_activation(*quantize_activation(x), torch.float32)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [T, columns] times weight [rows, columns] transposed. With fp8 weights the activations are rounded to fp8 as well."""
     if weight.scale is None:
         return F.linear(x, weight.data, bias)
-    y = F.linear(rounded_to_fp8(x), dequantise(weight, torch.float32))
+    y = F.linear(rounded_to_fp8(x), dequantize(weight, torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -126,9 +126,9 @@ def read_cache(plane: Tensor, table: Tensor, length: int) -> Tensor:
 def pack_latent(entries: Tensor, rank: int) -> Tensor:
     """Cache entries [T, C + rope] to rows of an fp8 cache, [T, bytes] uint8: latent e4m3 | fp32 scales | rope key as it is.
 
-    One scale a token and 128 columns, by the rule of `quantise_activation`; a latent of fewer columns has one.
+    One scale a token and 128 columns, by the rule of `quantize_activation`; a latent of fewer columns has one.
     """
-    data, scales = quantise_activation(entries[:, :rank])
+    data, scales = quantize_activation(entries[:, :rank])
     rope = entries[:, rank:].contiguous()
     return torch.cat([part.view(torch.uint8) for part in (data, scales, rope)], 1)
 
@@ -288,7 +288,7 @@ def tempered(logits: Tensor, temperature: Tensor, peak: Tensor) -> Tensor:
     return ((logits - peak) / temperature.clamp(GREEDY_TEMPERATURE)).exp()
 
 
-def distribution(logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
     """logits [M, V] fp32, settings [M, 4] fp64: temperature, top_p, min_p, top_k (0: off). Without `cuts` only the temperature counts.
 
     Computed in fp64 here. A faster version may move a boundary between two tokens by 1e-6 of the whole mass; and where top-p or min-p
@@ -299,7 +299,7 @@ def distribution(logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
     peak = wide.amax(-1)
     weights = tempered(wide, temperature[:, None], peak[:, None])
     floor = torch.full_like(peak, float("-inf"))
-    if cuts:
+    if filters:
         weights = cut(weights, top_k, top_p, min_p)
         floor = wide.masked_fill(weights == 0, float("inf")).amin(-1)
     return Distribution(logits, torch.stack((temperature, peak, floor, weights.sum(-1)), 1), logits.argmax(-1))
@@ -328,13 +328,13 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
-def draw(given: Distribution, numbers: Tensor) -> Tensor:
+def sample_from(given: Distribution, numbers: Tensor) -> Tensor:
     """One token a row, [M] int64: the inverse of the cumulative distribution, in vocabulary order, at numbers [M] in [0, 1) fp64."""
     greedy = given.summary[:, 0] < GREEDY_TEMPERATURE
     return torch.where(greedy, given.best, invert(given.probs(), numbers))
 
 
-def draw_rest(
+def sample_residual(
     given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
 ) -> Tensor:
     """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the distribution (-1: nothing is wanted) and q
@@ -354,23 +354,23 @@ def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:
 
 
 def decode_rows(
-    length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+    length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What requests in `slots` [R] compute: the newest token of each, whose entry is still to be written, and next_n drafts behind it.
+    """What requests in `slots` [R] compute: the newest token of each, whose entry is still to be written, and num_speculative_tokens drafts behind it.
 
-    length, last_token [S] and drafts [S, at least next_n] by slot; tables [R, pages] block tables of these requests. All int64. Returns
-    ids, positions and slot mapping, [R (next_n + 1)] each, and the lengths [R] of the cache once all are written."""
+    length, last_token [S] and drafts [S, at least num_speculative_tokens] by slot; tables [R, pages] block tables of these requests. All int64. Returns
+    ids, positions and slot mapping, [R (num_speculative_tokens + 1)] each, and the lengths [R] of the cache once all are written."""
     first, ids = length.index_select(0, slots), last_token.index_select(0, slots)
     spread = first[:, None]
-    if next_n:
-        ids = torch.cat((ids[:, None], drafts.index_select(0, slots)[:, :next_n]), 1).flatten()
-        spread = spread + torch.arange(next_n + 1, device=slots.device)
+    if num_speculative_tokens:
+        ids = torch.cat((ids[:, None], drafts.index_select(0, slots)[:, :num_speculative_tokens]), 1).flatten()
+        spread = spread + torch.arange(num_speculative_tokens + 1, device=slots.device)
     positions = spread.flatten()
     held = tables.gather(1, spread // page_size).flatten()
-    return ids, positions, held * page_size + positions % page_size, first + (next_n + 1)
+    return ids, positions, held * page_size + positions % page_size, first + (num_speculative_tokens + 1)
 
 
-def judge_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def verify_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Which drafts stand. tokens [R, n + 1]: the model's own behind each row; drafts [S, at least n] and num_drafts [S] by slot; taken
     [R, n] bool: whether each is right, None: where it is the model's own. A draft counts only behind others that do.
 
@@ -384,7 +384,7 @@ def judge_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tens
     return torch.where(places <= right[:, None], stands, -1), right, drafted
 
 
-def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def commit_tokens(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Requests in `slots` [R] have got right [R] drafts and a token more, of tokens [R, n + 1], after a step that wrote entries up to lens
     [R]: their newest token and their length, by slot in last_token and length, move on.
 

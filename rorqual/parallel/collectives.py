@@ -1,6 +1,6 @@
 """Collectives over one named axis of the mesh.
 
-`Alone` is an axis of one rank: every call is the identity, so layers need no branches; group_axis.py holds the axis of several. Rows are
+`NullAxis` is an axis of one rank: every call is the identity, so layers need no branches; group_axis.py holds the axis of several. Rows are
 the first dimension. `counts` gives each rank's rows, the same tuple on all ranks; None means equally many. All ranks
 of an axis make the same calls in the same order.
 """
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from rorqual.parallel.comm_counters import Traffic
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 
 AddNormFn = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 
 
-class Pending(Protocol):
+class PendingCollective(Protocol):
     """A collective under way."""
 
     def wait(self) -> Tensor: ...
@@ -61,7 +61,7 @@ class Axis(Protocol):
     name: str
     size: int
     rank: int
-    cut: Cut
+    shard: Shard
     traffic: Traffic
     peers: ExpertRows | None
 
@@ -81,13 +81,13 @@ class Axis(Protocol):
         """x [sum of counts, ...] is summed; each rank keeps its own rows."""
         ...
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending: ...
+    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective: ...
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """x [own rows, ...] to [sum of counts, ...], in the order of ranks."""
         ...
 
-    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending: ...
+    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective: ...
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [N, own width] to [N, sum of widths]."""
@@ -97,15 +97,15 @@ class Axis(Protocol):
         """x holds send[r] rows for each rank r, in order; returns receive[r] rows from each rank r. The host knows all lengths."""
         ...
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending: ...
+    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective: ...
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
         """x [size, rows, ...]: block r goes to rank r; returns the blocks received. No length depends on data: fit for a graph."""
         ...
 
-    def start_all_to_all_fixed(self, x: Tensor) -> Pending: ...
+    def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective: ...
 
-    def start_broadcast(self, x: Tensor, root: int) -> Pending:
+    def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         """Rank `root`'s x on every rank, written in place; x belongs to the call until it is waited for."""
         ...
 
@@ -113,15 +113,15 @@ class Axis(Protocol):
         """Start sending to rank `to`; `flush` waits for what was sent. Neither side does anything about a tensor without elements."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending: ...
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> PendingCollective: ...
 
     def flush(self) -> None: ...
 
 
-class Alone:
+class NullAxis:
     """An axis of one rank."""
 
-    size, rank, cut = 1, 0, Cut()
+    size, rank, shard = 1, 0, Shard()
     peers: ExpertRows | None = None
 
     def __init__(self, name: str):
@@ -139,13 +139,13 @@ class Alone:
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         return x
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
         return Ready(x)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         return x
 
-    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
         return Ready(x)
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
@@ -154,22 +154,22 @@ class Alone:
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         return x
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective:
         return Ready(x)
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
         return x
 
-    def start_all_to_all_fixed(self, x: Tensor) -> Pending:
+    def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective:
         return Ready(x)
 
-    def start_broadcast(self, x: Tensor, root: int) -> Pending:
+    def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         return Ready(x)
 
     def send(self, x: Tensor, to: int) -> None:
         raise AssertionError(f"axis {self.name} has one rank: nobody to send to")
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> PendingCollective:
         raise AssertionError(f"axis {self.name} has one rank: nobody to receive from")
 
     def flush(self) -> None: ...

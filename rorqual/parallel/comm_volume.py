@@ -19,7 +19,7 @@ from rorqual.parallel.exchange_policy import (
     gathered_columns,
     shards_tokens,
 )
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 
 Bytes = dict[str, dict[str, int]]  # by axis, then by call
 COUNT_BYTES = ID_BYTES = 8
@@ -27,7 +27,7 @@ PICK_BYTES = 8  # an int32 place and an fp32 weight
 
 
 @dataclass(frozen=True)
-class Sent:
+class CommCall:
     """One call of one rank among `size` ranks of `axis`. `name` says what travels; `message` is the call's in bytes, as traffic.py
     defines it."""
 
@@ -68,9 +68,9 @@ class StepMessages:
         self.row = self.model.hidden_size * self.itemsize
         self.own = self.tokens[self.dp_rank]
         self.padded = -(-self.own // sizes.tp) * sizes.tp
-        self.shards = [rows for count in self.tokens for rows in Cut(0, sizes.tp).lengths(count)]
+        self.shards = [rows for count in self.tokens for rows in Shard(0, sizes.tp).lengths(count)]
 
-    def step(self) -> Iterator[Sent]:
+    def step(self) -> Iterator[CommCall]:
         """In the order of the forward pass."""
         if self.pp_rank == 0:
             yield from self.embedding()
@@ -89,35 +89,35 @@ class StepMessages:
         start = self.local // ranks * ranks
         return range(start // self.sizes.tp, (start + ranks) // self.sizes.tp)
 
-    def embedding(self) -> Iterator[Sent]:
+    def embedding(self) -> Iterator[CommCall]:
         size, tp = self.sizes.embed_tp or 1, self.sizes.tp
         if size <= tp:
-            yield from _made(Sent("embedding", "embed", "all_reduce", self.own * self.row, size))
+            yield from _made(CommCall("embedding", "embed", "all_reduce", self.own * self.row, size))
             return
         others = self.block(size)
         most = max(self.tokens[rank] for rank in others) * len(others)
         yield from _made(
-            Sent("embedding", "embed_dp", "all_gather", most * ID_BYTES, len(others)),
-            Sent("embedding", "embed_dp", "reduce_scatter", most * self.row, len(others)),
-            Sent("embedding", "tp", "all_reduce", self.own * self.row, tp),
+            CommCall("embedding", "embed_dp", "all_gather", most * ID_BYTES, len(others)),
+            CommCall("embedding", "embed_dp", "reduce_scatter", most * self.row, len(others)),
+            CommCall("embedding", "tp", "all_reduce", self.own * self.row, tp),
         )
 
-    def to_attention(self) -> Iterator[Sent]:
+    def to_attention(self) -> Iterator[CommCall]:
         """Before the attention of one layer: the sums of the feed-forward layer behind it, or what sharded tokens gather."""
         if self.sharded:
             columns = gathered_columns(self.model) * self.itemsize
-            yield from _made(Sent("attention input", "tp", "all_gather", self.padded * columns, self.sizes.tp))
+            yield from _made(CommCall("attention input", "tp", "all_gather", self.padded * columns, self.sizes.tp))
         else:
             yield from self.sums(self.own)
 
-    def sums(self, rows: int) -> Iterator[Sent]:
+    def sums(self, rows: int) -> Iterator[CommCall]:
         """The sums of a feed-forward layer, where every rank of tp keeps all rows."""
-        yield from _made(Sent("feed-forward output", "tp", "all_reduce", rows * self.row, self.sizes.tp))
+        yield from _made(CommCall("feed-forward output", "tp", "all_reduce", rows * self.row, self.sizes.tp))
 
-    def layer(self, sparse: bool) -> Iterator[Sent]:
+    def layer(self, sparse: bool) -> Iterator[CommCall]:
         """From the attention of one layer up to the partial sums of its feed-forward."""
         call, rows = ("reduce_scatter", self.padded) if self.sharded else ("all_reduce", self.own)
-        yield from _made(Sent("attention output", "tp", call, rows * self.row, self.sizes.tp))
+        yield from _made(CommCall("attention output", "tp", call, rows * self.row, self.sizes.tp))
         if not sparse:
             yield from self.dense("dense")
             return
@@ -126,7 +126,7 @@ class StepMessages:
             yield from self.dense("shared")
         yield from self.experts()
 
-    def dense(self, name: str) -> Iterator[Sent]:
+    def dense(self, name: str) -> Iterator[CommCall]:
         size, tp = self.sizes.dense_tp or 1, self.sizes.tp
         if self.sharded:
             first = self.local // size * size
@@ -135,17 +135,17 @@ class StepMessages:
             others = self.block(size)
             axis, ranks, most = "dense_dp", size // tp, max(self.tokens[rank] for rank in others)
         for end, call in (("gather", "all_gather"), ("output", "reduce_scatter")):
-            yield from _made(Sent(f"{name} {end}", axis, call, most * ranks * self.row, ranks))
+            yield from _made(CommCall(f"{name} {end}", axis, call, most * ranks * self.row, ranks))
 
-    def experts(self) -> Iterator[Sent]:
+    def experts(self) -> Iterator[CommCall]:
         if self.exchange == "local":
             return
         axis, counts = ("stage", self.shards) if self.sharded else ("dp", list(self.tokens))
         ranks, most, picks = len(counts), max(counts), self.model.moe.top_k * PICK_BYTES
         if self.exchange.startswith("allgather"):
             yield from _made(
-                Sent("experts gather", axis, "all_gather", ranks * most * (self.row + picks), ranks),
-                Sent("experts output", axis, "reduce_scatter", ranks * most * self.row, ranks),
+                CommCall("experts gather", axis, "all_gather", ranks * most * (self.row + picks), ranks),
+                CommCall("experts output", axis, "reduce_scatter", ranks * most * self.row, ranks),
             )
             return
         if self.exchange == "low_latency":
@@ -155,7 +155,7 @@ class StepMessages:
             own = counts[self.local if self.sharded else self.dp_rank]
             there = round(own * copies) * (self.row + picks) + COUNT_BYTES * (ranks - 1)
             back = round(sum(counts) / ranks * copies) * self.row
-        yield from _made(Sent("dispatch", axis, "all_to_all", there, ranks), Sent("combine", axis, "all_to_all", back, ranks))
+        yield from _made(CommCall("dispatch", axis, "all_to_all", there, ranks), CommCall("combine", axis, "all_to_all", back, ranks))
 
     @property
     def payload(self) -> int:
@@ -163,33 +163,33 @@ class StepMessages:
         hidden = self.model.hidden_size
         return hidden + 4 * -(-hidden // 128) if self.sizes.fp8_dispatch else self.row
 
-    def leave(self, rows: int) -> Iterator[Sent]:
+    def leave(self, rows: int) -> Iterator[CommCall]:
         """Behind the last layer: hidden states of so many wanted rows on every rank of tp."""
         if self.sharded:
-            yield from _made(Sent("hidden states", "tp", "all_gather", self.padded * self.row, self.sizes.tp))
+            yield from _made(CommCall("hidden states", "tp", "all_gather", self.padded * self.row, self.sizes.tp))
         else:
             yield from self.sums(rows)
 
-    def head(self) -> Iterator[Sent]:
+    def head(self) -> Iterator[CommCall]:
         size, tp, rows = self.sizes.head_tp or 1, self.sizes.tp, self.logits[self.dp_rank]
         yield from self.leave(rows)
         width = 4 * -(-self.model.vocab_size // size)
         if size <= tp:
-            yield from _made(Sent("logits", "head", "all_gather", rows * width * size, size))
+            yield from _made(CommCall("logits", "head", "all_gather", rows * width * size, size))
             return
         counts = [self.logits[rank] for rank in self.block(size)]
         yield from _made(
-            Sent("hidden states", "head_dp", "all_gather", max(counts) * len(counts) * self.row, len(counts)),
-            Sent("logits", "head", "all_to_all", (sum(counts) * tp - rows) * width, size),
+            CommCall("hidden states", "head_dp", "all_gather", max(counts) * len(counts) * self.row, len(counts)),
+            CommCall("logits", "head", "all_to_all", (sum(counts) * tp - rows) * width, size),
         )
 
-    def hand_over(self) -> Iterator[Sent]:
+    def hand_over(self) -> Iterator[CommCall]:
         """To the next stage: hidden states and the residual stream."""
         rows = self.shards[self.local] if self.sharded else self.own
-        yield from _made(Sent("stage", "pp", "send", 2 * rows * self.row, self.sizes.pp))
+        yield from _made(CommCall("stage", "pp", "send", 2 * rows * self.row, self.sizes.pp))
 
 
-def _made(*messages: Sent) -> Iterator[Sent]:
+def _made(*messages: CommCall) -> Iterator[CommCall]:
     return filter(None, messages)
 
 

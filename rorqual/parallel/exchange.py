@@ -13,7 +13,7 @@ from torch import Tensor
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
 from rorqual.parallel.layout import Layout
-from rorqual.parallel.shard import WHOLE, Cut
+from rorqual.parallel.shard import WHOLE, Shard
 
 ExpertsFn = Callable[..., Tensor]  # Ops.experts
 ExpertsFp8Fn = Callable[..., Tensor]  # Ops.experts_fp8
@@ -39,11 +39,11 @@ class SlotMap:
     def is_identity(self) -> bool:
         return self.logical == tuple(range(self.num_experts))
 
-    def local(self, cut: Cut) -> range:
+    def local(self, shard: Shard) -> range:
         """The slots of one expert-parallel rank. Raises ConfigError where they cannot be dealt out equally."""
-        if self.num_slots % cut.count:
-            raise ConfigError(f"ep={cut.count} does not divide {self.num_slots} expert slots")
-        return range(*cut.span(self.num_slots))
+        if self.num_slots % shard.count:
+            raise ConfigError(f"ep={shard.count} does not divide {self.num_slots} expert slots")
+        return range(*shard.span(self.num_slots))
 
     def replicas(self) -> list[list[int]]:
         """The physical slots of each logical expert."""
@@ -89,7 +89,7 @@ class Exchange(Protocol):
     @property
     def capturable(self) -> bool: ...
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
 
     def dense_rows(self, ticket: Any) -> Tensor | None: ...
 
@@ -114,17 +114,17 @@ class ExpertStore:
         down: Weight,
         compute: ExpertsFn,
         device: torch.device,
-        cut: Cut = WHOLE,
+        shard: Shard = WHOLE,
         compute_fp8: ExpertsFp8Fn | None = None,
         shared: int = 0,
     ):
-        self.gate_up, self.down, self.compute_fp8, self.cut = gate_up, down, compute_fp8, cut
+        self.gate_up, self.down, self.compute_fp8, self.shard = gate_up, down, compute_fp8, shard
         self.compute = partial(compute, shared=shared) if shared else compute
-        self.mine = slots.local(cut)
+        self.mine = slots.local(shard)
         self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
         self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
         self.load, self.record_load = self.picked[: slots.num_experts], False
-        self.plain = self.table is None and cut.count == 1  # logical ids are places
+        self.plain = self.table is None and shard.count == 1  # logical ids are places
         assert self.plain or not shared
 
     def slots(self, ids: Tensor, counted: bool = True) -> Tensor:
@@ -152,7 +152,7 @@ class ExpertStore:
 
     def here(self, slots: Tensor) -> Tensor:
         """Physical slots to places in gate_up and down, -1 where another rank holds the slot."""
-        if self.cut.count == 1:
+        if self.shard.count == 1:
             return slots
         place = slots - self.mine.start
         return place.masked_fill((place < 0) | (place >= len(self.mine)), -1)
@@ -214,7 +214,7 @@ class Ticket:
 class LocalExchange(StoreExchange):
     """Every rank has every token: nothing travels, and each computes with what experts, or columns of experts, it holds."""
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store
         plain = store.plain and not store.record_load
         return Ticket(x, ids if plain else store.places(ids, layout.counted), weights)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rorqual.ops.reference import quantise_activation
-from rorqual.parallel.collectives import Axis, Pending
+from rorqual.ops.reference import quantize_activation
+from rorqual.parallel.collectives import Axis, PendingCollective
 from rorqual.parallel.exchange import ExpertStore, StoreExchange
 from rorqual.parallel.exchange_gather import pack, unpack
 from rorqual.parallel.layout import Layout
@@ -23,7 +23,7 @@ from rorqual.parallel.layout import Layout
 
 def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
     """[T, ranks] bool: which ranks must see a token whose experts lie in `slots`. The ranks of an expert_tp block all must."""
-    groups = store.cut.count
+    groups = store.shard.count
     mask = torch.zeros(slots.shape[0], groups, dtype=torch.bool, device=slots.device)
     mask.scatter_(1, slots.long() // len(store.mine), True)
     return mask.repeat_interleave(ranks // groups, 1)
@@ -32,7 +32,7 @@ def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
 def places_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
     """Slots [N, K] of rows that go to `rank` [N], as places there; -1 where that rank does not hold them."""
     each = len(store.mine)
-    place = slots - (rank // (ranks // store.cut.count) * each)[:, None]
+    place = slots - (rank // (ranks // store.shard.count) * each)[:, None]
     return place.masked_fill((place < 0) | (place >= each), -1)
 
 
@@ -48,7 +48,7 @@ def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass
-class Sent:
+class AllToAllTicket:
     """What `wait` needs to put partial sums back: `row` [T, ranks] in the message, where `mask` says that there is one."""
 
     axis: Axis
@@ -56,16 +56,16 @@ class Sent:
     row: Tensor
     mask: Tensor
     ids: torch.dtype
-    messages: list[Pending] = field(default_factory=list)
+    messages: list[PendingCollective] = field(default_factory=list)
     send: list[int] = field(default_factory=list)
     receive: list[int] = field(default_factory=list)
-    y: Pending | None = None
+    y: PendingCollective | None = None
 
 
 class AllToAllExchange(StoreExchange):
     capturable = False
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Sent:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis, slots = layout.moe_axis, self.store.slots(ids, layout.counted)
         mask = wanted(self.store, slots, axis.size)
         counts = mask.sum(0)
@@ -73,20 +73,20 @@ class AllToAllExchange(StoreExchange):
         send, receive = torch.stack((counts, received)).tolist()
         rank, token = mask.t().nonzero(as_tuple=True)  # by rank, then by token
         row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
-        sent = Sent(axis, x, row, mask, ids.dtype, send=send, receive=receive)
+        sent = AllToAllTicket(axis, x, row, mask, ids.dtype, send=send, receive=receive)
         picks = pack(places_at(self.store, slots.index_select(0, token), rank, axis.size), weights.index_select(0, token))
         for message in (x.index_select(0, token), picks):
             sent.messages.append(axis.start_all_to_all(message, send, receive))
         return sent
 
-    def run_experts(self, ticket: Sent, dense: Tensor | None = None) -> None:
+    def run_experts(self, ticket: AllToAllTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"
         x, picks = (message.wait() for message in ticket.messages)
         places, weights = unpack(picks, ticket.ids)
         y = self.store.run(x, places, weights)
         ticket.y = ticket.axis.start_all_to_all(y, ticket.receive, ticket.send)
 
-    def wait(self, ticket: Sent) -> Tensor:
+    def wait(self, ticket: AllToAllTicket) -> Tensor:
         assert ticket.y is not None, "run_experts comes before wait"
         return add_parts(ticket.y.wait(), ticket.row, ticket.mask, ticket.like)
 
@@ -98,14 +98,14 @@ class LowLatencyExchange(StoreExchange):
         super().__init__(store)
         self.fp8 = fp8
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Sent:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis, slots = layout.moe_axis, self.store.slots(ids, layout.counted)
         capacity = max(layout.moe_rows or (x.shape[0],))
         mask = wanted(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1
         token = _filled(place.masked_fill(~mask, capacity), capacity)
         row = place.clamp(0) + torch.arange(axis.size, device=x.device) * capacity
-        sent = Sent(axis, x, row, mask, ids.dtype)
+        sent = AllToAllTicket(axis, x, row, mask, ids.dtype)
         if capacity:
             picks = self._picks(slots, weights, token, mask.sum(0), capacity)
             sent.messages = [axis.start_all_to_all_fixed(message) for message in (*self._payload(x, token, axis.size), picks)]
@@ -117,7 +117,7 @@ class LowLatencyExchange(StoreExchange):
             x = x.new_zeros(1, x.shape[1])  # a rank without tokens still sends its blocks
         parts: tuple[Tensor, ...] = (x,)
         if self.fp8:
-            data, scale = quantise_activation(x)
+            data, scale = quantize_activation(x)
             parts = (data.view(torch.uint8), scale)
         return [part.index_select(0, token).view(ranks, -1, part.shape[1]) for part in parts]
 
@@ -131,7 +131,7 @@ class LowLatencyExchange(StoreExchange):
         places = places.masked_fill(empty.view(-1, 1), -1)
         return pack(places, weights.index_select(0, token)).view(ranks, capacity, -1)
 
-    def run_experts(self, ticket: Sent, dense: Tensor | None = None) -> None:
+    def run_experts(self, ticket: AllToAllTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"
         if not ticket.messages:
             return
@@ -140,7 +140,7 @@ class LowLatencyExchange(StoreExchange):
         y = self.store.run_sent([part.flatten(0, 1) for part in parts], ticket.like.dtype, places, weights)
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
 
-    def wait(self, ticket: Sent) -> Tensor:
+    def wait(self, ticket: AllToAllTicket) -> Tensor:
         if ticket.y is None:
             return ticket.like
         return add_parts(ticket.y.wait().flatten(0, 1), ticket.row, ticket.mask, ticket.like)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.parallel.collectives import Axis, Pending, Ready
+from rorqual.parallel.collectives import Axis, PendingCollective, Ready
 from rorqual.parallel.exchange import StoreExchange
 from rorqual.parallel.layout import Layout
 
@@ -32,15 +32,15 @@ def unpack(message: Tensor, ids: torch.dtype) -> tuple[Tensor, Tensor]:
 class GatherTicket:
     axis: Axis
     counts: tuple[int, ...] | None
-    x: Pending
-    picks: Pending
+    x: PendingCollective
+    picks: PendingCollective
     ids: torch.dtype
     dense: slice | None
-    y: Pending | None = None
+    y: PendingCollective | None = None
 
 
 class AllGatherExchange(StoreExchange):
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis, counts = layout.moe_axis, layout.moe_rows
         picks = pack(self.store.slots(ids, layout.counted), weights)
         messages = axis.start_all_gather(x, counts), axis.start_all_gather(picks, counts)

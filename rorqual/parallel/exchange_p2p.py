@@ -18,13 +18,13 @@ from rorqual.parallel.layout import Layout
 
 
 @dataclass
-class PeerTicket:
+class P2PTicket:
     axis: Axis
     flight: Any
     dtype: torch.dtype
 
 
-class PeerExchange(StoreExchange):
+class P2PExchange(StoreExchange):
     """Steps whose rows fit go through `axis.peers`, where the axis has them; all others as `plain` goes. Ranks decide alike, since all
     know the longest rank's rows. Traffic is counted as `plain` counts it: the most that can leave, as only the device knows more.
 
@@ -37,24 +37,28 @@ class PeerExchange(StoreExchange):
         self.plain, self.gathers, self.fp8, self.capturable = plain, gathers, fp8, plain.capturable
         self.brings_rows = gathers and shared
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
         axis, capacity = layout.moe_axis, max(layout.moe_rows or (x.shape[0],))
         gathered = self.brings_rows and layout.dense_rows is not None
         if gathered or axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
-            return self.plain.submit(x, ids, weights, layout)
+            return self.plain.dispatch(x, ids, weights, layout)
         slots = self.store.slots(ids, layout.counted)
         flight = axis.peers.send(x, slots, weights, capacity, self._place(layout), self.fp8)
         row = x.shape[1] + 4 * -(-x.shape[1] // 128) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + 8 * ids.shape[1]))
-        return PeerTicket(axis, flight, x.dtype)
+        return P2PTicket(axis, flight, x.dtype)
 
     def _place(self, layout: Layout) -> Any:
         """Which experts the ranks of this step's axis hold: those of a stage, or, with tokens replicated over tp, every tp-th of them."""
-        from rorqual.ops.triton.comm.dispatch_combine import Place
+        from rorqual.ops.triton.comm.dispatch_combine import ExpertPlacement
 
         mesh = layout.mesh
-        share = mesh.sizes.stage // self.store.cut.count
-        return Place(len(self.store.mine), share) if layout.sharded else Place(len(self.store.mine), share, mesh.sizes.tp, mesh.tp_rank)
+        share = mesh.sizes.stage // self.store.shard.count
+        return (
+            ExpertPlacement(len(self.store.mine), share)
+            if layout.sharded
+            else ExpertPlacement(len(self.store.mine), share, mesh.sizes.tp, mesh.tp_rank)
+        )
 
     def _count(self, axis: Axis, call: str, block: int) -> None:
         """A message with one block of so many bytes from, or to, every rank."""
@@ -64,10 +68,10 @@ class PeerExchange(StoreExchange):
             axis.count("all_to_all", (axis.size - 1) * block)
 
     def dense_rows(self, ticket: Any) -> Tensor | None:
-        return None if isinstance(ticket, PeerTicket) else self.plain.dense_rows(ticket)
+        return None if isinstance(ticket, P2PTicket) else self.plain.dense_rows(ticket)
 
     def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None:
-        if not isinstance(ticket, PeerTicket):
+        if not isinstance(ticket, P2PTicket):
             return self.plain.run_experts(ticket, dense)
         assert dense is None, "no dense rows were offered"
         peers, flight = ticket.axis.peers, ticket.flight
@@ -79,7 +83,7 @@ class PeerExchange(StoreExchange):
         return None
 
     def wait(self, ticket: Any) -> Tensor:
-        if not isinstance(ticket, PeerTicket):
+        if not isinstance(ticket, P2PTicket):
             return self.plain.wait(ticket)
         assert ticket.axis.peers is not None
         return ticket.axis.peers.finish(ticket.flight)

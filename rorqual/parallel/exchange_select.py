@@ -11,7 +11,7 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, StoreExchange
 from rorqual.parallel.exchange_alltoall import AllToAllExchange, LowLatencyExchange
 from rorqual.parallel.exchange_gather import AllGatherExchange
-from rorqual.parallel.exchange_p2p import PeerExchange
+from rorqual.parallel.exchange_p2p import P2PExchange
 from rorqual.parallel.exchange_policy import chosen_exchange, possible_exchanges
 from rorqual.parallel.layout import Layout
 
@@ -45,8 +45,8 @@ def _make(name: str, sizes: ParallelConfig, store: ExpertStore, shared: bool) ->
     if name == "alltoall":
         return AllToAllExchange(store)
     if name == "low_latency":
-        return PeerExchange(store, LowLatencyExchange(store, sizes.fp8_dispatch), False, shared, sizes.fp8_dispatch)
-    return PeerExchange(store, AllGatherExchange(store), True, shared)
+        return P2PExchange(store, LowLatencyExchange(store, sizes.fp8_dispatch), False, shared, sizes.fp8_dispatch)
+    return P2PExchange(store, AllGatherExchange(store), True, shared)
 
 
 class SelectedExchange(StoreExchange):
@@ -56,9 +56,9 @@ class SelectedExchange(StoreExchange):
         super().__init__(store)
         self.made, self.capturable = made, capturable
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> tuple[Exchange, Any]:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> tuple[Exchange, Any]:
         exchange = self.made[layout.exchange]
-        return exchange, exchange.submit(x, ids, weights, layout)
+        return exchange, exchange.dispatch(x, ids, weights, layout)
 
     def dense_rows(self, ticket: tuple[Exchange, Any]) -> Tensor | None:
         return ticket[0].dense_rows(ticket[1])

@@ -11,28 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rorqual.parallel.collectives import Alone, Pending, Ready
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.collectives import NullAxis, PendingCollective, Ready
+from rorqual.parallel.shard import Shard
 
 
-class EchoAxis(Alone):
-    def __init__(self, name: str, cut: Cut):
+class FakeAxis(NullAxis):
+    def __init__(self, name: str, shard: Shard):
         super().__init__(name)
-        self.cut, self.rank, self.size = cut, cut.index, cut.count
+        self.shard, self.rank, self.size = shard, shard.index, shard.count
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         lengths = counts if counts is not None else [x.shape[0] // self.size] * self.size
         start = sum(lengths[: self.rank])
         return x[start : start + lengths[self.rank]]
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
         return Ready(self.reduce_scatter(x, counts))
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         lengths = counts if counts is not None else [x.shape[0]] * self.size
         return torch.cat([_resized(x, length) for length in lengths])
 
-    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
         return Ready(self.all_gather(x, counts))
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
@@ -42,7 +42,7 @@ class EchoAxis(Alone):
         parts = x.split(list(send))
         return torch.cat([_resized(part, length) for part, length in zip(parts, receive, strict=True)])
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective:
         return Ready(self.all_to_all(x, send, receive))
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.parallel.collectives import AddNormFn, ExpertRows, FusedAddNorm, Pending, Ready
+from rorqual.parallel.collectives import AddNormFn, ExpertRows, FusedAddNorm, PendingCollective, Ready
 from rorqual.parallel.comm_counters import Traffic
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 
 # torch 2.13 renames these two and warns at the old names.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +34,7 @@ class GroupAxis:
     def __init__(self, name: str, group: dist.ProcessGroup, ranks: Sequence[int]):
         self.name, self.group, self.ranks = name, group, tuple(ranks)
         self.size, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
-        self.cut = Cut(self.rank, self.size)
+        self.shard = Shard(self.rank, self.size)
         self.traffic = Traffic()
         self.fused: FusedAddNorm | None = None
         self.peers: ExpertRows | None = None
@@ -68,7 +68,7 @@ class GroupAxis:
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         return self.start_reduce_scatter(x, counts).wait()
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
         most, even = self._longest(counts, x.shape[0] // self.size)
         assert counts is None or sum(counts) == x.shape[0], (counts, x.shape)
         if most == 0:
@@ -89,7 +89,7 @@ class GroupAxis:
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         return self.start_all_gather(x, counts).wait()
 
-    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Pending:
+    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
         most, even = self._longest(counts, x.shape[0])
         assert counts is None or counts[self.rank] == x.shape[0], (counts, self.rank, x.shape)
         if most == 0:
@@ -109,7 +109,7 @@ class GroupAxis:
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         return self.start_all_to_all(x, send, receive).wait()
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Pending:
+    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective:
         assert sum(send) == x.shape[0], (tuple(send), x.shape)
         row = x[:1].nbytes if x.shape[0] else 0
         self.count("all_to_all", (x.shape[0] - send[self.rank]) * row)
@@ -121,7 +121,7 @@ class GroupAxis:
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
         return self.start_all_to_all_fixed(x).wait()
 
-    def start_all_to_all_fixed(self, x: Tensor) -> Pending:
+    def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective:
         assert x.shape[0] == self.size, x.shape
         if x.numel() == 0:
             return Ready(x)
@@ -130,7 +130,7 @@ class GroupAxis:
         work = dist.all_to_all_single(_bits(out), _bits(x.contiguous()), group=self.group, async_op=True)
         return Started(work, lambda: out)
 
-    def start_broadcast(self, x: Tensor, root: int) -> Pending:
+    def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         self.count("broadcast", x.nbytes)
         work = dist.broadcast(_bits(x), self.ranks[root], group=self.group, async_op=True)
         assert work is not None, "this rank is part of the group"
@@ -149,7 +149,7 @@ class GroupAxis:
         assert work is not None, "this rank is part of the group"
         self.sent.append((work, x))  # the tensor must live until it is gone
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Pending:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> PendingCollective:
         out = torch.empty(*shape, dtype=dtype, device=device)
         if not out.numel():
             return Ready(out)

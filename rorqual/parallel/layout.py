@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from rorqual.ops.deferred_sum import Rows, summed
+from rorqual.ops.deferred_sum import NormInput, summed
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 
 if TYPE_CHECKING:
     from rorqual.parallel.mesh import Mesh
@@ -36,7 +36,7 @@ MLP = Callable[[Tensor, Weight, Weight], Tensor]
 class AddNorm(Protocol):
     """A norm, told the axis over which `x` is still a partial sum (layers/norm.py)."""
 
-    def add(self, x: Rows, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]: ...
+    def add(self, x: NormInput, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]: ...
 
 
 class Layout:
@@ -80,7 +80,7 @@ class Layout:
         """The way back: rows of the residual stream here to those of all tokens of this data-parallel rank."""
         return x
 
-    def to_attention(self, norm: AddNorm, x: Rows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def to_attention(self, norm: AddNorm, x: NormInput, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), the residual stream), of the rows here: attention asks for the others with `gather`. x as a feed-forward
         layer returns it; no residual: as `enter` does."""
         return norm.add(x, residual)
@@ -93,14 +93,14 @@ class Layout:
         """A feed-forward layer whose columns are split over the dense group: gather its rows, compute, scatter the partial sums."""
         return mlp(x, gate_up, down)
 
-    def leave(self, norm: AddNorm, x: Rows, residual: Tensor, rows: Tensor | None) -> Tensor:
+    def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
         """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on every rank of tp."""
         if rows is None:
             return norm.add(x, residual)[0]
         return norm.add(summed(x).index_select(0, rows), residual.index_select(0, rows))[0]
 
 
-class Spread(Layout):
+class MultiRankLayout(Layout):
     """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of `dense_axis`, the first of which is number
     `dense_first` of `moe_axis`."""
 
@@ -140,7 +140,7 @@ class Spread(Layout):
         return [self.tokens[rank] for rank in self.mesh.dp_ranks("embed")]
 
 
-class Replicated(Spread):
+class Replicated(MultiRankLayout):
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
         others = mesh.dp_ranks("dense")
@@ -151,25 +151,25 @@ class Replicated(Spread):
     def counted(self) -> bool:
         return self.mesh.tp_rank == 0
 
-    def to_attention(self, norm: AddNorm, x: Rows, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def to_attention(self, norm: AddNorm, x: NormInput, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, None if residual is None else self.mesh.tp)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, self.mesh.tp)
 
-    def leave(self, norm: AddNorm, x: Rows, residual: Tensor, rows: Tensor | None) -> Tensor:
+    def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
         if rows is not None:
             x, residual = summed(x).index_select(0, rows), residual.index_select(0, rows)
         return norm.add(x, residual, self.mesh.tp)[0]
 
 
-class Sharded(Spread):
+class Sharded(MultiRankLayout):
     sharded = True
 
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
         size, dense = mesh.sizes.tp, mesh.axes["dense"]
-        self.shards = tuple(rows for count in tokens for rows in Cut(0, size).lengths(count))
+        self.shards = tuple(rows for count in tokens for rows in Shard(0, size).lengths(count))
         start = mesh.dp_rank * size
         self.counts = self.shards[start : start + size]
         self.dense_first = mesh.stage_rank - dense.rank
@@ -188,7 +188,7 @@ class Sharded(Spread):
         return self.shards
 
     def enter(self, x: Tensor) -> Tensor:
-        start, stop = self.mesh.tp.cut.span(x.shape[0])
+        start, stop = self.mesh.tp.shard.span(x.shape[0])
         return x[start:stop]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Sharded(Spread):
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return norm.add(self.mesh.tp.reduce_scatter(x, self.counts), residual)
 
-    def leave(self, norm: AddNorm, x: Rows, residual: Tensor, rows: Tensor | None) -> Tensor:
+    def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
         h = self.gather(norm.add(x, residual)[0])
         return h if rows is None else h.index_select(0, rows)
 

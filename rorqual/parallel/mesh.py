@@ -1,4 +1,4 @@
-"""The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialised torch.distributed.
+"""The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialized torch.distributed.
 
 | axis                           | ranks of one stage that form a group                                               |
 |--------------------------------|------------------------------------------------------------------------------------|
@@ -27,13 +27,13 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.parallel.collectives import Alone, Axis
+from rorqual.parallel.collectives import Axis, NullAxis
 from rorqual.parallel.exchange_policy import chosen_exchange, shards_tokens
-from rorqual.parallel.fake_axis import EchoAxis
+from rorqual.parallel.fake_axis import FakeAxis
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout, Replicated, Sharded
-from rorqual.parallel.p2p_memory import PeerMemory, SymmetricAddNorm, why_not_shared
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.p2p_memory import P2PAddNorm, P2PMemory, why_not_shared
+from rorqual.parallel.shard import Shard
 
 ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")  # exchanges that PeerExchange can take over
 PARTS = ("dense", "embed", "head")
@@ -71,7 +71,7 @@ def _within_stage(sizes: ParallelConfig, local: int, axis: str) -> range:
     return range(start + local % sizes.tp, start + size, sizes.tp) if size > sizes.tp else range(local, local + 1)
 
 
-class Groups:
+class ProcessGroups:
     """Process groups by their global ranks, each made once; that of `tokens` apart, for its calls must not queue behind others. torch
     names a group by its ranks and by how many groups its process has, so all processes must make as many, in the same order; ranks of
     one mesh do."""
@@ -82,7 +82,7 @@ class Groups:
 
     def axis(self, name: str, ranks: Sequence[int]) -> Axis:
         if len(ranks) == 1:
-            return Alone(name)
+            return NullAxis(name)
         key = name == "tokens", tuple(ranks)
         if key not in self.known:
             self.known[key] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
@@ -105,26 +105,26 @@ class Mesh:
         return SINGLE
 
     @staticmethod
-    def of(sizes: ParallelConfig, ranks: Sequence[int] | None = None, groups: Groups | None = None) -> Mesh:
+    def of(sizes: ParallelConfig, ranks: Sequence[int] | None = None, groups: ProcessGroups | None = None) -> Mesh:
         """The mesh over the global ranks `ranks` (all of them if left out), this process among them. Collective: all of them call it.
 
-        torch.distributed must be initialised unless sizes.world is 1. Raises ConfigError where the numbers of ranks differ."""
+        torch.distributed must be initialized unless sizes.world is 1. Raises ConfigError where the numbers of ranks differ."""
         if ranks is None:
             ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         if len(ranks) != sizes.world:
             raise ConfigError(f"tp={sizes.tp} x dp={sizes.dp} x pp={sizes.pp} needs {sizes.world} ranks, {len(ranks)} are there")
         if sizes.world == 1:
             return SINGLE
-        groups, rank = groups or Groups(), list(ranks).index(dist.get_rank())
+        groups, rank = groups or ProcessGroups(), list(ranks).index(dist.get_rank())
         axes = {name: groups.axis(name, [ranks[member] for member in members(sizes, rank, name)]) for name in AXES}
         return Mesh(sizes, rank, axes)
 
     @staticmethod
-    def echo(sizes: ParallelConfig) -> Mesh:
+    def fake(sizes: ParallelConfig) -> Mesh:
         """Rank 0's place in a mesh that has no other ranks (echo.py). One pipeline stage."""
         assert sizes.pp == 1, "a stage alone has nobody to hear from"
         lengths = {name: len(members(sizes, 0, name)) for name in AXES}
-        return Mesh(sizes, 0, {name: EchoAxis(name, Cut(0, size)) if size > 1 else Alone(name) for name, size in lengths.items()})
+        return Mesh(sizes, 0, {name: FakeAxis(name, Shard(0, size)) if size > 1 else NullAxis(name) for name, size in lengths.items()})
 
     @property
     def is_single(self) -> bool:
@@ -138,7 +138,9 @@ class Mesh:
     def last_stage(self) -> bool:
         return self.pp_rank == self.sizes.pp - 1
 
-    def way_of_sums(self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True) -> str:
+    def allreduce_backend(
+        self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True
+    ) -> str:
         """How partial sums over tp become the next norm's input, in words, decided here: for steps of up to `rows` rows by one kernel over
         memory that the cards of a host share, if they can and `share` allows it; else by the process group. Collective."""
         if not isinstance(self.tp, GroupAxis):
@@ -154,7 +156,7 @@ class Mesh:
     def fuse_all_reduce(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         """On cards of one host: norms over tp take messages of up to rows x columns through symmetric memory. Collective."""
         assert isinstance(self.tp, GroupAxis)
-        self.tp.fused = SymmetricAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
+        self.tp.fused = P2PAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
 
     def _stop_word(self, device: torch.device) -> Tensor:
         """Of all memory that this rank shares (ops/triton/comm/p2p_flags.py)."""
@@ -185,7 +187,7 @@ class Mesh:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self.leaving)
 
-    def way_to_experts(
+    def all2all_backend(
         self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True, flights: int = 1
     ) -> str:
         """The way that decode steps take, in words, decided here: through memory that the cards of a host share for up to `rows` rows a
@@ -200,11 +202,13 @@ class Mesh:
         if reason:
             return f"{layout.exchange} (process group: {reason})"
         from rorqual.ops.triton.comm.dispatch_combine import Areas
-        from rorqual.parallel.p2p_dispatch import PeerRows
+        from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
 
         most = -(-rows // self.sizes.tp) if layout.sharded else rows
         areas = Areas(axis.size, most, hidden, moe.top_k, dtype.itemsize)
-        axis.peers = PeerRows(PeerMemory.of(axis, flights * areas.size, device, self._stop_word(device)), axis.rank, areas, dtype, flights)
+        axis.peers = P2PDispatchBuffers(
+            P2PMemory.of(axis, flights * areas.size, device, self._stop_word(device)), axis.rank, areas, dtype, flights
+        )
         return f"{layout.exchange} (memory shared by the cards, {axis.peers.nbytes / 2**20:.0f} MiB)"
 
     def dp_ranks(self, part: str) -> range:
@@ -224,5 +228,5 @@ class Mesh:
         return kind(self, tuple(tokens), exchange)
 
 
-SINGLE = Mesh(ParallelConfig(), 0, {name: Alone(name) for name in AXES})
+SINGLE = Mesh(ParallelConfig(), 0, {name: NullAxis(name) for name in AXES})
 SINGLE_LAYOUT = Layout(SINGLE)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class PeerMemory:
+class P2PMemory:
     """`own`: this rank's bytes, zero at first; `table` [world + 1] int64: the addresses of all ranks' as this rank's device sees them, and
     of `stop` (ops/triton/comm/p2p_flags.py)."""
 
@@ -35,7 +35,7 @@ class PeerMemory:
     handle: Any = None  # keeps the mapping
 
     @staticmethod
-    def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> PeerMemory:
+    def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> P2PMemory:
         """`size` bytes on each rank's card. stop: this rank's word in pinned host memory. Collective: all ranks of the axis make it at the
         same time, with the same size. Raises RuntimeError on every rank where some rank cannot."""
         with torch.cuda.device(device):
@@ -46,7 +46,7 @@ class PeerMemory:
             theirs = {rank: handle.tobytes() for rank, handle in enumerate(names) if rank != axis.rank}
             found = on_all(axis, lambda: {rank: Mapping.of(handle, size) for rank, handle in theirs.items()} | {axis.rank: mine}, device)
             table = torch.tensor([*(found[rank].pointer for rank in range(axis.size)), stop.data_ptr()], dtype=torch.int64, device=device)
-        return PeerMemory(own, table, stop, found)
+        return P2PMemory(own, table, stop, found)
 
 
 def on_all(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
@@ -82,7 +82,7 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
         return "cards that cannot reach one another's memory"
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     try:
-        PeerMemory.of(axis, 256, device, stop)
+        P2PMemory.of(axis, 256, device, stop)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -94,7 +94,7 @@ def _host() -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
 
 
-class SymmetricAddNorm:
+class P2PAddNorm:
     """A FusedAddNorm for messages of up to `rows` x `columns`. Collective: all ranks of the axis make it at the same time."""
 
     def __init__(self, axis: GroupAxis, rows: int, columns: int, dtype: torch.dtype, device: torch.device, stop: Tensor):
@@ -102,7 +102,7 @@ class SymmetricAddNorm:
 
         self.kernel, self.rank, self.dtype, self.columns = all_reduce_norm, axis.rank, dtype, columns
         self.epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.memory = PeerMemory.of(axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device, stop)
+        self.memory = P2PMemory.of(axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device, stop)
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
         return residual is not None and x.dtype == self.dtype and x.shape[1] == self.columns and 0 < x.shape[0] <= self.epochs.shape[0]

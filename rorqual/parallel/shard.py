@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """Part `index` of `count` parts of an axis. Where the length is no multiple of `count`, the last parts are shorter or empty."""
 
     index: int = 0
@@ -19,8 +19,8 @@ class Cut:
 
     def lengths(self, length: int) -> tuple[int, ...]:
         """Of all parts."""
-        spans = (Cut(index, self.count).span(length) for index in range(self.count))
+        spans = (Shard(index, self.count).span(length) for index in range(self.count))
         return tuple(stop - start for start, stop in spans)
 
 
-WHOLE = Cut()
+WHOLE = Shard()

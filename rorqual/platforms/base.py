@@ -61,7 +61,7 @@ class Platform:
         """Host memory that the device's kernels can read, for as long as the tensor lives."""
         return torch.empty(shape, dtype=dtype)
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Record device work; the result replays it and returns the same output tensor each time, overwritten."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 

@@ -73,7 +73,7 @@ class CudaPlatform(Platform):
         except RuntimeError as error:
             raise CapacityError(f"no {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB of host memory can be pinned") from error
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run twice on a side stream first: kernels compile, libraries make their workspaces. All recordings share one memory pool."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))

@@ -23,12 +23,12 @@ from rorqual.config.model import ModelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, model_folder
-from rorqual.serve.engines.pool import EngineFailure, Fleet
+from rorqual.serve.engines.pool import EngineFailure, EnginePool
 from rorqual.serve.errors import drained
 from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.connection import limited
 from rorqual.serve.http.request_builder import Served
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import read_generation
 from rorqual.text.tokenizer import tokenizer_of
@@ -61,7 +61,7 @@ class ServeConfig:
     reasoning: str = "auto"
     structured: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -136,7 +136,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
-    """One set a replica; on cards replica i of an engine with W ranks takes W cards from first_card + i * W on.
+    """One set a replica; on cards replica i of an engine with W ranks takes W cards from first_device + i * W on.
 
     Raises ConfigError for options that no engine could have, and for launchers that start the ranks of one engine alone."""
     base = {**config.engine, "model": str(folder)}
@@ -145,14 +145,14 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"device={engine.device!r} names one card for {config.replicas} replicas; accepted: auto, cpu, cuda")
     if engine.launcher == "torchrun" and (config.replicas > 1 or config.restart):
         raise ConfigError("launcher='torchrun' starts the ranks of one engine, once: it goes with neither replicas nor restart")
-    return [{**base, "first_card": engine.first_card + i * engine.parallel.world} for i in range(config.replicas)]
+    return [{**base, "first_device": engine.first_device + i * engine.parallel.world} for i in range(config.replicas)]
 
 
 async def serve(config: ServeConfig, options: list[dict[str, Any]], served: Served, sock: socket.socket, version: str) -> int:
     """options: those of each replica's engine."""
     limits = config.limits
     where = served.tokenizer.folder
-    fleet = Fleet(options, limits, config.restart, config.stall, config.structured, where)
+    fleet = EnginePool(options, limits, config.restart, config.stall, config.structured, where)
     api = Api(served, fleet, limits, version, _shown(config, options[0]["model"], str(where)))
     server = HttpServer(_uvicorn(create_app(api, config.api_key), limits))
     told = asyncio.Event()
@@ -225,7 +225,7 @@ async def _announce(api: Api, sock: socket.socket) -> None:
     log.warning("serving %s on http://%s:%d (docs at /docs)", ", ".join(api.served.names), shown, port)
 
 
-def _uvicorn(app: Any, limits: Limits) -> uvicorn.Config:
+def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=limited(limits),

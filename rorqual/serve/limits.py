@@ -9,7 +9,7 @@ from rorqual.text.grammar import GrammarLimits
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """body: bytes of a request; headers: bytes of all header lines; n and choices: completions of one prompt and of one request;
     logprobs: most likely tokens to list; tools: functions of one request; waiting: sequences beyond those that can run; timeout and
     drain: seconds; buffered: tokens kept for a reader who is slow; patience: seconds a client has to send its request."""

@@ -1,6 +1,6 @@
 """What the API process and an engine process say to each other: msgspec structs in msgpack over ZeroMQ. No torch.
 
-The engine sends one `Step` a step, whatever the number of requests. A request whose caller needs its text as it grows (streaming, or
+The engine sends one `StepOutputs` a step, whatever the number of requests. A request whose caller needs its text as it grows (streaming, or
 stop strings to be found) has `every_step`; any other is heard of once, when it ends. Times are seconds on the machine's monotonic clock,
 which all processes share.
 """
@@ -46,7 +46,7 @@ class Output(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs] | None = None
 
 
-class Step(msgspec.Struct, tag="step", array_like=True):
+class StepOutputs(msgspec.Struct, tag="step", array_like=True):
     outputs: list[Output]
 
 
@@ -73,7 +73,7 @@ class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
     startup: dict[str, float]
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True):
+class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
     """Times of one request that came to its end, seconds; tpot is None for a single token."""
 
     at: float
@@ -103,7 +103,7 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     accepted: list[int] = []
     finished: dict[str, int] = {}
     histograms: dict[str, HistogramState] = {}
-    ended: list[Ended] = []
+    ended: list[RequestTimes] = []
     expert_load: list[list[int]] = []
 
 
@@ -121,7 +121,7 @@ class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
     user: bool
 
 
-FromEngine = Step | Refused | EngineInfo | Snapshot | Dying
+FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | Dying
 
 
 def encoder() -> msgspec.msgpack.Encoder:

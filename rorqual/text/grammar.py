@@ -1,7 +1,7 @@
 """Structured output through xgrammar: matchers for the sampler, and compilation in a process that can be stopped.
 
 A schema or regular expression comes from a stranger and may take for ever to compile, or all memory. So it is compiled in a child of
-`grammar_process`, under limits on time and memory; the result comes back serialised and is kept.
+`grammar_process`, under limits on time and memory; the result comes back serialized and is kept.
 """
 
 from __future__ import annotations

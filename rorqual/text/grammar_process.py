@@ -36,7 +36,7 @@ def write(stream: BinaryIO, message: Any) -> None:
 
 
 def compile_text(info: Any, kind: str, text: str) -> str:
-    """The serialised form of a compiled grammar; raises whatever xgrammar raises."""
+    """The serialized form of a compiled grammar; raises whatever xgrammar raises."""
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)

@@ -125,7 +125,7 @@ def tokenizer_of(
 
 
 class TextStream:
-    """Incremental detokenising of one request that never puts out half a character."""
+    """Incremental detokenizing of one request that never puts out half a character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rorqual.bench import calibrate
-from rorqual.config.hardware import load_card
+from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.platforms import make_platform
@@ -28,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_card_of_its_own(tmp_path: Path) -> None:
     path = calibrate.run("cpu", "mine", out=tmp_path / "mine.yaml")
-    card = load_card(str(path))
+    card = load_device(str(path))
     assert card.name == card.measured == "mine"
     assert card.bandwidth == 20e9
     assert card.launch_gap
@@ -38,14 +38,14 @@ def test_a_card_of_its_own(tmp_path: Path) -> None:
     assert "rorqual bench calibrate" in card.sources["bandwidth"]
     assert profile_for(card) == load_profile("calibrated")
     model = StepModel(published("qwen3-30b-a3b"), ParallelConfig(), card, load_profile("calibrated"))
-    step = model.step(Work(Batch.decode(1, 100)))
+    step = model.step(GroupWork(BatchShape.decode(1, 100)))
     assert step.seconds > 3.3e9 * 2 / 20e9, "no less than reading what a token uses"
     assert step.measured_share > 0
 
 
 def test_fractions_of_a_datasheet(tmp_path: Path) -> None:
-    card = load_card(str(calibrate.run("cpu", "mine", based_on="cpu", out=tmp_path / "mine.yaml")))
-    sheet = load_card("cpu")
+    card = load_device(str(calibrate.run("cpu", "mine", based_on="cpu", out=tmp_path / "mine.yaml")))
+    sheet = load_device("cpu")
     assert card.bandwidth == sheet.bandwidth
     assert card.achieved_bandwidth == pytest.approx(20 / 60, abs=1e-3)
     assert card.measured == "cpu"

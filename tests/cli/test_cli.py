@@ -81,7 +81,7 @@ def test_bench_offline_of_one_rank_alone(tmp_path: Path):
     for row in report["rows"]:
         assert "dp2 ep2, LONE RANK: nothing is sent" in row["settings"]
         assert row["tokens_per_s"] == pytest.approx(row["concurrency"] * row["output"] / row["seconds"])
-    assert report["way_to_experts"] == "nowhere (a lone rank)"
+    assert report["all2all_backend"] == "nowhere (a lone rank)"
 
 
 def test_bench_layers_runs(tmp_path: Path):
@@ -141,7 +141,7 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["bench", "offline", "--kv-cache-dtype", "fp4"], "accepted: auto, bfloat16, float16, float32, fp8"),
         (["generate", "--device", "cuda:99"], "cuda:99"),
         (["bench", "offline", "--exe-mode", "warp"], "warp"),
-        (["bench", "offline", "--tp", "2", "--lone-rank"], "lone_rank needs weights='random'"),
+        (["bench", "offline", "--tp", "2", "--lone-rank"], "single_rank_bench needs weights='random'"),
         (["bench", "offline", "--dp", "2", "--lone-rank", "--weights", "random", "--concurrency", "3"], "a multiple of it"),
     ],
 )

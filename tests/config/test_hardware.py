@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rorqual.config.hardware import known_cards, load_card, read_card
+from rorqual.config.hardware import known_devices, load_device, read_device
 from rorqual.errors import ConfigError
 
 WANTED = {"h20-96", "h20-141", "h100", "h800", "h200", "b200", "a100", "rtx4090", "l20", "atlas-a3", "cpu", "h200-measured"}
@@ -20,9 +20,9 @@ MINIMAL: dict[str, Any] = {
 
 
 def test_the_cards_that_ship() -> None:
-    assert set(known_cards()) >= WANTED
-    for name in known_cards():
-        card = load_card(name)
+    assert set(known_devices()) >= WANTED
+    for name in known_devices():
+        card = load_device(name)
         assert all(card.sources[figure] for figure in ("memory", "bandwidth", "flops", "link", "network")), name
         assert 1e9 < card.memory < 300 * 2**30
         assert card.bandwidth > card.link.bandwidth > 0
@@ -30,15 +30,15 @@ def test_the_cards_that_ship() -> None:
 
 
 def test_datasheets() -> None:
-    h200, a3 = load_card("h200"), load_card("atlas-a3")
+    h200, a3 = load_device("h200"), load_device("atlas-a3")
     assert (h200.bandwidth, h200.peak("fp8"), h200.peak("bfloat16")) == (4.8e12, 1979e12, 989e12)
     assert h200.link.bandwidth * 2 == 900e9
     assert a3.ranks_per_chip * a3.peak("bfloat16") == 752e12
-    assert load_card("a100").peak("fp8") == load_card("a100").peak("bfloat16"), "no fp8: widened"
+    assert load_device("a100").peak("fp8") == load_device("a100").peak("bfloat16"), "no fp8: widened"
 
 
 def test_the_measured_card_stands_on_its_datasheet() -> None:
-    card, sheet = load_card("h200-measured"), load_card("h200")
+    card, sheet = load_device("h200-measured"), load_device("h200")
     assert (card.bandwidth, card.link) == (sheet.bandwidth, sheet.link)
     assert card.achieved_bandwidth == pytest.approx(4361e9 / 4800e9, abs=1e-3)
     assert card.achieved_flops["bfloat16"] == pytest.approx(735 / 989, abs=1e-3)
@@ -48,17 +48,17 @@ def test_the_measured_card_stands_on_its_datasheet() -> None:
 def test_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"mine": MINIMAL}))
-    card = load_card(str(path))
+    card = load_device(str(path))
     assert (card.name, card.memory, card.bandwidth, card.peak("bfloat16")) == ("mine", 10 * 2**30, 100e9, 5e12)
     assert card.link.latency == pytest.approx(5e-6)
-    assert load_card("mine", path) == card
+    assert load_device("mine", path) == card
     path.write_text(yaml.safe_dump({"mine": MINIMAL, "faster": {"based_on": "h200", "bandwidth_gb_s": 9000}}))
-    assert load_card("faster", path).bandwidth == 9e12
-    assert load_card("faster", path).memory == load_card("h200").memory
+    assert load_device("faster", path).bandwidth == 9e12
+    assert load_device("faster", path).memory == load_device("h200").memory
     with pytest.raises(ConfigError, match="holds 2 cards"):
-        load_card(str(path))
+        load_device(str(path))
     with pytest.raises(ConfigError, match="holds no card 'other'"):
-        load_card("other", path)
+        load_device("other", path)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,18 @@ def test_a_users_file(tmp_path: Path) -> None:
 )
 def test_bad_files_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_card("bad", {**MINIMAL, **change})
+        read_device("bad", {**MINIMAL, **change})
 
 
 def test_missing_things_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="card bad lacks bandwidth_gb_s"):
-        read_card("bad", {key: value for key, value in MINIMAL.items() if key != "bandwidth_gb_s"})
+        read_device("bad", {key: value for key, value in MINIMAL.items() if key != "bandwidth_gb_s"})
     with pytest.raises(ConfigError, match="card 'h201' is not known"):
-        load_card("h201")
+        load_device("h201")
     with pytest.raises(ConfigError, match="does not exist"):
-        load_card(str(tmp_path / "none.yaml"))
+        load_device(str(tmp_path / "none.yaml"))
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        load_card(str(tmp_path / "broken.yaml"))
+        load_device(str(tmp_path / "broken.yaml"))
     with pytest.raises(ConfigError, match="must be a table of fields"):
-        read_card("bad", 3)
+        read_device("bad", 3)

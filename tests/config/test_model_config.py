@@ -377,7 +377,7 @@ QWEN_FP8: Fields = {
 }
 
 
-def test_quantisation_as_published() -> None:
+def test_quantization_as_published() -> None:
     found = read(QWEN3, quantization_config=QWEN_FP8).quant
     assert found == QuantConfig((128, 128), tuple(QWEN_FP8["modules_to_not_convert"]))
     assert found.covers("model.layers.0.mlp.gate_proj")
@@ -388,7 +388,7 @@ def test_quantisation_as_published() -> None:
     assert both.ignored == (*QWEN_FP8["modules_to_not_convert"], "model.embed_tokens")
 
 
-def test_what_transformers_writes_of_a_quantisation_is_read() -> None:
+def test_what_transformers_writes_of_a_quantization_is_read() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict()
     assert read(V3, quantization_config=theirs).quant == QuantConfig((128, 128), ("lm_head",))

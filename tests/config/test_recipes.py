@@ -45,7 +45,7 @@ def recipe(tmp_path: Path, text: str) -> Path:
         ("- tp", "no mapping"),
         ("tp: [", "cannot be read as YAML"),
         ("model: 5", "model=5"),
-        ("next_n: many", "next_n='many'"),
+        ("num_speculative_tokens: many", "num_speculative_tokens='many'"),
         ("!!python/object/apply:os.getcwd []", "cannot be read as YAML"),
     ],
 )
@@ -57,8 +57,15 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
 def test_what_goes_before_what(tmp_path: Path) -> None:
     path = recipe(tmp_path, "model: x\nnext_n: 2\ndtype: float32\nsimulated_acceptance: [0.5, 0.5]")
     model, options = engine_options(
-        path, ["tp=2", "dtype=bfloat16"], {"next_n": 0, "max_num_seqs": 7, "threads": None, "exe_mode": "eager"}
+        path, ["tp=2", "dtype=bfloat16"], {"num_speculative_tokens": 0, "max_num_seqs": 7, "threads": None, "exe_mode": "eager"}
     )
     assert model == "x"
-    expected = {"next_n": 2, "dtype": "bfloat16", "simulated_acceptance": (0.5, 0.5), "tp": 2, "max_num_seqs": 7, "exe_mode": "eager"}
+    expected = {
+        "num_speculative_tokens": 2,
+        "dtype": "bfloat16",
+        "simulated_acceptance": (0.5, 0.5),
+        "tp": 2,
+        "max_num_seqs": 7,
+        "exe_mode": "eager",
+    }
     assert options == expected

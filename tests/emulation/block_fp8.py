@@ -10,7 +10,7 @@ from rorqual.ops.reference import FP8, Weight
 
 
 def operands(tokens: int, columns: int, rows: int) -> tuple[Tensor, Tensor, Weight]:
-    """x e4m3 and its scales, stored column after column as the quantising kernels do; weights."""
+    """x e4m3 and its scales, stored column after column as the quantizing kernels do; weights."""
     blocks = torch.randn(tokens, columns // 128, 128)
     scale = blocks.abs().amax(-1) / 448
     data = (blocks / scale[..., None]).view(tokens, columns).to(FP8)
@@ -19,7 +19,7 @@ def operands(tokens: int, columns: int, rows: int) -> tuple[Tensor, Tensor, Weig
 
 
 def exact(x: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    y = (x.double() * scale.double().repeat_interleave(128, 1)) @ reference.dequantise(weight, torch.float64).t()
+    y = (x.double() * scale.double().repeat_interleave(128, 1)) @ reference.dequantize(weight, torch.float64).t()
     return y if bias is None else y + bias.double()
 
 

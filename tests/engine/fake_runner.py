@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rorqual.engine.scheduling.scheduler import Scheduler
-from rorqual.engine.scheduling.scheduler_output import Chunk, NewRow, Plan, StepResult
+from rorqual.engine.scheduling.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, StepResult
 from rorqual.engine.scheduling.sequence import InFlight, TokenOut
 from rorqual.request import Request
 
@@ -60,7 +60,7 @@ class Row:
 
     life: int
     table: list[int]
-    target: int
+    max_total_len: int
     length: int = 0
     last_token: int = -1
 
@@ -85,9 +85,9 @@ class FakeRunner:
 
     # ---- the Runner protocol
 
-    def launch(self, plan: Plan) -> StepResult:
+    def launch(self, plan: SchedulerOutput) -> StepResult:
         self._check_shape(plan)
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             self._set_up(row)
         for slot, index, page in plan.pages:
             table = self._row(slot).table
@@ -95,13 +95,15 @@ class FakeRunner:
             table.append(page)
         self._check_tables(plan)
         bounds = zip(plan.decode_slots, plan.decode_bounds, strict=True)
-        tokens = [self._decode(slot, bound, plan.next_n) for slot, bound in bounds]
+        tokens = [self._decode(slot, bound, plan.num_speculative_tokens) for slot, bound in bounds]
         for chunk in plan.chunks:
             token = self._prefill(chunk)
             if chunk.sample:
                 tokens.append([token])
         decoded = len(plan.decode_slots)
-        result = StepResult(tokens, [plan.next_n * (row < decoded) for row in range(len(tokens))] if plan.next_n else [])
+        result = StepResult(
+            tokens, [plan.num_speculative_tokens * (row < decoded) for row in range(len(tokens))] if plan.num_speculative_tokens else []
+        )
         self.queue.append(result)
         self.steps += 1
         self.computed_tokens += plan.num_tokens
@@ -115,45 +117,47 @@ class FakeRunner:
 
     # ---- execution
 
-    def _set_up(self, row: NewRow) -> None:
+    def _set_up(self, row: NewRequest) -> None:
         assert all(0 < page < self.num_pages for page in row.pages), f"slot {row.slot}: page out of range"
         assert len(set(row.pages)) == len(row.pages), f"slot {row.slot}: a page stands twice in its table"
         self.lives += 1
         target = min(self.max_len, row.prompt_len + (row.params.max_tokens or self.max_len))
         self.rows[row.slot] = Row(self.lives, list(row.pages), target)
 
-    def _decode(self, slot: int, bound: int, next_n: int) -> list[int]:
+    def _decode(self, slot: int, bound: int, num_speculative_tokens: int) -> list[int]:
         row, found = self._row(slot), []
         assert row.last_token >= 0, f"slot {slot} decodes before its prompt is done"
-        last = row.length + 2 * next_n
-        assert row.length + next_n + 1 <= bound, f"slot {slot}: {row.length + next_n + 1} entries, the plan says at most {bound}"
-        for _ in range(self._right(row, next_n) + 1):
+        last = row.length + 2 * num_speculative_tokens
+        assert row.length + num_speculative_tokens + 1 <= bound, (
+            f"slot {slot}: {row.length + num_speculative_tokens + 1} entries, the plan says at most {bound}"
+        )
+        for _ in range(self._right(row, num_speculative_tokens) + 1):
             if row.length // self.page_size >= len(row.table):
-                assert row.length >= row.target - 1, f"slot {slot}: position {row.length} has no page and will be read"
+                assert row.length >= row.max_total_len - 1, f"slot {slot}: position {row.length} has no page and will be read"
                 break
             state = self._write(row, row.length, [row.last_token])
             row.length += 1
             row.last_token = next_token(state, self.vocab)
             found.append(row.last_token)
-        for position in range(row.length, last + 1 if next_n else 0):
+        for position in range(row.length, last + 1 if num_speculative_tokens else 0):
             self._spoil(row, position)
         return found or [0]
 
-    def _right(self, row: Row, next_n: int) -> int:
+    def _right(self, row: Row, num_speculative_tokens: int) -> int:
         """How many drafts are right."""
-        return hash((row.life, row.length, row.last_token)) % (next_n + 1)
+        return hash((row.life, row.length, row.last_token)) % (num_speculative_tokens + 1)
 
     def _spoil(self, row: Row, position: int) -> None:
         """A draft's entry: whatever its page held of others is gone."""
         index = position // self.page_size
         if index >= len(row.table):
-            assert position >= row.target - 1, f"position {position} has no page and may be read"
+            assert position >= row.max_total_len - 1, f"position {position} has no page and may be read"
             return
         number = row.table[index]
         if number not in self.pages or self.pages[number].writer != row.life:
             self.pages[number] = Page(row.life, index * self.page_size, -1)
 
-    def _prefill(self, chunk: Chunk) -> int:
+    def _prefill(self, chunk: PrefillChunk) -> int:
         row = self._row(chunk.slot)
         assert chunk.tokens, "an empty chunk"
         if row.length:
@@ -202,23 +206,25 @@ class FakeRunner:
 
     # ---- what holds for every plan
 
-    def _check_shape(self, plan: Plan) -> None:
+    def _check_shape(self, plan: SchedulerOutput) -> None:
         assert 0 < plan.num_tokens <= self.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
         slots = plan.decode_slots + [chunk.slot for chunk in plan.chunks]
         assert len(set(slots)) == len(slots), "a slot stands twice in a step"
         assert all(0 <= slot < self.max_num_seqs for slot in slots)
-        fresh = [row.slot for row in plan.new_rows]
+        fresh = [row.slot for row in plan.new_requests]
         assert len(set(fresh)) == len(fresh), "a slot is set up twice"
         assert set(fresh) <= {chunk.slot for chunk in plan.chunks}, "a row is set up without a chunk"
         assert {slot for slot, _, _ in plan.pages} <= set(plan.decode_slots), "a page for a row that does not decode"
 
-    def _check_tables(self, plan: Plan) -> None:
+    def _check_tables(self, plan: SchedulerOutput) -> None:
         """No page is written by two rows of a step, drafts and those drafted in turn included; a shared prefix lies before what either
         writes. Past its pages a row writes to the null page: whether it may is checked where it does."""
         written: dict[int, int] = {}
         starts = [(slot, self._row(slot).length) for slot in plan.decode_slots]
         starts += [(chunk.slot, chunk.start) for chunk in plan.chunks]
-        stops = [length + 1 + 2 * plan.next_n for _, length in starts[: len(plan.decode_slots)]] + [chunk.stop for chunk in plan.chunks]
+        stops = [length + 1 + 2 * plan.num_speculative_tokens for _, length in starts[: len(plan.decode_slots)]] + [
+            chunk.stop for chunk in plan.chunks
+        ]
         for (slot, start), stop in zip(starts, stops, strict=True):
             table = self._row(slot).table
             for index in range(start // self.page_size, min(len(table), -(-stop // self.page_size))):
@@ -274,7 +280,7 @@ def check_pages(scheduler: Scheduler) -> None:
     for sequence in scheduler.sequences.values():
         assert (sequence.slot >= 0) == bool(sequence.pages), "pages belong to running requests alone"
         assert sequence.capacity == len(sequence.pages) * scheduler.config.page_size
-        assert sequence.cached <= sequence.capacity
+        assert sequence.num_computed_tokens <= sequence.capacity
         for page in sequence.pages:
             held[page] += 1
     users = list(held)

@@ -20,13 +20,13 @@ import torch
 import rorqual.engine.distributed.executor as ranks
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.channel import Kind, Link
-from rorqual.engine.distributed.codec import decode_plan, encode_result, number_of, numbered
-from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.engine.distributed.channel import Channel, FrameKind
+from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
+from rorqual.engine.distributed.worker_handle import JoinedWorker
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 from rorqual.engine.execution.sampler import Variant
-from rorqual.engine.scheduling.dp_scheduler import GroupPlan, GroupScheduler
-from rorqual.engine.scheduling.scheduler_output import Chunk, Plan, StepResult
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
+from rorqual.engine.scheduling.scheduler_output import PrefillChunk, SchedulerOutput, StepResult
 from rorqual.errors import EngineError
 from rorqual.models.hub import BUNDLED
 from rorqual.platforms.cpu import CpuPlatform
@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     "page_size": 4,
     "threads": 1,
     "num_pages": 22,
-    "prefill_chunk": 5,
+    "chunked_prefill_size": 5,
     "weights": "random",
     "num_layers": 2,
 }
@@ -79,7 +79,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(**OPTIONS, next_n=2, steps_in_flight=2)
+    return LLM(**OPTIONS, num_speculative_tokens=2, steps_in_flight=2)
 
 
 Spot = tuple[str, str, bool, int]  # path to an object, its method, whether after it, which call
@@ -145,7 +145,7 @@ SPOTS: list[Spot] = [
     ("runner.rows", "_set_up", True, 2),
     ("runner.build", "prefill", True, 2),
     ("runner.model", "logits", True, 5),
-    ("runner", "_draw_decode", True, 2),
+    ("runner", "_sample_decode", True, 2),
     ("runner.drafter", "draft", False, 3),
     ("runner.drafter", "draft", True, 4),
     ("runner", "launch", True, 1),
@@ -253,8 +253,8 @@ class TornGraphs(DecodeGraphs):
 def test_a_recorded_step_takes_the_slots_asked_for() -> None:
     """Slots that the step before left on the device are sent again unless that is sure."""
     platform = CpuPlatform(torch.device("cpu"))
-    platform.record = lambda work: work  # type: ignore[method-assign]
-    graphs = TornGraphs(lambda slots, variant, next_n: slots.clone(), platform, 4, 4)
+    platform.capture = lambda work: work  # type: ignore[method-assign]
+    graphs = TornGraphs(lambda slots, variant, num_speculative_tokens: slots.clone(), platform, 4, 4)
     assert graphs.run([0, 1], Variant.GREEDY).tolist() == [0, 1]
     graphs.struck = True
     with pytest.raises(KeyboardInterrupt):
@@ -294,35 +294,35 @@ class OtherRanks:
         self.ended = [threading.Event() for _ in range(3)]
         self.plans: list[list[int]] = [[] for _ in range(3)]
 
-    def start(self) -> list[Joined]:
+    def start(self) -> list[JoinedWorker]:
         return [self._rank(index) for index in range(3)]
 
-    def _rank(self, index: int) -> Joined:
+    def _rank(self, index: int) -> JoinedWorker:
         mine, theirs = socket.socketpair()
-        link = Link(theirs)
-        threading.Thread(target=self._serve, args=(index, link), daemon=True).start()
-        return Joined(Link(mine), index, host="here")
+        channel = Channel(theirs)
+        threading.Thread(max_total_len=self._serve, args=(index, channel), daemon=True).start()
+        return JoinedWorker(Channel(mine), index, host="here")
 
-    def _serve(self, index: int, link: Link) -> None:
+    def _serve(self, index: int, channel: Channel) -> None:
         with suppress(OSError):
-            self._answer(index, link)
+            self._answer(index, channel)
         self.ended[index].set()
-        link.close()
+        channel.close()
 
-    def _answer(self, index: int, link: Link) -> None:
-        while (frame := link.receive()) is not None and frame[0] is not Kind.STOP:
-            if frame[0] is Kind.PLAN:
+    def _answer(self, index: int, channel: Channel) -> None:
+        while (frame := channel.receive()) is not None and frame[0] is not FrameKind.STOP:
+            if frame[0] is FrameKind.PLAN:
                 number, data = number_of(frame[1])
                 self.plans[index].append(number)
-                part = decode_plan(data).parts[index + 1]
+                part = decode_output(data).parts[index + 1]
                 result = answer(part, index + 1, number)
-                link.send(Kind.RESULT, numbered(number, encode_result(result)))
+                channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 
     def close(self) -> None:
         pass
 
 
-def answer(part: Plan, rank: int, step: int) -> StepResult:
+def answer(part: SchedulerOutput, rank: int, step: int) -> StepResult:
     return StepResult([[1000 * rank + 10 * step + slot] for slot in part.sampled_slots])
 
 
@@ -332,7 +332,7 @@ class OwnRank:
     def __init__(self) -> None:
         self.steps = 0
 
-    def launch(self, part: Plan, common: Any) -> StepResult:
+    def launch(self, part: SchedulerOutput, common: Any) -> StepResult:
         self.steps += 1
         return answer(part, 0, self.steps)
 
@@ -356,8 +356,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.close()
 
 
-def plan_of(slot: int) -> GroupPlan:
-    return GroupPlan([Plan(chunks=[Chunk(slot, 0, [5, 6], True)]) for _ in range(4)])
+def plan_of(slot: int) -> DataParallelOutput:
+    return DataParallelOutput([SchedulerOutput(chunks=[PrefillChunk(slot, 0, [5, 6], True)]) for _ in range(4)])
 
 
 def told(results: list[StepResult]) -> list[int]:
@@ -406,7 +406,7 @@ def test_an_error_in_the_midst_of_ending_the_group_ends_it_with_the_next_call(gr
 
 def test_a_plan_that_cannot_be_sent_has_not_been(group: Any) -> None:
     plan = plan_of(0)
-    plan.parts[2].chunks[0] = Chunk(0, 0, [object()], True)  # type: ignore[list-item]
+    plan.parts[2].chunks[0] = PrefillChunk(0, 0, [object()], True)  # type: ignore[list-item]
     with pytest.raises(TypeError):
         group.launch(plan)
     assert told(group.collect(group.launch(plan_of(3)))) == [13, 1013, 2013, 3013]
@@ -446,18 +446,18 @@ GROUP_SPOTS: list[tuple[Spot, type[BaseException]]] = [
 
 def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list[int]]) -> None:
     """One group throughout: at last its drafter fails between two collectives, and it ends."""
-    llm = LLM(**OPTIONS, dp=2, ep=2, next_n=2, watchdog_seconds=30)
+    llm = LLM(**OPTIONS, dp=2, ep=2, num_speculative_tokens=2, watchdog_seconds=30)
     group, engine = llm.engine.group, llm.engine
     assert group is not None
     try:
-        assert isinstance(engine.scheduler, GroupScheduler)
+        assert isinstance(engine.scheduler, DataParallelScheduler)
         for spot, error in GROUP_SPOTS:
             with struck(engine, spot, error):
                 found, raised = finished(llm)
             assert (raised, found) == (1, expected), name_of(spot)
             for scheduler in engine.scheduler.ranks:
                 check_idle(scheduler)
-            assert not engine.scheduler.home
+            assert not engine.scheduler.assigned_rank
         with ctrl_c(group.rank.runner, "launch"), pytest.raises(KeyboardInterrupt):
             tokens_of(llm)
         assert tokens_of(llm) == expected
@@ -470,5 +470,5 @@ def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list
         assert time.monotonic() - start < 5
     finally:
         engine.close()
-    assert group.members[0].process is not None
-    assert group.members[0].process.wait(5) is not None
+    assert group.workers[0].process is not None
+    assert group.workers[0].process.wait(5) is not None

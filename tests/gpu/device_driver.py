@@ -11,12 +11,12 @@ from torch import Tensor
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.config.model import ModelConfig
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, Ops
 from rorqual.parallel.overlap import straight
 
 Forms = tuple[str, str]  # MLA form of prefill, of decode
@@ -64,7 +64,7 @@ class DeviceDriver:
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 
-    def step(self, tokens: list[Tensor], starts: list[int], slack: int = 0) -> Step:
+    def step(self, tokens: list[Tensor], starts: list[int], slack: int = 0) -> ForwardBatch:
         """One chunk for each request; a decode step where all chunks are equally long and at most 4, with bounds `slack` too high."""
         rows = [torch.arange(start, start + len(part)) for part, start in zip(tokens, starts, strict=True)]
         positions = torch.cat(rows)
@@ -74,28 +74,28 @@ class DeviceDriver:
         lens = tuple(map(len, tokens))
         decode = max(lens) == min(lens) <= 4
         bounds = tuple(stop + slack for stop in stops) if decode else tuple(stops)
-        segment = Segment(self.tables.to(self.device), torch.tensor(stops).to(self.device), lens, bounds)
+        segment = AttentionMetadata(self.tables.to(self.device), torch.tensor(stops).to(self.device), lens, bounds)
         positions = positions.to(self.device)
         cos, sin = self.model.rotary.rows(positions)
         ids = torch.cat(tokens).to(self.device)
         parts = {"decode": segment} if decode else {"prefill": segment}
         everything = torch.arange(len(ids), device=self.device)
-        return Step(ids, positions, slots.to(self.device), cos, sin, everything, self.pool, **parts)
+        return ForwardBatch(ids, positions, slots.to(self.device), cos, sin, everything, self.pool, **parts)
 
     @torch.inference_mode()
-    def logits(self, step: Step) -> Tensor:
+    def logits(self, step: ForwardBatch) -> Tensor:
         return self.model.logits(straight(self.model.forward(step)))
 
 
-def all_logits(model: Transformer, ids: Tensor, cuts: list[int], page: int, queries: int = 1, kv_dtype: str = "auto") -> Tensor:
+def all_logits(model: Transformer, ids: Tensor, filters: list[int], page: int, queries: int = 1, kv_dtype: str = "auto") -> Tensor:
     """ids [requests, length]: chunks that end at `cuts` (the second request's one token earlier), the rest `queries` tokens a step.
     Logits of the positions after the last cut and of all before it, [requests, length, V] on the host."""
     requests, length = ids.shape
     driver = DeviceDriver(model, requests, length, page, kv_dtype)
     out = torch.empty(requests, length, model.config.vocab_size)
     done = [0] * requests
-    for cut in [*cuts, *range(cuts[-1] + queries, length + 1, queries)]:
-        stops = [cut - (row % 2) * (cut <= cuts[-1] and cut < length) for row in range(requests)]
+    for cut in [*filters, *range(filters[-1] + queries, length + 1, queries)]:
+        stops = [cut - (row % 2) * (cut <= filters[-1] and cut < length) for row in range(requests)]
         parts = [row[start:stop] for row, start, stop in zip(ids, done, stops, strict=True)]
         split = driver.logits(driver.step(parts, done, slack=7)).float().cpu().split(list(map(len, parts)))
         for row, (start, stop, values) in enumerate(zip(done, stops, split, strict=True)):

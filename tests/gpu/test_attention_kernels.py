@@ -13,13 +13,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from rorqual.bench.kernels.attention import attend, exact_entries
-from rorqual.ops.interface import Segment, shares_of
+from rorqual.ops.interface import AttentionMetadata, shares_of
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention import prefill
 from rorqual.ops.triton.backend import TritonOps
 from tests.ops.triton.attention.test_triton_attention import (
-    dequantised,
+    dequantized,
     fp8_cache,
     paged,
     poisoned,
@@ -88,7 +88,7 @@ def test_mla_decode_of_many_heads(heads: int, queries: int, page: int) -> None:
     plane, tables = paged(entries, page)
     q = random(len(lens) * queries, heads, 576).cuda()
     out = poisoned(len(q), heads, 512, dtype=BF16)
-    config = mla.Config(64, 64, 8, 2, gluon=True)
+    config = mla.MlaDecodeConfig(64, 64, 8, 2, gluon=True)
     for _ in range(3):
         mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, 4000, out=out, config=config)
         check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))
@@ -103,7 +103,7 @@ def test_mla_decode_fp8_cache(heads: int, queries: int) -> None:
     q = random(4 * queries, heads, 576).cuda()
     out = poisoned(4 * queries, heads, 512, dtype=BF16)
     mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 1e-3, 1999, out=out)
-    wide = dequantised(plane, 512)
+    wide = dequantized(plane, 512)
     entries = [wide[table[: -(-n // 64)]].flatten(0, 1)[:n].to(BF16)[:, None] for table, n in zip(tables, lens, strict=True)]
     expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
     assert (out.double() - expected).norm() < 5e-3 * expected.norm()
@@ -152,12 +152,12 @@ def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
     v = random(length + size, 16, 128).cuda()
     tables = torch.zeros(1, 40, dtype=torch.int64, device="cuda")
     lens = torch.tensor([length], device="cuda")
-    (share,) = shares_of(Segment(tables, lens, (queries,), (length + 30,)), size, 64)
+    (share,) = shares_of(AttentionMetadata(tables, lens, (queries,), (length + 30,)), size, 64)
     out = torch.zeros(queries, 16, 128, device="cuda")
     total = torch.full((queries, 16), float("-inf"), device="cuda")
     begin = 0
     for stretch in share.segments:
-        own = slice(begin, begin + stretch.kv_bounds[0])
+        own = slice(begin, begin + stretch.max_kv_lens[0])
         TritonOps().stretch_attention(q, k[own], v[own], stretch, 8.0, out, total)
         begin = own.stop
     check(out.to(BF16), attend(q, k[:length], v[:length], 8.0))

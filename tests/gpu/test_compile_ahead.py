@@ -18,8 +18,8 @@ TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("next_n", [0, 2])
-def test_kernels_compiled_ahead(next_n: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+def test_kernels_compiled_ahead(num_speculative_tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernels() -> int:
         return sum(len(cache) for made in seen for cache, *_ in made.device_caches.values())
 
@@ -37,11 +37,11 @@ def test_kernels_compiled_ahead(next_n: int, dtype: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(JITFunction, "run", noted)
     monkeypatch.setattr(DecodeGraphs, "record", recorded)
-    options = {"device": "cuda", "dtype": dtype, "max_num_seqs": 4, "max_model_len": 256, "next_n": next_n}
+    options = {"device": "cuda", "dtype": dtype, "max_num_seqs": 4, "max_model_len": 256, "num_speculative_tokens": num_speculative_tokens}
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     found = []
     for ahead in (True, False):
-        llm = LLM(**options, compile_ahead=ahead)
+        llm = LLM(**options, precompile_kernels=ahead)
         found.append([out.outputs[0].token_ids for out in llm.generate(TEXTS, params)])
     assert found[0] == found[1]
     assert counts[0] == counts[1], "kernels were left to compile"

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.ops import reference
 from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
-from rorqual.ops.triton.rowwise.quantize import quantise
+from rorqual.ops.triton.rowwise.quantize import quantize
 from rorqual.ops.triton.runtime.launch import is_hopper
 
 DEVICE = torch.device("cuda")
@@ -38,11 +38,11 @@ def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
     x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
     bias = torch.randn(rows, device=DEVICE, dtype=torch.bfloat16) if tokens % 2 else None
     torch.cuda.synchronize()  # a launch that starts early takes weights for something that is there
-    truth = reference.rounded_to_fp8(x).double() @ reference.dequantise(weight, torch.float64).t() + (0 if bias is None else bias.double())
+    truth = reference.rounded_to_fp8(x).double() @ reference.dequantize(weight, torch.float64).t() + (0 if bias is None else bias.double())
     with bench.poisoned():
         first = linear(x, weight, bias, plan=plan)
     assert bench.difference(first, truth) < 1e-4
-    packed, outs = quantise(x), list[Tensor]()
+    packed, outs = quantize(x), list[Tensor]()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs += [linear(packed, weight, bias, plan=plan) for _ in range(8)]

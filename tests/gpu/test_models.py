@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 from rorqual import LLM, SamplingParams
 from rorqual.config.model import ModelConfig
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
@@ -121,7 +121,7 @@ def test_fp8_latent_cache_gives_the_cpus_logits(forms: tuple[str, str], queries:
 INPUTS = ("token_ids", "positions", "slot_mapping", "cos", "sin")
 
 
-def refill(step: Step, other: Step) -> None:
+def refill(step: ForwardBatch, other: ForwardBatch) -> None:
     """Give a captured step another step's data."""
     assert step.decode
     assert other.decode

@@ -43,20 +43,20 @@ CARDS = torch.cuda.device_count()
 PROMPTS = TEXTS if find_spec("xgrammar") else TEXTS[:-1]  # the last one has a grammar
 WATCHDOG, STUCK = 8.0, 100
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "next_n": 2},
-    {"tp": 2, "peer_memory": False},
+    {"tp": 2, "num_speculative_tokens": 2},
+    {"tp": 2, "p2p_memory": False},
     {"tp": 2, "sequence_parallel": True},
     {"tp": 2, "ep": 2, "exe_mode": "eager"},
-    {"dp": 2, "ep": 2, "next_n": 1},
-    {"dp": 2, "ep": 2, "exchange": "low_latency", "next_n": 2},
+    {"dp": 2, "ep": 2, "num_speculative_tokens": 1},
+    {"dp": 2, "ep": 2, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"dp": 2, "ep": 2, "exchange": "alltoall"},
-    {"pp": 2, "next_n": 2},
+    {"pp": 2, "num_speculative_tokens": 2},
     {"pp": 2, "micro_batches": 1},
-    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "next_n": 2},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"tp": 2, "pp": 2},
-    {"tp": 4, "next_n": 2},
+    {"tp": 4, "num_speculative_tokens": 2},
     {"dp": 4, "embed_tp": 4, "head_tp": 4},
-    {"dp": 8, "ep": 8, "exchange": "low_latency", "next_n": 1},
+    {"dp": 8, "ep": 8, "exchange": "low_latency", "num_speculative_tokens": 1},
     {"dp": 4, "tp": 2, "ep": 8, "dense_tp": 1},
     {"dp": 8, "ep": 8, "exchange": "alltoall"},
 ]
@@ -77,9 +77,9 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
     llm = LLM(**{**COMMON, "device": "cuda", **layout})
     stats = llm.engine.stats
     if layout.get("tp", 1) > 1 and not llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded:
-        assert stats.way_of_sums.startswith("one kernel" if layout.get("peer_memory", True) else "process group (as configured"), stats
+        assert stats.allreduce_backend.startswith("one kernel" if layout.get("p2p_memory", True) else "process group (as configured"), stats
     if "exchange" in layout and layout["exchange"] == "low_latency":
-        assert "memory shared by the cards" in stats.way_to_experts, stats
+        assert "memory shared by the cards" in stats.all2all_backend, stats
     assert everything(llm, PROMPTS) == expected
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_or_freezes_ends_the_engine(blow: str, named: str, shar
 
 def struck(blow: str, shared: bool) -> None:
     faulthandler.dump_traceback_later(STUCK, exit=True)  # tells where, before the test's own limit
-    llm = LLM(**COMMON, device="cuda", tp=2, watchdog_seconds=WATCHDOG, peer_memory=shared)
+    llm = LLM(**COMMON, device="cuda", tp=2, watchdog_seconds=WATCHDOG, p2p_memory=shared)
     assert llm.engine.group is not None
     process = llm.engine.group.members[0].process
     llm.generate(TEXTS, params(max_tokens=40))

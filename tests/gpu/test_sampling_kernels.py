@@ -16,14 +16,14 @@ SETTINGS = [(0.0, 1.0, 0.0, 0), (0.8, 1.0, 0.0, 0), (0.8, 0.9, 0.0, 0), (1.0, 0.
 
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("vocab", [4096, 129_280, 151_936])
-def test_a_graph_draws_the_eager_tokens(vocab: int, cuts: bool) -> None:
+def test_a_graph_draws_the_eager_tokens(vocab: int, filters: bool) -> None:
     torch.manual_seed(vocab)
     settings = torch.tensor(SETTINGS * 8, dtype=torch.float64, device="cuda")
     count = settings.shape[0]
     logits, numbers = torch.empty(count, vocab, device="cuda"), torch.empty(count, dtype=torch.float64, device="cuda")
 
     def step() -> torch.Tensor:
-        return sampling.draw(sampling.distribution(logits, settings, cuts), numbers)
+        return sampling.sample_from(sampling.distribution(logits, settings, filters), numbers)
 
     logits.normal_(0, 3)
     numbers.uniform_()

@@ -27,7 +27,11 @@ def tokens(params: list[SamplingParams], **options: Any) -> list[list[int]]:
     return [out.outputs[0].token_ids for out in llm.generate(TEXTS, params)]
 
 
-@pytest.mark.parametrize("options", [{"next_n": 1}, {"next_n": 3}, {"next_n": 2, "drafter": "ngram"}], ids=["one", "three", "look-up"])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 2, "drafter": "ngram"}],
+    ids=["one", "three", "look-up"],
+)
 def test_drafts_change_no_token(options: dict[str, Any]) -> None:
     for params in ([PARAMS[0]] * 4, PARAMS):
         assert tokens(params, **options) == tokens(params)
@@ -36,6 +40,6 @@ def test_drafts_change_no_token(options: dict[str, Any]) -> None:
 def test_unseeded_requests_are_drawn() -> None:
     """Drafts of these are taken by lot; recorded steps with what that needs, and tokens that exist."""
     params = [SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)] * 4
-    for found in tokens(params, next_n=2):
+    for found in tokens(params, num_speculative_tokens=2):
         assert len(found) == 40
         assert all(0 <= token < 4096 for token in found)

@@ -315,7 +315,7 @@ def test_many_requests_with_random_cancels_leave_every_page_free():
 def test_counts_of_drafts_stay_as_they_were_returned():
     """A step in flight when the request ended still counts its drafts, for the engine alone."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 96}
-    llm = LLM(dtype="float32", next_n=2, steps_in_flight=2, **sizes)
+    llm = LLM(dtype="float32", num_speculative_tokens=2, steps_in_flight=2, **sizes)
     stop = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
     params = SamplingParams(temperature=0, max_tokens=24, stop=[stop[21:28]])
     out = llm.generate(PROMPTS[2], params)[0].outputs[0]

@@ -134,7 +134,7 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
 FP8_MODULES = ("_proj.weight", "kv_a_proj_with_mqa.weight")
 
 
-def quantise_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 data and fp32 scales [ceil(rows/128), ceil(columns/128)] of one matrix."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
@@ -144,26 +144,26 @@ def quantise_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return data.contiguous(), scale
 
 
-def dequantise_block(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantize_block(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     wide = scale.repeat_interleave(128, 0)[: data.shape[0]].repeat_interleave(128, 1)[:, : data.shape[1]]
     return data.float() * wide
 
 
 def save_fp8(option: str, folder: Path) -> torch.nn.Module:
-    """Write an fp8 checkpoint as DeepSeek publishes them; returns the reference with the dequantised weights."""
+    """Write an fp8 checkpoint as DeepSeek publishes them; returns the reference with the dequantized weights."""
     save(option, folder)
     path = folder / "model.safetensors"
-    tensors, dequantised = {}, {}
+    tensors, dequantized = {}, {}
     for name, tensor in load_file(path).items():
-        tensors[name] = dequantised[name] = tensor
+        tensors[name] = dequantized[name] = tensor
         if name.endswith(FP8_MODULES):
-            tensors[name], tensors[name + "_scale_inv"] = quantise_block(tensor)
-            dequantised[name] = dequantise_block(tensors[name], tensors[name + "_scale_inv"])
-    save_file(dequantised, path, metadata={"format": "pt"})
+            tensors[name], tensors[name + "_scale_inv"] = quantize_block(tensor)
+            dequantized[name] = dequantize_block(tensors[name], tensors[name + "_scale_inv"])
+    save_file(dequantized, path, metadata={"format": "pt"})
     reference = CLASSES[OPTIONS_FP8[option][0]][1].from_pretrained(folder, dtype=torch.float32).eval()
     save_file(tensors, path, metadata={"format": "pt"})
-    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    rewrite_config(folder, quantization_config=quantisation)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    rewrite_config(folder, quantization_config=quantization)
     return reference
 
 

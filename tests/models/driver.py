@@ -11,12 +11,12 @@ from torch import Tensor
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.config.model import ModelConfig
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, Ops
 from rorqual.parallel.overlap import run, straight
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Driver:
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 
-    def step(self, tokens: list[Tensor], starts: list[int], decode: bool, request: int = 0) -> Step:
+    def step(self, tokens: list[Tensor], starts: list[int], decode: bool, request: int = 0) -> ForwardBatch:
         """One chunk for each of the requests `request`, `request` + 1, ..."""
         tables = self.tables[request : request + len(tokens)]
         rows = [torch.arange(start, start + len(part)) for part, start in zip(tokens, starts, strict=True)]
@@ -53,18 +53,18 @@ class Driver:
         owner = torch.cat([torch.full_like(row, index) for index, row in enumerate(rows)])
         slots = tables[owner, positions // PAGE] * PAGE + positions % PAGE
         stops = [start + len(part) for part, start in zip(tokens, starts, strict=True)]
-        segment = Segment(tables, torch.tensor(stops), tuple(map(len, tokens)), tuple(stops))
+        segment = AttentionMetadata(tables, torch.tensor(stops), tuple(map(len, tokens)), tuple(stops))
         cos, sin = self.model.rotary.rows(positions)
         ids = torch.cat(tokens)
         parts = {"decode": segment} if decode else {"prefill": segment}
-        return Step(ids, positions, slots, cos, sin, torch.arange(len(ids)), self.pool, **parts)
+        return ForwardBatch(ids, positions, slots, cos, sin, torch.arange(len(ids)), self.pool, **parts)
 
     @torch.inference_mode()
-    def logits(self, step: Step) -> Tensor:
+    def logits(self, step: ForwardBatch) -> Tensor:
         return self.model.logits(straight(self.model.forward(step)))
 
     @torch.inference_mode()
-    def interleaved(self, steps: list[Step]) -> list[Tensor]:
+    def interleaved(self, steps: list[ForwardBatch]) -> list[Tensor]:
         return [self.model.logits(hidden) for hidden in run([self.model.forward(step) for step in steps])]
 
 

@@ -20,7 +20,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.ops import reference
-from rorqual.ops.deferred_sum import Rows, Unsummed, summed
+from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
@@ -45,15 +45,15 @@ class Deferring(Ops):
     def __init__(self) -> None:
         self.left = self.taken = 0
 
-    def unsummed_experts(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: Any, gate_up: Weight, down: Weight,
-                         base: Tensor | None = None, shared: int = 0) -> Rows:  # fmt: skip
+    def experts_deferred(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: Any, gate_up: Weight, down: Weight,
+                         base: Tensor | None = None, shared: int = 0) -> NormInput:  # fmt: skip
         self.left += 1
         ids, weights = self.router(x, gate, bias, moe, shared)
         one = torch.ones_like(weights[:, :1])
         y = torch.stack([reference.experts(x, ids[:, k : k + 1], one, gate_up, down) for k in range(ids.shape[1])], 1)
-        return Unsummed(y.flatten(0, 1), None, weights, base, plain_sum)
+        return DeferredMoESum(y.flatten(0, 1), None, weights, base, plain_sum)
 
-    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         self.taken += 1
         return super().sum_add_norm(gave, residual, weight, eps)
 
@@ -76,7 +76,11 @@ def tokens(llm: LLM) -> list[Any]:
 SIZES: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 64, "page_size": 8}
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 4}, {"next_n": 2, "drafter": "mtp"}, {"next_n": 2, "drafter": "ngram"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunked_prefill_size": 4}, {"num_speculative_tokens": 2, "drafter": "mtp"}, {"num_speculative_tokens": 2, "drafter": "ngram"}],
+    ids=str,
+)
 def test_engines_give_the_same_tokens(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts whole and in chunks, decode steps, verification and prediction modules."""
     save_with_mtp(tmp_path, agreement=2.0)
@@ -139,22 +143,22 @@ def small_moe(ops: Ops, tmp_path: Path, mesh: Mesh | None = None) -> MoE:
 
 
 def test_who_asks_for_a_tensor_gets_one(tmp_path: Path) -> None:
-    """stages and straight, which benchmarks and the compiler call; toward_norm alone may leave the sum."""
+    """stages and straight, which benchmarks and the compiler call; forward_deferred alone may leave the sum."""
     moe = small_moe(Deferring(), tmp_path)
     x = torch.randn(3, moe.hidden)
     with torch.inference_mode():
-        left = straight(moe.toward_norm(x, SINGLE_LAYOUT))
-        assert isinstance(left, Unsummed)
+        left = straight(moe.forward_deferred(x, SINGLE_LAYOUT))
+        assert isinstance(left, DeferredMoESum)
         for made in (straight(moe.stages(x)), moe.straight(x)):
             assert isinstance(made, Tensor)
             torch.testing.assert_close(made, summed(left), rtol=1e-5, atol=1e-5)
-        assert straight(moe.toward_norm(x[:0], SINGLE_LAYOUT)).shape == (0, moe.hidden)
+        assert straight(moe.forward_deferred(x[:0], SINGLE_LAYOUT)).shape == (0, moe.hidden)
 
 
 def test_counted_picks_are_summed_at_once(tmp_path: Path) -> None:
     moe = small_moe(Deferring(), tmp_path)
     moe.exchange.record_load = True
-    assert isinstance(straight(moe.toward_norm(torch.randn(3, moe.hidden), SINGLE_LAYOUT)), Tensor)
+    assert isinstance(straight(moe.forward_deferred(torch.randn(3, moe.hidden), SINGLE_LAYOUT)), Tensor)
 
 
 def test_partial_sums_are_added_before_they_travel() -> None:
@@ -162,7 +166,7 @@ def test_partial_sums_are_added_before_they_travel() -> None:
     ops = Deferring()
     norm = Norm(Build(ops, torch.float32, CPU), "norm", 8, 1e-6)
     norm.weight.fill_(1.0)
-    gave = Unsummed(torch.randn(6, 8), None, torch.rand(3, 2), None, plain_sum)
+    gave = DeferredMoESum(torch.randn(6, 8), None, torch.rand(3, 2), None, plain_sum)
     residual = torch.randn(3, 8)
     reduced: list[Tensor] = []
 

@@ -20,7 +20,7 @@ from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
-from rorqual.ops.reference import Weight, dequantise
+from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.mesh import Mesh
 from rorqual.parallel.overlap import straight
@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
 
 
 class Joining(Ops):
-    joins_shared = True
+    fuses_shared_experts = True
 
 
 class JoiningCpu(CpuOps):
-    joins_shared = True
+    fuses_shared_experts = True
 
 
 COMMON = {
@@ -66,14 +66,14 @@ def random_model(fields: dict[str, Any], ops: Ops, mesh: Mesh | None = None) -> 
 
 
 def wide(weight: Weight) -> Tensor:
-    return dequantise(weight, torch.float32)
+    return dequantize(weight, torch.float32)
 
 
 def joined_mlp(moe: MoE) -> tuple[Tensor, Tensor]:
     """(gate and up, down) of the shared experts of a joined layer as one MLP."""
     first, size = moe.moe.num_experts, len(moe.columns)
-    ups = [wide(moe.exchange.gate_up[first + n]) for n in range(moe.joined)]
-    downs = [wide(moe.exchange.down[first + n]) for n in range(moe.joined)]
+    ups = [wide(moe.exchange.gate_up[first + n]) for n in range(moe.fused_shared_experts)]
+    downs = [wide(moe.exchange.down[first + n]) for n in range(moe.fused_shared_experts)]
     return torch.cat([up[:size] for up in ups] + [up[size:] for up in ups]), torch.cat(downs, 1)
 
 
@@ -83,7 +83,7 @@ def test_random_weights_are_the_same_numbers(fields: dict[str, Any]) -> None:
     joined, apart = random_model(fields, Joining()), random_model(fields, Ops())
     assert len(joined.moe_layers()) == 1 + fields.get("num_nextn_predict_layers", 0)
     for one, other in zip(joined.moe_layers(), apart.moe_layers(), strict=True):
-        assert one.joined == fields["n_shared_experts"]
+        assert one.fused_shared_experts == fields["n_shared_experts"]
         assert one.shared is None
         assert other.shared is not None
         for found, want in zip(joined_mlp(one), (other.shared.gate_up.weight, other.shared.down.weight), strict=True):
@@ -116,7 +116,7 @@ def test_checkpoints(option: str, merged: bool, tmp_path: Path) -> None:
         want = reference(tokens).logits
     for ops in (Joining(), JoiningCpu(native=False), JoiningCpu()):
         model = load(tmp_path, ops)
-        assert all(layer.joined for layer in model.moe_layers())
+        assert all(layer.fused_shared_experts for layer in model.moe_layers())
         assert (all_logits(model, tokens, [5, 6]) - want).abs().max() < 1e-4
 
 
@@ -126,7 +126,7 @@ def test_fp8_checkpoints(option: str, tmp_path: Path) -> None:
     save_fp8(option, tmp_path)
     tokens = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(7))
     joined, apart = (load(tmp_path, ops) for ops in (Joining(), Ops()))
-    assert all(layer.joined == 1 for layer in joined.moe_layers())
+    assert all(layer.fused_shared_experts == 1 for layer in joined.moe_layers())
     torch.testing.assert_close(all_logits(joined, tokens, [9]), all_logits(apart, tokens, [9]), rtol=1e-4, atol=1e-4)
 
 
@@ -151,7 +151,7 @@ def test_columns_are_cut_with_those_of_routed_experts(fields: dict[str, Any]) ->
     size = whole.moe.intermediate_size // 2
     for rank in range(2):
         part = random_model(fields, Joining(), place(ParallelConfig(tp=2), rank)).moe_layers()[0]
-        assert part.joined == 2
+        assert part.fused_shared_experts == 2
         columns = slice(rank * size, (rank + 1) * size)
         gate, up = wide(whole.exchange.gate_up).chunk(2, 1)
         assert torch.equal(wide(part.exchange.gate_up), torch.cat((gate[:, columns], up[:, columns]), 1))
@@ -160,7 +160,7 @@ def test_columns_are_cut_with_those_of_routed_experts(fields: dict[str, Any]) ->
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"dp": 2}, {"tp": 2, "dense_tp": 1}, {"tp": 2, "sequence_parallel": True}], ids=str)
 def test_layers_whose_rows_travel_keep_them_apart(sizes: dict[str, Any]) -> None:
-    assert random_model(V2_LITE, Joining(), place(ParallelConfig(**sizes), 0)).moe_layers()[0].joined == 0
+    assert random_model(V2_LITE, Joining(), place(ParallelConfig(**sizes), 0)).moe_layers()[0].fused_shared_experts == 0
 
 
 def test_other_layers_keep_them_apart() -> None:
@@ -169,7 +169,7 @@ def test_other_layers_keep_them_apart() -> None:
     plain = Build(Joining(), torch.float32, CPU)
 
     def joined(build: Build, slots: SlotMap | None = None, **changes: Any) -> int:
-        return MoE(build, "mlp", 128, replace(moe, **changes), slots).joined
+        return MoE(build, "mlp", 128, replace(moe, **changes), slots).fused_shared_experts
 
     def fp8(ignored: tuple[str, ...] = ()) -> Build:
         return Build(Joining(), torch.float32, CPU, QuantConfig(quant.block, ignored))

@@ -254,7 +254,7 @@ def test_a_bias_nobody_announced_is_surplus(tmp_path: Path, tensors: dict[str, T
     assert "model.layers.1.self_attn.q_proj.bias" in refusal(tmp_path)
 
 
-def test_scales_without_a_quantised_configuration_are_surplus(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_scales_without_a_quantized_configuration_are_surplus(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.1.self_attn.q_proj.weight_scale_inv"] = torch.ones(1, 1)
     save(tmp_path, tensors)
     assert "q_proj.weight_scale_inv" in refusal(tmp_path)
@@ -280,7 +280,7 @@ def test_the_same_tensor_in_two_files_is_a_duplicate(tmp_path: Path, tensors: di
     assert refusal(tmp_path) == "lm_head.weight in b.safetensors fills lm_head.weight a second time"
 
 
-def test_a_quantised_checkpoint_lacking_a_scale(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_lacking_a_scale(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 128}
     quant = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     model = model_of(**sizes, quantization_config=quant)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
 from rorqual.planner.costs.costs import attention_parameters
@@ -78,7 +78,7 @@ def test_mixed_step_equals_separate_steps(saved):
     second = driver.step([ids[1, :6]], [0], decode=False, request=1)
     names = ("token_ids", "positions", "slot_mapping", "cos", "sin")
     joined = {name: torch.cat((getattr(first, name), getattr(second, name))) for name in names}
-    step = Step(**joined, logit_rows=torch.arange(7), pool=driver.pool, decode=first.decode, prefill=second.prefill)
+    step = ForwardBatch(**joined, logit_rows=torch.arange(7), pool=driver.pool, decode=first.decode, prefill=second.prefill)
     got = driver.logits(step)
     assert (got[0] - want[0, 10]).abs().max() < BOUND
     assert (got[1:] - want[1, :6]).abs().max() < BOUND
@@ -150,7 +150,7 @@ def test_half_precision_weights_load_exactly(tmp_path: Path, dtype: str):
 
 @pytest.mark.parametrize("option", ["fp8", "fp8-aligned", "fp8-qwen"])
 def test_fp8_checkpoint(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch):
-    """128x128 block scales: exact against the dequantised weights while activations stay fp32, and near them with fp8 activations."""
+    """128x128 block scales: exact against the dequantized weights while activations stay fp32, and near them with fp8 activations."""
     reference = save_fp8(option, tmp_path)
     with torch.no_grad():
         want = reference(tokens()).logits

@@ -21,7 +21,7 @@ from rorqual.config.model import MLAConfig
 from rorqual.layers.mla import MLA
 from rorqual.ops import interface
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.models.checkpoints import VOCAB, save
 from tests.models.driver import CPU, PAGE, Driver, all_logits, load
 
@@ -159,7 +159,7 @@ def test_attention_makes_no_more_than_is_planned(
     plane = KVPool(spec, pages + 10, CPU).layers[0]["latent"]
     plane.zero_()
     tables = torch.stack((torch.arange(pages) + 10, torch.arange(pages) % 10))
-    segment = Segment(tables, torch.tensor([length, 30]), (queries, 3), (length, 30))
+    segment = AttentionMetadata(tables, torch.tensor([length, 30]), (queries, 3), (length, 30))
     q = torch.randn(queries + 3, attention.config.num_heads, attention.config.qk_dim)
     with torch.inference_mode(), decompressing(monkeypatch) as seen, Live() as live:
         attention._attend_decompressed(q, plane, segment)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rorqual.ops import interface, reference
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import Ops, Segment, Stretch, shares_of
+from rorqual.ops.interface import AttentionMetadata, Ops, Stretch, shares_of
 
 HEADS = 6
 GROUPS = 3
@@ -28,10 +28,10 @@ def case(queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("cuts", [[0, 20], [0, 1, 2, 19, 20], [0, 5, 10, 15, 20], [0, 13, 13, 20]])
 @pytest.mark.parametrize("queries", [1, 7, 20])
-def test_parts_joined_are_the_whole(queries: int, cuts: list[int]) -> None:
+def test_parts_joined_are_the_whole(queries: int, filters: list[int]) -> None:
     """In any order; queries see nothing of what comes after them, and a part may be empty."""
     q, k, v = case(queries, 20)
-    for bounds in (list(pairwise(cuts)), list(pairwise(cuts))[::-1]):
+    for bounds in (list(pairwise(filters)), list(pairwise(filters))[::-1]):
         out = torch.zeros(queries, HEADS, 8)
         total = torch.full((queries, HEADS), -math.inf)
         for start, stop in bounds:
@@ -67,7 +67,7 @@ def test_blocks_of_heads_and_queries(
     monkeypatch.setattr(interface, "SCORES", numbers)
     q, k, v = case(11, 40)
     tables = torch.arange(12)[None]
-    segment = Segment(tables, torch.tensor([40]), (11,), (bound,), exact=bound == 40)
+    segment = AttentionMetadata(tables, torch.tensor([40]), (11,), (bound,), exact=bound == 40)
     (share,) = shares_of(segment, 8, PAGE)
     out = torch.zeros(11, HEADS, 8)
     total = torch.full((11, HEADS), -math.inf)
@@ -85,11 +85,11 @@ def shared(lens: tuple[int, ...], queries: tuple[int, ...], tokens: int) -> list
     that whoever asked for one would fail."""
     tables = torch.empty(len(lens), 30, dtype=torch.int64, device="meta")
     held = torch.empty(len(lens), dtype=torch.int64, device="meta")
-    found = shares_of(Segment(tables, held, queries, lens), tokens, PAGE)
+    found = shares_of(AttentionMetadata(tables, held, queries, lens), tokens, PAGE)
     for share in found:
-        assert sum(sum(segment.kv_bounds) for segment in share.segments) > 0
-        assert all(sum(segment.kv_bounds) <= tokens for segment in share.segments)
-    return [(share.queries, [segment.kv_bounds for segment in share.segments]) for share in found]
+        assert sum(sum(segment.max_kv_lens) for segment in share.segments) > 0
+        assert all(sum(segment.max_kv_lens) <= tokens for segment in share.segments)
+    return [(share.queries, [segment.max_kv_lens for segment in share.segments]) for share in found]
 
 
 def test_requests_that_fit_stay_together_and_longer_ones_are_cut() -> None:
@@ -104,7 +104,7 @@ def test_requests_that_fit_stay_together_and_longer_ones_are_cut() -> None:
 
 
 def test_a_segment_that_fits_is_its_own_share() -> None:
-    segment = Segment(torch.zeros(2, 3), torch.tensor([5, 6]), (1, 1), (5, 6))
+    segment = AttentionMetadata(torch.zeros(2, 3), torch.tensor([5, 6]), (1, 1), (5, 6))
     assert shares_of(segment, 12, PAGE)[0].segments[0] is segment
 
 
@@ -118,7 +118,7 @@ def test_stretches_gather_their_own_entries(ops: Ops, exact: bool) -> None:
     tables = torch.randperm(12, generator=torch.Generator().manual_seed(0)).view(2, 6)
     plane = torch.randn(12, PAGE, 3)
     gathered = []
-    for share in shares_of(Segment(tables, lens, (2, 3), bounds, exact), 8, PAGE):
+    for share in shares_of(AttentionMetadata(tables, lens, (2, 3), bounds, exact), 8, PAGE):
         for stretch in share.segments:
             gathered.append(ops.latent_entries(plane, stretch, 2, torch.float32))
     wanted = [reference.read_cache(plane, *request) for request in zip(tables, lens, strict=True)]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import Segment
+from rorqual.ops.interface import AttentionMetadata
 from rorqual.parallel.overlap import chain, run, straight
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ class RankDriver:
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 
-    def step(self, ids: Tensor, turn: Turn) -> tuple[Step, list[int]]:
+    def step(self, ids: Tensor, turn: Turn) -> tuple[ForwardBatch, list[int]]:
         """This rank's step of the turn, and every data-parallel rank's tokens."""
         tokens = tokens_of(turn, self.home, self.dp)
         layout = self.model.layout(tokens, turn.decode)
@@ -85,11 +85,11 @@ class RankDriver:
         segment = None
         if mine:
             lengths, stops = zip(*((stop - start, stop) for start, stop in mine.values()), strict=True)
-            segment = Segment(self.tables[list(mine)], torch.tensor(stops), lengths, stops)
+            segment = AttentionMetadata(self.tables[list(mine)], torch.tensor(stops), lengths, stops)
         cos, sin = self.model.rotary.rows(positions)
         kind = {"decode": segment} if turn.decode else {"prefill": segment}
         everything = torch.arange(len(positions))
-        return Step(ids[owner, positions], positions, slots, cos, sin, everything, self.pool, layout=layout, **kind), tokens
+        return ForwardBatch(ids[owner, positions], positions, slots, cos, sin, everything, self.pool, layout=layout, **kind), tokens
 
     @torch.inference_mode()
     def predict(self, ids: Tensor, turn: Turn) -> dict[tuple[int, int], Tensor]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from rorqual.config.parallel import ParallelConfig
-from rorqual.parallel.collectives import Alone
+from rorqual.parallel.collectives import NullAxis
 from rorqual.parallel.mesh import AXES, Mesh, members
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 
 
-class Pretended(Alone):
+class Pretended(NullAxis):
     """A rank's place in an axis, for what only asks where it stands."""
 
-    def __init__(self, name: str, cut: Cut):
+    def __init__(self, name: str, cut: Shard):
         super().__init__(name)
-        self.cut, self.rank, self.size = cut, cut.index, cut.count
+        self.shard, self.rank, self.size = cut, cut.index, cut.count
 
 
 def place(sizes: ParallelConfig, rank: int) -> Mesh:
     groups = {axis: members(sizes, rank, axis) for axis in AXES}
-    return Mesh(sizes, rank, {axis: Pretended(axis, Cut(group.index(rank), len(group))) for axis, group in groups.items()})
+    return Mesh(sizes, rank, {axis: Pretended(axis, Shard(group.index(rank), len(group))) for axis, group in groups.items()})

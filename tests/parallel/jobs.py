@@ -18,7 +18,7 @@ from torch import Tensor
 from rorqual.bench.comm import run as comm
 from rorqual.config.model import ModelConfig, MoEConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.engine.scheduling.dp_scheduler import GroupScheduler
+from rorqual.engine.scheduling.dp_scheduler import DataParallelScheduler
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
@@ -31,10 +31,10 @@ from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
-from rorqual.parallel.mesh import Groups, Mesh
+from rorqual.parallel.mesh import Mesh, ProcessGroups
 from rorqual.parallel.p2p_memory import on_all
-from rorqual.planner.costs.costs import Batch, Format
-from rorqual.planner.costs.parallel_costs import Work, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
 from rorqual.request import SamplingParams
 from tests.parallel.driver import CPU, RankDriver, schedule, split, tokens_of
 from tests.parallel.lockstep import (
@@ -52,8 +52,8 @@ DEFAULT_FORMS = ("CC", "A_CC_ME")
 
 
 @cache
-def groups() -> Groups:
-    return Groups()
+def groups() -> ProcessGroups:
+    return ProcessGroups()
 
 
 def mesh_of(sizes: dict[str, Any], world: int) -> Mesh:
@@ -142,8 +142,8 @@ def count_bytes(world: int, sizes: dict[str, Any], folder: str, prompts: list[in
             tokens = tokens_of(part, driver.home, mesh.sizes.dp)
             found = step_messages(model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4)
             add(expected, ((axis, call, value) for axis, calls in found.items() for call, value in calls.items()))
-            batch = Batch(1, tokens[0], logits=tokens[0])
-            work = Work(batch if turn.decode else None, () if turn.decode else (batch,), sum(tokens))
+            batch = BatchShape(1, tokens[0], logits=tokens[0])
+            work = GroupWork(batch if turn.decode else None, () if turn.decode else (batch,), sum(tokens))
             messages = rank_step(model.config, mesh.sizes, work, Format("float32")).messages
             add(planned, ((message.axis, message.kind, message.wire_bytes * message.layers) for message in messages))
     calls = sum(sum(axis.traffic.calls.values()) for axis in mesh.axes.values())
@@ -171,12 +171,12 @@ def exchange(
     slot_map = SlotMap(tuple(slots), experts) if slots else SlotMap.identity(experts)
     generator = torch.Generator().manual_seed(3)
     up, down = torch.randn(experts, 2 * size, hidden, generator=generator) / 16, torch.randn(experts, hidden, size, generator=generator) / 6
-    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].cut)]
-    columns = slice(*mesh.axes["expert_tp"].cut.span(size))
+    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
+    columns = slice(*mesh.axes["expert_tp"].shard.span(size))
     gate_up = Weight(torch.cat((up[held, :size][:, columns], up[held, size:][:, columns]), 1).contiguous())
     ops = CpuOps()
     store = ExpertStore(
-        slot_map, gate_up, Weight(down[held][:, :, columns].contiguous()), ops.experts, CPU, mesh.axes["ep"].cut, ops.experts_fp8
+        slot_map, gate_up, Weight(down[held][:, :, columns].contiguous()), ops.experts, CPU, mesh.axes["ep"].shard, ops.experts_fp8
     )
     made = make_exchange(mesh.sizes, moe, store)
     made.record_load, worst, rows = True, 0.0, 0
@@ -187,7 +187,7 @@ def exchange(
         ids = torch.rand(len(x), experts, generator=generator).topk(top_k).indices
         ids = torch.arange(top_k).expand(len(x), -1).contiguous() if picks == "first" else ids
         weights = torch.rand(len(x), top_k, generator=generator)
-        ticket = made.submit(*(layout.enter(part) for part in (x, ids, weights)), layout)
+        ticket = made.dispatch(*(layout.enter(part) for part in (x, ids, weights)), layout)
         made.run_experts(ticket)
         y = gathered(mesh, layout, made.wait(ticket))
         if len(x):
@@ -307,7 +307,7 @@ def in_step(
     model = make_transformer(config, mesh_of(sizes, world), given)
     load_weights(model, Path(folder))
     member = Member(make_runner(model, given), [], {})
-    scheduler = GroupScheduler(given.scheduler(config), model.mesh.sizes.dp)
+    scheduler = DataParallelScheduler(given.scheduler(config), model.mesh.sizes.dp)
     loop = OverProcesses([member], model.mesh.sizes, scheduler, given)
     loop.run(arrivals)
     return loop.tokens
@@ -321,7 +321,7 @@ def peer_exchange(world: int, sizes: dict[str, Any], **arguments: Any) -> dict[s
 
 def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any], peers: str = "") -> list[dict[str, Any]]:
     if not peers:
-        return [asdict(row) for row in comm.measure(comm.Setup(**setup))]
+        return [asdict(row) for row in comm.measure(comm.CommSetup(**setup))]
     from tests.parallel import p2p_jobs
 
-    return [asdict(row) for row in comm.measure(comm.Setup(**setup), p2p_jobs.sharing(peers))]
+    return [asdict(row) for row in comm.measure(comm.CommSetup(**setup), p2p_jobs.sharing(peers))]

@@ -1,7 +1,7 @@
 """Data-parallel ranks in step, in one process: one scheduler, a model runner for each rank, and a
 log of the collectives that each of them starts.
 
-Every rank is alone with copies of its own rows (EchoAxis), so its tokens mean nothing. Which
+Every rank is alone with copies of its own rows (FakeAxis), so its tokens mean nothing. Which
 collectives run, in which order and of which sizes, does not depend on tokens, and is compared.
 """
 
@@ -19,11 +19,11 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.engine.distributed.codec import decode_plan, encode_plan
-from rorqual.engine.execution.cuda_graphs import RECORDED
-from rorqual.engine.execution.draft_controller import next_n_choices
+from rorqual.engine.distributed.codec import decode_output, encode_output
+from rorqual.engine.execution.cuda_graphs import CAPTURED
+from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.model_runner import ModelRunner, Speculation
-from rorqual.engine.scheduling.dp_scheduler import GroupPlan, GroupScheduler
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.layers.parameter import Build
@@ -31,10 +31,10 @@ from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import ops_for
-from rorqual.parallel.collectives import AddNormFn, Alone, Pending, Ready
-from rorqual.parallel.fake_axis import EchoAxis
+from rorqual.parallel.collectives import AddNormFn, NullAxis, PendingCollective, Ready
+from rorqual.parallel.fake_axis import FakeAxis
 from rorqual.parallel.mesh import AXES, Mesh, members
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.shard import Shard
 from rorqual.request import Request, SamplingParams
 from tests.engine.execution.replaying import ReplayingPlatform
 
@@ -46,25 +46,25 @@ BESIDE = ("pp", "tokens")  # what stages send each other overtakes what the rank
 
 @dataclass(frozen=True)
 class Settings:
-    """next_n drafts a step by `drafter`, next_ns in turn if given; graph_sizes None: no graphs."""
+    """num_speculative_tokens drafts a step by `drafter`, draft_counts in turn if given; cudagraph_capture_sizes None: no graphs."""
 
-    next_n: int = 0
+    num_speculative_tokens: int = 0
     drafter: str = "mtp"
     window: bool = True
-    graph_sizes: tuple[int, ...] | None = None
-    next_ns: tuple[int, ...] = ()
-    prefill_chunk: int | None = 7
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    draft_counts: tuple[int, ...] = ()
+    chunked_prefill_size: int | None = 7
     rates: tuple[float, ...] = ()
 
     @property
     def speculation(self) -> Speculation | None:
-        if not self.next_n:
+        if not self.num_speculative_tokens:
             return None
-        return Speculation(self.drafter, self.next_n, self.window, self.rates)
+        return Speculation(self.drafter, self.num_speculative_tokens, self.window, self.rates)
 
     @property
     def with_mtp(self) -> bool:
-        return self.next_n > 0 and self.drafter == "mtp"
+        return self.num_speculative_tokens > 0 and self.drafter == "mtp"
 
     def scheduler(self, model: ModelConfig) -> SchedulerConfig:
         return SchedulerConfig(
@@ -74,10 +74,10 @@ class Settings:
             num_pages=8 * LONGEST // PAGE + 1,
             page_size=PAGE,
             prefix_caching=False,
-            prefill_chunk=self.prefill_chunk,
-            next_n=self.next_n,
+            chunked_prefill_size=self.chunked_prefill_size,
+            num_speculative_tokens=self.num_speculative_tokens,
             lookahead=model.num_mtp_layers if self.with_mtp else 0,
-            send_tokens=self.next_n > 0 and self.drafter == "ngram",
+            send_tokens=self.num_speculative_tokens > 0 and self.drafter == "ngram",
         )
 
 
@@ -100,11 +100,11 @@ def make_runner(model: Transformer, settings: Settings) -> ModelRunner:
         ReplayingPlatform(CPU),
         config.max_num_seqs,
         2 * LONGEST,
-        settings.graph_sizes is not None,
+        settings.cudagraph_capture_sizes is not None,
         settings.speculation,
     )
-    choices = next_n_choices(settings.next_n, bool(settings.next_ns))
-    runner.record(RECORDED, choices, settings.graph_sizes)
+    choices = draft_count_choices(settings.num_speculative_tokens, bool(settings.draft_counts))
+    runner.capture(CAPTURED, choices, settings.cudagraph_capture_sizes)
     return runner
 
 
@@ -117,10 +117,10 @@ class Call:
     detail: tuple[Any, ...]
 
 
-class LoggedAxis(EchoAxis):
+class LoggedAxis(FakeAxis):
     """Logs what GroupAxis would start: nothing for a message without elements."""
 
-    def __init__(self, name: str, cut: Cut, log: list[Call]):
+    def __init__(self, name: str, cut: Shard, log: list[Call]):
         super().__init__(name, cut)
         self.log = log
 
@@ -163,10 +163,10 @@ class LoggedAxis(EchoAxis):
             self._heard("all_to_all_fixed", tuple(x.shape), x.dtype)
         return x
 
-    def start_all_to_all_fixed(self, x: Tensor) -> Pending:
+    def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective:
         return Ready(self.all_to_all_fixed(x))
 
-    def start_broadcast(self, x: Tensor, root: int) -> Pending:
+    def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
         self._heard("broadcast", tuple(x.shape), root)
         return Ready(x if self.rank == root else x.zero_())
 
@@ -180,7 +180,7 @@ class LoggedAxis(EchoAxis):
         dtype: torch.dtype,
         device: torch.device,
         source: int,
-    ) -> Pending:
+    ) -> PendingCollective:
         out = torch.zeros(*shape, dtype=dtype, device=device)
         if out.numel():
             self._heard("pass", tuple(shape), dtype)
@@ -202,8 +202,8 @@ class Member:
         groups = {name: members(sizes, rank, name) for name in AXES}
         axes: dict[str, Any] = {}
         for name, group in groups.items():
-            cut = Cut(group.index(rank), len(group))
-            axes[name] = LoggedAxis(name, cut, log) if len(group) > 1 else Alone(name)
+            cut = Shard(group.index(rank), len(group))
+            axes[name] = LoggedAxis(name, cut, log) if len(group) > 1 else NullAxis(name)
         model = make_transformer(config, Mesh(sizes, rank, axes), settings)
         random_weights(model, 0)
         return Member(make_runner(model, settings), log, groups)
@@ -236,16 +236,16 @@ class Lockstep:
 
     members: list[Member]
     sizes: ParallelConfig
-    scheduler: GroupScheduler
+    scheduler: DataParallelScheduler
     settings: Settings
-    plans: list[GroupPlan] = field(default_factory=list)
+    plans: list[DataParallelOutput] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     added: int = 0
 
     @staticmethod
     def of(config: ModelConfig, sizes: ParallelConfig, settings: Settings) -> Lockstep:
         ranks = [Member.of(sizes, rank, config, settings) for rank in range(sizes.world)]
-        scheduler = GroupScheduler(settings.scheduler(config), sizes.dp)
+        scheduler = DataParallelScheduler(settings.scheduler(config), sizes.dp)
         made = Lockstep(ranks, sizes, scheduler, settings)
         made.compare("recording")
         return made
@@ -256,12 +256,12 @@ class Lockstep:
         self.added += 1
 
     def step(self) -> None:
-        if self.settings.next_ns:
-            turn = len(self.plans) % len(self.settings.next_ns)
-            self.scheduler.next_n = self.settings.next_ns[turn]
+        if self.settings.draft_counts:
+            turn = len(self.plans) % len(self.settings.draft_counts)
+            self.scheduler.num_speculative_tokens = self.settings.draft_counts[turn]
         planned = self.scheduler.plan()
         assert planned is not None
-        plan = decode_plan(encode_plan(planned.plan))
+        plan = decode_output(encode_output(planned.plan))
         self.plans.append(plan)
         results: Results = {}
         for member in self.members:

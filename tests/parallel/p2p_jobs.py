@@ -23,25 +23,25 @@ from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel.p2p_dispatch import PeerRows
-from rorqual.parallel.p2p_memory import PeerMemory
+from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
+from rorqual.parallel.p2p_memory import P2PMemory
 from tests.parallel.driver import CPU
 
 HIDDEN, INNER, EXPERTS, TOP_K = 160, 16, 8, 3
 Given = tuple[Tensor, Tensor, Tensor, Layout]
 
 
-def files(mesh: Mesh, folder: str) -> Callable[[GroupAxis, int, torch.device, Tensor], PeerMemory]:
-    """As PeerMemory.of, in files. Where kernels read before anyone has written lies NaN; counters are the caller's."""
+def files(mesh: Mesh, folder: str) -> Callable[[GroupAxis, int, torch.device, Tensor], P2PMemory]:
+    """As P2PMemory.of, in files. Where kernels read before anyone has written lies NaN; counters are the caller's."""
 
-    def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> PeerMemory:
+    def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> P2PMemory:
         where = Path(folder) / f"{axis.name}{mesh.stage_rank - axis.rank * (mesh.stage.size // axis.size)}"
         where.mkdir(exist_ok=True)
         own = torch.from_file(str(where / str(axis.rank)), shared=True, size=size, dtype=torch.uint8)
         own.fill_(255)
         mesh.stage.all_reduce(torch.ones(1))
         found = [torch.from_file(str(where / str(rank)), shared=True, size=size, dtype=torch.uint8) for rank in range(axis.size)]
-        return PeerMemory(own, torch.tensor([memory.data_ptr() for memory in (*found, stop)]), stop, found)
+        return P2PMemory(own, torch.tensor([memory.data_ptr() for memory in (*found, stop)]), stop, found)
 
     return of
 
@@ -51,9 +51,9 @@ def attach(mesh: Mesh, moe: MoEConfig, folder: str, rows: int, hidden: int, dtyp
     counters have come to already."""
     with (
         mock.patch.object(mesh_module, "why_not_shared", return_value=""),
-        mock.patch.object(PeerMemory, "of", files(mesh, folder)),
+        mock.patch.object(P2PMemory, "of", files(mesh, folder)),
     ):
-        way = mesh.way_to_experts(rows, hidden, moe, dtype, CPU, flights=flights)
+        way = mesh.all2all_backend(rows, hidden, moe, dtype, CPU, flights=flights)
     peers = peers_of(mesh, moe)
     for buffer in peers.buffers if peers else ():
         peers.memory.own[buffer.start : buffer.start + 8 * buffer.areas.world].view(torch.int32).fill_(start)
@@ -88,19 +88,19 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: 
     slot_map, generator = SlotMap(tuple(slots), EXPERTS) if slots else SlotMap.identity(EXPERTS), torch.Generator().manual_seed(3)
     up = torch.randn(EXPERTS, 2, INNER, HIDDEN, generator=generator).to(dtype) / 4
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator).to(dtype) / 4
-    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].cut)]
-    columns = slice(*mesh.axes["expert_tp"].cut.span(INNER))
+    held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
+    columns = slice(*mesh.axes["expert_tp"].shard.span(INNER))
     gate_up, part = Weight(up[held][:, :, columns].flatten(1, 2)), Weight(down[held][:, :, columns].contiguous())
 
     def compute_fp8(x: Tensor, scale: Tensor, kind: torch.dtype, *rest: Any) -> Tensor:
-        return compute(reference.dequantise_activation(x, scale, kind), *rest)
+        return compute(reference.dequantize_activation(x, scale, kind), *rest)
 
     def compute(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
         assert base is None, "an exchange between ranks adds no rows of its own"
         time.sleep(late)
         return reference.experts(x, ids, weights, gate_up, down)
 
-    store = ExpertStore(slot_map, gate_up, part, compute, CPU, mesh.axes["ep"].cut, compute_fp8)
+    store = ExpertStore(slot_map, gate_up, part, compute, CPU, mesh.axes["ep"].shard, compute_fp8)
     return make_exchange(mesh.sizes, MoEConfig(EXPERTS, TOP_K, INNER), store)
 
 
@@ -121,7 +121,7 @@ def walk(exchange: Exchange, calls: list[Given], at_once: int, pause: random.Ran
         tickets = []
         for given in calls[first : first + at_once]:
             dawdle(pause)
-            tickets.append(exchange.submit(*given))
+            tickets.append(exchange.dispatch(*given))
         for ticket in tickets:
             dawdle(pause)
             exchange.run_experts(ticket)
@@ -140,10 +140,10 @@ def compare(
     layer = expert_layer(mesh, slots, kind, 0.05 if mesh.rank == late else 0)
     calls = [call(mesh, number, counts, kind) for number, counts in enumerate(tokens)]
     moe, axis = MoEConfig(EXPERTS, TOP_K, INNER), calls[0][3].moe_axis
-    unshared = [mesh.way_to_experts(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)]
+    unshared = [mesh.all2all_backend(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)]
     way = attach(mesh, moe, folder, rows, HIDDEN, kind, at_once, start)
     peers = axis.peers
-    assert isinstance(peers, PeerRows)
+    assert isinstance(peers, P2PDispatchBuffers)
     axis.traffic.reset()
     found = list(walk(layer, calls, at_once, pause))
     counted = dict(axis.traffic.bytes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rorqual.config.parallel import ParallelConfig
-from rorqual.parallel.collectives import Alone
+from rorqual.parallel.collectives import NullAxis
 from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.mesh import AXES, Mesh, members
 from tests.parallel.pool import RankPool
@@ -30,7 +30,7 @@ def test_what_one_rank_cannot_do_none_does(pool: RankPool, failing: list[int]) -
 
 
 def test_one_rank_is_the_identity() -> None:
-    axis, x = Alone("tp"), torch.ones(2, 2)
+    axis, x = NullAxis("tp"), torch.ones(2, 2)
     same = (
         axis.all_reduce(x),
         axis.reduce_scatter(x, [2]),

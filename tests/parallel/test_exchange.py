@@ -165,10 +165,10 @@ def test_a_table_is_remapped_in_place() -> None:
 
 
 def test_slots_that_cannot_be_dealt_out() -> None:
-    from rorqual.parallel.shard import Cut
+    from rorqual.parallel.shard import Shard
 
     with pytest.raises(ConfigError, match="ep=4 does not divide 10"):
-        SlotMap((*range(8), 0, 1), 8).local(Cut(0, 4))
+        SlotMap((*range(8), 0, 1), 8).local(Shard(0, 4))
 
 
 def test_one_device_has_a_local_exchange() -> None:
@@ -181,9 +181,9 @@ def go_round(name: str) -> torch.Tensor:
     mesh, moe = place(ParallelConfig(dp=2, ep=2, exchange=name), 1), MoEConfig(8, 3, 16)
     nothing = Weight(torch.empty(0))
     with FakeTensorMode():
-        store = ExpertStore(SlotMap(tuple(REPLICAS), 8), nothing, nothing, lambda x, *_: x, torch.device("cpu"), mesh.axes["ep"].cut)
+        store = ExpertStore(SlotMap(tuple(REPLICAS), 8), nothing, nothing, lambda x, *_: x, torch.device("cpu"), mesh.axes["ep"].shard)
         made, layout = make_exchange(mesh.sizes, moe, store), mesh.layout([4, 4], True, moe)
-        ticket = made.submit(torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout)
+        ticket = made.dispatch(torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout)
         made.run_experts(ticket)
         return made.wait(ticket)
 

@@ -27,12 +27,12 @@ def compiled(capability: int) -> list[dict[str, object]]:
     for world, fp8 in ((2, False), (8, False), (8, True)):
         areas = kernels.Areas(world, 128, 7168, 8, 2)
         counters = torch.empty(2, dtype=torch.int32), torch.empty(128, world, dtype=torch.int32)
-        buffer = kernels.Buffer(torch.empty(world + 1, dtype=torch.int64), 0, areas, 0, *counters)
+        buffer = kernels.DispatchBuffer(torch.empty(world + 1, dtype=torch.int64), 0, areas, 0, *counters)
         x, ids = torch.empty(100, 7168, dtype=torch.bfloat16), torch.empty(100, 8, dtype=torch.int64)
         with compiling(capability) as found:
-            kernels.dispatch(buffer, x, ids, torch.empty(100, 8), 128, kernels.Place(256 // world), fp8)
-            kernels.arrival(buffer)
-            kernels.give_back(buffer, torch.empty(world * 128, 7168, dtype=torch.bfloat16), 128)
+            kernels.dispatch(buffer, x, ids, torch.empty(100, 8), 128, kernels.ExpertPlacement(256 // world), fp8)
+            kernels.recv_dispatch(buffer)
+            kernels.send_combine(buffer, torch.empty(world * 128, 7168, dtype=torch.bfloat16), 128)
             kernels.combine(buffer, x)
         for kernel in found:
             about = {"name": kernel.name, "world": world, "fp8": fp8}

@@ -51,13 +51,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ALL = (1.0, 1.0)
 SETTINGS: dict[str, Settings] = {
     "eager": Settings(),
-    "graphs": Settings(graph_sizes=(1, 2, 4, 8)),
-    "graphs-when-needed": Settings(graph_sizes=(1,)),
-    "mtp": Settings(next_n=2, rates=ALL),
-    "mtp-last-row": Settings(next_n=2, window=False, rates=ALL),
+    "graphs": Settings(cudagraph_capture_sizes=(1, 2, 4, 8)),
+    "graphs-when-needed": Settings(cudagraph_capture_sizes=(1,)),
+    "mtp": Settings(num_speculative_tokens=2, rates=ALL),
+    "mtp-last-row": Settings(num_speculative_tokens=2, window=False, rates=ALL),
     "mtp-last-row-graphs-when-needed": Settings(2, "mtp", False, (1,), rates=ALL),
     "mtp-next_n-changes-graphs-when-needed": Settings(2, "mtp", True, (1,), (2, 0, 1), rates=ALL),
-    "ngram-graphs-when-needed": Settings(2, "ngram", graph_sizes=(1,), rates=ALL),
+    "ngram-graphs-when-needed": Settings(2, "ngram", cudagraph_capture_sizes=(1,), rates=ALL),
 }
 
 
@@ -88,7 +88,7 @@ def check(config: ModelConfig, layout: str, settings: str) -> None:
     loop = run(config, LAYOUTS[layout], SETTINGS[settings])
     assert all(len(member.log) > 80 for member in loop.members)
     assert len(set(loop.replays)) == 1
-    assert (loop.replays[0] > 20) == (SETTINGS[settings].graph_sizes is not None)
+    assert (loop.replays[0] > 20) == (SETTINGS[settings].cudagraph_capture_sizes is not None)
 
 
 CASES = [("dp2", name) for name in SETTINGS]
@@ -132,6 +132,6 @@ def test_processes_end_with_the_tokens_of_one(pool: RankPool, tmp_path: Path) ->
     llm = LLM(tmp_path, **options)
     outs = llm.generate(prompts, [params for _, params in asked])
     wanted = {f"r{number}": out.outputs[0].token_ids for number, out in enumerate(outs)}
-    for settings in ({"graph_sizes": (1,)}, {"next_n": 2, "window": False, "graph_sizes": (1,)}):
+    for settings in ({"cudagraph_capture_sizes": (1,)}, {"num_speculative_tokens": 2, "window": False, "cudagraph_capture_sizes": (1,)}):
         given = {"folder": str(tmp_path), "settings": settings, "arrivals": arrivals}
         assert pool.run("in_step", 2, sizes={"dp": 2}, **given) == [wanted] * 2

@@ -16,13 +16,13 @@ from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError, LoadError
 from rorqual.layers.parameter import Build, Target
-from rorqual.models.loader import Rows, load_weights, random_weights
+from rorqual.models.loader import TensorReader, load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.reference import Weight, dequantise
+from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.mesh import Mesh
-from tests.models.checkpoints import dequantise_block, merge, save, save_fp8
+from tests.models.checkpoints import dequantize_block, merge, save, save_fp8
 from tests.parallel.fake_axes import place
 
 CPU = torch.device("cpu")
@@ -122,14 +122,14 @@ def test_random_shards_are_windows_of_the_unsharded_draw(fields: dict[str, Any],
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    read, sizes = Rows._read, []
+    read, sizes = TensorReader._read, []
 
-    def counting(self: Rows, part: tuple[slice, ...]) -> Tensor:
+    def counting(self: TensorReader, part: tuple[slice, ...]) -> Tensor:
         data = read(self, part)
         sizes.append(data.numel())
         return data
 
-    monkeypatch.setattr(Rows, "_read", counting)
+    monkeypatch.setattr(TensorReader, "_read", counting)
     return sizes
 
 
@@ -172,7 +172,7 @@ def as_loaded(config: ModelConfig, folder: Path, mesh: Mesh | None = None) -> Tr
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, Any]) -> None:
-    """A file with a different scale in every block: each shard, dequantised, is the window of the whole, dequantised."""
+    """A file with a different scale in every block: each shard, dequantized, is the window of the whole, dequantized."""
     config, chosen = ModelConfig.from_dict(FP8), ParallelConfig(**sizes)
     drawn = build(config)
     drawn.finalize = lambda: None  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, 
     generator = torch.Generator().manual_seed(2)
     scales = {name: torch.rand(tensor.shape, generator=generator) + 0.5 for name, tensor in tensors.items() if name.endswith("_scale_inv")}
     save_file(tensors | scales, tmp_path / "model.safetensors")
-    wide = {name: dequantise_block(tensors[name], scales[name + "_scale_inv"]) for name in tensors if name + "_scale_inv" in scales}
+    wide = {name: dequantize_block(tensors[name], scales[name + "_scale_inv"]) for name in tensors if name + "_scale_inv" in scales}
     for rank in range(chosen.world):
         model = as_loaded(config, tmp_path, place(chosen, rank))
         views = {target.name: target for target in own(model)}
@@ -189,7 +189,7 @@ def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, 
             if name in wide:
                 scale = views[name + "_scale_inv"]
                 rows = 1 if scale.repeat > 1 else 128
-                weight = dequantise(Weight(target.view, scale.view, (rows, 128)), torch.float32)
+                weight = dequantize(Weight(target.view, scale.view, (rows, 128)), torch.float32)
                 assert torch.equal(weight, wide[name][window(target)]), name
 
 

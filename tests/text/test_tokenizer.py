@@ -1,4 +1,4 @@
-"""Detokenising token by token: whole characters only, and in the end exactly the text of all tokens."""
+"""Detokenizing token by token: whole characters only, and in the end exactly the text of all tokens."""
 
 from __future__ import annotations
 

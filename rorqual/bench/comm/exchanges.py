@@ -25,7 +25,7 @@ from rorqual.parallel.collectives import Axis
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_alltoall import wanted
 from rorqual.parallel.exchange_select import make_exchange
-from rorqual.parallel.mesh import Groups, Mesh
+from rorqual.parallel.mesh import Mesh, ProcessGroups
 
 WAYS = (("allgather_ep", False), ("alltoall", False), ("low_latency", False), ("low_latency", True))
 SHARED = (("allgather_ep", False), ("low_latency", False), ("low_latency", True))
@@ -37,7 +37,7 @@ Share = Callable[[Mesh, MoEConfig, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Case:
+class ExchangeCase:
     """`sent`: bytes that leave a rank, where routing alone tells; peer_us: what DeepEP takes for the same, as published."""
 
     name: str
@@ -61,13 +61,13 @@ class Sizes:
 
 def share_cards(mesh: Mesh, moe: MoEConfig, x: Tensor) -> None:
     """Memory shared by cards, if these can."""
-    mesh.way_to_experts(x.shape[0], x.shape[1], moe, x.dtype, x.device)
+    mesh.all2all_backend(x.shape[0], x.shape[1], moe, x.dtype, x.device)
 
 
-class Layer:
+class ExchangeLayer:
     """Data-parallel attention over all ranks, whole experts on each, tokens routed at random."""
 
-    def __init__(self, sizes: Sizes, groups: Groups, x: Tensor, exchange: str, fp8: bool):
+    def __init__(self, sizes: Sizes, groups: ProcessGroups, x: Tensor, exchange: str, fp8: bool):
         self.x, self.fp8, self.exact = x, fp8, True
         self.moe = MoEConfig(sizes.experts, sizes.top_k, 1)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -75,7 +75,7 @@ class Layer:
         self.weights, nothing = torch.rand(self.ids.shape, generator=generator).to(x.device), Weight(torch.empty(0))
         parallel = ParallelConfig(dp=sizes.ranks, ep=sizes.ranks, exchange=exchange, fp8_dispatch=fp8)
         self.mesh = Mesh.of(parallel, groups=groups)
-        cut, slots = self.mesh.axes["ep"].cut, SlotMap.identity(sizes.experts)
+        cut, slots = self.mesh.axes["ep"].shard, SlotMap.identity(sizes.experts)
         self.store = ExpertStore(slots, nothing, nothing, self._experts, x.device, cut, self._experts_fp8)
         self.exchange = make_exchange(parallel, self.moe, self.store)
         self.layout = self.mesh.layout([x.shape[0]] * sizes.ranks, True, self.moe)
@@ -91,14 +91,14 @@ class Layer:
         """Experts in fp8 take such rows as they are."""
         if not self.exact:
             return torch.empty(x.shape, dtype=dtype, device=x.device)
-        return self._experts(reference.dequantise_activation(x, scale, dtype), places, weights)
+        return self._experts(reference.dequantize_activation(x, scale, dtype), places, weights)
 
     @property
     def axis(self) -> Axis:
         return self.mesh.dp
 
     def call(self) -> Tensor:
-        ticket = self.exchange.submit(self.x, self.ids, self.weights, self.layout)
+        ticket = self.exchange.dispatch(self.x, self.ids, self.weights, self.layout)
         self.exchange.run_experts(ticket)
         return self.exchange.wait(ticket)
 
@@ -116,14 +116,14 @@ class Layer:
         return float(self.axis.all_reduce(away)) / self.axis.size
 
 
-def exchanges(sizes: Sizes, groups: Groups, x: Tensor, share: Share | None) -> Iterator[Case]:
+def exchanges(sizes: Sizes, groups: ProcessGroups, x: Tensor, share: Share | None) -> Iterator[ExchangeCase]:
     """All ways over the process group, then, given a way to share memory, those over that."""
     for name, fp8 in WAYS:
-        layer = Layer(sizes, groups, x, name, fp8)
-        yield Case(f"exchange {name}{' fp8' * fp8}", layer.axis, layer.timed, layer.exchange.capturable)
+        layer = ExchangeLayer(sizes, groups, x, name, fp8)
+        yield ExchangeCase(f"exchange {name}{' fp8' * fp8}", layer.axis, layer.timed, layer.exchange.capturable)
     for name, fp8 in SHARED if share else ():
         assert share is not None
-        layer, plain = (Layer(sizes, groups, x, name, fp8) for _ in range(2))
+        layer, plain = (ExchangeLayer(sizes, groups, x, name, fp8) for _ in range(2))
         share(layer.mesh, layer.moe, x)
         if layer.axis.peers is not None:
             check(layer, plain, sizes.checked)
@@ -131,35 +131,35 @@ def exchanges(sizes: Sizes, groups: Groups, x: Tensor, share: Share | None) -> I
             check(layer, plain, sizes.checked)
 
 
-def _shared(layer: Layer, name: str, peer: tuple[float, float] | None) -> Iterator[Case]:
+def _shared(layer: ExchangeLayer, name: str, peer: tuple[float, float] | None) -> Iterator[ExchangeCase]:
     from rorqual.ops.triton.comm import dispatch_combine as kernels
-    from rorqual.parallel.p2p_dispatch import PeerRows
+    from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
 
     peers, axis, x = layer.axis.peers, layer.axis, layer.x
-    assert isinstance(peers, PeerRows)
+    assert isinstance(peers, P2PDispatchBuffers)
     buffer, capacity, columns = peers.buffers[0], x.shape[0], x.shape[1]
-    place = kernels.Place(len(layer.store.mine))
+    place = kernels.ExpertPlacement(len(layer.store.mine))
     rows, picks = layer.rows_away(), 8 * layer.ids.shape[1]
     there = round(rows * (picks + (columns + 4 * -(-columns // 128) if layer.fp8 else columns * x.element_size())))
     back = round(rows * columns * x.element_size())
 
     def dispatch() -> None:
         kernels.dispatch(buffer, x, layer.ids, layer.weights, capacity, place, layer.fp8)
-        kernels.arrival(buffer)
+        kernels.recv_dispatch(buffer)
 
     y = torch.zeros(axis.size * capacity, columns, dtype=x.dtype, device=x.device)
 
     def combine() -> Tensor:
-        kernels.give_back(buffer, y, capacity)
+        kernels.send_combine(buffer, y, capacity)
         return kernels.combine(buffer, x)
 
-    yield Case(f"exchange {name}", axis, layer.timed, True, there + back, sum(peer) if peer else None)
+    yield ExchangeCase(f"exchange {name}", axis, layer.timed, True, there + back, sum(peer) if peer else None)
     if not name.startswith("allgather"):  # the same kernels
-        yield Case(f"dispatch {name}", axis, dispatch, True, there, peer[0] if peer else None)
-        yield Case(f"combine {name}", axis, combine, True, back, peer[1] if peer else None)
+        yield ExchangeCase(f"dispatch {name}", axis, dispatch, True, there, peer[0] if peer else None)
+        yield ExchangeCase(f"combine {name}", axis, combine, True, back, peer[1] if peer else None)
 
 
-def check(layer: Layer, plain: Layer, calls: int) -> None:
+def check(layer: ExchangeLayer, plain: ExchangeLayer, calls: int) -> None:
     """Raises EngineError, on all ranks, if one of them gets other sums than from the process group."""
     generator, kept, wrong = torch.Generator().manual_seed(99 + dist.get_rank()), layer.x, 0
     for _ in range(calls):

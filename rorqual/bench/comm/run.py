@@ -25,17 +25,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rorqual.bench.comm.exchanges import Call, Case, Share, Sizes, exchanges, share_cards
+from rorqual.bench.comm.exchanges import Call, ExchangeCase, Share, Sizes, exchanges, share_cards
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.group_axis import GroupAxis
-from rorqual.parallel.mesh import Groups, Mesh
+from rorqual.parallel.mesh import Mesh, ProcessGroups
 
 
 @dataclass(frozen=True)
-class Setup:
+class CommSetup:
     """What to measure: `rows` a rank of `hidden` columns; an expert layer of `experts`, `top_k` a token."""
 
     ranks: int
@@ -50,7 +50,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Row:
+class CommRow:
     """Median of the slowest rank. `sent`: bytes that leave a rank, as parallel/comm_counters.py counts them; over shared memory those of the rows
     that were routed away. peer_us: what DeepEP takes, as published."""
 
@@ -67,7 +67,7 @@ class Row:
         return self.sent / self.us / 1e3
 
 
-def bench(setup: Setup) -> list[Row]:
+def bench(setup: CommSetup) -> list[CommRow]:
     """Rows of all measurements, on rank 0; other ranks of a torchrun group get none. Raises ConfigError for impossible sizes."""
     if setup.ranks < 2:
         raise ConfigError(f"ranks={setup.ranks} must be at least 2: a single rank has nobody to talk to")
@@ -86,10 +86,10 @@ def bench(setup: Setup) -> list[Row]:
             process.join()
         if any(process.exitcode for process in processes):
             raise ConfigError(f"ranks ended with {[process.exitcode for process in processes]}; their messages stand above")
-        return [Row(**row) for row in json.loads((Path(folder) / "rows").read_text())]
+        return [CommRow(**row) for row in json.loads((Path(folder) / "rows").read_text())]
 
 
-def _rank(setup: Setup, rank: int, folder: str) -> None:
+def _rank(setup: CommSetup, rank: int, folder: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     if setup.device == "cuda":
@@ -101,7 +101,7 @@ def _rank(setup: Setup, rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _joined(setup: Setup) -> list[Row]:
+def _joined(setup: CommSetup) -> list[CommRow]:
     if setup.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(_backend(setup))
@@ -111,7 +111,7 @@ def _joined(setup: Setup) -> list[Row]:
     return rows if chief else []
 
 
-def _backend(setup: Setup) -> str:
+def _backend(setup: CommSetup) -> str:
     return "nccl" if setup.device == "cuda" else "gloo"
 
 
@@ -119,9 +119,9 @@ def _backend(setup: Setup) -> str:
 
 
 @torch.inference_mode()
-def measure(setup: Setup, share: Share | None = None) -> list[Row]:
+def measure(setup: CommSetup, share: Share | None = None) -> list[CommRow]:
     """On every rank at once; the rows are the same on all. `share` gives ranks memory in common, where they are no cards."""
-    groups, found = Groups(), []
+    groups, found = ProcessGroups(), []
     sizes = Sizes(setup.ranks, setup.hidden, setup.experts, setup.top_k, min(10, setup.calls))
     share = share_cards if setup.device == "cuda" else share
     device = torch.device("cuda", torch.cuda.current_device()) if setup.device == "cuda" else torch.device("cpu")
@@ -133,29 +133,29 @@ def measure(setup: Setup, share: Share | None = None) -> list[Row]:
     return found
 
 
-def _collectives(axis: Axis, x: Tensor) -> Iterator[Case]:
+def _collectives(axis: Axis, x: Tensor) -> Iterator[ExchangeCase]:
     zeros, every = torch.zeros_like(x), x.repeat(axis.size, 1)  # sums in place stay zero
-    yield Case("all_reduce", axis, lambda: axis.all_reduce(zeros))
-    yield Case("all_reduce + add + norm", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
-    yield Case("all_gather", axis, lambda: axis.all_gather(x))
-    yield Case("reduce_scatter", axis, lambda: axis.reduce_scatter(every))
-    yield Case("all_to_all", axis, lambda: axis.all_to_all_fixed(every.view(axis.size, -1, x.shape[1])))
+    yield ExchangeCase("all_reduce", axis, lambda: axis.all_reduce(zeros))
+    yield ExchangeCase("all_reduce + add + norm", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
+    yield ExchangeCase("all_gather", axis, lambda: axis.all_gather(x))
+    yield ExchangeCase("reduce_scatter", axis, lambda: axis.reduce_scatter(every))
+    yield ExchangeCase("all_to_all", axis, lambda: axis.all_to_all_fixed(every.view(axis.size, -1, x.shape[1])))
 
 
-def _fused(mesh: Mesh, x: Tensor) -> Iterator[Case]:
+def _fused(mesh: Mesh, x: Tensor) -> Iterator[ExchangeCase]:
     """The same in one kernel over symmetric memory, on cards."""
     if not x.is_cuda or not isinstance(mesh.tp, GroupAxis):
         return
     axis, zeros = mesh.tp, torch.zeros_like(x)
     mesh.fuse_all_reduce(x.shape[0], x.shape[1], x.dtype, x.device)
-    yield Case("all_reduce + add + norm, fused", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
+    yield ExchangeCase("all_reduce + add + norm, fused", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
     axis.fused = None
 
 
 # ---- how
 
 
-def _timed(setup: Setup, case: Case, rows: int) -> Row:
+def _timed(setup: CommSetup, case: ExchangeCase, rows: int) -> CommRow:
     capture = case.capturable and setup.device == "cuda"
     case.call()
     case.axis.traffic.reset()
@@ -164,10 +164,10 @@ def _timed(setup: Setup, case: Case, rows: int) -> Row:
     seconds = _captured(case.call, setup) if capture else _called(case.call, setup)
     slowest = torch.tensor([seconds], dtype=torch.float64, device="cuda" if setup.device == "cuda" else "cpu")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return Row(case.name, case.axis.size, rows, slowest.item() * 1e6, sent, capture, case.peer_us)
+    return CommRow(case.name, case.axis.size, rows, slowest.item() * 1e6, sent, capture, case.peer_us)
 
 
-def _called(call: Call, setup: Setup) -> float:
+def _called(call: Call, setup: CommSetup) -> float:
     times = []
     for _ in range(setup.repeats):
         dist.barrier()
@@ -180,7 +180,7 @@ def _called(call: Call, setup: Setup) -> float:
     return statistics.median(times)
 
 
-def _captured(call: Call, setup: Setup) -> float:
+def _captured(call: Call, setup: CommSetup) -> float:
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()  # calls of a group follow one another, also from stream to stream
     with torch.cuda.stream(side):
@@ -201,7 +201,7 @@ def _captured(call: Call, setup: Setup) -> float:
     return statistics.median(times)
 
 
-def print_table(rows: Sequence[Row], setup: Setup, console: Console | None = None) -> None:
+def print_table(rows: Sequence[CommRow], setup: CommSetup, console: Console | None = None) -> None:
     if not rows:
         return
     layer = f"{setup.experts} experts, {setup.top_k} a token"
@@ -215,6 +215,6 @@ def print_table(rows: Sequence[Row], setup: Setup, console: Console | None = Non
     (console or Console()).print(table)
 
 
-def as_json(rows: Sequence[Row], setup: Setup) -> str:
+def as_json(rows: Sequence[CommRow], setup: CommSetup) -> str:
     about = {**asdict(setup), "torch": torch.__version__, "python": sys.version.split()[0]}
     return json.dumps({**about, "rows": [{**asdict(row), "gb_s": row.gb_s} for row in rows]}, indent=1)

@@ -34,7 +34,7 @@ Call = Callable[[Any], Tensor]  # takes a Config
 
 
 @dataclass
-class Setup:
+class AttentionSetup:
     """Calls over rotated data, all into `out`, and how to judge the first one's output. configs: the one in use, then others to try;
     shape: what a tuned one is stored under. peers: by name, what makes another library's call over the same data."""
 
@@ -47,14 +47,14 @@ class Setup:
 
 
 @dataclass
-class Case:
+class AttentionCase:
     """One line of the table. peer: microseconds of the best peer on an H200 (anchors/README.md), None if not measured."""
 
     kernel: str
     shape: str
     bytes: float
     flops: float
-    setup: Callable[[torch.device], Setup]
+    setup: Callable[[torch.device], AttentionSetup]
     peer: float | None = None
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -107,12 +107,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def mla_case(requests: int, longest: int, heads: int, queries: int = 1, fp8: bool = False, mixed: bool = False,
-             peer: float | None = None) -> Case:  # fmt: skip
+             peer: float | None = None) -> AttentionCase:  # fmt: skip
     lens = lengths(requests, longest, mixed)
     row, scale = 656 if fp8 else 1152, 192**-0.5
     moved = sum(lens) * row + requests * queries * heads * (512 + 64 + 512) * 2
 
-    def setup(device: torch.device) -> Setup:
+    def setup(device: torch.device) -> AttentionSetup:
         copies, tokens = copies_of(moved), requests * queries
         tables = block_tables(copies, requests, longest, device)
         values = torch.randn(tables.numel() + 1, PAGE, 576, device=device, dtype=torch.bfloat16)
@@ -149,18 +149,20 @@ def mla_case(requests: int, longest: int, heads: int, queries: int = 1, fp8: boo
         data, others = (q_latent, q_rope, cache, tables, kv_lens, scale), {}
         if queries == 1 and not fp8 and not mixed:
             others = {"FlashMLA": partial(peers.flash_mla, *data), "FA3": partial(peers.fa3_mla, *data)}
-        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, {**shape, **sizes_near(requests, longest)}, others)
+        return AttentionSetup(
+            out, [partial(call, i) for i in range(copies)], configs, error, {**shape, **sizes_near(requests, longest)}, others
+        )
 
     name = f"B{requests} S{longest} H{heads}" + (f" q{queries}" if queries > 1 else "") + (" mixed" if mixed else "")
-    return Case("mla fp8" if fp8 else "mla", name, moved, 2 * sum(lens) * heads * queries * 1088, setup, peer)
+    return AttentionCase("mla fp8" if fp8 else "mla", name, moved, 2 * sum(lens) * heads * queries * 1088, setup, peer)
 
 
-def gqa_case(requests: int, longest: int, queries: int = 1, mixed: bool = False, peer: float | None = None) -> Case:
+def gqa_case(requests: int, longest: int, queries: int = 1, mixed: bool = False, peer: float | None = None) -> AttentionCase:
     heads, groups, width = 32, 4, 128
     lens = lengths(requests, longest, mixed)
     moved = sum(lens) * 2 * groups * width * 2 + requests * queries * heads * width * 4
 
-    def setup(device: torch.device) -> Setup:
+    def setup(device: torch.device) -> AttentionSetup:
         copies, tokens = copies_of(moved), requests * queries
         tables = block_tables(copies, requests, longest, device)
         k, v = (torch.randn(tables.numel() + 1, PAGE, groups, width, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -184,18 +186,18 @@ def gqa_case(requests: int, longest: int, queries: int = 1, mixed: bool = False,
         configs = [gqa.config_for(q[0], k, requests, longest), *gqa.configs_for(requests, longest, q.dtype)]
         shape = {"dtype": "bfloat16", "heads": heads, "groups": groups, "width": width, **sizes_near(requests, longest)}
         others = {} if mixed else {"FA3": partial(peers.fa3_paged, q, k, v, tables, kv_lens, queries, width**-0.5)}
-        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape, others)
+        return AttentionSetup(out, [partial(call, i) for i in range(copies)], configs, error, shape, others)
 
     name = f"B{requests} S{longest}" + (f" q{queries}" if queries > 1 else "") + (" mixed" if mixed else "")
-    return Case("gqa", name, moved, 4 * sum(lens) * heads * queries * width, setup, peer)
+    return AttentionCase("gqa", name, moved, 4 * sum(lens) * heads * queries * width, setup, peer)
 
 
-def prefill_case(requests: int, chunk: int, prefix: int, heads: int, groups: int, widths: tuple[int, int], paged: bool) -> Case:
+def prefill_case(requests: int, chunk: int, prefix: int, heads: int, groups: int, widths: tuple[int, int], paged: bool) -> AttentionCase:
     (width, v_width), length = widths, prefix + chunk
     pairs = requests * chunk * (prefix + (chunk + 1) / 2)
     moved = 2.0 * requests * (chunk * heads * (width + v_width) + length * groups * (width + v_width))
 
-    def setup(device: torch.device) -> Setup:
+    def setup(device: torch.device) -> AttentionSetup:
         new = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)  # noqa: E731
         copies = copies_of(moved)
         q = new(copies, requests * chunk, heads, width)
@@ -225,13 +227,13 @@ def prefill_case(requests: int, chunk: int, prefix: int, heads: int, groups: int
             if paged
             else partial(peers.fa3_dense, q, k, v, requests, scale)
         )
-        return Setup(out, [partial(call, i) for i in range(copies)], configs, error, shape, {"FA3": other})
+        return AttentionSetup(out, [partial(call, i) for i in range(copies)], configs, error, shape, {"FA3": other})
 
     name = f"R{requests} Q{chunk}+{prefix} H{heads}/{groups} {width}/{v_width}"
-    return Case("prefill paged" if paged else "prefill", name, moved, 2 * pairs * heads * (width + v_width), setup)
+    return AttentionCase("prefill paged" if paged else "prefill", name, moved, 2 * pairs * heads * (width + v_width), setup)
 
 
-def cases() -> list[Case]:
+def cases() -> list[AttentionCase]:
     return [
         mla_case(1, 4096, 128, peer=19.7), mla_case(1, 32768, 128, peer=52.3), mla_case(16, 4096, 128, peer=49.3),
         mla_case(128, 1024, 128, peer=84.3), mla_case(128, 4096, 128, peer=278.5), mla_case(64, 4096, 128, queries=2, mixed=True),
@@ -269,12 +271,12 @@ def time_graph(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
     return times[len(times) // 2] * 1e3 / len(calls)
 
 
-def measure(setup: Setup, config: Any) -> float:
+def measure(setup: AttentionSetup, config: Any) -> float:
     calls = [partial(call, config) for call in setup.calls]
     return time_graph(calls * max(1, -(-4 // len(calls))))
 
 
-def measure_peers(setup: Setup, check: bool) -> dict[str, Any]:
+def measure_peers(setup: AttentionSetup, check: bool) -> dict[str, Any]:
     """Over the same data, in the same way: see kernels_peer.best."""
 
     def one(make: Callable[[], peers.Call]) -> tuple[float, float | None]:
@@ -286,7 +288,7 @@ def measure_peers(setup: Setup, check: bool) -> dict[str, Any]:
     return peers.best(setup.peers, one)
 
 
-def run_case(case: Case, device: torch.device, check: bool, tune: bool, peer: bool = False) -> None:
+def run_case(case: AttentionCase, device: torch.device, check: bool, tune: bool, peer: bool = False) -> None:
     """Fills case.measured: us, error, config, (tune) trials, a list of (us or message, config), and (peer) what kernels_peer.best says."""
     setup = case.setup(device)
     trials: list[tuple[float, Any]] = []

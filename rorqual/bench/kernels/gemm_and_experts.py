@@ -27,7 +27,7 @@ from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.rowwise import norm
-from rorqual.ops.triton.rowwise.quantize import Quantised, quantise
+from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
 from rorqual.ops.triton.runtime.precompile import compiling
 
 BANDWIDTH, RATES = 4.3e12, {"bf16": 735e12, "fp8": 1341e12}
@@ -37,7 +37,7 @@ Call = Callable[[], Any]
 
 
 @dataclass
-class Setup:
+class KernelSetup:
     """Calls over rotated data; how far the first one's output is from the truth; bytes and operations of a call. peers: by name, what
     makes another library's call over the same data, whose first output `judge` looks at."""
 
@@ -50,12 +50,12 @@ class Setup:
 
 
 @dataclass
-class Case:
+class KernelCase:
     """One line of the table. peer: microseconds of the best peer on this card (anchors/README.md)."""
 
     name: str
     kind: str
-    setup: Callable[[torch.device], Setup]
+    setup: Callable[[torch.device], KernelSetup]
     peer: float | None = None
 
 
@@ -196,20 +196,20 @@ def expert_cost(shape: ExpertShape, picked: list[Draw]) -> tuple[float, float]:
 def expert_truth(draw: Draw, rows: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """fp64, activations rounded to fp8 where the kernel rounds them."""
     x, ids, weights = draw
-    rounded = reference.rounded_to_fp8 if gate_up.quantised else (lambda t: t)
+    rounded = reference.rounded_to_fp8 if gate_up.quantized else (lambda t: t)
     total = torch.zeros(len(rows), x.shape[1], dtype=torch.float64, device=x.device)
     for slot in ids[rows].unique().tolist():
         if slot < 0:
             continue
         at, pick = (ids[rows] == slot).nonzero(as_tuple=True)
-        up = reference.dequantise(gate_up[slot], torch.float64)
+        up = reference.dequantize(gate_up[slot], torch.float64)
         gate, value = (rounded(x[rows][at]).double() @ up.t()).chunk(2, -1)
-        h = rounded((torch.nn.functional.silu(gate) * value).float().to(x.dtype if not gate_up.quantised else torch.float32)).double()
-        total.index_add_(0, at, h @ reference.dequantise(down[slot], torch.float64).t() * weights[rows][at, pick, None])
+        h = rounded((torch.nn.functional.silu(gate) * value).float().to(x.dtype if not gate_up.quantized else torch.float32)).double()
+        total.index_add_(0, at, h @ reference.dequantize(down[slot], torch.float64).t() * weights[rows][at, pick, None])
     return total
 
 
-def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup:
+def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> KernelSetup:
     gate_up, down = expert_weights(shape, device)
     picked = draws(shape, tokens, device)
     expected = tokens if shape is V3_RANK else None
@@ -225,7 +225,7 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
     calls: list[Call] = [partial(call, draw) for draw in picked]
     size, flops = expert_cost(shape, picked)
     others = {} if shape is V3_RANK or shape.shared else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
-    return Setup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
+    return KernelSetup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
 
 
 # --- fp8 products ---
@@ -243,27 +243,27 @@ LINEARS: dict[tuple[int, int], dict[int, float | None]] = {
 }
 
 
-def linear_data(rows: int, columns: int, tokens: int, device: torch.device) -> tuple[list[Weight], Tensor, Quantised]:
+def linear_data(rows: int, columns: int, tokens: int, device: torch.device) -> tuple[list[Weight], Tensor, Quantized]:
     first = random_weight("fp8", device, rows, columns)
     copies = min(32, max(2, int(-(-ROTATE // (rows * columns)))))
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    return [first, *(Weight(first.data.clone(), first.scale) for _ in range(copies - 1))], x, quantise(x)
+    return [first, *(Weight(first.data.clone(), first.scale) for _ in range(copies - 1))], x, quantize(x)
 
 
-def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> Setup:
-    """The product alone, as DeepGEMM's figures are: x comes quantised."""
+def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> KernelSetup:
+    """The product alone, as DeepGEMM's figures are: x comes quantized."""
     weights, x, packed = linear_data(rows, columns, tokens, device)
 
     def judge(out: Tensor) -> float:
         some = torch.randperm(tokens, device=device)[:64]
-        truth = reference.rounded_to_fp8(x[some]).double() @ reference.dequantise(weights[0], torch.float64).t()
+        truth = reference.rounded_to_fp8(x[some]).double() @ reference.dequantize(weights[0], torch.float64).t()
         assert not out.isnan().any(), "output left unwritten"
         return difference(out[some], truth)
 
     calls: list[Call] = [partial(fp8_gemm.linear, packed, w) for w in weights]
     size = rows * columns + tokens * columns + 2 * tokens * rows
     others = {"DeepGEMM": partial(peers.deep_gemm, x, weights)}
-    return Setup(calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge)
+    return KernelSetup(calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge)
 
 
 # --- bf16 products of a few tokens ---
@@ -278,7 +278,7 @@ def small_data(rows: int, columns: int, tokens: int, device: torch.device) -> tu
     return [random_weight("bf16", device, rows, columns).data for _ in range(copies)], x
 
 
-def small_setup(rows: int, columns: int, tokens: int, library: bool, device: torch.device) -> Setup:
+def small_setup(rows: int, columns: int, tokens: int, library: bool, device: torch.device) -> KernelSetup:
     """The kernel, or the library's product in the same place."""
     weights, x = small_data(rows, columns, tokens, device)
     product = torch.nn.functional.linear if library else gemv.linear
@@ -286,10 +286,10 @@ def small_setup(rows: int, columns: int, tokens: int, library: bool, device: tor
     def error() -> float:
         return difference(product(x, weights[0]), x.double() @ weights[0].double().t())
 
-    return Setup([partial(product, x, w) for w in weights], error, 2 * rows * columns, 2 * tokens * rows * columns)
+    return KernelSetup([partial(product, x, w) for w in weights], error, 2 * rows * columns, 2 * tokens * rows * columns)
 
 
-def shared_setup(tokens: int, small: bool, device: torch.device) -> Setup:
+def shared_setup(tokens: int, small: bool, device: torch.device) -> KernelSetup:
     """The shared experts of V2-Lite: two kernels, or the library's products around swiglu."""
     ups, x = small_data(5632, 2048, tokens, device)
     downs, _ = small_data(2048, 2816, tokens, device)
@@ -303,7 +303,7 @@ def shared_setup(tokens: int, small: bool, device: torch.device) -> Setup:
         return difference(call(ups[0], downs[0]), reference.mlp(x.double(), Weight(ups[0].double()), Weight(downs[0].double())))
 
     pairs = list(zip(ups, downs, strict=False))
-    return Setup([partial(call, *pair) for pair in pairs], error, 2 * 3 * 2816 * 2048, 6 * tokens * 2816 * 2048)
+    return KernelSetup([partial(call, *pair) for pair in pairs], error, 2 * 3 * 2816 * 2048, 6 * tokens * 2816 * 2048)
 
 
 # --- small kernels ---
@@ -313,7 +313,7 @@ def rotated(size: float, build: Callable[[], Any], device: torch.device) -> list
     return [build() for _ in range(min(64, max(2, int(-(-ROTATE // size)))))]
 
 
-def norm_setup(tokens: int, quant: bool, device: torch.device) -> Setup:
+def norm_setup(tokens: int, quant: bool, device: torch.device) -> KernelSetup:
     weight = torch.rand(7168, device=device, dtype=torch.bfloat16) + 0.5
     sets = rotated(tokens * 7168 * 4, lambda: torch.randn(2, tokens, 7168, device=device, dtype=torch.bfloat16), device)
 
@@ -323,34 +323,34 @@ def norm_setup(tokens: int, quant: bool, device: torch.device) -> Setup:
     def error() -> float:
         expected, _ = reference.add_norm(sets[0][0], sets[0][1], weight, 1e-6)
         out, _ = call(sets[0])
-        return difference(unpacked(quantise(out)), reference.rounded_to_fp8(expected)) if quant else difference(out, expected)
+        return difference(unpacked(quantize(out)), reference.rounded_to_fp8(expected)) if quant else difference(out, expected)
 
-    return Setup([partial(call, pair) for pair in sets], error, tokens * 7168 * (9 if quant else 8))
+    return KernelSetup([partial(call, pair) for pair in sets], error, tokens * 7168 * (9 if quant else 8))
 
 
-def unpacked(x: Quantised) -> Tensor:
+def unpacked(x: Quantized) -> Tensor:
     return x.data.double() * x.scale.double().repeat_interleave(128, 1)
 
 
-def quantise_setup(tokens: int, device: torch.device) -> Setup:
+def quantize_setup(tokens: int, device: torch.device) -> KernelSetup:
     sets = rotated(tokens * 7168 * 2, lambda: torch.randn(tokens, 7168, device=device, dtype=torch.bfloat16), device)
 
     def error() -> float:
-        return difference(unpacked(quantise(sets[0])), reference.rounded_to_fp8(sets[0]))
+        return difference(unpacked(quantize(sets[0])), reference.rounded_to_fp8(sets[0]))
 
-    return Setup([partial(quantise, x) for x in sets], error, tokens * 7168 * 3)
+    return KernelSetup([partial(quantize, x) for x in sets], error, tokens * 7168 * 3)
 
 
-def swiglu_setup(tokens: int, device: torch.device) -> Setup:
+def swiglu_setup(tokens: int, device: torch.device) -> KernelSetup:
     sets = rotated(tokens * 4096 * 2, lambda: torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16), device)
 
     def error() -> float:
         return difference(unpacked(norm.swiglu_fp8(sets[0])), reference.rounded_to_fp8(reference.swiglu(sets[0])))
 
-    return Setup([partial(norm.swiglu_fp8, x) for x in sets], error, tokens * 4096 * 2.5)
+    return KernelSetup([partial(norm.swiglu_fp8, x) for x in sets], error, tokens * 4096 * 2.5)
 
 
-def latent_setup(tokens: int, fp8: bool, device: torch.device) -> Setup:
+def latent_setup(tokens: int, fp8: bool, device: torch.device) -> KernelSetup:
     """`fp8`: into an fp8 cache."""
     q_weight, kv_weight = (torch.rand(n, device=device, dtype=torch.bfloat16) + 0.5 for n in (1536, 512))
     cos, sin = torch.randn(2, tokens, 32, device=device)
@@ -371,10 +371,10 @@ def latent_setup(tokens: int, fp8: bool, device: torch.device) -> Setup:
         rows, entry = (reference.unpack_latent(x, 512, got.dtype) for x in (rows, packed)) if fp8 else (rows, entry)
         return difference(torch.cat((got, rows), 1), torch.cat((reference.norm(first, q_weight, 1e-6), entry), 1))
 
-    return Setup([partial(call, x) for x in sets], error, tokens * (2112 * 2 + 1536 * 2 + plane.shape[2] * plane.element_size()))
+    return KernelSetup([partial(call, x) for x in sets], error, tokens * (2112 * 2 + 1536 * 2 + plane.shape[2] * plane.element_size()))
 
 
-def heads_setup(tokens: int, device: torch.device) -> Setup:
+def heads_setup(tokens: int, device: torch.device) -> KernelSetup:
     heads, groups, size = 32, 4, 128
     q_weight, k_weight = (torch.rand(size, device=device, dtype=torch.bfloat16) + 0.5 for _ in range(2))
     cos, sin = torch.randn(2, tokens, size // 2, device=device)
@@ -393,37 +393,37 @@ def heads_setup(tokens: int, device: torch.device) -> Setup:
         written = [plane.flatten(0, 1)[slots] for plane in planes]
         return difference(torch.cat((got, *written), 1), torch.cat((q, k, v), 1))
 
-    return Setup([partial(call, x) for x in sets], error, tokens * 5120 * 4)
+    return KernelSetup([partial(call, x) for x in sets], error, tokens * 5120 * 4)
 
 
 # --- the table ---
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[KernelCase]:
     for shape, name, sizes in EXPERTS:
         for t, peer in sizes.items():
-            yield Case(f"{name} T{t}", shape.kind, partial(expert_setup, shape, t), peer)
+            yield KernelCase(f"{name} T{t}", shape.kind, partial(expert_setup, shape, t), peer)
     for (n, k), times in LINEARS.items():
         for m, peer in times.items():
-            yield Case(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer)
+            yield KernelCase(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer)
     for n, k in SMALL:
         for m in (1, 4):
-            yield Case(f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False))
-            yield Case(f"linear bf16 library {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, True))
+            yield KernelCase(f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False))
+            yield KernelCase(f"linear bf16 library {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, True))
     for m in (1, 4):
-        yield Case(f"mlp bf16 V2-Lite shared T{m}", "bf16", partial(shared_setup, m, True))
-        yield Case(f"mlp bf16 library V2-Lite shared T{m}", "bf16", partial(shared_setup, m, False))
+        yield KernelCase(f"mlp bf16 V2-Lite shared T{m}", "bf16", partial(shared_setup, m, True))
+        yield KernelCase(f"mlp bf16 library V2-Lite shared T{m}", "bf16", partial(shared_setup, m, False))
     for t in (1, 128, 8192):
-        yield Case(f"quantise 7168 T{t}", "bf16", partial(quantise_setup, t))
-        yield Case(f"add_norm 7168 T{t}", "bf16", partial(norm_setup, t, False))
-        yield Case(f"add_norm+fp8 7168 T{t}", "bf16", partial(norm_setup, t, True))
-        yield Case(f"swiglu+fp8 2x2048 T{t}", "bf16", partial(swiglu_setup, t))
-        yield Case(f"latent epilogue T{t}", "bf16", partial(latent_setup, t, False))
-        yield Case(f"latent epilogue, fp8 cache T{t}", "bf16", partial(latent_setup, t, True))
-        yield Case(f"heads epilogue T{t}", "bf16", partial(heads_setup, t))
+        yield KernelCase(f"quantize 7168 T{t}", "bf16", partial(quantize_setup, t))
+        yield KernelCase(f"add_norm 7168 T{t}", "bf16", partial(norm_setup, t, False))
+        yield KernelCase(f"add_norm+fp8 7168 T{t}", "bf16", partial(norm_setup, t, True))
+        yield KernelCase(f"swiglu+fp8 2x2048 T{t}", "bf16", partial(swiglu_setup, t))
+        yield KernelCase(f"latent epilogue T{t}", "bf16", partial(latent_setup, t, False))
+        yield KernelCase(f"latent epilogue, fp8 cache T{t}", "bf16", partial(latent_setup, t, True))
+        yield KernelCase(f"heads epilogue T{t}", "bf16", partial(heads_setup, t))
 
 
-def measure_peers(setup: Setup, check: bool) -> dict[str, Any]:
+def measure_peers(setup: KernelSetup, check: bool) -> dict[str, Any]:
     """Over the same data, in the same way: see kernels_peer.best."""
 
     def one(make: Callable[[], peers.Call]) -> tuple[float, float | None]:
@@ -434,7 +434,7 @@ def measure_peers(setup: Setup, check: bool) -> dict[str, Any]:
     return peers.best(setup.peers, one)
 
 
-def measure(case: Case, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
+def measure(case: KernelCase, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
     setup = case.setup(device)
     us = median_us(setup.calls)
     row: dict[str, Any] = {
@@ -449,7 +449,7 @@ def measure(case: Case, device: torch.device, check: bool, peer: bool = False) -
     return row
 
 
-def row(case: Case, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
+def row(case: KernelCase, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
     try:
         return measure(case, device, check, peer)
     except Exception as failure:
@@ -458,7 +458,7 @@ def row(case: Case, device: torch.device, check: bool, peer: bool = False) -> di
         return {"kernel": case.name, "failed": " | ".join(reason(failure).splitlines()[:4])[:300]}
 
 
-def precompile(chosen: list[Case], device: torch.device) -> None:
+def precompile(chosen: list[KernelCase], device: torch.device) -> None:
     """Everything the cases launch, side by side, so that the lone thread of the measurement never waits for a compiler."""
     with compiling():
         for case in chosen:
@@ -473,6 +473,6 @@ def reason(failure: BaseException) -> str:
     return f"{type(failure).__name__} {str(failure)[-250:]} {place[0].name if place else ''}"
 
 
-def selected(only: str, among: Iterable[Case] | None = None) -> list[Case]:
+def selected(only: str, among: Iterable[KernelCase] | None = None) -> list[KernelCase]:
     words = [word for word in only.split(",") if word]
     return [case for case in among or cases() if not words or any(word in case.name + "$" for word in words)]

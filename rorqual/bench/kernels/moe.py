@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from rorqual.bench.kernels import gemm_and_experts as base
-from rorqual.bench.kernels.gemm_and_experts import Call, Case, ExpertShape, Setup
+from rorqual.bench.kernels.gemm_and_experts import Call, ExpertShape, KernelCase, KernelSetup
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.deferred_sum import Unsummed
+from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.moe import align, combine, topk
 from rorqual.ops.triton.moe import grouped_gemm as ex
@@ -27,7 +27,7 @@ from rorqual.ops.triton.rowwise import norm
 V2_LITE, V3 = ExpertShape("bf16", 66, 2048, 1408, 8, 2), ExpertShape("fp8", 257, 7168, 2048, 9, 1)
 V3_TP8 = ExpertShape("fp8", 257, 7168, 256, 9, 1)  # a rank's columns of every expert
 JOINED = [(V2_LITE, "experts bf16 V2-Lite joined"), (V3, "experts fp8 V3 joined"), (V3_TP8, "experts fp8 V3 tp8 joined")]
-JOINED_TOKENS = (1, 2, 4, 8, 64, 256, 1024, 4096)
+FUSED_SHARED_TOKENS = (1, 2, 4, 8, 64, 256, 1024, 4096)
 
 # --- routers ---
 
@@ -40,7 +40,7 @@ SHARED = {"V3": 1, "Qwen3": 0, "V2-Lite": 2}
 Routing = Callable[[Tensor, Tensor, Tensor | None, MoEConfig], tuple[Tensor, Tensor]]
 
 
-def route_setup(model: str, tokens: int, device: torch.device) -> Setup:
+def route_setup(model: str, tokens: int, device: torch.device) -> KernelSetup:
     moe = ROUTERS[model]
     bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
     sets = [torch.randn(tokens, moe.num_experts, device=device) for _ in range(4)]
@@ -51,7 +51,7 @@ def route_setup(model: str, tokens: int, device: torch.device) -> Setup:
         expected_ids, expected = reference.route(sets[0], bias, moe)
         return base.difference(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected))
 
-    return Setup([partial(topk.route, x, bias, moe) for x in sets], error, tokens * (moe.num_experts * 4 + moe.top_k * 12))
+    return KernelSetup([partial(topk.route, x, bias, moe) for x in sets], error, tokens * (moe.num_experts * 4 + moe.top_k * 12))
 
 
 def gate_data(model: str, tokens: int, device: torch.device, kind: torch.dtype | None = None) -> tuple[list[Tensor], Tensor]:
@@ -77,7 +77,7 @@ def apart(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple
     return topk.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
 
 
-def router_setup(model: str, tokens: int, way: Routing, kind: torch.dtype | None, device: torch.device) -> Setup:
+def router_setup(model: str, tokens: int, way: Routing, kind: torch.dtype | None, device: torch.device) -> KernelSetup:
     """One kernel for few tokens (`joint`), partial products on tensor cores and then the choice (`split`), or the library's product and
     then the choice (`apart`). Rounded logits may tie: error by weights."""
     moe = ROUTERS[model]
@@ -91,13 +91,13 @@ def router_setup(model: str, tokens: int, way: Routing, kind: torch.dtype | None
         return base.difference(weights.sort(-1).values, expected.sort(-1).values)
 
     size = gates[0].numel() * gates[0].element_size() + x.numel() * 2
-    return Setup([partial(way, x, gate, bias, moe) for gate in gates], error, size)
+    return KernelSetup([partial(way, x, gate, bias, moe) for gate in gates], error, size)
 
 
 # --- the sort ---
 
 
-def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> Setup:
+def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> KernelSetup:
     """Picks of routed experts and of shared ones among them, to the blocks of 32 rows. buckets: in one pass over them, else each program
     scans them all."""
     moe, shared = ROUTERS[model], SHARED[model]
@@ -109,7 +109,7 @@ def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> 
 
     def call(ids: Tensor) -> Any:
         with mock.patch.object(align, "BUCKET_PICKS", align.BUCKET_PICKS if buckets else 0):
-            return align.sort_picks(ids, slots, 32)
+            return align.moe_align_block_size(ids, slots, 32)
 
     sets = [one() for _ in range(4)]
 
@@ -121,7 +121,7 @@ def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> 
             assert all(flat[pick] == slot for pick in members), "a pick in another expert's rows"
         return 0.0
 
-    return Setup([partial(call, ids) for ids in sets], error, sets[0].numel() * 12)
+    return KernelSetup([partial(call, ids) for ids in sets], error, sets[0].numel() * 12)
 
 
 # --- shared experts ---
@@ -146,7 +146,7 @@ def routed_of(shape: ExpertShape, weight: Weight) -> Weight:
     return Weight(weight.data[: shape.routed], None if weight.scale is None else weight.scale[: shape.routed])
 
 
-def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup:
+def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> KernelSetup:
     """The same sums with shared experts as a layer of their own: what joining them is to save."""
     from rorqual.ops.triton.backend import TritonOps
 
@@ -163,7 +163,7 @@ def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Setup
         return base.difference(call(picked[0][0], *own[0])[rows], base.expert_truth(picked[0], rows, gate_up, down))
 
     calls: list[Call] = [partial(call, draw[0], *mine) for draw, mine in zip(picked, own, strict=True)]
-    return Setup(calls, error, *base.expert_cost(shape, picked))
+    return KernelSetup(calls, error, *base.expert_cost(shape, picked))
 
 
 # --- the sum over a token's experts, and the norm behind it ---
@@ -172,15 +172,15 @@ SUMS = {"2048 K8": (2048, 8), "4096 K8": (4096, 8), "7168 K9": (7168, 9)}  # V2-
 SUM_WAYS = ("", "spare ", "apart ")
 
 
-def sum_norm_setup(hidden: int, top_k: int, tokens: int, way: str, device: torch.device) -> Setup:
+def sum_norm_setup(hidden: int, top_k: int, tokens: int, way: str, device: torch.device) -> KernelSetup:
     """One kernel, as it is or with as many loads at a time as the compiler likes (`spare`), or two (`apart`)."""
     weight = torch.rand(hidden, device=device, dtype=torch.bfloat16) + 0.5
 
-    def one() -> tuple[Unsummed, Tensor]:
+    def one() -> tuple[DeferredMoESum, Tensor]:
         y, residual = (torch.randn(rows, hidden, device=device, dtype=torch.bfloat16) for rows in (tokens * top_k, tokens))
-        return Unsummed(y, None, torch.rand(tokens, top_k, device=device), None, combine.combine), residual
+        return DeferredMoESum(y, None, torch.rand(tokens, top_k, device=device), None, combine.combine), residual
 
-    def call(gave: Unsummed, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def call(gave: DeferredMoESum, residual: Tensor) -> tuple[Tensor, Tensor]:
         if way == "apart ":
             return norm.add_norm(gave.total(), residual, weight, 1e-6)
         with mock.patch.object(combine, "ROW_REGISTERS", 0 if way else combine.ROW_REGISTERS):
@@ -196,7 +196,7 @@ def sum_norm_setup(hidden: int, top_k: int, tokens: int, way: str, device: torch
         total = (gave.y.double().view(tokens, top_k, hidden) * gave.weights.double()[..., None]).sum(1)
         return base.difference(found[0], reference.add_norm(total, residual.double(), weight.double(), 1e-6)[0])
 
-    return Setup([partial(call, *given) for given in sets], error, row * (top_k + 3))
+    return KernelSetup([partial(call, *given) for given in sets], error, row * (top_k + 3))
 
 
 # --- a whole layer ---
@@ -215,7 +215,7 @@ def constants(way: str) -> list[Any]:
     return patches
 
 
-def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> Setup:
+def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> KernelSetup:
     """Router, routed and shared experts. As they are; with the sort of picks a kernel of its own; also with shared experts as a layer of
     their own; and also with the library's gate product and a sort that scans. Routing is natural: gates are random."""
     from rorqual.ops.triton.backend import TritonOps
@@ -243,35 +243,35 @@ def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> Setu
 
     calls: list[Call] = [partial(call, x, gate) for x, gate in zip(inputs, gates, strict=False)]
     picked = [(x, *ops.router(x, gate, bias, moe, shape.shared)) for x, gate in zip(inputs, gates, strict=False)]
-    return Setup(calls, error, *base.expert_cost(shape, picked))
+    return KernelSetup(calls, error, *base.expert_cost(shape, picked))
 
 
 # --- the list ---
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[KernelCase]:
     for model in ROUTERS:
         for t in (1, 8):
-            yield Case(f"router {model} T{t}", "bf16", partial(router_setup, model, t, joint, None))
+            yield KernelCase(f"router {model} T{t}", "bf16", partial(router_setup, model, t, joint, None))
         if ROUTERS[model].router_fp32:
-            yield Case(f"router bf16 gate {model} T1", "bf16", partial(router_setup, model, 1, joint, torch.bfloat16))
+            yield KernelCase(f"router bf16 gate {model} T1", "bf16", partial(router_setup, model, 1, joint, torch.bfloat16))
         for t in (1, 8, 16, 64, 256, 512, 4096):
-            yield Case(f"router split {model} T{t}", "bf16", partial(router_setup, model, t, split, None))
-            yield Case(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, apart, None))
+            yield KernelCase(f"router split {model} T{t}", "bf16", partial(router_setup, model, t, split, None))
+            yield KernelCase(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, apart, None))
             if ROUTERS[model].router_fp32:
-                yield Case(f"router split bf16 gate {model} T{t}", "bf16", partial(router_setup, model, t, split, torch.bfloat16))
+                yield KernelCase(f"router split bf16 gate {model} T{t}", "bf16", partial(router_setup, model, t, split, torch.bfloat16))
         for t in (1, 64, 128, 256, 8192):
-            yield Case(f"route {model} T{t}", "bf16", partial(route_setup, model, t))
+            yield KernelCase(f"route {model} T{t}", "bf16", partial(route_setup, model, t))
         for t in (8, 64, 256):
-            yield Case(f"sort {model} T{t}", "bf16", partial(sort_setup, model, t, True))
-            yield Case(f"sort by scans {model} T{t}", "bf16", partial(sort_setup, model, t, False))
+            yield KernelCase(f"sort {model} T{t}", "bf16", partial(sort_setup, model, t, True))
+            yield KernelCase(f"sort by scans {model} T{t}", "bf16", partial(sort_setup, model, t, False))
     for (name, sizes), t, way in itertools.product(SUMS.items(), (2, 8, 64, 256, 512), SUM_WAYS):
-        yield Case(f"sum_norm {way}{name} T{t}", "bf16", partial(sum_norm_setup, *sizes, t, way))
+        yield KernelCase(f"sum_norm {way}{name} T{t}", "bf16", partial(sum_norm_setup, *sizes, t, way))
     for model, shape in LAYERS.items():
         for t, way in itertools.product((1, 8, 64, 256), WAYS):
             if shape.shared or way != "beside ":
-                yield Case(f"moe {way}{model} T{t}", shape.kind, partial(layer_setup, model, t, way))
+                yield KernelCase(f"moe {way}{model} T{t}", shape.kind, partial(layer_setup, model, t, way))
     for shape, name in JOINED:
-        for t in JOINED_TOKENS:
-            yield Case(f"{name} T{t}", shape.kind, partial(base.expert_setup, shape, t))
-            yield Case(f"{name.replace('joined', 'beside')} T{t}", shape.kind, partial(beside_setup, shape, t))
+        for t in FUSED_SHARED_TOKENS:
+            yield KernelCase(f"{name} T{t}", shape.kind, partial(base.expert_setup, shape, t))
+            yield KernelCase(f"{name.replace('joined', 'beside')} T{t}", shape.kind, partial(beside_setup, shape, t))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.bench.kernels.gemm_and_experts import ROTATE, Case, Setup
+from rorqual.bench.kernels.gemm_and_experts import ROTATE, KernelCase, KernelSetup
 from rorqual.ops import reference
 from rorqual.ops.triton.sampling import argmax, sampling
 
@@ -49,24 +49,24 @@ def distance(given: reference.Distribution, numbers: Tensor, tokens: Tensor) -> 
     return worst.item()
 
 
-def sample_setup(rows: int, vocab: int, kind: str, library: bool, device: torch.device) -> Setup:
+def sample_setup(rows: int, vocab: int, kind: str, library: bool, device: torch.device) -> KernelSetup:
     """The kernels, or the definition in torch's operations."""
     settings = torch.tensor([SETTINGS[kind]] * rows, dtype=torch.float64, device=device)
     numbers = torch.rand(rows, dtype=torch.float64, device=device)
-    sets, cuts = random_logits(rows, vocab, device), kind != "plain"
+    sets, filters = random_logits(rows, vocab, device), kind != "plain"
     where: Any = reference if library else sampling
 
     def call(logits: Tensor) -> Tensor:
-        return where.draw(where.distribution(logits, settings, cuts), numbers)
+        return where.sample_from(where.distribution(logits, settings, filters), numbers)
 
     def error() -> float:
-        given = where.distribution(sets[0], settings, cuts)
-        return distance(given, numbers, where.draw(given, numbers))
+        given = where.distribution(sets[0], settings, filters)
+        return distance(given, numbers, where.sample_from(given, numbers))
 
-    return Setup([partial(call, logits) for logits in sets], error, rows * vocab * 4)
+    return KernelSetup([partial(call, logits) for logits in sets], error, rows * vocab * 4)
 
 
-def rest_setup(rows: int, vocab: int, device: torch.device) -> Setup:
+def rest_setup(rows: int, vocab: int, device: torch.device) -> KernelSetup:
     """What refused drafts leave over: logits and the drafts' probabilities are read."""
     settings = torch.tensor([SETTINGS["top_p .9"]] * rows, dtype=torch.float64, device=device)
     numbers = torch.rand(rows, dtype=torch.float64, device=device)
@@ -74,28 +74,30 @@ def rest_setup(rows: int, vocab: int, device: torch.device) -> Setup:
     pairs = [(sampling.distribution(x, settings, True), x.roll(1, 1).softmax(-1)) for x in random_logits(rows, vocab, device)]
 
     def call(given: reference.Distribution, q: Tensor) -> Tensor:
-        return sampling.draw_rest(given, index, numbers, index, q, index)
+        return sampling.sample_residual(given, index, numbers, index, q, index)
 
     def error() -> float:
-        return float((call(*pairs[0]) != reference.draw_rest(pairs[0][0], index, numbers, index, pairs[0][1], index)).double().mean())
+        return float((call(*pairs[0]) != reference.sample_residual(pairs[0][0], index, numbers, index, pairs[0][1], index)).double().mean())
 
-    return Setup([partial(call, *pair) for pair in pairs], error, rows * vocab * 8)
+    return KernelSetup([partial(call, *pair) for pair in pairs], error, rows * vocab * 8)
 
 
-def best_setup(rows: int, vocab: int, library: bool, device: torch.device) -> Setup:
+def best_setup(rows: int, vocab: int, library: bool, device: torch.device) -> KernelSetup:
     """The best token of a row, which greedy decoding draws; or by torch's reduction."""
     sets = random_logits(rows, vocab, device)
-    find = (lambda logits: logits.argmax(-1)) if library else argmax.best
-    return Setup([partial(find, x) for x in sets], lambda: float((find(sets[0]) != sets[0].argmax(-1)).double().mean()), rows * vocab * 4)
+    find = (lambda logits: logits.argmax(-1)) if library else argmax.argmax
+    return KernelSetup(
+        [partial(find, x) for x in sets], lambda: float((find(sets[0]) != sets[0].argmax(-1)).double().mean()), rows * vocab * 4
+    )
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[KernelCase]:
     for rows in (1, 2, 8, 64, 128, 512):
-        yield Case(f"best V3 B{rows}", "bf16", partial(best_setup, rows, VOCABULARIES["V3"], False))
-        yield Case(f"best torch V3 B{rows}", "bf16", partial(best_setup, rows, VOCABULARIES["V3"], True))
+        yield KernelCase(f"best V3 B{rows}", "bf16", partial(best_setup, rows, VOCABULARIES["V3"], False))
+        yield KernelCase(f"best torch V3 B{rows}", "bf16", partial(best_setup, rows, VOCABULARIES["V3"], True))
     for rows in (1, 8, 64, 256):
         for kind in SETTINGS:
-            yield Case(f"sample V3 {kind} B{rows}", "bf16", partial(sample_setup, rows, VOCABULARIES["V3"], kind, False))
-        yield Case(f"sample torch V3 both B{rows}", "bf16", partial(sample_setup, rows, VOCABULARIES["V3"], "both", True))
-        yield Case(f"draw_rest V3 B{rows}", "bf16", partial(rest_setup, rows, VOCABULARIES["V3"]))
-    yield Case("sample Qwen3 both B64", "bf16", partial(sample_setup, 64, VOCABULARIES["Qwen3"], "both", False))
+            yield KernelCase(f"sample V3 {kind} B{rows}", "bf16", partial(sample_setup, rows, VOCABULARIES["V3"], kind, False))
+        yield KernelCase(f"sample torch V3 both B{rows}", "bf16", partial(sample_setup, rows, VOCABULARIES["V3"], "both", True))
+        yield KernelCase(f"sample_residual V3 B{rows}", "bf16", partial(rest_setup, rows, VOCABULARIES["V3"]))
+    yield KernelCase("sample Qwen3 both B64", "bf16", partial(sample_setup, 64, VOCABULARIES["Qwen3"], "both", False))

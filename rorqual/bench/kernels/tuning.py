@@ -27,7 +27,7 @@ from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import small_batch as direct
 from rorqual.ops.triton.moe import topk
-from rorqual.ops.triton.moe.align import sort_picks
+from rorqual.ops.triton.moe.align import moe_align_block_size
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import is_hopper, next_power
 
@@ -37,7 +37,7 @@ Results = list[tuple[float, Any]]  # (us, configuration), the fastest first
 
 
 @dataclass(frozen=True)
-class Search:
+class TuningSearch:
     """A shape to search for. name: that of its case."""
 
     name: str
@@ -115,7 +115,7 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
     if picked[0][1].numel() <= 16:
         tune_direct(shape, picks, picked, gate_up, down, device)
 
-    def whole(plan: ex.Plan) -> list[Call]:
+    def whole(plan: ex.GroupedGemmPlan) -> list[Call]:
         return [partial(ex.grouped_experts, *draw, gate_up, down, plan) for draw in picked]
 
     used = ex.plan_for(down, picks, shape.shared)
@@ -124,22 +124,22 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
     named = {"kind": shape.kind, "slots": shape.routed, "hidden": shape.hidden, "inner": shape.inner}
     named["mean"] = tuning.near(picks / shape.routed)
 
-    def stored(plan: ex.Plan) -> dict[str, Any]:
+    def stored(plan: ex.GroupedGemmPlan) -> dict[str, Any]:
         return named | {"tall": True} if plan.tall else named
 
     keep("experts", stored, timed("whole layer", plans, whole), whole, used, ALIKE[shape.kind], device)
 
 
-def tall_plans(used: ex.Plan, shape: ExpertShape, picks: float, device: torch.device) -> list[ex.Plan]:
+def tall_plans(used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device) -> list[ex.GroupedGemmPlan]:
     """experts_tall.py's kernel where an expert has many rows, with the tiles in use where it is not to be had."""
     if shape.kind != "fp8" or picks / shape.routed < 16 or not is_hopper(device):
         return []
     return [replace(used, rows=rows, tall=stages) for rows, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3))]
 
 
-def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, rows: int) -> ex.Plan | None:
+def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, rows: int) -> ex.GroupedGemmPlan | None:
     """The plan of the tiles that are fastest by themselves, with so many rows a block."""
-    pairs = [(draw[0], sort_picks(draw[1], shape.slots, rows)) for draw in picked]
+    pairs = [(draw[0], moe_align_block_size(draw[1], shape.slots, rows)) for draw in picked]
 
     def first(tile: ex.Tile) -> list[Call]:
         return [partial(ex.gate_up_product, x, gate_up, blocks, shape.top_k, tile) for x, blocks in pairs]
@@ -153,7 +153,7 @@ def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: We
         return [partial(ex.down_product, h, down, blocks, torch.bfloat16, tile) for h, (_, blocks) in zip(hidden, pairs, strict=True)]
 
     below = timed(f"rows {rows} down", list(tile_candidates(shape.kind, rows, False)), second)
-    return ex.Plan(rows, up[0][1], below[0][1]) if below else None
+    return ex.GroupedGemmPlan(rows, up[0][1], below[0][1]) if below else None
 
 
 def tune_direct(shape: ExpertShape, picks: int, picked: list[Draw], gate_up: Weight, down: Weight, device: torch.device) -> None:
@@ -301,23 +301,23 @@ def _logits(x: Tensor, gate: Tensor, plan: gating.GatePlan) -> Tensor:
 # --- the list ---
 
 
-def searches() -> Iterator[Search]:
+def searches() -> Iterator[TuningSearch]:
     for shape, name, sizes in cases.EXPERTS:
         for t in sizes:
-            yield Search(f"{name} T{t}", partial(tune_experts, shape, t))
+            yield TuningSearch(f"{name} T{t}", partial(tune_experts, shape, t))
     for shape, name in moe.JOINED:
-        for t in moe.JOINED_TOKENS:
-            yield Search(f"{name} T{t}", partial(tune_experts, shape, t))
+        for t in moe.FUSED_SHARED_TOKENS:
+            yield TuningSearch(f"{name} T{t}", partial(tune_experts, shape, t))
     for model in moe.ROUTERS:
         for t in (16, 64, 256):
-            yield Search(f"router split {model} T{t}", partial(tune_router, model, t, None))
+            yield TuningSearch(f"router split {model} T{t}", partial(tune_router, model, t, None))
     for (n, k), peers in cases.LINEARS.items():
         for m in peers:
-            yield Search(f"linear {n}x{k} M{m}", partial(tune_linear, n, k, m))
-            yield Search(f"linear gluon {n}x{k} M{m}", partial(tune_linear, n, k, m, gluon=True))
+            yield TuningSearch(f"linear {n}x{k} M{m}", partial(tune_linear, n, k, m))
+            yield TuningSearch(f"linear gluon {n}x{k} M{m}", partial(tune_linear, n, k, m, gluon=True))
     for n, k in cases.SMALL:
         for m in (1, 4):
-            yield Search(f"linear bf16 {n}x{k} M{m}", partial(tune_small, n, k, m))
+            yield TuningSearch(f"linear bf16 {n}x{k} M{m}", partial(tune_small, n, k, m))
 
 
 def tune_all(device: torch.device, only: str) -> None:

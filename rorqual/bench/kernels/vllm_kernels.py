@@ -116,7 +116,7 @@ def fused_experts(draws: list[tuple[Tensor, Tensor, Tensor]], gate_up: Weight, d
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
 
     options: dict[str, Any] = {}
-    if gate_up.quantised:
+    if gate_up.quantized:
         options = {"use_fp8_w8a8": True, "w1_scale": gate_up.scale, "w2_scale": down.scale, "block_shape": [128, 128]}
     picked = [(x, weights, ids.int()) for x, ids, weights in draws]
 
@@ -128,7 +128,7 @@ def fused_experts(draws: list[tuple[Tensor, Tensor, Tensor]], gate_up: Weight, d
 
 
 def deep_gemm(x: Tensor, weights: list[Weight]) -> Call:
-    """x [T, columns] bf16, quantised outside the call as ours is; weights [rows, columns] fp8 with scales of 128 x 128. DeepGEMM by itself,
+    """x [T, columns] bf16, quantized outside the call as ours is; weights [rows, columns] fp8 with scales of 128 x 128. DeepGEMM by itself,
     or the one in vLLM's wheel."""
     if importlib.util.find_spec("deep_gemm") is not None:
         from deep_gemm import fp8_gemm_nt
@@ -138,7 +138,7 @@ def deep_gemm(x: Tensor, weights: list[Weight]) -> Call:
         from vllm.utils.deep_gemm import fp8_gemm_nt
 
         product = fp8_gemm_nt
-    data, scale = reference.quantise_activation(x)
+    data, scale = reference.quantize_activation(x)
     packed = data, _by_columns(scale)
     out = torch.empty(x.shape[0], weights[0].data.shape[0], dtype=torch.bfloat16, device=x.device)
 

@@ -28,7 +28,7 @@ class NowhereExchange:
         self.gate_up = self.down = Weight(torch.empty(0, device=device))
         self.load = torch.empty(0, device=device)
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return x
 
     def dense_rows(self, ticket: Tensor) -> None: ...

@@ -16,18 +16,18 @@ from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config.model import ModelConfig, MoEConfig
 from rorqual.errors import CapacityError
 from rorqual.layers.attention import GQA
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
 from rorqual.models.loader import fill_normal
 from rorqual.models.transformer import Layer
-from rorqual.ops.deferred_sum import Rows, summed
-from rorqual.ops.interface import Segment, ops_for
+from rorqual.ops.deferred_sum import NormInput, summed
+from rorqual.ops.interface import AttentionMetadata, ops_for
 from rorqual.parallel.overlap import straight
 from rorqual.planner.costs import costs
-from rorqual.planner.costs.costs import Batch, Format, Op
+from rorqual.planner.costs.costs import BatchShape, Format, Op
 from rorqual.planner.costs.weights import attention_weights, layer_weights
 from rorqual.platforms.base import Platform
 
@@ -45,7 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCase:
     """One thing to time. phase: tokens (n tokens) | prefill (one prompt of n) | decode (one token a request, KV length n)."""
 
     module: str
@@ -64,7 +64,7 @@ class Layers(Protocol):
 
 
 @dataclass(frozen=True)
-class Bench:
+class LayerBench:
     """Where and at which sizes to measure. `requests` decode at once; `tokens` are the sizes n."""
 
     config: ModelConfig
@@ -98,12 +98,12 @@ class Bench:
     def format(self, form: str = "A_CC_ME") -> Format:
         return Format(dtype=self.dtype_name, form=form)
 
-    def cost(self, module: str, batch: Batch, form: str = "A_CC_ME", layers: tuple[int, ...] = (0,)) -> Op:
+    def cost(self, module: str, batch: BatchShape, form: str = "A_CC_ME", layers: tuple[int, ...] = (0,)) -> Op:
         ops = (op for layer in layers for op in costs.layer_ops(self.config, layer, batch, self.format(form)))
         return costs.total(op for op in ops if op.part in PARTS[module])
 
-    def batch(self, phase: str, n: int) -> Batch:
-        return Batch.decode(self.requests, n) if phase == "decode" else Batch(1, n)
+    def batch(self, phase: str, n: int) -> BatchShape:
+        return BatchShape.decode(self.requests, n) if phase == "decode" else BatchShape(1, n)
 
     def cache_bytes(self, form: str = "A_CC_ME") -> int:
         """Of one token in one layer."""
@@ -126,7 +126,7 @@ def size_of(layers: Layers) -> int:
 class Cache:
     """A pool of random entries for `layers` layers, and steps over it with scattered pages."""
 
-    def __init__(self, bench: Bench, form: str, layers: int = 1):
+    def __init__(self, bench: LayerBench, form: str, layers: int = 1):
         self.bench, self.page = bench, bench.platform.default_page_size
         columns = -(-max(bench.tokens) // self.page)
         pages = columns * bench.requests
@@ -137,23 +137,23 @@ class Cache:
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(SEED)) + 1
         self.tables = order.view(bench.requests, columns).to(bench.device)
 
-    def step(self, phase: str, n: int) -> Step:
+    def step(self, phase: str, n: int) -> ForwardBatch:
         decode, device = phase == "decode", self.bench.device
         rows = self.bench.requests if decode else 1
         positions = torch.full((rows,), n - 1, device=device) if decode else torch.arange(n, device=device)
         owner = torch.arange(rows, device=device) if decode else torch.zeros(n, dtype=torch.int64, device=device)
         slots = self.tables[owner, positions // self.page] * self.page + positions % self.page
         tables = self.tables[:rows, : -(-n // self.page)].contiguous()
-        segment = Segment(tables, torch.full((rows,), n, device=device), (1,) * rows if decode else (n,), (n,) * rows)
+        segment = AttentionMetadata(tables, torch.full((rows,), n, device=device), (1,) * rows if decode else (n,), (n,) * rows)
         ids, (cos, sin) = torch.zeros_like(positions), self.bench.rotary.rows(positions)
-        step = Step(ids, positions, slots, cos, sin, owner[:1], self.pool)
+        step = ForwardBatch(ids, positions, slots, cos, sin, owner[:1], self.pool)
         return replace(step, decode=segment) if decode else replace(step, prefill=segment)
 
 
 # ---- modules
 
 
-def embed_cases(bench: Bench) -> Iterator[Case]:
+def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by the host), `cpu+h2d` (and copied over)
     and `pinned` (read by the device's own kernel, as `embed_device: cpu` does)."""
     config, ops, platform = bench.config, bench.build.ops, bench.platform
@@ -169,19 +169,19 @@ def embed_cases(bench: Bench) -> Iterator[Case]:
     for variant, run in runs.items():
         for n, ids in draws.items():
             cost = Op("embed", "embedding", 0, float(n * config.hidden_size * table.element_size()))
-            yield Case("embed_tokens", variant, "tokens", n, run(ids), cost, table.numel())
+            yield LayerCase("embed_tokens", variant, "tokens", n, run(ids), cost, table.numel())
 
 
-def mlp_cases(bench: Bench) -> Iterator[Case]:
+def mlp_cases(bench: LayerBench) -> Iterator[LayerCase]:
     config, layer = bench.config, bench.config.moe_layers.index(False)
     mlp = DenseMLP(bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.dense_intermediate)
     fill(mlp)
     for n in bench.tokens:
-        cost = bench.cost("mlp", Batch(1, n), layers=(layer,))
-        yield Case("mlp", "dense", "tokens", n, partial(mlp.forward, bench.hidden(n)), cost, size_of(mlp))
+        cost = bench.cost("mlp", BatchShape(1, n), layers=(layer,))
+        yield LayerCase("mlp", "dense", "tokens", n, partial(mlp.forward, bench.hidden(n)), cost, size_of(mlp))
 
 
-def mla_cases(bench: Bench) -> Iterator[Case]:
+def mla_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """One layer a form, in both phases: a form that suits decoding shows what it costs for prompts, and the reverse."""
     for form in MLA_FORMS:
         layer = MLA(bench.build, bench.config, 0, "model.layers.0.self_attn", prefill=form, decode=form)
@@ -190,26 +190,26 @@ def mla_cases(bench: Bench) -> Iterator[Case]:
         yield from _attention_cases(bench, "mla", form, layer, costs.attention_parameters(bench.config, form))
 
 
-def gqa_cases(bench: Bench) -> Iterator[Case]:
+def gqa_cases(bench: LayerBench) -> Iterator[LayerCase]:
     layer = GQA(bench.build, bench.config, 0, "model.layers.0.self_attn")
     fill(layer)
     yield from _attention_cases(bench, "gqa", "GQA", layer, size_of(layer))
 
 
-def _attention_cases(bench: Bench, module: str, form: str, layer: MLA | GQA, parameters: int) -> Iterator[Case]:
+def _attention_cases(bench: LayerBench, module: str, form: str, layer: MLA | GQA, parameters: int) -> Iterator[LayerCase]:
     cache = Cache(bench, form)
     for phase, n in _phases(bench):
         step = cache.step(phase, n)
         run = partial(layer.forward, bench.hidden(step.num_tokens), step)
         cost = bench.cost(module, bench.batch(phase, n), form)
-        yield Case(module, form, phase, n, run, cost, parameters, bench.cache_bytes(form))
+        yield LayerCase(module, form, phase, n, run, cost, parameters, bench.cache_bytes(form))
 
 
-def _phases(bench: Bench) -> Iterator[tuple[str, int]]:
+def _phases(bench: LayerBench) -> Iterator[tuple[str, int]]:
     return ((phase, n) for phase in ("prefill", "decode") for n in bench.tokens)
 
 
-def dense_layer_cases(bench: Bench) -> Iterator[Case]:
+def dense_layer_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Norm, attention, norm, MLP, with the engine's default forms."""
     config, index = bench.config, bench.config.moe_layers.index(False)
     model = make_backbone(replace(config, num_layers=1, moe_layers=(False,), vocab_size=1), bench.build)
@@ -221,7 +221,7 @@ def dense_layer_cases(bench: Bench) -> Iterator[Case]:
         step = cache.step(phase, n)
         cost = bench.cost("dense_layer", bench.batch(phase, n), _default_form(phase), (index,))
         run = partial(_through, [layer], bench.hidden(step.num_tokens), step)
-        yield Case("dense_layer", "default", phase, n, run, cost, size_of(layer), bench.cache_bytes())
+        yield LayerCase("dense_layer", "default", phase, n, run, cost, size_of(layer), bench.cache_bytes())
 
 
 def _default_form(phase: str) -> str:
@@ -260,24 +260,24 @@ def routed_ids(kind: str, tokens: int, moe: MoEConfig) -> Tensor:
     return torch.multinomial(ranks.double().pow(-ZIPF).expand(tokens, -1), moe.top_k, generator=generator)
 
 
-def moe_cases(bench: Bench) -> Iterator[Case]:
+def moe_cases(bench: LayerBench) -> Iterator[LayerCase]:
     config, layer = bench.config, bench.config.moe_layers.index(True)
     moe = ForcedMoE(bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.moe)
     fill(moe)
     for kind in ("natural", "uniform", "zipf"):
         for n in bench.tokens:
             x = bench.hidden(n)
-            routed, shared = moe.route(x)[0].split((config.moe.top_k, moe.joined), 1)
+            routed, shared = moe.route(x)[0].split((config.moe.top_k, moe.fused_shared_experts), 1)
             if kind != "natural":
                 routed = routed_ids(kind, n, config.moe).to(bench.device)
             run = partial(moe.run, x, None if kind == "natural" else torch.cat((routed, shared), 1))
             hit = routed.unique().numel()
-            yield Case("moe", kind, "tokens", n, run, _moe_cost(bench, layer, n, hit), size_of(moe), experts_hit=hit)
+            yield LayerCase("moe", kind, "tokens", n, run, _moe_cost(bench, layer, n, hit), size_of(moe), experts_hit=hit)
 
 
-def _moe_cost(bench: Bench, layer: int, n: int, hit: int) -> Op:
+def _moe_cost(bench: LayerBench, layer: int, n: int, hit: int) -> Op:
     """With the bytes of the experts really in use."""
-    ops = [op for op in costs.layer_ops(bench.config, layer, Batch(1, n), bench.format()) if op.part in PARTS["moe"]]
+    ops = [op for op in costs.layer_ops(bench.config, layer, BatchShape(1, n), bench.format()) if op.part in PARTS["moe"]]
     share = hit / costs.expected_experts(bench.config.moe.num_experts, bench.config.moe.top_k, n)
     return costs.total(replace(op, weight_bytes=op.weight_bytes * share) if op.part == "routed_experts" else op for op in ops)
 
@@ -285,15 +285,15 @@ def _moe_cost(bench: Bench, layer: int, n: int, hit: int) -> Op:
 # ---- backbone
 
 
-def _through(layers: list[Layer], x: Tensor, step: Step) -> Tensor:
-    rows: Rows = x
+def _through(layers: list[Layer], x: Tensor, step: ForwardBatch) -> Tensor:
+    rows: NormInput = x
     residual = None
     for layer in layers:
         rows, residual = straight(layer.forward(rows, residual, step))
     return summed(rows)
 
 
-def backbone_cases(bench: Bench) -> Iterator[Case]:
+def backbone_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Every layer without its routed experts; no embedding, no head."""
     config = bench.config
     model = make_backbone(replace(config, vocab_size=1), bench.build)
@@ -305,7 +305,7 @@ def backbone_cases(bench: Bench) -> Iterator[Case]:
         step = cache.step(phase, n)
         cost = bench.cost("backbone", bench.batch(phase, n), _default_form(phase), tuple(range(config.num_layers)))
         run = partial(_through, layers, bench.hidden(step.num_tokens), step)
-        yield Case("backbone", "default", phase, n, run, cost, held, bench.cache_bytes() * config.num_layers)
+        yield LayerCase("backbone", "default", phase, n, run, cost, held, bench.cache_bytes() * config.num_layers)
 
 
 CASES = {
@@ -322,7 +322,7 @@ def modules_of(config: ModelConfig) -> list[str]:
     return [name for name in CASES if name not in absent]
 
 
-def check_memory(bench: Bench, modules: list[str]) -> None:
+def check_memory(bench: LayerBench, modules: list[str]) -> None:
     """Refuse before allocating. Modules are built one after another, so the largest counts."""
     free = bench.platform.available_memory()
     for name in modules:
@@ -331,7 +331,7 @@ def check_memory(bench: Bench, modules: list[str]) -> None:
             raise CapacityError(f"module {name} needs {need / 2**30:.2f} GiB of weights, {free / 2**30:.2f} GiB are free; leave it out")
 
 
-def _weight_bytes(bench: Bench, module: str) -> int:
+def _weight_bytes(bench: LayerBench, module: str) -> int:
     config, name = bench.config, bench.dtype_name
     if module == "embed_tokens":
         return costs.weight_bytes(config, fmt=bench.format()).embedding

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rorqual.bench.info import count
-from rorqual.bench.layers.cases import CASES, Bench, Case, check_memory, modules_of
+from rorqual.bench.layers.cases import CASES, LayerBench, LayerCase, check_memory, modules_of
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
@@ -34,7 +34,7 @@ PHASES = {"tokens": "n tokens", "prefill": "one prompt of n tokens", "decode": "
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One measurement. seconds: median of `calls`, `best` the fastest; flops, bytes: what the call computes and must read (planner/costs/costs.py).
 
     cache_bytes: of one token, over the module's layers; `experts_expected` under uniform routing.
@@ -78,7 +78,7 @@ def bench(
     requests: int = 1,
     threads: int | None = None,
     ignore_fields: Iterable[str] = (),
-) -> list[Row]:
+) -> list[LayerRow]:
     """`sweep` of a model given by folder or Hugging Face id (None: the bundled one); only its config.json is read."""
     config = ModelConfig.from_file(model_folder(model, weights=False), ignore_fields)
     if threads:
@@ -95,14 +95,14 @@ def sweep(
     repeats: int = 5,
     min_seconds: float = 0.02,
     requests: int = 1,
-    progress: Callable[[Row], None] | None = None,
-) -> list[Row]:
+    progress: Callable[[LayerRow], None] | None = None,
+) -> list[LayerRow]:
     """Measure `modules` (None: all the model has), each time at least `repeats` calls and `min_seconds`. Raises ConfigError for a
     module the model lacks, CapacityError where the weights of one do not fit."""
     chosen = _check_modules(config, modules)
     name = config.dtype if dtype == "auto" else dtype
     _check_sizes(name, tokens, repeats, requests)
-    setup = Bench(config, make_platform(device), getattr(torch, name), tuple(tokens), requests)
+    setup = LayerBench(config, make_platform(device), getattr(torch, name), tuple(tokens), requests)
     check_memory(setup, chosen)
     rows = []
     with torch.inference_mode(), setup.platform.stream():
@@ -146,10 +146,10 @@ def measure(run: Callable[[], object], platform: Platform, repeats: int, min_sec
     return times
 
 
-def _row(setup: Bench, case: Case, times: list[float]) -> Row:
+def _row(setup: LayerBench, case: LayerCase, times: list[float]) -> LayerRow:
     moe, requests = setup.config.moe, setup.requests if case.phase == "decode" else 1
     head = (case.module, case.variant, case.phase, case.n, requests, median(times), min(times), len(times))
-    row = Row(*head, case.cost.flops, case.cost.bytes, case.parameters, case.cache_bytes)
+    row = LayerRow(*head, case.cost.flops, case.cost.bytes, case.parameters, case.cache_bytes)
     if case.experts_hit is None:
         return row
     return replace(row, experts_hit=case.experts_hit, experts_expected=expected_experts(moe.num_experts, moe.top_k, case.n))
@@ -158,10 +158,10 @@ def _row(setup: Bench, case: Case, times: list[float]) -> Row:
 # ---- printing
 
 
-def print_table(rows: Iterable[Row], console: Console | None = None) -> None:
+def print_table(rows: Iterable[LayerRow], console: Console | None = None) -> None:
     """One table a module and phase: sizes down, variants across, milliseconds; for experts the number hit in brackets."""
     console = console or Console()
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[LayerRow]] = {}
     for row in rows:
         groups.setdefault((row.module, row.phase), []).append(row)
     for (module, phase), group in groups.items():
@@ -174,7 +174,7 @@ def print_table(rows: Iterable[Row], console: Console | None = None) -> None:
             console.print("~ more than twice the fastest call: the machine was busy")
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[LayerRow]) -> Table:
     variants = {row.variant: row for row in rows}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("n", justify="right")
@@ -189,11 +189,11 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _cell(row: Row) -> str:
+def _cell(row: LayerRow) -> str:
     hit = "" if row.experts_hit is None else f" ({row.experts_hit}{'!' if row.collapsed else ''})"
     return f"{row.seconds * 1e3:.4g}{'~' if row.noisy else ''}{hit}"
 
 
-def as_json(rows: Iterable[Row], **about: object) -> str:
+def as_json(rows: Iterable[LayerRow], **about: object) -> str:
     about = {**about, "torch": torch.__version__, "threads": torch.get_num_threads()}
     return json.dumps({**about, "rows": [row.as_dict() for row in rows]}, indent=1)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rorqual.bench.offline.steady_state import decoding_together, enough_tokens
+from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.platforms.base import Platform
@@ -65,7 +65,7 @@ class StepProfile:
             yield f"{kernel.us:9.1f} us{share:5.1f} %{kernel.calls:8.1f} calls{each:9.2f} us each  {kernel.name[:NAME]}"
 
 
-def summarise(spans: Sequence[Span], steps: int, launches: Sequence[float] = ()) -> StepProfile:
+def summarize(spans: Sequence[Span], steps: int, launches: Sequence[float] = ()) -> StepProfile:
     """`spans` of so many steps alike; `launches`: when the host launched something."""
     ordered, launched = sorted(spans, key=lambda span: span.start), sorted(launches)
     waits: list[tuple[float, str]] = []
@@ -108,7 +108,7 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
     engine = llm.engine
     check_platform(engine.platform)
     params = SamplingParams(temperature=0, max_tokens=enough_tokens(engine, prompts, steps + 16), ignore_eos=True, detokenize=False)
-    with decoding_together(engine, prompts, params):
+    with steady_state_steps(engine, prompts, params):
         for _ in range(5):
             engine.step()
         engine.platform.synchronize()
@@ -117,7 +117,7 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
                 engine.step()
             engine.platform.synchronize()
     spans, launches = timeline(found.events())
-    return summarise(spans, steps, launches)
+    return summarize(spans, steps, launches)
 
 
 def timeline(events: object) -> tuple[list[Span], list[float]]:

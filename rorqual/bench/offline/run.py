@@ -19,20 +19,20 @@ import torch
 
 from rorqual import __version__
 from rorqual.bench.offline.profile import StepProfile, check_platform, profile_steps
-from rorqual.bench.offline.steady_state import decoding_together, enough_tokens
-from rorqual.bench.offline.transformers_baseline import Peer
+from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
+from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.planner.costs.costs import (
-    Batch,
+    BatchShape,
     Format,
     decode_floor_seconds,
     layer_ops,
     step_ops,
     total,
 )
-from rorqual.planner.costs.parallel_costs import Work as RankWork
+from rorqual.planner.costs.parallel_costs import GroupWork as RankWork
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.costs.weights import head_weight
 from rorqual.planner.search.deployments import layout_name
@@ -45,7 +45,7 @@ SHORTEST = 8  # steps of all requests together that are worth a clock of their o
 
 
 @dataclass
-class Row:
+class OfflineRow:
     """One concurrency. `step_ms`: of a step while all requests are decoding, on its own clock; beside a peer, which has no such moment, and
     where outputs are too short for one (`settings` says so), (time for all tokens - time for the first) / (output - 1), in which the
     difference of two prompt runs shows. With speculation a step verifies drafts, makes new ones and brings `accepted_length` tokens a
@@ -63,7 +63,7 @@ class Row:
     floor_ms: float
     experts_hit: float | None = None
     settings: str = ""
-    next_n: int = 0
+    num_speculative_tokens: int = 0
     accepted_length: float = 1.0
     acceptance: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass
-class Work:
+class OfflineWork:
     """What every concurrency runs: `groups` batches of different prompts one after the other, all sampled at `temperature`.
     Prompts are random ids, or pieces of the text file `data`. profiled: so many decode steps are looked at in a profiler afterwards."""
 
@@ -92,10 +92,10 @@ class Work:
 
 @dataclass
 class Report:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[OfflineRow] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    def beside(self, rows: Iterable[Row]) -> None:
+    def beside(self, rows: Iterable[OfflineRow]) -> None:
         """Each behind that of the same concurrency."""
         for row in rows:
             last = max(i for i, other in enumerate(self.rows) if other.concurrency == row.concurrency)
@@ -106,7 +106,7 @@ class Report:
         path.write_text(json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
 
 
-def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compare: str | None = None) -> None:
+def run(report: Report, llm: LLM, concurrency: Sequence[int], work: OfflineWork, compare: str | None = None) -> None:
     """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to measure it too, or the name of a peer that is
     measured later (vllm_peer.py)."""
     if work.profiled:
@@ -119,7 +119,7 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
     gc.collect()
     gc.freeze()  # what is loaded stays: a collection in the middle of a run would look through all of it, in either engine
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
-    here = llm.engine.config.dp if llm.engine.config.lone_rank else 1  # a lone rank has its own requests alone
+    here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1  # a lone rank has its own requests alone
     profiled = []
     for count in concurrency:
         made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
@@ -129,7 +129,7 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
         _tell(report.rows[-1])
         profiled.append((report.rows[-1], groups[0]))
         if compare in IN_PROCESS:
-            peer = Peer(llm, groups[0])
+            peer = TransformersBaseline(llm, groups[0])
             once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
             report.rows.append(_row(compare, groups[:1], work, once, floor))
             report.rows[-1].settings = settings
@@ -139,9 +139,13 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: Work, compar
     gc.unfreeze()
 
 
-def _tell(row: Row) -> None:
+def _tell(row: OfflineRow) -> None:
     """As soon as it is known: a long run may be cut short."""
-    drafts = f" next_n {row.next_n}, {row.accepted_length:.2f} tokens a step," if row.next_n else ""
+    drafts = (
+        f" num_speculative_tokens {row.num_speculative_tokens}, {row.accepted_length:.2f} tokens a step,"
+        if row.num_speculative_tokens
+        else ""
+    )
     step = f"step {row.step_ms:.3f} ms (floor {row.floor_ms:.3f})"
     rates = f"{row.tokens_per_s:,.1f} tok/s, prefill {row.prefill_tokens_per_s:,.0f} tok/s"
     print(f"{row.engine} batch {row.concurrency}:{drafts} {step}, {rates}", file=sys.stderr, flush=True)
@@ -158,8 +162,8 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "kv_cache_dtype": engine.config.kv_cache_dtype,
         "device": torch.cuda.get_device_name() if engine.platform.name == "cuda" else host.processor() or host.machine(),
         "threads": torch.get_num_threads(),
-        "way_of_sums": engine.stats.way_of_sums,
-        "way_to_experts": engine.stats.way_to_experts,
+        "allreduce_backend": engine.stats.allreduce_backend,
+        "all2all_backend": engine.stats.all2all_backend,
         "startup_seconds": {name: round(seconds, 3) for name, seconds in engine.stats.startup.items()},
     }
 
@@ -185,24 +189,26 @@ def read_bandwidth(platform: Platform) -> float:
 
 def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
     """Of one step, its drafts and their verification included, under uniform routing. Of several ranks: of one of them, nothing sent."""
-    engine, next_n = llm.engine, llm.engine.config.next_n
+    engine, num_speculative_tokens = llm.engine, llm.engine.config.num_speculative_tokens
     config, fmt = engine.model_config, Format(engine.dtype, engine.config.kv_cache_dtype, engine.config.mla_decode)
     sizes = engine.config.parallel
     if not sizes.is_single:
         rows = -(-batch // sizes.dp)
-        decode = Batch.verify(rows, context, next_n) if next_n else Batch.decode(rows, context)
-        work = RankWork(decode, stage_tokens=batch * (next_n + 1), drafts=next_n if engine.mtp_layers else 0)
+        decode = BatchShape.verify(rows, context, num_speculative_tokens) if num_speculative_tokens else BatchShape.decode(rows, context)
+        work = RankWork(
+            decode, stage_tokens=batch * (num_speculative_tokens + 1), drafts=num_speculative_tokens if engine.mtp_layers else 0
+        )
         step = rank_step(config, sizes, work, fmt)
         return sizes.pp * (step.total("weight_bytes") + step.total("cache_bytes")) / bandwidth
-    if not next_n:
+    if not num_speculative_tokens:
         return decode_floor_seconds(config, batch, context, bandwidth, fmt=fmt)
-    verify = Batch(batch, next_n + 1, context - next_n - 1)
+    verify = BatchShape(batch, num_speculative_tokens + 1, context - num_speculative_tokens - 1)
     needed = total(step_ops(config, verify, fmt)).bytes
     if engine.mtp_layers:
         head = head_weight(config).bytes(engine.dtype)
         merge = 2 * config.hidden_size**2 * DTYPE_BYTES[engine.dtype]
-        passes = [verify if engine.config.draft_window else Batch.decode(batch, context)]
-        passes += [Batch.decode(batch, context)] * (next_n - 1)
+        passes = [verify if engine.config.draft_window else BatchShape.decode(batch, context)]
+        passes += [BatchShape.decode(batch, context)] * (num_speculative_tokens - 1)
         layer = config.num_layers - 1  # the module's own layer is built like the last one
         needed += sum(total(layer_ops(config, layer, work, fmt)).bytes + merge + head for work in passes)
     return needed / bandwidth
@@ -215,7 +221,7 @@ def make_prompts(llm: LLM, count: int, length: int, data: Path | None) -> list[l
         stride = max(1, (len(ids) - length) // max(1, count))
         return [ids[i * stride : i * stride + length] for i in range(count)]
     vocab = llm.engine.model_config.vocab_size
-    if llm.engine.config.lone_rank:
+    if llm.engine.config.single_rank_bench:
         vocab //= llm.engine.config.parallel.embed_tp or 1  # rank 0 has the embeddings of the first ids, and zeros for the others
     generator = torch.Generator().manual_seed(count)
     return torch.randint(vocab, (count, length), generator=generator).tolist()
@@ -231,7 +237,7 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, times: int = 1, alike: bool = False) -> Row:
+def ours(llm: LLM, groups: list[list[list[int]]], work: OfflineWork, floor_ms: float, times: int = 1, alike: bool = False) -> OfflineRow:
     """`times`: so many ranks, this one included, are taken to do what this one does. alike: `step_ms` as a peer's is measured."""
     llm.generate(groups[0], greedy(min(4, work.output)))  # warm up
 
@@ -246,7 +252,7 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, t
     row.concurrency *= times
     row.tokens_per_s *= times
     row.prefill_tokens_per_s *= times
-    steady = None if alike and not config.next_n else steady_steps(llm, groups, work)
+    steady = None if alike and not config.num_speculative_tokens else steady_steps(llm, groups, work)
     if steady is not None:
         row.step_ms = 1e3 * steady
     row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
@@ -255,10 +261,10 @@ def ours(llm: LLM, groups: list[list[list[int]]], work: Work, floor_ms: float, t
     if steady is None:
         row.settings += ", step: a difference"
     if engine.speculation:
-        row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.next_n_policy == "adaptive" else "")
+        row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.speculative_policy == "adaptive" else "")
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
     if not config.parallel.is_single:
-        row.settings += f", {layout_name(config.parallel)}" + (", LONE RANK: nothing is sent" if config.lone_rank else "")
+        row.settings += f", {layout_name(config.parallel)}" + (", LONE RANK: nothing is sent" if config.single_rank_bench else "")
     row.experts_hit = experts_hit(llm, groups[0])
     return row
 
@@ -267,38 +273,38 @@ class DraftCounts:
     """Drafts verified and taken since it was made."""
 
     def __init__(self, llm: LLM):
-        self.stats, self.next_n = llm.engine.stats, llm.engine.config.next_n
+        self.stats, self.num_speculative_tokens = llm.engine.stats, llm.engine.config.num_speculative_tokens
         self.before = (list(self.stats.drafted), list(self.stats.accepted))
 
-    def describe(self, row: Row) -> None:
+    def describe(self, row: OfflineRow) -> None:
         drafted, accepted = (
             [now - then for now, then in zip(nows, thens, strict=True)]
             for nows, thens in ((self.stats.drafted, self.before[0]), (self.stats.accepted, self.before[1]))
         )
-        row.next_n = self.next_n
+        row.num_speculative_tokens = self.num_speculative_tokens
         row.acceptance = [round(a / d, 4) if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
         if drafted and drafted[0]:
             row.accepted_length = round(1 + sum(accepted) / drafted[0], 3)
 
 
-def steady_steps(llm: LLM, groups: list[list[list[int]]], work: Work) -> float | None:
+def steady_steps(llm: LLM, groups: list[list[list[int]]], work: OfflineWork) -> float | None:
     """Median over runs of the seconds of a decode step while every request is decoding. None where outputs are too short to tell; with
     speculation, where there is no other way, that raises ConfigError."""
     try:
         found = [steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats)]
     except ConfigError:
-        if llm.engine.config.next_n:
+        if llm.engine.config.num_speculative_tokens:
             raise
         return None
-    told = llm.engine.config.next_n or min(steps for _, steps in found) >= SHORTEST
+    told = llm.engine.config.num_speculative_tokens or min(steps for _, steps in found) >= SHORTEST
     return statistics.median(seconds / steps for seconds, steps in found) if told else None
 
 
-def steady_step(llm: LLM, prompts: list[list[int]], asked: Work) -> tuple[float, int]:
+def steady_step(llm: LLM, prompts: list[list[int]], asked: OfflineWork) -> tuple[float, int]:
     """Seconds of decode steps while every request is decoding, and how many there were."""
     engine = llm.engine
     engine.scheduler.prefix.clear()
-    with decoding_together(engine, prompts, asked.sampling(asked.output)) as count:
+    with steady_state_steps(engine, prompts, asked.sampling(asked.output)) as count:
         engine.step()
         start, steps = time.perf_counter(), 0
         while len(engine.scheduler.decoding) == count:
@@ -314,7 +320,7 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
     engine, layers = llm.engine, llm.engine.model.moe_layers()
     if engine.group is not None:
         return None
-    with decoding_together(engine, prompts, greedy(enough_tokens(engine, prompts, 8))):
+    with steady_state_steps(engine, prompts, greedy(enough_tokens(engine, prompts, 8))):
         while engine.in_flight:
             engine.collect()
         runner = engine.runner
@@ -331,16 +337,16 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
     return sum(hit) / max(1, len(hit))
 
 
-def _row(engine: str, groups: list[list[list[int]]], work: Work, once: Callable[[int], float], floor_ms: float) -> Row:
+def _row(engine: str, groups: list[list[list[int]]], work: OfflineWork, once: Callable[[int], float], floor_ms: float) -> OfflineRow:
     first = statistics.median(once(1) for _ in range(work.repeats)) / len(groups)
     whole = statistics.median(once(work.output) for _ in range(work.repeats)) / len(groups)
     return row_of(engine, len(groups[0]), len(groups[0][0]), work.output, first, whole, floor_ms)
 
 
-def row_of(engine: str, count: int, prompt: int, output: int, first: float, whole: float, floor_ms: float) -> Row:
+def row_of(engine: str, count: int, prompt: int, output: int, first: float, whole: float, floor_ms: float) -> OfflineRow:
     """first, whole: seconds for one token and for all of each request, prompts included."""
     step = (whole - first) / max(1, output - 1)
-    return Row(engine, count, prompt, output, whole, count * output / whole, 1e3 * step, count * prompt / first, floor_ms)
+    return OfflineRow(engine, count, prompt, output, whole, count * output / whole, 1e3 * step, count * prompt / first, floor_ms)
 
 
 def print_report(report: Report) -> None:
@@ -371,15 +377,17 @@ def print_report(report: Report) -> None:
         cells = (f"{row.tokens_per_s:,.0f}", f"{row.step_ms:.3f}", f"{row.floor_ms:.3f}", f"{row.percent_of_floor:.0f}")
         sizes = (str(row.concurrency), f"{row.prompt}/{row.output}")
         hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
-        drafts = (f"{row.accepted_length:.2f}", " ".join(f"{share:.2f}" for share in row.acceptance)) if row.next_n else ("", "")
-        name = f"{row.engine} next_n={row.next_n}" if row.next_n else row.engine
+        drafts = (
+            (f"{row.accepted_length:.2f}", " ".join(f"{share:.2f}" for share in row.acceptance)) if row.num_speculative_tokens else ("", "")
+        )
+        name = f"{row.engine} num_speculative_tokens={row.num_speculative_tokens}" if row.num_speculative_tokens else row.engine
         table.add_row(name, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", hit, *drafts, f"{ratio:.2f}x", row.settings)
     console = Console()
     console = console if console.is_terminal else Console(width=150)  # a log file has no width to fit into
     console.print(table)
     for row in report.rows:
         if row.profile:
-            print("\n".join([f"batch {row.concurrency}, next_n {row.next_n}:", *row.profile.lines()]))
+            print("\n".join([f"batch {row.concurrency}, num_speculative_tokens {row.num_speculative_tokens}:", *row.profile.lines()]))
     startup = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items())
     first = report.provenance["start_to_first_token_seconds"]
     print(f"start-up: {startup}; from the start of the process to the first token {first:.1f} s")

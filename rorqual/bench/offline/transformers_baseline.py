@@ -12,7 +12,7 @@ from rorqual.llm.llm import LLM
 Once = Callable[[int], float]
 
 
-class Peer:
+class TransformersBaseline:
     """One batch of prompts. Both ways return (seconds for generating so many tokens greedily, the settings in words)."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]]):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rorqual.bench.offline.run import Row, Work, row_of
+from rorqual.bench.offline.run import OfflineRow, OfflineWork, row_of
 from rorqual.bench.offline.vllm_process import MARK
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
@@ -36,11 +36,11 @@ def check_installed() -> None:
 
 def check(config: EngineConfig) -> None:
     """Raises ConfigError where the two would not do alike."""
-    if not config.parallel.is_single or config.next_n or config.kv_cache_dtype != "auto":
+    if not config.parallel.is_single or config.num_speculative_tokens or config.kv_cache_dtype != "auto":
         raise ConfigError("--compare vllm takes one card, no speculation, and a cache as the model has it")
 
 
-def measure(config: EngineConfig, dtype: str, num_layers: int, ours: Sequence[Row], work: Work) -> Iterator[Row]:
+def measure(config: EngineConfig, dtype: str, num_layers: int, ours: Sequence[OfflineRow], work: OfflineWork) -> Iterator[OfflineRow]:
     """A row of vLLM's for each of `ours`, whose floors hold for it as well. num_layers: of the model, cut or whole. Raises EngineError
     where vLLM does not run."""
     with tempfile.TemporaryDirectory() as folder:

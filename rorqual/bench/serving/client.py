@@ -24,7 +24,7 @@ LONGEST_CAUSE = 200
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerTarget:
     """Where requests go and what each asks for. `timeout` and `connect_timeout` in seconds; `temperature` None leaves it to the server."""
 
     base_url: str = "http://127.0.0.1:8000"
@@ -74,7 +74,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request. Times in seconds of one clock (time.perf_counter): `due` by the load's schedule, `start` when it was sent, `chunks` of
     those chunks that carried tokens, `end` of the last chunk of the answer. Token counts are the server's (None: it gave none)."""
 
@@ -124,7 +124,7 @@ class Failure(Exception):
 class Client:
     """A pool of kept-alive connections; use as an async context."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: ServerTarget):
         self.target = target
         self.session: aiohttp.ClientSession
 
@@ -145,7 +145,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()
 
-    async def send(self, body: bytes, record: Record) -> Record:
+    async def send(self, body: bytes, record: RequestRecord) -> RequestRecord:
         """Fill in the record. Never raises but for cancellation: whatever goes wrong becomes `record.error`."""
         import aiohttp
 
@@ -170,7 +170,7 @@ class Client:
         record.end = record.end or time.perf_counter()
         return record
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, record: Record) -> None:
+    async def _read_stream(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
         """Server-sent events, line by line; lines read together share a time."""
         rest, keep = b"", self.target.keep_text
         async for data in response.content.iter_any():
@@ -203,14 +203,14 @@ class Client:
             raise TargetError(f"{self.target.url('/v1/models')} names no model; pass --model") from None
 
 
-def _take_line(record: Record, payload: bytes, now: float, keep_text: bool) -> None:
+def _take_line(record: RequestRecord, payload: bytes, now: float, keep_text: bool) -> None:
     if payload == b"[DONE]":
         record.finish = record.finish or "done"
     elif payload:
         _take(record, json.loads(payload), now, keep_text)
 
 
-def _take(record: Record, event: Any, now: float, keep_text: bool, whole: bool = False) -> None:
+def _take(record: RequestRecord, event: Any, now: float, keep_text: bool, whole: bool = False) -> None:
     """One event of a stream, or the body of a whole answer. An empty delta that neither opens nor closes the answer is a token whose
     bytes make no character yet; the chunk that only names the role, and the one that only names the finish, carry none."""
     if not isinstance(event, dict):
@@ -235,12 +235,12 @@ def _take(record: Record, event: Any, now: float, keep_text: bool, whole: bool =
         record.spec_steps, record.spec_accepted = spec.get("num_spec_steps"), spec.get("num_accepted_draft_tokens")
 
 
-def _count(record: Record, usage: Mapping[str, Any]) -> None:
+def _count(record: RequestRecord, usage: Mapping[str, Any]) -> None:
     record.prompt_tokens, record.completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
     record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
-def _check(record: Record, stream: bool) -> None:
+def _check(record: RequestRecord, stream: bool) -> None:
     if record.finish is None:
         raise Failure("the answer ended early: neither a finish_reason nor [DONE]")
     if record.end == 0.0:

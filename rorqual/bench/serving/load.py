@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rorqual.bench.serving.client import Client, Record
+from rorqual.bench.serving.client import Client, RequestRecord
 from rorqual.bench.serving.prompts import Prompt
 from rorqual.errors import ConfigError
 
@@ -20,7 +20,7 @@ DESCRIPTORS = 65536
 
 
 @dataclass(frozen=True)
-class Load:
+class ArrivalLoad:
     """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma distribution of the intervals (1 is a Poisson
     process, below 1 burstier, above 1 more even); `concurrency`: most open requests at a time (None: no cap)."""
 
@@ -51,14 +51,18 @@ class Load:
 class Run:
     """Every request of a run, and what the client itself spent on it (seconds of wall time and of CPU in this process)."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     start: float
     wall: float
     cpu: float
 
 
 async def drive(
-    client: Client, prompts: Sequence[Prompt], load: Load, arrivals: Sequence[float], seen: Callable[[Record], None] = lambda _: None
+    client: Client,
+    prompts: Sequence[Prompt],
+    load: ArrivalLoad,
+    arrivals: Sequence[float],
+    seen: Callable[[RequestRecord], None] = lambda _: None,
 ) -> Run:
     """Send every prompt at its time and wait for all answers. Where the cap holds a request back it waits here, in order, and its clock
     starts when it is sent. `seen` is called with each record as it is sent and again when it is complete (its `end` is set then)."""
@@ -68,7 +72,7 @@ async def drive(
     gc.collect()
     gc.freeze()  # the prompts stay; a collection in the middle of a run would look through all of them
 
-    async def one(body: bytes, record: Record) -> None:
+    async def one(body: bytes, record: RequestRecord) -> None:
         try:
             seen(record)
             await client.send(body, record)
@@ -77,7 +81,7 @@ async def drive(
             gate.release()
 
     before, start = _cpu_seconds(), time.perf_counter()
-    records = [Record(prompt.input_len, prompt.output_len, start + at) for prompt, at in zip(prompts, arrivals, strict=True)]
+    records = [RequestRecord(prompt.input_len, prompt.output_len, start + at) for prompt, at in zip(prompts, arrivals, strict=True)]
     async with asyncio.TaskGroup() as group:
         for body, record in zip(bodies, records, strict=True):
             if (wait := record.due - time.perf_counter()) > 0:

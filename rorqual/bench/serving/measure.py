@@ -16,13 +16,13 @@ from rorqual.bench.serving import metrics
 from rorqual.bench.serving import server_info as server
 from rorqual.bench.serving.client import CHAT, Client
 from rorqual.bench.serving.datasets import Trace, sharegpt_prompts, trace_prompts
-from rorqual.bench.serving.load import Load, Run, drive
-from rorqual.bench.serving.metrics import Figures, Limits
+from rorqual.bench.serving.load import ArrivalLoad, Run, drive
+from rorqual.bench.serving.metrics import Figures, GoodputLimits
 from rorqual.bench.serving.progress import Progress
 from rorqual.bench.serving.prompts import (
-    Groups,
-    Lengths,
+    PrefixGroups,
     Prompt,
+    PromptLengths,
     Vocabulary,
     random_prompts,
     shared_prefix_prompts,
@@ -41,10 +41,10 @@ class Data:
     """Which prompts. `num_prompts` None: `per_concurrency` times the concurrency, or all a trace or the prefix groups have."""
 
     name: str = "random"
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: PromptLengths = field(default_factory=PromptLengths)
     num_prompts: int | None = None
     per_concurrency: int = 10
-    groups: Groups = field(default_factory=Groups)
+    groups: PrefixGroups = field(default_factory=PrefixGroups)
     path: Path | None = None
     sharegpt_output_len: int | None = None
     trace_block: int = 512
@@ -58,12 +58,12 @@ class Data:
         if self.per_concurrency < 1 or (self.num_prompts is not None and self.num_prompts < 1):
             raise ConfigError(f"num_prompts={self.num_prompts}, per_concurrency={self.per_concurrency}; both must be at least 1")
 
-    def count(self, load: Load) -> int | None:
+    def count(self, load: ArrivalLoad) -> int | None:
         if self.num_prompts is not None or self.name in ("shared-prefix", "trace"):
             return self.num_prompts
         return self.per_concurrency * load.concurrency if load.concurrency else FALLBACK_PROMPTS
 
-    def prompts(self, vocabulary: Vocabulary, seed: int, stream: int, load: Load) -> list[Prompt]:
+    def prompts(self, vocabulary: Vocabulary, seed: int, stream: int, load: ArrivalLoad) -> list[Prompt]:
         """Files give the same prompts for every stream of a seed; what is drawn differs by stream, so that no prefix cache knows it."""
         count, drawn = self.count(load), np.random.default_rng([seed, stream])
         if self.name == "random":
@@ -85,7 +85,7 @@ class Method:
     warm_ups: int | None = None
     flush: str = "auto"
     metrics_path: str = "/metrics"
-    limits: Limits = field(default_factory=Limits)
+    limits: GoodputLimits = field(default_factory=GoodputLimits)
     percentiles: tuple[float, ...] = metrics.PERCENTILES
     gpus: int = 1
     seed: int = 0
@@ -100,7 +100,7 @@ class Method:
             raise ConfigError(f"percentiles {self.percentiles}; each must lie between 0 and 100")
 
 
-class Bench:
+class ServingBench:
     """Measures one server with one kind of data; keeps its connections open between measurements."""
 
     def __init__(self, client: Client, vocabulary: Vocabulary, data: Data, method: Method, progress: Progress | None = None):
@@ -109,7 +109,7 @@ class Bench:
         if client.target.chat and not vocabulary.as_text:
             raise ConfigError(f"{CHAT} takes text; token ids go to /v1/completions only")
 
-    async def measure(self, load: Load) -> Figures:
+    async def measure(self, load: ArrivalLoad) -> Figures:
         """One row: the medians of `repeats` runs, with what was asked for."""
         if self.data.name == "trace" and not math.isinf(load.rate):
             raise ConfigError(f"a trace has its own arrivals; leave out request_rate={load.rate:g} (trace speed scales them)")
@@ -117,7 +117,7 @@ class Bench:
         row = self._asked(load, len(runs[0][0].records)) | _merged([figures for _, figures in runs]) | self._details(runs[-1][0])
         return row | {"output_throughput_per_gpu": row["output_throughput"] / self.method.gpus}
 
-    async def _once(self, load: Load, repeat: int) -> tuple[Run, Figures]:
+    async def _once(self, load: ArrivalLoad, repeat: int) -> tuple[Run, Figures]:
         method, title = self.method, self._title(load, repeat)
         stream = repeat + 1000 * (load.concurrency or 0)
         self.progress.stage(f"{title}: preparing prompts")
@@ -134,12 +134,12 @@ class Bench:
         figures = metrics.figures(run, method.limits, method.percentiles, spec)
         return run, figures | {"cache_flush": flushed, "failures": dict(metrics.causes(run.records))}
 
-    def _arrivals(self, load: Load, prompts: Sequence[Prompt], stream: int) -> list[float]:
+    def _arrivals(self, load: ArrivalLoad, prompts: Sequence[Prompt], stream: int) -> list[float]:
         if all(prompt.at is not None for prompt in prompts):
             return [prompt.at or 0.0 for prompt in prompts]
         return load.arrivals(np.random.default_rng([self.method.seed, stream, 1]), len(prompts))
 
-    async def _warm_up(self, load: Load, like: Sequence[Prompt], stream: int, title: str) -> None:
+    async def _warm_up(self, load: ArrivalLoad, like: Sequence[Prompt], stream: int, title: str) -> None:
         """The server's shapes and the connections of the run to come. A server that fails every warm-up is not measured."""
         count = self.method.warm_ups if self.method.warm_ups is not None else load.concurrency or FALLBACK_WARM_UPS
         if not count:
@@ -147,20 +147,20 @@ class Bench:
         prompts = warm_up_prompts(self.vocabulary, np.random.default_rng([self.method.seed, WARM_UP_STREAM + stream]), like, count)
         self.progress.stage(f"{title}: warming up", count)
         async with self.progress.refreshing():
-            run = await drive(self.client, prompts, Load(load.concurrency), [0.0] * count, self.progress.seen)
+            run = await drive(self.client, prompts, ArrivalLoad(load.concurrency), [0.0] * count, self.progress.seen)
         failed = metrics.causes(run.records)
         if sum(failed.values()) == count:
             raise TargetError(
                 f"every warm-up request failed at {self.client.target.url(self.client.target.endpoint)}: {next(iter(failed))}"
             )
 
-    def _title(self, load: Load, repeat: int) -> str:
+    def _title(self, load: ArrivalLoad, repeat: int) -> str:
         parts = [f"concurrency {load.concurrency}"] if load.concurrency else []
         parts += [f"{load.rate:g} requests/s"] if not math.isinf(load.rate) else []
         parts += [f"repeat {repeat + 1} of {self.method.repeats}"] if self.method.repeats > 1 else []
         return ", ".join(parts) or self.data.name
 
-    def _asked(self, load: Load, count: int) -> Figures:
+    def _asked(self, load: ArrivalLoad, count: int) -> Figures:
         """Arguments, under both scripts' names."""
         target, lengths = self.client.target, self.data.lengths
         backend = "openai-chat" if target.chat else "openai"

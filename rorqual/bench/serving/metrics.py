@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rorqual.bench.serving.client import Record
+from rorqual.bench.serving.client import RequestRecord
 from rorqual.bench.serving.load import Run
 from rorqual.errors import ConfigError
 
@@ -26,7 +26,7 @@ TIMES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True)
-class Limits:
+class GoodputLimits:
     """What a request must keep to count as good: seconds, each None where it does not matter."""
 
     ttft: float | None = None
@@ -34,7 +34,7 @@ class Limits:
     e2el: float | None = None
 
     @classmethod
-    def parse(cls, items: Iterable[str]) -> Limits:
+    def parse(cls, items: Iterable[str]) -> GoodputLimits:
         """`ttft:2000` (milliseconds, as vLLM's --goodput), `ttft=2s`, `tpot=50ms`."""
         found: dict[str, float] = {}
         for item in items:
@@ -47,7 +47,7 @@ class Limits:
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.ttft, self.tpot, self.e2el))
 
-    def kept(self, record: Record) -> bool:
+    def kept(self, record: RequestRecord) -> bool:
         """A request of one token has no TPOT and keeps any; one that was not streamed has no TTFT and keeps none."""
         tpot = record.tpot if record.output_tokens > 1 else 0.0
         pairs = ((self.ttft, record.ttft), (self.tpot, tpot), (self.e2el, record.latency))
@@ -68,7 +68,7 @@ def seconds(text: str, item: str) -> float:
     raise ConfigError(f"{item!r}: {text!r} is no time; accepted: a number above 0 with s, ms or us (milliseconds without a unit)")
 
 
-def figures(run: Run, limits: Limits, percentiles: Sequence[float] = PERCENTILES, server_spec: Figures | None = None) -> Figures:
+def figures(run: Run, limits: GoodputLimits, percentiles: Sequence[float] = PERCENTILES, server_spec: Figures | None = None) -> Figures:
     """All figures of one run; `server_spec`: accept_length where the server's own counters gave it (see serving_server.py)."""
     good = [record for record in run.records if record.error is None]
     wall, out = run.wall, sum(record.output_tokens for record in good)
@@ -96,7 +96,7 @@ def figures(run: Run, limits: Limits, percentiles: Sequence[float] = PERCENTILES
     return rates | user | spread | sglang_names(spread) | chunks(good) | client(run, good) | spec
 
 
-def times(good: Sequence[Record]) -> dict[str, list[float]]:
+def times(good: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Samples in seconds of each of TIMES."""
     return {
         "ttft": [record.ttft for record in good if record.ttft is not None],
@@ -122,7 +122,7 @@ def sglang_names(spread: Figures) -> Figures:
     return {key.replace("e2el", "e2e_latency"): value for key, value in spread.items() if "e2el" in key}
 
 
-def chunks(good: Sequence[Record]) -> Figures:
+def chunks(good: Sequence[RequestRecord]) -> Figures:
     """What the stream's chunks say beside the server's counts. Ratios are over requests with both."""
     both = [record for record in good if record.completion_tokens is not None and record.chunks]
     carried = sum(len(record.chunks) for record in both)
@@ -138,7 +138,7 @@ def chunks(good: Sequence[Record]) -> Figures:
     }
 
 
-def client(run: Run, good: Sequence[Record]) -> Figures:
+def client(run: Run, good: Sequence[RequestRecord]) -> Figures:
     """The client's own CPU time, in cores and by chunk (`wall` and `cpu` are of the same span)."""
     carried = sum(len(record.chunks) for record in good)
     waits = [record.start - record.due for record in run.records if record.start]
@@ -149,7 +149,7 @@ def client(run: Run, good: Sequence[Record]) -> Figures:
     }
 
 
-def accepted(good: Sequence[Record]) -> Figures:
+def accepted(good: Sequence[RequestRecord]) -> Figures:
     """Mean tokens a verification step (drafts accepted + 1), from answers that carry vLLM's per-request counts."""
     steps = sum(record.spec_steps or 0 for record in good)
     taken = sum(record.spec_accepted or 0 for record in good)
@@ -160,7 +160,7 @@ def accepted(good: Sequence[Record]) -> Figures:
     )
 
 
-def peak_tokens(good: Sequence[Record]) -> float | None:
+def peak_tokens(good: Sequence[RequestRecord]) -> float | None:
     """Most output tokens in one of the seconds counted from the first request; a chunk counts for its share of its request's tokens.
     None where nothing was streamed, or for less than a second."""
     streamed = [record for record in good if record.chunks]
@@ -172,13 +172,13 @@ def peak_tokens(good: Sequence[Record]) -> float | None:
     return float(np.bincount(second, weights=weight).max())
 
 
-def peak_open(records: Sequence[Record]) -> int | None:
+def peak_open(records: Sequence[RequestRecord]) -> int | None:
     """Most requests open at one moment (vLLM's script counts those that touch one second, which is more)."""
     edges = sorted([(record.start, 1) for record in records] + [(record.end, -1) for record in records])
     return int(np.cumsum([step for _, step in edges]).max()) if edges else None
 
 
-def causes(records: Sequence[Record]) -> Mapping[str, int]:
+def causes(records: Sequence[RequestRecord]) -> Mapping[str, int]:
     """Failed requests by cause, the most frequent first."""
     return dict(Counter(record.error for record in records if record.error is not None).most_common())
 
@@ -197,5 +197,5 @@ def details(run: Run) -> Figures:
     }
 
 
-def _input(record: Record) -> int:
+def _input(record: RequestRecord) -> int:
     return record.input_len if record.prompt_tokens is None else record.prompt_tokens

@@ -23,7 +23,7 @@ TEMPLATE = Path(__file__).with_name("pareto.html")
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """x in tokens/s/user, y in tokens/s/GPU; `label`: the concurrency (or the rate); `efficient`: no other of its series has more of both;
     `chosen`: the answer of an SLO search, `probe`: one of its other measurements."""
 
@@ -37,23 +37,23 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Chart:
+class ParetoChart:
     """Series by name, each sorted by x. `limit`: tokens/s/user of an objective, drawn as a line."""
 
     title: str
     subtitle: str
-    series: dict[str, list[Point]]
+    series: dict[str, list[ParetoPoint]]
     limit: float | None = None
 
 
-def chart(results: Mapping[str, Sequence[Figures]], limit: float | None = None) -> Chart:
+def chart(results: Mapping[str, Sequence[Figures]], limit: float | None = None) -> ParetoChart:
     """Rows without tokens/s/user (not streamed, one token each, all failed) have no place and are left out."""
     series = {name: _points(rows) for name, rows in results.items()}
     if not any(series.values()):
         raise ConfigError("nothing to draw: no row has output tokens/s/user, which needs streaming and two output tokens or more")
     first = next(row for rows in results.values() for row in rows)
     model = first.get("model_id") or "server"
-    return Chart(f"{Path(str(model)).name}: throughput against interactivity", _subtitle(results), series, limit)
+    return ParetoChart(f"{Path(str(model)).name}: throughput against interactivity", _subtitle(results), series, limit)
 
 
 def _subtitle(results: Mapping[str, Sequence[Figures]]) -> str:
@@ -67,13 +67,13 @@ def _subtitle(results: Mapping[str, Sequence[Figures]]) -> str:
     return ", ".join([*parts, "labels are the maximum concurrency"])
 
 
-def _points(rows: Sequence[Figures]) -> list[Point]:
+def _points(rows: Sequence[Figures]) -> list[ParetoPoint]:
     found = [row for row in rows if row.get("tps_user") is not None and row.get("output_throughput_per_gpu") is not None]
     places = [(float(row["tps_user"]), float(row["output_throughput_per_gpu"])) for row in found]
     best = frontier(places)
     flags = [(bool(row.get("slo_choice")), bool(row.get("slo_probe"))) for row in found]
     rows_places = zip(places, found, flags, strict=True)
-    points = [Point(*place, _label(row), place in best, *marks, _facts(row)) for place, row, marks in rows_places]
+    points = [ParetoPoint(*place, _label(row), place in best, *marks, _facts(row)) for place, row, marks in rows_places]
     return sorted(points, key=lambda point: (point.x, -point.y))
 
 
@@ -103,7 +103,7 @@ def _facts(row: Figures) -> dict[str, str]:
     return {name: value_text(row.get(key), digits) for name, (key, digits) in keys.items()}
 
 
-def write_png(found: Chart, path: Path) -> None:
+def write_png(found: ParetoChart, path: Path) -> None:
     """8 x 5 inches at 150 dots an inch. Filled markers are on their series' Pareto front, hollow ones are not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -131,7 +131,7 @@ def write_png(found: Chart, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw(axes: Any, name: str, points: Sequence[Point], colour: str, marker: str) -> None:
+def _draw(axes: Any, name: str, points: Sequence[ParetoPoint], colour: str, marker: str) -> None:
     axes.plot([p.x for p in points], [p.y for p in points], color=colour, linewidth=1.6, alpha=0.8)
     axes.plot([], [], color=colour, marker=marker, label=name)
     for point in points:
@@ -141,7 +141,7 @@ def _draw(axes: Any, name: str, points: Sequence[Point], colour: str, marker: st
             axes.plot(point.x, point.y, marker="o", markersize=14, color="#333333", markerfacecolor="none", zorder=4)
 
 
-def _annotate(axes: Any, points: Sequence[Point]) -> None:
+def _annotate(axes: Any, points: Sequence[ParetoPoint]) -> None:
     """Labels where there is room: the chosen point's first, a probe's last."""
     taken: list[Any] = []
     for point in sorted(points, key=lambda point: (not point.chosen, point.probe)):
@@ -161,7 +161,7 @@ def _styles() -> Iterator[tuple[str, str]]:
         index += 1
 
 
-def write_html(found: Chart, path: Path, notes: Sequence[str] = ()) -> None:
+def write_html(found: ParetoChart, path: Path, notes: Sequence[str] = ()) -> None:
     """One file that needs nothing else: data, drawing code and a table for readers without either."""
     series = [{"name": name, "points": [asdict(point) for point in points]} for name, points in found.series.items()]
     data = json.dumps({"series": series, "x": X_LABEL, "y": Y_LABEL, "limit": found.limit}).replace("<", "\\u003c")
@@ -179,7 +179,7 @@ def write_html(found: Chart, path: Path, notes: Sequence[str] = ()) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def _table(found: Chart) -> str:
+def _table(found: ParetoChart) -> str:
     names = next(list(point.facts) for points in found.series.values() for point in points)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("Result", "Concurrency", *names))
     lines = [(name, point) for name, points in found.series.items() for point in points]
@@ -187,5 +187,5 @@ def _table(found: Chart) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cells(point: Point) -> str:
+def _cells(point: ParetoPoint) -> str:
     return "".join(f"<td{' class=none' if value == MISSING else ''}>{html.escape(value)}</td>" for value in point.facts.values())

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rorqual.bench.serving.client import Record
+from rorqual.bench.serving.client import RequestRecord
 
 INTERVAL = 0.5
 
@@ -35,7 +35,7 @@ class Progress:
         if self.visible and total and not sys.stderr.isatty():
             print(f"{title}: {total} requests", file=sys.stderr, flush=True)
 
-    def seen(self, record: Record) -> None:
+    def seen(self, record: RequestRecord) -> None:
         if not record.end:
             self.open += 1
             return

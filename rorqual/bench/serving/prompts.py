@@ -32,7 +32,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PromptLengths:
     """Tokens in and out. `convention` of the ratio r: vllm draws from [n(1-r), n(1+r)], sglang from [n r, n]; r = 0 is n exactly."""
 
     input_len: int = 1000
@@ -114,12 +114,12 @@ class Vocabulary:
         raise ConfigError(f"no text of exactly {input_len} tokens found with the tokenizer {self.name}; use token ids")
 
 
-def random_prompts(vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: Lengths) -> list[Prompt]:
+def random_prompts(vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: PromptLengths) -> list[Prompt]:
     return [vocabulary.prompt(rng, pair) for pair in lengths.draw(rng, count)]
 
 
 @dataclass(frozen=True)
-class Groups:
+class PrefixGroups:
     """Prompts that share prefixes: `groups` prefixes of `prefix_len` tokens, each followed by `per_group` different questions."""
 
     groups: int = 64
@@ -132,7 +132,7 @@ class Groups:
 
 
 def shared_prefix_prompts(
-    vocabulary: Vocabulary, rng: np.random.Generator, shape: Groups, lengths: Lengths, count: int | None = None
+    vocabulary: Vocabulary, rng: np.random.Generator, shape: PrefixGroups, lengths: PromptLengths, count: int | None = None
 ) -> list[Prompt]:
     """In shuffled order. `lengths.input_len` is the question's: a prompt has prefix_len + input_len tokens. `count` cuts the list."""
     prefixes = [vocabulary.draw(rng, shape.prefix_len) for _ in range(shape.groups)]

@@ -1,4 +1,4 @@
-"""How `bench serve` shows its rows: the table everyone recognises, one line a row for a sweep, and JSON."""
+"""How `bench serve` shows its rows: the table everyone recognizes, one line a row for a sweep, and JSON."""
 
 from __future__ import annotations
 

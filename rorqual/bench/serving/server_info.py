@@ -20,7 +20,7 @@ SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+([^\s]+)")
 
 
 @dataclass(frozen=True)
-class Counters:
+class SpeculationCounters:
     """Totals of speculation since the server started, and a gauge where that is all it has; None where it has none."""
 
     drafts: float | None = None
@@ -28,7 +28,7 @@ class Counters:
     emitted: float | None = None
     gauge: float | None = None
 
-    def accept_length(self, before: Counters) -> tuple[float, str] | None:
+    def accept_length(self, before: SpeculationCounters) -> tuple[float, str] | None:
         """(mean tokens a verification step over the time since `before`, where it comes from)."""
         if self.drafts is None or before.drafts is None:
             return (self.gauge, "server gauge, not of this run alone") if self.gauge else None
@@ -42,7 +42,7 @@ class Counters:
         return None
 
 
-def parse_counters(text: str) -> Counters:
+def parse_counters(text: str) -> SpeculationCounters:
     """Prometheus text. Understood under any prefix: spec_decode_num_drafts with spec_decode_num_accepted_tokens (vLLM's names, `_total`
     or not), a histogram ...accept(ed)_length, and the gauge spec_accept_length (SGLang). Series of several engines are added."""
     sums: dict[str, float] = {}
@@ -55,8 +55,10 @@ def parse_counters(text: str) -> Counters:
                 continue
     lengths = next((name for name in sums if re.search(r"accept(ed)?_length_sum$", name)), None)
     if lengths is not None:
-        return Counters(drafts=sums.get(lengths.removesuffix("_sum") + "_count"), emitted=sums[lengths])
-    return Counters(sums.get("spec_decode_num_drafts"), sums.get("spec_decode_num_accepted_tokens"), gauge=sums.get("spec_accept_length"))
+        return SpeculationCounters(drafts=sums.get(lengths.removesuffix("_sum") + "_count"), emitted=sums[lengths])
+    return SpeculationCounters(
+        sums.get("spec_decode_num_drafts"), sums.get("spec_decode_num_accepted_tokens"), gauge=sums.get("spec_accept_length")
+    )
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ async def facts(client: Client, info_path: str | None = None) -> ServerFacts:
     return ServerFacts(await _json(client, "/version"), given, await _json(client, "/v1/models"))
 
 
-async def counters(client: Client, path: str) -> Counters:
+async def counters(client: Client, path: str) -> SpeculationCounters:
     status, text = await client.page(path)
-    return parse_counters(text) if status == 200 else Counters()
+    return parse_counters(text) if status == 200 else SpeculationCounters()
 
 
 async def flush(client: Client, path: str) -> str | None:

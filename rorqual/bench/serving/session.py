@@ -11,9 +11,9 @@ from typing import Any
 from rorqual.bench import provenance
 from rorqual.bench.serving import compare, pareto, report, slo
 from rorqual.bench.serving import server_info as server
-from rorqual.bench.serving.client import Client, Target
-from rorqual.bench.serving.load import Load
-from rorqual.bench.serving.measure import Bench, Data, Method, warnings
+from rorqual.bench.serving.client import Client, ServerTarget
+from rorqual.bench.serving.load import ArrivalLoad
+from rorqual.bench.serving.measure import Data, Method, ServingBench, warnings
 from rorqual.bench.serving.metrics import Figures
 from rorqual.bench.serving.progress import Progress
 from rorqual.bench.serving.prompts import Vocabulary
@@ -25,15 +25,15 @@ LOG_WIDTH = 170
 
 
 @dataclass(frozen=True)
-class Search:
+class SloSearch:
     """A search and its objective."""
 
     objective: slo.Objective
-    state: slo.Search
+    state: slo.ConcurrencySearch
 
     @classmethod
-    def parse(cls, text: str, start: int, most: int, probes: int) -> Search:
-        return cls(slo.Objective.parse(text), slo.Search(start, most, probes))
+    def parse(cls, text: str, start: int, most: int, probes: int) -> SloSearch:
+        return cls(slo.Objective.parse(text), slo.ConcurrencySearch(start, most, probes))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outputs:
 class Session:
     """`run` returns whether all went well: no failed request, and the objective kept somewhere."""
 
-    target: Target
+    target: ServerTarget
     data: Data
     method: Method
     outputs: Outputs = field(default_factory=Outputs)
@@ -65,13 +65,13 @@ class Session:
     rows: list[Figures] = field(default_factory=list)
     facts: Figures = field(default_factory=dict)
 
-    async def run(self, base: Load, counts: Sequence[int] = (), search: Search | None = None) -> bool:
+    async def run(self, base: ArrivalLoad, counts: Sequence[int] = (), search: SloSearch | None = None) -> bool:
         """`base` once, or at each of the concurrencies `counts`, or as `search` decides."""
         loads = [replace(base, concurrency=count) for count in counts] or ([] if search else [base])
         vocabulary = Vocabulary(model_folder(self.tokenizer, weights=False), self.as_text, self.tokenizer or "bundled with rorqual")
         async with Client(self.target) as client:
             client.target = replace(self.target, model=self.target.model or await client.first_model())
-            bench = Bench(client, vocabulary, self.data, self.method, Progress(visible=True))
+            bench = ServingBench(client, vocabulary, self.data, self.method, Progress(visible=True))
             self.facts = await self._provenance(client)
             for load in loads:
                 await self._measure(bench, load, alone=len(loads) == 1 and search is None)
@@ -80,7 +80,7 @@ class Session:
             self._show_many(found, search.objective.tps_user if search else None)
         return not any(row["failed"] for row in self.rows) and (found is None or found["max_concurrency"] is not None)
 
-    async def _measure(self, bench: Bench, load: Load, alone: bool) -> Figures:
+    async def _measure(self, bench: ServingBench, load: ArrivalLoad, alone: bool) -> Figures:
         row = await bench.measure(load)
         self.rows.append(row)
         self._tell(row, alone)
@@ -98,7 +98,7 @@ class Session:
         if row["failed"]:
             print(f"{name}{row['failed']} failed requests:\n{report.failures(row)}", file=sys.stderr)
 
-    async def _search(self, bench: Bench, search: Search, base: Load) -> Figures:
+    async def _search(self, bench: ServingBench, search: SloSearch, base: ArrivalLoad) -> Figures:
         """Rows of a sweep count as answers already given."""
         state, objective = search.state, search.objective
         by_concurrency = {row["max_concurrency"]: row for row in self.rows if row["max_concurrency"]}

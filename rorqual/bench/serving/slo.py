@@ -82,7 +82,7 @@ def _number(value: float | None) -> str:
 
 
 @dataclass
-class Search:
+class ConcurrencySearch:
     """Ask `next` for a concurrency, measure, `tell` whether it kept the objective. At most `probes` are asked for, none above `most`;
     `known` holds answers that cost nothing more, such as the rows of a sweep."""
 

@@ -18,7 +18,7 @@ LARGEST = 1 << 30  # bytes of a frame; a plan of a million prompt tokens has 7 M
 PROBE_SECONDS, PROBES = 5, 4  # a host that answers nothing for PROBE_SECONDS * (PROBES + 1) is gone
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1  # JSON: configuration, rank, card, where to meet
     READY = 2  # empty: the rank can compute; from rank 0: all can
     PLAN = 3  # wire.encode_plan, numbered
@@ -38,7 +38,7 @@ class FrameError(EngineError):
     """What came is no frame, or a larger one than is accepted."""
 
 
-class Link:
+class Channel:
     """One end. `send` may be called from several threads, `receive` from one. `largest`: bytes of a frame that are accepted."""
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST):
@@ -65,12 +65,12 @@ class Link:
         """The other end counts as gone when nothing can be read, or sent, for so long."""
         self.socket.settimeout(seconds)
 
-    def send(self, kind: Kind, data: bytes = b"") -> None:
+    def send(self, kind: FrameKind, data: bytes = b"") -> None:
         """Raises OSError when the other end is gone."""
         with self.lock:
             self.socket.sendall(HEADER.pack(kind, len(data)) + data)
 
-    def receive(self) -> tuple[Kind, bytes] | None:
+    def receive(self) -> tuple[FrameKind, bytes] | None:
         """The next frame, or None when the other end is gone. Raises FrameError; the link is of no use after."""
         header = self._read(HEADER.size)
         if header is None:
@@ -79,9 +79,9 @@ class Link:
         if size > self.largest:
             raise FrameError(f"a frame of {size} bytes came; accepted: at most {self.largest}")
         try:
-            known = Kind(kind)
+            known = FrameKind(kind)
         except ValueError:
-            raise FrameError(f"a frame of kind {kind} came; accepted: {min(Kind)} to {max(Kind)}") from None
+            raise FrameError(f"a frame of kind {kind} came; accepted: {min(FrameKind)} to {max(FrameKind)}") from None
         data = self._read(size)
         return None if data is None else (known, data)
 

@@ -7,14 +7,14 @@ import struct
 from dataclasses import fields
 from typing import Any
 
-from rorqual.engine.scheduling.dp_scheduler import GroupPlan
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import (
-    Chunk,
-    NewRow,
-    Plan,
+    NewRequest,
+    PrefillChunk,
+    SamplingVariant,
+    SchedulerOutput,
     StepResult,
     TokenLogprobs,
-    Variant,
 )
 from rorqual.request import SamplingParams, StructuredOutput
 
@@ -32,14 +32,14 @@ def number_of(data: bytes) -> tuple[int, bytes]:
     return NUMBER.unpack_from(data)[0], data[NUMBER.size :]
 
 
-def encode_plan(plan: GroupPlan) -> bytes:
+def encode_output(plan: DataParallelOutput) -> bytes:
     parts = [_from_part(part) for part in plan.parts]
-    return json.dumps([parts, plan.drawing.value, plan.host], separators=(",", ":")).encode()
+    return json.dumps([parts, plan.sampling.value, plan.host], separators=(",", ":")).encode()
 
 
-def decode_plan(data: bytes) -> GroupPlan:
-    parts, drawing, host = json.loads(data)
-    return GroupPlan([_to_part(part) for part in parts], Variant(drawing), host)
+def decode_output(data: bytes) -> DataParallelOutput:
+    parts, sampling, host = json.loads(data)
+    return DataParallelOutput([_to_part(part) for part in parts], SamplingVariant(sampling), host)
 
 
 def encode_result(result: StepResult) -> bytes:
@@ -53,29 +53,30 @@ def decode_result(data: bytes) -> StepResult:
     return StepResult(tokens, drafted, entries)
 
 
-def _from_part(part: Plan) -> list[Any]:
+def _from_part(part: SchedulerOutput) -> list[Any]:
     chunks = [_from_chunk(chunk) for chunk in part.chunks]
     rows = [
-        [row.slot, _from_params(row.params), row.seed, row.pages, row.prompt_len, row.tokens, sorted(row.stop_ids)] for row in part.new_rows
+        [row.slot, _from_params(row.params), row.seed, row.pages, row.prompt_len, row.tokens, sorted(row.stop_ids)]
+        for row in part.new_requests
     ]
-    return [part.decode_slots, part.decode_bounds, chunks, rows, part.pages, part.next_n]
+    return [part.decode_slots, part.decode_bounds, chunks, rows, part.pages, part.num_speculative_tokens]
 
 
-def _from_chunk(chunk: Chunk) -> list[Any]:
+def _from_chunk(chunk: PrefillChunk) -> list[Any]:
     return [chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following]
 
 
-def _to_part(data: list[Any]) -> Plan:
-    slots, bounds, chunks, rows, pages, next_n = data
-    new_rows = [
-        NewRow(slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops))
+def _to_part(data: list[Any]) -> SchedulerOutput:
+    slots, bounds, chunks, rows, pages, num_speculative_tokens = data
+    new_requests = [
+        NewRequest(slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops))
         for slot, params, seed, held, prompt_len, tokens, stops in rows
     ]
     made = [
-        Chunk(slot, start, tokens, sample, tuple(following))
+        PrefillChunk(slot, start, tokens, sample, tuple(following))
         for slot, start, tokens, sample, following in chunks
     ]  # fmt: skip
-    return Plan(slots, bounds, made, new_rows, [tuple(page) for page in pages], next_n)
+    return SchedulerOutput(slots, bounds, made, new_requests, [tuple(page) for page in pages], num_speculative_tokens)
 
 
 def _from_params(params: SamplingParams) -> dict[str, Any]:

@@ -30,17 +30,17 @@ import torch.distributed as dist
 
 from rorqual.config.model import collectives_on
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.channel import Kind
-from rorqual.engine.distributed.codec import decode_result, encode_plan, number_of, numbered
+from rorqual.engine.distributed.channel import FrameKind
+from rorqual.engine.distributed.codec import decode_result, encode_output, number_of, numbered
 from rorqual.engine.distributed.expert_load import Counts, ExpertLoad
 from rorqual.engine.distributed.launchers import make_launcher
 from rorqual.engine.distributed.rendezvous import START_SECONDS
-from rorqual.engine.distributed.worker_handle import Joined, Member
-from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, beat, rank_device
+from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
+from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, rank_device, send_heartbeats
 from rorqual.engine.execution.grammar import SharedGrammars
 from rorqual.engine.execution.grammar_matcher import GrammarSender
-from rorqual.engine.execution.worker import Rank, read_model
-from rorqual.engine.scheduling.dp_scheduler import GroupPlan
+from rorqual.engine.execution.worker import Worker, read_model
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.errors import EngineError
 from rorqual.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ LAST_SECONDS = 20  # for the rest of a process whose groups were aborted, once i
 VERDICT_SECONDS = 3.0  # a collective fails at once when a peer dies; whose death it was is known a little later
 
 
-class RankGroup:
+class DistributedExecutor:
     """Rank 0's side of all ranks. `doing`: what it is in, for whoever reads of a failure."""
 
     def __init__(self, config: EngineConfig):
@@ -68,26 +68,26 @@ class RankGroup:
         self.alone = False  # rank 0 is in what all must do together, or was and did not end it
         self.doing = "starting"
         self.grammars: SharedGrammars | None = None
-        self.sender = GrammarSender(lambda data: self._send(Kind.GRAMMAR, data))
+        self.sender = GrammarSender(lambda data: self._send(FrameKind.GRAMMAR, data))
         self.launcher = make_launcher(config)
         try:
-            self.members = [self._member(number, joined) for number, joined in enumerate(self.launcher.start(), 1)]
+            self.workers = [self._member(number, joined) for number, joined in enumerate(self.launcher.start(), 1)]
         except BaseException:
             self.launcher.close()
             raise
         self.stopped = threading.Event()
-        threading.Thread(target=beat, args=([member.link for member in self.members], self.stopped), daemon=True).start()
+        threading.Thread(target=send_heartbeats, args=([member.channel for member in self.workers], self.stopped), daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
         atexit.register(self.close)
 
-    def _member(self, number: int, joined: Joined) -> Member:
+    def _member(self, number: int, joined: JoinedWorker) -> WorkerHandle:
         stage, place = divmod(number, self.sizes.stage)
         dp, tp = divmod(place, self.sizes.tp)
-        member = Member(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
+        member = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
         threading.Thread(target=member.listen, daemon=True).start()
         return member
 
-    def start(self) -> Rank:
+    def start(self) -> Worker:
         """Send every rank its configuration and make rank 0's share; returns when all can compute."""
         try:
             self._start()
@@ -101,41 +101,41 @@ class RankGroup:
             raise
         self.leaders = [self._leader(dp) for dp in range(self.sizes.dp)]
         experts = self.rank.model_config.moe.num_experts
-        self.load = ExpertLoad(self.members, self.sizes.stage, experts)
+        self.load = ExpertLoad(self.workers, self.sizes.stage, experts)
         return self.rank
 
     def _start(self) -> None:
         launcher, config = self.launcher, self.config
         self.doing = "loading"
         collectives_on(launcher.interface)
-        for member in self.members:
-            member.greet({"config": asdict(config), "meeting": asdict(launcher.meeting)})
+        for member in self.workers:
+            member.send_config({"config": asdict(config), "meeting": asdict(launcher.rendezvous)})
         platform = make_platform(rank_device(config, launcher.card()))
-        groups = launcher.meeting.join(platform, 0, self.sizes.world, config.watchdog_seconds)
+        groups = launcher.rendezvous.join(platform, 0, self.sizes.world, config.watchdog_seconds)
         self.mesh = Mesh.of(self.sizes, groups=groups)
-        self.rank = Rank(config, platform, self.mesh)
+        self.rank = Worker(config, platform, self.mesh)
         self.doing = "waiting for all ranks to load"
-        while not all(member.ready.wait(0.1) for member in self.members):
+        while not all(member.ready.wait(0.1) for member in self.workers):
             self._check()
-        for member in self.members:
-            member.link.send(Kind.READY)
+        for member in self.workers:
+            member.channel.send(FrameKind.READY)
 
-    def _leader(self, dp: int) -> Member | None:
+    def _leader(self, dp: int) -> WorkerHandle | None:
         """Whose results are those of a data-parallel rank; None is rank 0 itself."""
         number = (self.sizes.pp - 1) * self.sizes.stage + dp * self.sizes.tp
-        return self.members[number - 1] if number else None
+        return self.workers[number - 1] if number else None
 
     # ---- steps
 
-    def launch(self, plan: GroupPlan) -> Any:
+    def launch(self, plan: DataParallelOutput) -> Any:
         """Of what it returns `collect` wants everything, in the same order, or nothing any more."""
         self._check()
-        data, common = encode_plan(plan), plan.common()
+        data, common = encode_output(plan), plan.common()
         with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
             self.launched += 1
             if self.grammars is not None:
                 self.sender.send_missing(self.grammars, plan.structures)
-            self._send(Kind.PLAN, numbered(self.launched, data))
+            self._send(FrameKind.PLAN, numbered(self.launched, data))
             return self.launched, self.rank.runner.launch(plan.parts[0], common)
 
     @contextmanager
@@ -160,9 +160,9 @@ class RankGroup:
         reason = f"rank 0 failed while {self.doing}: {' '.join(found)}"
         return f"{reason}; the other ranks may have gone on without it and were ended"
 
-    def _send(self, kind: Kind, data: bytes) -> None:
-        for member in self.members:
-            member.link.send(kind, data)
+    def _send(self, kind: FrameKind, data: bytes) -> None:
+        for member in self.workers:
+            member.channel.send(kind, data)
 
     def collect(self, pending: Any) -> list[StepResult]:
         """Results of every data-parallel rank."""
@@ -176,7 +176,7 @@ class RankGroup:
         self._check()  # what waited for a rank that is gone was ended, and drew nothing that means anything
         return [self._result(leader, number) if leader else own for leader in self.leaders]
 
-    def _result(self, member: Member, wanted: int) -> StepResult:
+    def _result(self, member: WorkerHandle, wanted: int) -> StepResult:
         """Of step `wanted`; those of steps before it are nobody's any more."""
         self.doing = f"waiting for the results of step {wanted} from {member.name}"
         while True:
@@ -196,7 +196,7 @@ class RankGroup:
         self.load.read()
         if self.load.own is None:
             with uninterrupted(), self._together("asking for the load of experts"):
-                self.load.ask(lambda data: self._send(Kind.LOAD, data), self.rank.fetch_load())
+                self.load.ask(lambda data: self._send(FrameKind.LOAD, data), self.rank.fetch_load())
         return self.load.newest
 
     # ---- life and death
@@ -228,21 +228,21 @@ class RankGroup:
     def _verdict(self) -> str | None:
         """Which rank is to blame. A rank that failed may only have waited for one that died or hangs: that one is named first, and gets
         a moment to show."""
-        gone = first(member.gone(self._most_silent(member)) for member in self.members)
-        failed = first(member.failed() for member in self.members)
+        gone = first(member.gone(self._most_silent(member)) for member in self.workers)
+        failed = first(member.failed() for member in self.workers)
         deadline = time.monotonic() + BLAME_SECONDS
         while failed and not gone and time.monotonic() < deadline and not self.closed:
             time.sleep(0.05)
-            gone = first(member.gone(SUSPECT_SECONDS) for member in self.members if member.ready.is_set())
+            gone = first(member.gone(SUSPECT_SECONDS) for member in self.workers if member.ready.is_set())
         return f"{gone}; {failed}" if gone and failed else gone or failed
 
-    def _most_silent(self, member: Member) -> float:
+    def _most_silent(self, member: WorkerHandle) -> float:
         return self.config.watchdog_seconds if member.ready.is_set() else START_SECONDS
 
     def _end(self, verdict: str) -> None:
         """`failed` is set before anything that waits is let go: nobody may take what it returns for a result."""
         self.failed = verdict
-        for member in self.members:
+        for member in self.workers:
             member.end()
         if self.mesh is not None:
             self.mesh.abandon()
@@ -254,13 +254,13 @@ class RankGroup:
         self.closed = True
         self.stopped.set()
         atexit.unregister(self.close)
-        for member in self.members:
+        for member in self.workers:
             try:
-                member.link.send(Kind.STOP)
+                member.channel.send(FrameKind.STOP)
             except OSError:
                 member.end()
         deadline = time.monotonic() + CLOSE_SECONDS
-        for member in self.members:
+        for member in self.workers:
             member.leave(deadline)
         if self.mesh is not None:
             self.mesh.let_go()

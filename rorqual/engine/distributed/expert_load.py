@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rorqual.engine.distributed.codec import number_of, numbered
-from rorqual.engine.distributed.worker_handle import Member
+from rorqual.engine.distributed.worker_handle import WorkerHandle
 
 INT = "<i8"
 Counts = list[list[int]]  # by MoE layer and expert
@@ -33,8 +33,8 @@ class ExpertLoad:
     """Rank 0's side. `stage`: how many ranks hold the same layers. `newest`: the sums of what all
     ranks answered last, none before the first."""
 
-    def __init__(self, members: list[Member], stage: int, experts: int):
-        self.members, self.stage, self.experts = members, stage, experts
+    def __init__(self, members: list[WorkerHandle], stage: int, experts: int):
+        self.workers, self.stage, self.experts = members, stage, experts
         self.newest: Counts = []
         self.question = 0
         self.own: Callable[[], Tensor] | None = None  # until the question is answered by all
@@ -46,8 +46,8 @@ class ExpertLoad:
 
     def read(self) -> None:
         """Take in what was answered, if that is all."""
-        answers = [number_of(member.load) for member in self.members if member.load is not None]
-        missing = len(answers) < len(self.members)
+        answers = [number_of(member.load) for member in self.workers if member.load is not None]
+        missing = len(answers) < len(self.workers)
         if self.own is None or missing or any(number != self.question for number, _ in answers):
             return
         loads = [self.own(), *(decode_load(data, self.experts) for _, data in answers)]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from rorqual.engine.distributed.channel import LARGEST, FrameError, Kind, Link
+from rorqual.engine.distributed.channel import LARGEST, Channel, FrameError, FrameKind
 from rorqual.errors import EngineError
 
 FRAME = 1024
@@ -33,7 +33,7 @@ class HandshakeError(EngineError):
 
 
 @dataclass(frozen=True)
-class Badge:
+class PeerIdentity:
     """What a worker says about itself: its rank, how many ranks it knows of, its process and host."""
 
     rank: int
@@ -45,49 +45,49 @@ class Badge:
         return json.dumps({**asdict(self), "host": self.host[:LONGEST_HOST]}).encode()
 
     @staticmethod
-    def decode(data: bytes) -> Badge:
+    def decode(data: bytes) -> PeerIdentity:
         found = json.loads(data)
         host = "".join(letter for letter in str(found["host"]) if letter.isprintable())
-        return Badge(int(found["rank"]), int(found["world"]), int(found["pid"]), host)
+        return PeerIdentity(int(found["rank"]), int(found["world"]), int(found["pid"]), host)
 
 
 def seal(secret: bytes, role: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"rorqual link 1 " + role + b"".join(parts), "sha256")
 
 
-def challenge(link: Link, secret: bytes) -> tuple[Badge, bytes]:
+def challenge(channel: Channel, secret: bytes) -> tuple[PeerIdentity, bytes]:
     """Rank 0's part: the worker's badge, and what to send it in a WELCOME. Raises HandshakeError, having told the worker."""
-    with hurried(link):
+    with hurried(channel):
         nonce = secrets.token_bytes(NONCE)
-        link.send(Kind.CHALLENGE, nonce)
-        data = expect(link, Kind.ANSWER)
+        channel.send(FrameKind.CHALLENGE, nonce)
+        data = expect(channel, FrameKind.ANSWER)
         digest, rest = data[:DIGEST], data[DIGEST:]
         if not hmac.compare_digest(digest, seal(secret, b"worker", nonce, rest)):
-            refuse(link, "its secret is not that of rank 0")
-        return Badge.decode(rest[NONCE:]), seal(secret, b"rank 0", nonce, rest)
+            refuse(channel, "its secret is not that of rank 0")
+        return PeerIdentity.decode(rest[NONCE:]), seal(secret, b"rank 0", nonce, rest)
 
 
-def answer(link: Link, secret: bytes, badge: Badge) -> None:
+def answer(channel: Channel, secret: bytes, identity: PeerIdentity) -> None:
     """The worker's part. Raises HandshakeError where rank 0 refuses, or does not know the secret; EOFError where it is not there."""
-    with hurried(link):
-        nonce = expect(link, Kind.CHALLENGE)
-        rest = secrets.token_bytes(NONCE) + badge.encode()
-        link.send(Kind.ANSWER, seal(secret, b"worker", nonce, rest) + rest)
-        if not hmac.compare_digest(expect(link, Kind.WELCOME), seal(secret, b"rank 0", nonce, rest)):
+    with hurried(channel):
+        nonce = expect(channel, FrameKind.CHALLENGE)
+        rest = secrets.token_bytes(NONCE) + identity.encode()
+        channel.send(FrameKind.ANSWER, seal(secret, b"worker", nonce, rest) + rest)
+        if not hmac.compare_digest(expect(channel, FrameKind.WELCOME), seal(secret, b"rank 0", nonce, rest)):
             raise HandshakeError("what listens at rank 0's address does not know the secret")
 
 
-def refuse(link: Link, reason: str) -> None:
-    link.send(Kind.REFUSED, reason.encode())
+def refuse(channel: Channel, reason: str) -> None:
+    channel.send(FrameKind.REFUSED, reason.encode())
     raise HandshakeError(reason)
 
 
-def expect(link: Link, wanted: Kind) -> bytes:
-    frame = link.receive()
+def expect(channel: Channel, wanted: FrameKind) -> bytes:
+    frame = channel.receive()
     if frame is None:
         raise EOFError(f"the link ended where {wanted.name} was to come")
     kind, data = frame
-    if kind is Kind.REFUSED:
+    if kind is FrameKind.REFUSED:
         raise HandshakeError(f"rank 0 refuses this rank: {data.decode(errors='replace')}")
     if kind is not wanted:
         raise FrameError(f"{kind.name} came instead of {wanted.name}")
@@ -95,14 +95,14 @@ def expect(link: Link, wanted: Kind) -> bytes:
 
 
 @contextmanager
-def hurried(link: Link) -> Iterator[None]:
+def hurried(channel: Channel) -> Iterator[None]:
     """Small frames alone, and the whole exchange within SECONDS, however slowly its bytes come."""
-    link.largest = FRAME
-    alarm = threading.Timer(SECONDS, link.shut)
+    channel.largest = FRAME
+    alarm = threading.Timer(SECONDS, channel.shut)
     alarm.daemon = True
     alarm.start()
     try:
         yield
     finally:
         alarm.cancel()
-        link.largest = LARGEST
+        channel.largest = LARGEST

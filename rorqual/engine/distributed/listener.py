@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from rorqual.engine.distributed.channel import FrameError, Kind, Link
+from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
 from rorqual.engine.distributed.handshake import (
     SECONDS,
-    Badge,
     HandshakeError,
+    PeerIdentity,
     answer,
     challenge,
     refuse,
@@ -34,11 +34,11 @@ class Listener:
         self.world, self.secret = world, secret
         self.socket = listening(address, world + MOST_PENDING)
         self.address, self.port = self.socket.getsockname()
-        self.joined: dict[int, tuple[Link, Badge]] = {}
+        self.joined: dict[int, tuple[Channel, PeerIdentity]] = {}
         self.lock = threading.Lock()
         self.pending = self.refused = 0
 
-    def gather(self, check: Callable[[], None] = lambda: None) -> dict[int, tuple[Link, Badge]]:
+    def gather(self, check: Callable[[], None] = lambda: None) -> dict[int, tuple[Channel, PeerIdentity]]:
         """Links and badges by rank, once ranks 1 to world - 1 are there. `check` is called again and again; what it raises ends the
         wait. Raises EngineError after JOIN_SECONDS."""
         deadline = time.monotonic() + JOIN_SECONDS
@@ -70,27 +70,27 @@ class Listener:
         threading.Thread(target=self._admit, args=(connection, peer), daemon=True).start()
 
     def _admit(self, connection: socket.socket, peer: str) -> None:
-        link = Link(connection)
+        channel = Channel(connection)
         try:
-            badge, welcome = challenge(link, self.secret)
+            identity, welcome = challenge(channel, self.secret)
             with self.lock:
-                self._check(link, badge)
-                link.send(Kind.WELCOME, welcome)
-                self.joined[badge.rank] = (link, badge)
+                self._check(channel, identity)
+                channel.send(FrameKind.WELCOME, welcome)
+                self.joined[identity.rank] = (channel, identity)
         except (HandshakeError, FrameError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
-            link.close()
+            channel.close()
             self._tell(peer, error)
         finally:
             with self.lock:
                 self.pending -= 1
 
-    def _check(self, link: Link, badge: Badge) -> None:
-        if badge.world != self.world:
-            refuse(link, f"it knows of {badge.world} ranks, the layout has {self.world}")
-        if not 0 < badge.rank < self.world:
-            refuse(link, f"its rank {badge.rank} is out of range; accepted: 1 to {self.world - 1}")
-        if badge.rank in self.joined:
-            refuse(link, f"rank {badge.rank} is there already, from {self.joined[badge.rank][1].host}")
+    def _check(self, channel: Channel, identity: PeerIdentity) -> None:
+        if identity.world != self.world:
+            refuse(channel, f"it knows of {identity.world} ranks, the layout has {self.world}")
+        if not 0 < identity.rank < self.world:
+            refuse(channel, f"its rank {identity.rank} is out of range; accepted: 1 to {self.world - 1}")
+        if identity.rank in self.joined:
+            refuse(channel, f"rank {identity.rank} is there already, from {self.joined[identity.rank][1].host}")
 
     def _tell(self, peer: str, error: Exception) -> None:
         with self.lock:
@@ -114,24 +114,24 @@ def listening(address: str, backlog: int, port: int = 0) -> socket.socket:
     return found
 
 
-def join(address: str, port: int, secret: bytes, badge: Badge) -> Link:
+def join(address: str, port: int, secret: bytes, identity: PeerIdentity) -> Channel:
     """A worker's way in. Tries again while nobody listens there or the door is crowded; raises HandshakeError where it is refused,
     EngineError after JOIN_SECONDS."""
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
-            return _joined(address, port, secret, badge)
+            return _joined(address, port, secret, identity)
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
-                raise EngineError(f"rank {badge.rank} cannot reach rank 0 at {address}:{port}: {error}") from None
+                raise EngineError(f"rank {identity.rank} cannot reach rank 0 at {address}:{port}: {error}") from None
             time.sleep(RETRY_SECONDS)
 
 
-def _joined(address: str, port: int, secret: bytes, badge: Badge) -> Link:
-    link = Link(socket.create_connection((address, port), timeout=SECONDS))
+def _joined(address: str, port: int, secret: bytes, identity: PeerIdentity) -> Channel:
+    channel = Channel(socket.create_connection((address, port), timeout=SECONDS))
     try:
-        answer(link, secret, badge)
+        answer(channel, secret, identity)
     except BaseException:
-        link.close()
+        channel.close()
         raise
-    return link
+    return channel

@@ -8,21 +8,21 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rorqual.engine.distributed.listener import listening
-from rorqual.parallel.mesh import Groups
+from rorqual.parallel.mesh import ProcessGroups
 from rorqual.platforms.base import Platform
 
 START_SECONDS = 1800.0  # until a rank can compute: imports and loading may keep it silent for long
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """As it travels to the ranks: a file's path, or a host and port."""
 
     file: str | None = None
     host: str = ""
     port: int = 0
 
-    def join(self, platform: Platform, rank: int, world: int, watchdog: float) -> Groups:
+    def join(self, platform: Platform, rank: int, world: int, watchdog: float) -> ProcessGroups:
         """Join the other ranks; returns the maker of groups whose collectives may take `watchdog` seconds. The group of all waits for
         those that are still loading."""
         patience = timedelta(seconds=START_SECONDS)
@@ -31,10 +31,10 @@ class Meeting:
         else:
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=patience)
         dist.init_process_group(platform.collectives, store=store, rank=rank, world_size=world, timeout=patience)
-        return Groups(timedelta(seconds=watchdog))
+        return ProcessGroups(timedelta(seconds=watchdog))
 
 
-class Meetinghouse:
+class RendezvousStore:
     """Rank 0's store on `address`. It listens there alone: torch by itself would listen on all interfaces."""
 
     def __init__(self, address: str, world: int):
@@ -42,4 +42,4 @@ class Meetinghouse:
         port = door.getsockname()[1]
         patience = timedelta(seconds=START_SECONDS)
         self.store = dist.TCPStore(address, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=door.detach())
-        self.meeting = Meeting(host=address, port=port)
+        self.rendezvous = Rendezvous(host=address, port=port)

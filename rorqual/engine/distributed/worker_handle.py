@@ -10,60 +10,60 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rorqual.engine.distributed.channel import FrameError, Kind, Link
+from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
 
 LAST_WORDS_SECONDS = 1.0  # from the end of a child's link until its exit status must be known
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedWorker:
     """A rank that has been started and connected. process: where this process started it; host: empty on this one. card: which of its
     host's it takes, None where it knows best itself."""
 
-    link: Link
+    channel: Channel
     pid: int
     host: str = ""
     process: subprocess.Popen[bytes] | None = None
     card: int | None = None
 
 
-class Member:
+class WorkerHandle:
     """`listen` fills `results` and the signs of life, on a thread of its own."""
 
-    def __init__(self, number: int, name: str, joined: Joined):
+    def __init__(self, number: int, name: str, joined: JoinedWorker):
         self.number, self.joined = number, joined
         self.name = f"{name} on {joined.host}" if joined.host else name
-        self.link, self.process, self.pid = joined.link, joined.process, joined.pid
+        self.channel, self.process, self.pid = joined.channel, joined.process, joined.pid
         self.results: queue.Queue[bytes] = queue.Queue()
         self.load: bytes | None = None  # the newest answer
         self.ready, self.ended = threading.Event(), threading.Event()
         self.heard = time.monotonic()
         self.failure: str | None = None
 
-    def greet(self, hello: dict[str, Any]) -> None:
+    def send_config(self, hello: dict[str, Any]) -> None:
         """Tell it what to be. It starts loading."""
         told = {**hello, "rank": self.number, "card": self.joined.card}
-        self.link.send(Kind.HELLO, json.dumps(told).encode())
+        self.channel.send(FrameKind.HELLO, json.dumps(told).encode())
 
     def listen(self) -> None:
         """Until the link ends."""
         try:
-            while (frame := self.link.receive()) is not None:
+            while (frame := self.channel.receive()) is not None:
                 self._take(*frame)
         except FrameError as error:
             self.failure = str(error)
         self.heard = time.monotonic()
         self.ended.set()
 
-    def _take(self, kind: Kind, data: bytes) -> None:
+    def _take(self, kind: FrameKind, data: bytes) -> None:
         self.heard = time.monotonic()
-        if kind is Kind.READY:
+        if kind is FrameKind.READY:
             self.ready.set()
-        elif kind is Kind.RESULT:
+        elif kind is FrameKind.RESULT:
             self.results.put(data)
-        elif kind is Kind.LOAD:
+        elif kind is FrameKind.LOAD:
             self.load = data
-        elif kind is Kind.FAILED:
+        elif kind is FrameKind.FAILED:
             self.failure = data.decode(errors="replace")
 
     def gone(self, most_silent: float) -> str | None:
@@ -89,7 +89,7 @@ class Member:
         """At once: a child is killed; a process elsewhere ends itself because its link does."""
         if self.process is not None:
             self.process.kill()
-        self.link.shut()
+        self.channel.shut()
 
     def leave(self, deadline: float) -> None:
         """It was asked to stop: wait until it has, or end it."""
@@ -101,4 +101,4 @@ class Member:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self.link.close()
+        self.channel.close()

@@ -25,16 +25,16 @@ import torch.distributed as dist
 
 from rorqual.config.model import collectives_on, die_with_parent
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.channel import FrameError, Kind, Link
-from rorqual.engine.distributed.codec import decode_plan, encode_result, number_of, numbered
+from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
+from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
 from rorqual.engine.distributed.expert_load import encode_load
-from rorqual.engine.distributed.handshake import Badge
+from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.listener import join
 from rorqual.engine.distributed.network import interface_of, named_address
-from rorqual.engine.distributed.rendezvous import START_SECONDS, Meeting
+from rorqual.engine.distributed.rendezvous import START_SECONDS, Rendezvous
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
-from rorqual.engine.execution.worker import Rank
-from rorqual.engine.scheduling.dp_scheduler import GroupPlan
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.errors import EngineError, RorqualError
 from rorqual.models.hub import model_folder
 from rorqual.parallel.mesh import Mesh
@@ -54,20 +54,20 @@ class Inbox:
     """Plans and grammars, read by a thread that also sees rank 0 leave: then it ends the process, which may be stuck in a collective for
     want of that very rank."""
 
-    def __init__(self, link: Link, rank: int, watchdog: float):
-        self.link, self.rank, self.watchdog = link, rank, watchdog
-        self.work: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
-        link.patience(START_SECONDS)
+    def __init__(self, channel: Channel, rank: int, watchdog: float):
+        self.channel, self.rank, self.watchdog = channel, rank, watchdog
+        self.work: queue.SimpleQueue[tuple[FrameKind, bytes]] = queue.SimpleQueue()
+        channel.patience(START_SECONDS)
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         try:
-            while (frame := self.link.receive()) is not None:
-                if frame[0] is Kind.READY:
-                    self.link.patience(self.watchdog)
-                elif frame[0] is not Kind.ALIVE:
+            while (frame := self.channel.receive()) is not None:
+                if frame[0] is FrameKind.READY:
+                    self.channel.patience(self.watchdog)
+                elif frame[0] is not FrameKind.ALIVE:
                     self.work.put(frame)
-                if frame[0] is Kind.STOP:
+                if frame[0] is FrameKind.STOP:
                     time.sleep(LEAVE_SECONDS)
                     os._exit(0)
             reason = "rank 0 has gone, or has been silent for too long"
@@ -77,14 +77,14 @@ class Inbox:
         os._exit(ORPHANED)
 
 
-class Worker:
-    def __init__(self, link: Link, hello: dict[str, Any], config: EngineConfig):
-        self.link = link
+class WorkerProcess:
+    def __init__(self, channel: Channel, hello: dict[str, Any], config: EngineConfig):
+        self.channel = channel
         number = hello["rank"]
-        self.inbox = Inbox(link, number, config.watchdog_seconds)
+        self.inbox = Inbox(channel, number, config.watchdog_seconds)
         platform = make_platform(rank_device(config, hello["card"]))
-        groups = Meeting(**hello["meeting"]).join(platform, number, config.parallel.world, config.watchdog_seconds)
-        self.rank = Rank(config, platform, Mesh.of(config.parallel, groups=groups))
+        groups = Rendezvous(**hello["meeting"]).join(platform, number, config.parallel.world, config.watchdog_seconds)
+        self.rank = Worker(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.rank.mesh
         self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
         self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
@@ -99,17 +99,17 @@ class Worker:
                 self._collect()
                 continue
             kind, data = work.get()
-            if kind is Kind.STOP:
+            if kind is FrameKind.STOP:
                 return
-            if kind is Kind.GRAMMAR:
+            if kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
-            elif kind is Kind.LOAD:
+            elif kind is FrameKind.LOAD:
                 self._bring(partial(self._send_load, data, self.rank.fetch_load()))
             else:
                 number, encoded = number_of(data)
-                self._launch(number, decode_plan(encoded))
+                self._launch(number, decode_output(encoded))
 
-    def _launch(self, number: int, plan: GroupPlan) -> None:
+    def _launch(self, number: int, plan: DataParallelOutput) -> None:
         if number != self.launched + 1:
             raise EngineError(f"step {number} came; accepted: {self.launched + 1}")
         self.launched = number
@@ -132,40 +132,40 @@ class Worker:
     def _send_result(self, number: int, pending: Any) -> None:
         result = self.rank.runner.collect(pending)
         if self.leads:
-            self.link.send(Kind.RESULT, numbered(number, encode_result(result)))
+            self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 
     def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
-        self.link.send(Kind.LOAD, question + encode_load(load()))
+        self.channel.send(FrameKind.LOAD, question + encode_load(load()))
 
 
-def beat(links: list[Link], stopped: threading.Event) -> None:
+def send_heartbeats(links: list[Channel], stopped: threading.Event) -> None:
     """Tell the other ends, again and again, that this process lives."""
     while not stopped.wait(ALIVE_SECONDS):
-        for link in links:
+        for channel in links:
             try:
-                link.send(Kind.ALIVE)
+                channel.send(FrameKind.ALIVE)
             except OSError:
                 continue  # whoever reads from the link sees that it has ended
 
 
-def serve(link: Link, interface: str | None = None, card: int | None = None, model: str | None = None) -> int:
+def serve(channel: Channel, interface: str | None = None, card: int | None = None, model: str | None = None) -> int:
     """Be the rank that rank 0 says, until told to stop; returns the exit status. interface, card, model: this host's own, where rank 0
     cannot know them; a model as it was named to this process."""
-    frame = link.receive()
-    if frame is None or frame[0] is not Kind.HELLO:
+    frame = channel.receive()
+    if frame is None or frame[0] is not FrameKind.HELLO:
         return ORPHANED
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they reach all processes of a job; rank 0 drains, then says when to leave
     stopped = threading.Event()
-    threading.Thread(target=beat, args=([link], stopped), daemon=True).start()
+    threading.Thread(target=send_heartbeats, args=([channel], stopped), daemon=True).start()
     try:
         hello = json.loads(frame[1])
         config = EngineConfig.from_dict(hello["config"])
         if model is not None:
             config = replace(config, model=str(model_folder(model)))
         collectives_on(interface or "lo")
-        worker = Worker(link, {**hello, "card": hello["card"] if card is None else card}, config)
-        link.send(Kind.READY)
+        worker = WorkerProcess(channel, {**hello, "card": hello["card"] if card is None else card}, config)
+        channel.send(FrameKind.READY)
         worker.run()
         worker.rank.runner.forget()
         dist.destroy_process_group()
@@ -174,32 +174,32 @@ def serve(link: Link, interface: str | None = None, card: int | None = None, mod
         reason = f"{type(error).__name__}: {error}"
         if interface is not None:  # of another host, whose own log should say it too: rank 0 may be out of reach
             print(f"rorqual: a rank ends: {' '.join(reason.split())}", file=sys.stderr, flush=True)
-        link.send(Kind.FAILED, reason.encode())
+        channel.send(FrameKind.FAILED, reason.encode())
         return 1
     finally:
         stopped.set()
 
 
-def connected(address: str, port: int, secret: bytes, place: tuple[int, int], named: str | None = None) -> tuple[Link, str]:
+def connected(address: str, port: int, secret: bytes, place: tuple[int, int], named: str | None = None) -> tuple[Channel, str]:
     """(link to rank 0, the interface it takes). place: rank and world."""
-    link = join(address, port, secret, Badge(*place, os.getpid(), socket.gethostname()))
-    link.patience(START_SECONDS)
-    return link, interface_of(named_address(named) if named else link.own) or "lo"
+    channel = join(address, port, secret, PeerIdentity(*place, os.getpid(), socket.gethostname()))
+    channel.patience(START_SECONDS)
+    return channel, interface_of(named_address(named) if named else channel.own) or "lo"
 
 
 def main() -> int:
     die_with_parent()
     kind, *rest = sys.argv[1:]
     if kind == "--fd":
-        return serve(Link(socket.socket(fileno=int(rest[0]))))
+        return serve(Channel(socket.socket(fileno=int(rest[0]))))
     assert kind == "--connect"
     secret = sys.stdin.buffer.readline().strip()
     try:
-        link, interface = connected(rest[0], int(rest[1]), secret, (int(rest[2]), int(rest[3])))
+        channel, interface = connected(rest[0], int(rest[1]), secret, (int(rest[2]), int(rest[3])))
     except RorqualError as error:
         print(f"rorqual: {error}", file=sys.stderr, flush=True)
         return 2
-    return serve(link, interface)
+    return serve(channel, interface)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ from torch import Tensor
 from rorqual.cache.pool import KVPool
 from rorqual.config.model import cache_folder, compiler_caches_in
 from rorqual.errors import ConfigError
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
 from rorqual.ops import custom_ops
-from rorqual.ops.custom_ops import TracedOps, TracedSegment
-from rorqual.ops.interface import Segment
+from rorqual.ops.custom_ops import TracedMetadata, TracedOps
+from rorqual.ops.interface import AttentionMetadata
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
@@ -48,7 +48,7 @@ class CompileStats:
     seconds: float = 0.0
 
 
-class Variant:
+class CompiledVariant:
     """A compiled function with the arguments of its first call; those that belonged to the step are replaced at each call."""
 
     def __init__(self, function: Function, arguments: tuple[Any, ...], of_step: tuple[Tensor, ...], pages: int):
@@ -70,17 +70,17 @@ class Variant:
         return self.function(*arguments)[0]
 
 
-class TracedStep(Step):
+class TracedForwardBatch(ForwardBatch):
     """A step of decoding alone. What is cached behind a lock cannot be traced, so its segments are made at each call; nor, in torch
     2.11, can objects among a function's defaults, so it has none."""
 
-    def __init__(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, segment: Segment, layout: Layout):
+    def __init__(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, segment: AttentionMetadata, layout: Layout):
         self.token_ids = self.positions = self.logit_rows = ids
         self.slot_mapping, self.cos, self.sin, self.pool, self.layout = mapping, cos, sin, pool, layout
         self.decode, self.prefill = segment, None
 
     @property
-    def segments(self) -> list[tuple[Segment, slice]]:
+    def segments(self) -> list[tuple[AttentionMetadata, slice]]:
         assert self.decode is not None
         return [(self.decode, slice(0, self.num_tokens))]
 
@@ -93,12 +93,12 @@ class CompiledForward:
         self.model, self.pool, self.ops, self.folder = model, pool, ops, folder
         self.layout = SINGLE_LAYOUT
         self.stats = CompileStats()
-        self.one: Variant | None = None
-        self.many: Variant | None = None
+        self.one: CompiledVariant | None = None
+        self.many: CompiledVariant | None = None
         for attention in model.attentions():
             self.ops.mla[attention.index] = attention.weights
 
-    def compile(self, examples: Iterable[Step]) -> None:
+    def compile(self, examples: Iterable[ForwardBatch]) -> None:
         """Steps that write nowhere that is read; one of a single token, one of several tokens, or either. Not as many tokens as the pool
         has pages: equal numbers would become one symbol."""
         start = time.perf_counter()
@@ -110,7 +110,7 @@ class CompiledForward:
                     self.many = self._compile(step, dynamic=True)
         self.stats.seconds += time.perf_counter() - start
 
-    def __call__(self, step: Step) -> Tensor:
+    def __call__(self, step: ForwardBatch) -> Tensor:
         assert step.decode is not None
         assert step.prefill is None
         variant = self._variant(step)
@@ -121,17 +121,17 @@ class CompiledForward:
         with self.ops.attending(step.decode):
             return variant(_inputs(step))
 
-    def _variant(self, step: Step) -> Variant | None:
+    def _variant(self, step: ForwardBatch) -> CompiledVariant | None:
         return self.one if step.num_tokens == 1 else self.many
 
     def _trace(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        segment = TracedSegment(ids.shape[0])
-        return self.model.straight(TracedStep(ids, mapping, cos, sin, self.pool, segment, self.layout))
+        segment = TracedMetadata(ids.shape[0])
+        return self.model.straight(TracedForwardBatch(ids, mapping, cos, sin, self.pool, segment, self.layout))
 
-    def _compile(self, step: Step, dynamic: bool) -> Variant:
+    def _compile(self, step: ForwardBatch, dynamic: bool) -> CompiledVariant:
         assert step.decode is not None
         assert step.num_tokens != self.pool.num_pages
-        made: list[Variant] = []
+        made: list[CompiledVariant] = []
         of_step = tuple(tensor.clone() for tensor in _inputs(step))  # tensors of their own: an input is known by its identity
         planes = [plane for layer in self.pool.layers for plane in layer.values()]
         # How many pages there are depends on the memory that was free: as a symbol it does not spoil the cache for the next start.
@@ -142,7 +142,7 @@ class CompiledForward:
             function = self._inductor(graph, inputs)
 
             def first(*arguments: Any) -> Any:
-                made.append(Variant(function, arguments, of_step, self.pool.num_pages))
+                made.append(CompiledVariant(function, arguments, of_step, self.pool.num_pages))
                 return function(*arguments)
 
             return first
@@ -179,7 +179,7 @@ def code_folder(device: str) -> Path:
     return cache_folder() / f"compile-{key}"
 
 
-def _inputs(step: Step) -> tuple[Tensor, ...]:
+def _inputs(step: ForwardBatch) -> tuple[Tensor, ...]:
     return step.token_ids, step.slot_mapping, step.cos, step.sin
 
 

@@ -1,8 +1,8 @@
 """How many drafts to verify: the number with the most accepted tokens per measured second, by batch size. No torch.
 
-A sparse model's step grows with every row, because more rows read more experts; so the best next_n depends on the batch, on what the
+A sparse model's step grows with every row, because more rows read more experts; so the best num_speculative_tokens depends on the batch, on what the
 text is like, and on the machine. The controller measures instead of modelling: for each batch bucket it keeps a running estimate of
-tokens a second for every next_n, tries the others now and then, and moves only when another is clearly better.
+tokens a second for every num_speculative_tokens, tries the others now and then, and moves only when another is clearly better.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MEMORY = 0.05  # weight of a new step in the running estimate
-MARGIN = 1.03  # another next_n must promise 3 % more
-FIRST_STEPS = 8  # steps each next_n is tried for before any is preferred
-PROBE_EVERY = 256  # steps between two trials of a next_n that is not in use
+MARGIN = 1.03  # another num_speculative_tokens must promise 3 % more
+FIRST_STEPS = 8  # steps each num_speculative_tokens is tried for before any is preferred
+PROBE_EVERY = 256  # steps between two trials of a num_speculative_tokens that is not in use
 PROBE_STEPS = 16  # more than half of an estimate that has gone stale
 LONGEST = 5.0  # a step longer or shorter than the usual one by so much was disturbed, and says nothing
 DISTURBED = 4  # so many of them in a row are the new usual
@@ -20,7 +20,7 @@ DISTURBED = 4  # so many of them in a row are the new usual
 
 @dataclass
 class Estimate:
-    """Running means over the steps of one (batch bucket, next_n)."""
+    """Running means over the steps of one (batch bucket, num_speculative_tokens)."""
 
     steps: int = 0
     tokens: float = 0.0
@@ -56,21 +56,21 @@ class Bucket:
     order: list[int] = field(default_factory=list)
 
 
-def next_n_choices(most: int, adaptive: bool) -> tuple[int, ...]:
+def draft_count_choices(most: int, adaptive: bool) -> tuple[int, ...]:
     """The values a plan may carry."""
     return tuple(range(most + 1)) if adaptive else (most,)
 
 
-class Controller:
+class DraftController:
     """`choose` before each plan, `observe` after each step of decoding alone. With `adaptive` False the answer is always `most`."""
 
     def __init__(self, most: int, adaptive: bool = False):
         self.most = most
-        self.choices = next_n_choices(most, adaptive)
+        self.choices = draft_count_choices(most, adaptive)
         self.buckets: dict[int, Bucket] = {}
-        self.before = most  # next_n of the step observed last
+        self.before = most  # num_speculative_tokens of the step observed last
 
-    def choose(self, batch: int) -> int:
+    def next_count(self, batch: int) -> int:
         if len(self.choices) == 1 or not batch:
             return self.most
         bucket = self._bucket(batch)
@@ -83,19 +83,19 @@ class Controller:
             self.buckets[key] = Bucket(self.most, {n: Estimate() for n in self.choices})
         return self.buckets[key]
 
-    def observe(self, batch: int, next_n: int, tokens: int, seconds: float) -> None:
-        """A step that verified next_n drafts for each of `batch` requests brought `tokens` new ones in `seconds`."""
+    def observe(self, batch: int, num_speculative_tokens: int, tokens: int, seconds: float) -> None:
+        """A step that verified num_speculative_tokens drafts for each of `batch` requests brought `tokens` new ones in `seconds`."""
         if len(self.choices) == 1:
             return
         bucket = self._bucket(batch)
         # The first step with more drafts finds only those that the step before has made: it says nothing about the steps to come.
-        if next_n <= self.before:
-            bucket.estimates[next_n].add(tokens, seconds)
-        self.before = next_n
+        if num_speculative_tokens <= self.before:
+            bucket.estimates[num_speculative_tokens].add(tokens, seconds)
+        self.before = num_speculative_tokens
         if bucket.probe is None:
             bucket.since_probe += 1
             self._start_probe(bucket)
-        elif next_n == bucket.probe:
+        elif num_speculative_tokens == bucket.probe:
             bucket.probe_left -= 1
             if bucket.probe_left <= 0:
                 bucket.probe = None
@@ -113,7 +113,7 @@ class Controller:
             bucket.probe, bucket.probe_left, bucket.since_probe = bucket.order.pop(0), PROBE_STEPS, 0
 
     def _settle(self, bucket: Bucket) -> None:
-        """Move to another next_n when it promises clearly more than the one in use."""
+        """Move to another num_speculative_tokens when it promises clearly more than the one in use."""
         best = max(self.choices, key=lambda n: bucket.estimates[n].rate)
         if bucket.estimates[best].rate > MARGIN * bucket.estimates[bucket.current].rate:
             bucket.current, bucket.order = best, []

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.engine.execution.request_state import Rows
-from rorqual.engine.scheduling.scheduler_output import Chunk, Plan
-from rorqual.layers.forward_batch import Step
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.scheduling.scheduler_output import PrefillChunk, SchedulerOutput
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.rotary import Rotary
-from rorqual.ops.interface import Segment
+from rorqual.ops.interface import AttentionMetadata
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 
 @dataclass
-class Part:
+class BatchPart:
     """The decode or the prefill half of a step, packed tokens first, then the rows that are sampled: their `logit_rows` among the
     part's tokens, `slots`, and `bounds` of their cached entries. `following`: the prompt's token
     after each (0 after the last).
@@ -30,7 +30,7 @@ class Part:
     slot_mapping: Tensor
     logit_rows: Tensor
     slots: Tensor
-    segment: Segment
+    segment: AttentionMetadata
     bounds: tuple[int, ...]
     following: Tensor | None = None
     ends: tuple[Tensor, Tensor] | None = None
@@ -40,25 +40,25 @@ class Part:
 
 
 @dataclass
-class Batch:
+class BuiltBatch:
     """A step and the halves it was made of."""
 
-    step: Step
-    decode: Part | None
-    prefill: Part | None
+    step: ForwardBatch
+    decode: BatchPart | None
+    prefill: BatchPart | None
 
 
-class BatchBuilder:
+class ForwardBatchBuilder:
     """`exact`: the host knows every length, as it does without speculation. `modules`: prediction
     modules that will read what follows a prompt's tokens."""
 
-    def __init__(self, rows: Rows, pool: KVPool, rotary: Rotary, exact: bool, modules: int = 0):
+    def __init__(self, rows: RequestState, pool: KVPool, rotary: Rotary, exact: bool, modules: int = 0):
         self.modules = modules
         self.rows, self.pool, self.rotary, self.exact = rows, pool, rotary, exact
         self.platform, self.page_size = rows.platform, pool.spec.page_size
         self.nothing = torch.empty(0, dtype=torch.int64, device=self.platform.device)
 
-    def batch(self, decode: Part | None, prefill: Part | None, layout: Layout = SINGLE_LAYOUT) -> Batch:
+    def batch(self, decode: BatchPart | None, prefill: BatchPart | None, layout: Layout = SINGLE_LAYOUT) -> BuiltBatch:
         """Without either half a rank computes nothing of its own and takes part in what the others compute."""
         columns = [part.columns() for part in (decode, prefill) if part] or [(self.nothing,) * 4]
         ids, positions, slot_mapping, logit_rows = (join([column[i] for column in columns]) for i in range(4))
@@ -66,20 +66,20 @@ class BatchBuilder:
             logit_rows = torch.cat((decode.logit_rows, prefill.logit_rows + decode.ids.shape[0]))
         cos, sin = self.rotary.rows(positions)
         segments = (decode.segment if decode else None, prefill.segment if prefill else None)
-        return Batch(Step(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments, layout), decode, prefill)
+        return BuiltBatch(ForwardBatch(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments, layout), decode, prefill)
 
-    def decode(self, slots: Tensor, bounds: tuple[int, ...], next_n: int) -> Part:
-        """The newest token of each request and next_n drafts behind it."""
-        rows, width = self.rows, next_n + 1
+    def decode(self, slots: Tensor, bounds: tuple[int, ...], num_speculative_tokens: int) -> BatchPart:
+        """The newest token of each request and num_speculative_tokens drafts behind it."""
+        rows, width = self.rows, num_speculative_tokens + 1
         tables = rows.tables[slots, : self._pages(max(bounds))]
         ids, positions, mapping, lens = rows.ops.decode_rows(
-            rows.length, rows.last_token, rows.drafts, tables, slots, next_n, self.page_size
+            rows.length, rows.last_token, rows.drafts, tables, slots, num_speculative_tokens, self.page_size
         )
-        segment = Segment(tables, lens, (width,) * len(bounds), bounds, self.exact)
+        segment = AttentionMetadata(tables, lens, (width,) * len(bounds), bounds, self.exact)
         logit_rows = torch.arange(positions.shape[0], device=self.platform.device)
-        return Part(ids, positions, mapping, logit_rows, slots, segment, bounds)
+        return BatchPart(ids, positions, mapping, logit_rows, slots, segment, bounds)
 
-    def prefill(self, plan: Plan) -> Part:
+    def prefill(self, plan: SchedulerOutput) -> BatchPart:
         """Everything about prompts is known to the host: one copy brings it over."""
         rows, chunks, to_device = self.rows, plan.chunks, self.platform.to_device
         host = _ChunkColumns()
@@ -92,13 +92,13 @@ class BatchBuilder:
         rows.length.index_copy_(0, slots, lens)
         bounds = tuple(chunk.stop for chunk in chunks)
         tables = rows.tables[slots, : self._pages(max(bounds))]
-        segment = Segment(tables, lens, tuple(len(chunk.tokens) for chunk in chunks), bounds)
+        segment = AttentionMetadata(tables, lens, tuple(len(chunk.tokens) for chunk in chunks), bounds)
         held = tables[tokens[2], tokens[1] // self.page_size]
         mapping = held * self.page_size + tokens[1] % self.page_size
         sampled = tuple(chunk.stop for chunk in chunks if chunk.sample)
         ends = self._ends(host)
         last = picked[0], picked[1], segment, sampled
-        return Part(tokens[0], tokens[1], mapping, *last, tokens[3], ends)
+        return BatchPart(tokens[0], tokens[1], mapping, *last, tokens[3], ends)
 
     def _ends(self, host: _ChunkColumns) -> tuple[Tensor, Tensor] | None:
         if self.modules < 2 or not host.ends:
@@ -122,7 +122,7 @@ class _ChunkColumns:
         self.ends: list[int] = []
         self.after: list[tuple[int, ...]] = []
 
-    def add(self, index: int, chunk: Chunk) -> None:
+    def add(self, index: int, chunk: PrefillChunk) -> None:
         self.ids.extend(chunk.tokens)
         self.positions.extend(range(chunk.start, chunk.stop))
         self.owner.extend([index] * len(chunk.tokens))

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
-from rorqual.engine.execution.forward_batch_builder import Batch, BatchBuilder, Part, join
+from rorqual.engine.execution.forward_batch_builder import BatchPart, BuiltBatch, ForwardBatchBuilder, join
 from rorqual.engine.execution.grammar import Matcher, mask_words
-from rorqual.engine.execution.request_state import Rows
-from rorqual.engine.execution.sampled_token_broadcast import SharedRows
-from rorqual.engine.execution.sampler import Logprobs, Place, choose, edit, forbid
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
+from rorqual.engine.execution.sampler import LogitRow, Logprobs, apply_bitmask, apply_logits_processors, sample
 from rorqual.engine.execution.speculative import (
     Drafter,
     Drafting,
-    LookupDrafter,
     MTPDrafter,
+    NgramDrafter,
     Verifier,
 )
-from rorqual.engine.scheduling.scheduler_output import Common, Plan, StepResult, Variant, drawing_of
-from rorqual.layers.forward_batch import Step
+from rorqual.engine.scheduling.scheduler_output import SamplingVariant, SchedulerOutput, StepMetadata, StepResult, sampling_variant_of
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
 from rorqual.parallel.overlap import straight
 from rorqual.platforms.base import Platform
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speculation:
-    """drafter: `mtp` or `ngram`; next_n: the most drafts a step. window: see MTPDrafter. rates: simulated acceptance by place."""
+    """drafter: `mtp` or `ngram`; num_speculative_tokens: the most drafts a step. window: see MTPDrafter. rates: simulated acceptance by place."""
 
     drafter: str
-    next_n: int
+    num_speculative_tokens: int
     window: bool = True
     rates: tuple[float, ...] = ()
 
 
 @dataclass
-class Pending:
+class PendingStep:
     """A launched step: `drawn` fetches its tokens, `extra` log probabilities; `params` and `matchers` are those of the sampled rows."""
 
     drawn: Callable[[], Tensor] | None = None
@@ -56,9 +56,9 @@ class Pending:
 
 
 @dataclass
-class Drawn:
-    """What decoding requests got. result: what goes home, [R] tokens, or [R, next_n + 2] tokens and the number of drafts;
-    tokens [R, next_n + 1]. With speculation, for who drafts: following [R (next_n + 1)], the token after each row, and last [R], each
+class DecodeSamples:
+    """What decoding requests got. result: what goes home, [R] tokens, or [R, num_speculative_tokens + 2] tokens and the number of drafts;
+    tokens [R, num_speculative_tokens + 1]. With speculation, for who drafts: following [R (num_speculative_tokens + 1)], the token after each row, and last [R], each
     request's last row that stands."""
 
     result: Tensor
@@ -84,14 +84,14 @@ class ModelRunner:
         """`max_len`: positions a row may reach, the drafts of all steps in flight included. `compiled` computes steps of decoding alone."""
         self.compiled = compiled
         self.model, self.pool, self.platform, self.max_len = model, pool, platform, max_len
-        most = speculation.next_n if speculation else 0
-        self.rows = Rows(max_num_seqs, -(-max_len // pool.spec.page_size), model.config.vocab_size, platform, most, model.ops)
+        most = speculation.num_speculative_tokens if speculation else 0
+        self.rows = RequestState(max_num_seqs, -(-max_len // pool.spec.page_size), model.config.vocab_size, platform, most, model.ops)
         self.rows.draws = model.mesh.last_stage
         exact = speculation is None
-        self.build = BatchBuilder(self.rows, pool, model.rotary, exact, len(model.mtp))
+        self.build = ForwardBatchBuilder(self.rows, pool, model.rotary, exact, len(model.mtp))
         self.verifier = Verifier(self.rows, most, speculation.rates if speculation else ())
         self.drafter = self._drafter(speculation)
-        self.shared = SharedRows(self.rows, model.mesh)
+        self.shared = SampledTokenBroadcast(self.rows, model.mesh)
         self.graphs = DecodeGraphs(self._decode_body, platform, max_num_seqs, self.rows.padding) if graphs else None
 
     def _drafter(self, speculation: Speculation | None) -> Drafter | None:
@@ -100,104 +100,108 @@ class ModelRunner:
         if speculation.drafter == "mtp":
             return MTPDrafter(self.model, self.pool, self.rows, speculation.window)
         self.rows.keep_history(self.max_len + 1)
-        return LookupDrafter(self.rows)
+        return NgramDrafter(self.rows)
 
     @torch.inference_mode()
-    def record(
-        self, variants: tuple[Variant, ...], next_ns: tuple[int, ...] = (0,), sizes: Sequence[int] | None = None, ahead: bool = False
+    def capture(
+        self,
+        variants: tuple[SamplingVariant, ...],
+        draft_counts: tuple[int, ...] = (0,),
+        sizes: Sequence[int] | None = None,
+        ahead: bool = False,
     ) -> None:
         """Compile the forward pass where asked to, and where there are graphs record those of every batch bucket, or of batch `sizes`.
         ahead: kernels are compiled side by side before."""
         if self.compiled:
             with self.platform.stream():
-                self.compiled.compile(self._examples(next_ns))
+                self.compiled.compile(self._examples(draft_counts))
         if self.graphs:
-            if self.drafter and self.drafter.reads_hidden and set(variants) != {Variant.GREEDY}:
+            if self.drafter and self.drafter.reads_hidden and set(variants) != {SamplingVariant.GREEDY}:
                 self.rows.keep_probs()  # recordings must not see it move
             if ahead:
                 with self.platform.stream(), self.model.ops.compiling():
-                    self.graphs.rehearse(variants, next_ns, sizes)
+                    self.graphs.warm_up(variants, draft_counts, sizes)
             with self.platform.stream():
-                self.graphs.record(variants, next_ns, sizes)
+                self.graphs.capture(variants, draft_counts, sizes)
 
     def forget(self) -> None:
         """Let go of recorded steps."""
         if self.graphs:
             self.graphs.graphs.clear()
 
-    def _examples(self, next_ns: tuple[int, ...]) -> list[Step]:
+    def _examples(self, draft_counts: tuple[int, ...]) -> list[ForwardBatch]:
         """Steps of padding rows: one token if there can be one alone, and several if there can be several."""
-        most = max(next_ns)
-        shapes = [(1, 0)] if 0 in next_ns else []
+        most = max(draft_counts)
+        shapes = [(1, 0)] if 0 in draft_counts else []
         if most or self.rows.padding > 1:
             requests = 2 if self.pool.num_pages != 2 * (most + 1) else 3
             shapes.append((requests, most))
         return [self._padding_step(*shape) for shape in shapes]
 
-    def _padding_step(self, requests: int, next_n: int) -> Step:
+    def _padding_step(self, requests: int, num_speculative_tokens: int) -> ForwardBatch:
         slots = torch.full((requests,), self.rows.padding, dtype=torch.int64, device=self.platform.device)
-        return self.build.batch(self.build.decode(slots, (next_n + 1,) * requests, next_n), None).step
+        return self.build.batch(self.build.decode(slots, (num_speculative_tokens + 1,) * requests, num_speculative_tokens), None).step
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, common: Common | None = None) -> Pending:
+    def launch(self, plan: SchedulerOutput, common: StepMetadata | None = None) -> PendingStep:
         """`common`: what this step's ranks agree on, where there are several; the plan is then that
         of this data-parallel rank."""
         with self.platform.stream():
-            self.shared.settle([*plan.decode_slots, *(row.slot for row in plan.new_rows)])
+            self.shared.settle([*plan.decode_slots, *(row.slot for row in plan.new_requests)])
             self.rows.apply(plan)
             pending = self._launch(plan, common or self._alone(plan))
             self.shared.start(plan.sampled_slots)
             return pending
 
-    def _alone(self, plan: Plan) -> Common:
+    def _alone(self, plan: SchedulerOutput) -> StepMetadata:
         """Without other ranks, or with a lone rank's, which do as this one."""
         asked = self.rows.asked(plan.sampled_slots)
         parts = [plan] * self.model.mesh.sizes.dp
-        return Common.of(parts, drawing_of(asked), any(params.needs_host for params in asked))
+        return StepMetadata.of(parts, sampling_variant_of(asked), any(params.needs_host for params in asked))
 
-    def _launch(self, plan: Plan, common: Common) -> Pending:
+    def _launch(self, plan: SchedulerOutput, common: StepMetadata) -> PendingStep:
         if self.graphs is not None and common.decodes:
             return self._replay(self.graphs, plan, common)
         batch = self._batch(plan, common)
         hidden = self._hidden(batch, common)
         if not self.model.mesh.last_stage:
-            return Pending()
+            return PendingStep()
         return self._sample(plan, batch, hidden, common)
 
-    def _replay(self, graphs: DecodeGraphs, plan: Plan, common: Common) -> Pending:
+    def _replay(self, graphs: DecodeGraphs, plan: SchedulerOutput, common: StepMetadata) -> PendingStep:
         """The whole step; where some row needs the host, the forward pass, whose hidden states are
         then sampled and drafted from as those of a step that nobody recorded."""
         result = graphs.run(plan.decode_slots, common)
         if not self.model.mesh.last_stage:
-            return Pending()
+            return PendingStep()
         if not common.host:
-            return Pending(self.platform.fetch(result))
+            return PendingStep(self.platform.fetch(result))
         return self._sample(plan, self._batch(plan, common), result.flatten(0, 1), common)
 
-    def _batch(self, plan: Plan, common: Common) -> Batch:
+    def _batch(self, plan: SchedulerOutput, common: StepMetadata) -> BuiltBatch:
         decode = prefill = None
         if plan.decode_slots:
             slots = self.platform.to_device(torch.tensor(plan.decode_slots))
-            decode = self.build.decode(slots, tuple(plan.decode_bounds), common.next_n)
+            decode = self.build.decode(slots, tuple(plan.decode_bounds), common.num_speculative_tokens)
         if plan.chunks:
             prefill = self.build.prefill(plan)
         return self.build.batch(decode, prefill, self.model.layout(common.tokens, common.decodes))
 
-    def _decode_body(self, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
+    def _decode_body(self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int) -> Tensor:
         """One decode step of padded rows, on the device alone: nothing here may depend on a value
         the host would have to read. Returns what is drawn (see Drawn.result), or, where that needs
-        the host, the hidden states [R, next_n + 1, hidden]."""
+        the host, the hidden states [R, num_speculative_tokens + 1, hidden]."""
         rows, count = self.rows, slots.shape[0]
-        common = Common.padded(count, self.model.mesh.sizes.dp, variant, next_n)
-        decode = self.build.decode(slots, (self.max_len,) * count, next_n)
+        common = StepMetadata.padded(count, self.model.mesh.sizes.dp, variant, num_speculative_tokens)
+        decode = self.build.decode(slots, (self.max_len,) * count, num_speculative_tokens)
         batch = self.build.batch(decode, None, self.model.layout(common.tokens, common.decodes))
         hidden = self._hidden(batch, common)
         result = slots
         if self.model.mesh.last_stage and common.host:
-            result = hidden.unflatten(0, (count, next_n + 1))
+            result = hidden.unflatten(0, (count, num_speculative_tokens + 1))
         elif self.model.mesh.last_stage:
-            logits = self._logits(batch, hidden, common, wide=variant is not Variant.GREEDY)
-            drawn = self._draw_decode(logits, decode, common)
+            logits = self._logits(batch, hidden, common, wide=variant is not SamplingVariant.GREEDY)
+            drawn = self._sample_decode(logits, decode, common)
             result = drawn.result
             if self.drafter:
                 self._draft(self.drafter, batch, hidden, drawn, None, common)
@@ -205,7 +209,7 @@ class ModelRunner:
         rows.length[rows.padding :].zero_()
         return result
 
-    def collect(self, pending: Pending) -> StepResult:
+    def collect(self, pending: PendingStep) -> StepResult:
         if pending.drawn is None:
             return StepResult([])
         drawn = pending.drawn().tolist()
@@ -220,7 +224,7 @@ class ModelRunner:
             self._read_logprobs(pending, result)
         return result
 
-    def _read_logprobs(self, pending: Pending, result: StepResult) -> None:
+    def _read_logprobs(self, pending: PendingStep, result: StepResult) -> None:
         found = Logprobs(*(fetch() for fetch in pending.extra))
         for row, params in enumerate(pending.params):
             if params.logprobs is not None:
@@ -229,7 +233,7 @@ class ModelRunner:
 
     # ---- after the forward pass
 
-    def _hidden(self, batch: Batch, common: Common) -> Tensor:
+    def _hidden(self, batch: BuiltBatch, common: StepMetadata) -> Tensor:
         """[T, hidden] where a drafter reads all of them, else those of the step's logit rows. One
         that only decodes has no others: nothing is picked there, and the last norm may add up what
         experts gave."""
@@ -238,52 +242,54 @@ class ModelRunner:
         every_row = common.decodes or (self.drafter is not None and self.drafter.reads_hidden)
         return straight(self.model.forward(batch.step, every_row=every_row))
 
-    def _logits(self, batch: Batch, hidden: Tensor, common: Common, wide: bool = True) -> Tensor:
+    def _logits(self, batch: BuiltBatch, hidden: Tensor, common: StepMetadata, wide: bool = True) -> Tensor:
         if self.drafter is not None and self.drafter.reads_hidden and not common.decodes:
             hidden = hidden.index_select(0, batch.step.logit_rows)  # of a decode step every row is wanted
         return self.model.logits(hidden, common.logit_rows, wide)
 
-    def _draw_decode(self, logits: Tensor, decode: Part, common: Common) -> Drawn:
+    def _sample_decode(self, logits: Tensor, decode: BatchPart, common: StepMetadata) -> DecodeSamples:
         """Draw and verify; each request's row moves on to its newest token."""
-        rows, slots, variant, next_n = self.rows, decode.slots, common.drawing, common.next_n
+        rows, slots, variant, num_speculative_tokens = self.rows, decode.slots, common.sampling, common.num_speculative_tokens
         if self.drafter is None:
-            tokens = choose(logits, variant, slots, decode.segment.kv_lens, rows)
+            tokens = sample(logits, variant, slots, decode.segment.kv_lens, rows)
             rows.last_token.index_copy_(0, slots, tokens)
             rows.length.index_copy_(0, slots, decode.segment.kv_lens)
-            return Drawn(tokens, tokens[:, None])
-        verdict = self.verifier.verify(logits, variant, slots, decode.positions + 1, next_n)
-        following, last = rows.ops.move_rows(rows.last_token, rows.length, slots, decode.segment.kv_lens, verdict.tokens, verdict.right)
+            return DecodeSamples(tokens, tokens[:, None])
+        verdict = self.verifier.verify(logits, variant, slots, decode.positions + 1, num_speculative_tokens)
+        following, last = rows.ops.commit_tokens(
+            rows.last_token, rows.length, slots, decode.segment.kv_lens, verdict.tokens, verdict.num_accepted
+        )
         if rows.history is not None:
-            places = decode.positions.view(-1, next_n + 1) + 1
+            places = decode.positions.view(-1, num_speculative_tokens + 1) + 1
             rows.history[slots[:, None], places] = verdict.tokens.clamp(min=0)
-        return Drawn(torch.cat((verdict.tokens, verdict.drafted[:, None]), 1), verdict.tokens, following, last)
+        return DecodeSamples(torch.cat((verdict.tokens, verdict.drafted[:, None]), 1), verdict.tokens, following, last)
 
-    def _draw_prefill(self, logits: Tensor, variant: Variant, prefill: Part) -> Tensor:
+    def _sample_prefill(self, logits: Tensor, variant: SamplingVariant, prefill: BatchPart) -> Tensor:
         """First tokens [S] of the prompts that are complete."""
         rows, slots = self.rows, prefill.slots
         length = rows.length.index_select(0, slots)
-        tokens = choose(logits, variant, slots, length, rows)
+        tokens = sample(logits, variant, slots, length, rows)
         rows.last_token.index_copy_(0, slots, tokens)
         if rows.history is not None:
             rows.history[slots, length] = tokens
         return tokens
 
-    def _sample(self, plan: Plan, batch: Batch, hidden: Tensor, common: Common) -> Pending:
+    def _sample(self, plan: SchedulerOutput, batch: BuiltBatch, hidden: Tensor, common: StepMetadata) -> PendingStep:
         """The eager way, which may ask for the host's word in between."""
         host_slots, decode, prefill = plan.sampled_slots, batch.decode, batch.prefill
-        params, width = self.rows.asked(host_slots), common.next_n + 1
-        pending = Pending(params=params)
+        params, width = self.rows.asked(host_slots), common.num_speculative_tokens + 1
+        pending = PendingStep(params=params)
         logits = raw = self._logits(batch, hidden, common) if any(common.logit_rows) else hidden
         full = any(p.needs_host for p in params)
-        places: list[Place] = []
+        places: list[LogitRow] = []
         if full:
             places = self._places(plan, decode)
             logits = self._edited(raw, places, batch, pending, plan)
         split = len(plan.decode_slots) * width
-        drawn = self._draw_decode(logits[:split], decode, common) if decode else None
+        drawn = self._sample_decode(logits[:split], decode, common) if decode else None
         first = None
         if prefill and prefill.slots.shape[0]:
-            first = self._draw_prefill(logits[split:], common.drawing, prefill)
+            first = self._sample_prefill(logits[split:], common.sampling, prefill)
         if self.drafter:
             self._draft(self.drafter, batch, hidden, drawn, first, common)
         if not host_slots:
@@ -293,7 +299,7 @@ class ModelRunner:
         pending.drawn = self.platform.fetch(self._joined(drawn, first, width))
         return pending
 
-    def _joined(self, drawn: Drawn | None, first: Tensor | None, width: int) -> Tensor:
+    def _joined(self, drawn: DecodeSamples | None, first: Tensor | None, width: int) -> Tensor:
         """Results of decoding and of finished prompts in one tensor, so that one copy brings them home."""
         if self.drafter is not None and first is not None:
             row = torch.full((first.shape[0], width + 1), -1, dtype=first.dtype, device=first.device)
@@ -301,29 +307,31 @@ class ModelRunner:
             first = row
         return join([part for part in (drawn.result if drawn else None, first) if part is not None])
 
-    def _places(self, plan: Plan, decode: Part | None) -> list[Place]:
+    def _places(self, plan: SchedulerOutput, decode: BatchPart | None) -> list[LogitRow]:
         places = []
         if decode is not None:
             ahead = self.rows.drafts.index_select(0, decode.slots)
             for row, slot in enumerate(plan.decode_slots):
-                places += [Place(slot, ahead[row, :j] if plan.next_n else None) for j in range(plan.next_n + 1)]
-        return places + [Place(chunk.slot) for chunk in plan.chunks if chunk.sample]
+                places += [
+                    LogitRow(slot, ahead[row, :j] if plan.num_speculative_tokens else None) for j in range(plan.num_speculative_tokens + 1)
+                ]
+        return places + [LogitRow(chunk.slot) for chunk in plan.chunks if chunk.sample]
 
-    def _edited(self, raw: Tensor, places: list[Place], batch: Batch, pending: Pending, plan: Plan) -> Tensor:
+    def _edited(self, raw: Tensor, places: list[LogitRow], batch: BuiltBatch, pending: PendingStep, plan: SchedulerOutput) -> Tensor:
         positions, matchers = batch.step.positions.index_select(0, batch.step.logit_rows) + 1, self.rows.matchers
-        logits = edit(raw, places, positions, self.rows)
+        logits = apply_logits_processors(raw, places, positions, self.rows)
         pending.matchers = {row: matchers[slot] for row, slot in enumerate(plan.sampled_slots) if slot in matchers}
         if pending.matchers:
-            logits = forbid(logits, self.platform.to_device(self._mask(pending.matchers, plan, len(places))))
+            logits = apply_bitmask(logits, self.platform.to_device(self._mask(pending.matchers, plan, len(places))))
         return logits
 
-    def _mask(self, matchers: dict[int, Matcher], plan: Plan, rows: int) -> Tensor:
+    def _mask(self, matchers: dict[int, Matcher], plan: SchedulerOutput, rows: int) -> Tensor:
         """[logit rows, words]: what each grammar allows next, along the drafts as far as it allows them. Waits for the drafts."""
         decoding = len(plan.decode_slots)
         mask = torch.full((rows, mask_words(self.rows.vocab)), -1, dtype=torch.int32)
         drafts = self.rows.drafts[self.platform.to_device(torch.tensor(plan.decode_slots, dtype=torch.int64))].tolist()
         for row, matcher in matchers.items():
-            ahead = drafts[row][: plan.next_n] if row < decoding else []
+            ahead = drafts[row][: plan.num_speculative_tokens] if row < decoding else []
             at, moved = plan.logit_row(row), 0
             matcher.fill(mask, at)
             for draft in ahead:
@@ -337,7 +345,13 @@ class ModelRunner:
         return mask
 
     def _after_full(
-        self, pending: Pending, raw: Tensor, drawn: Drawn | None, first: Tensor | None, places: list[Place], plan: Plan
+        self,
+        pending: PendingStep,
+        raw: Tensor,
+        drawn: DecodeSamples | None,
+        first: Tensor | None,
+        places: list[LogitRow],
+        plan: SchedulerOutput,
     ) -> None:
         """Count what was put out, for penalties, and look up log probabilities."""
         tokens = join([part for part in (drawn.tokens.flatten() if drawn else None, first) if part is not None])
@@ -350,11 +364,11 @@ class ModelRunner:
     def _draft(
         self,
         drafter: Drafter,
-        batch: Batch,
+        batch: BuiltBatch,
         hidden: Tensor,
-        drawn: Drawn | None,
+        drawn: DecodeSamples | None,
         first: Tensor | None,
-        common: Common,
+        common: StepMetadata,
     ) -> None:
         """Hand the drafter every row of the step with the token after it."""
         following, last, slots, ends = [], [], [], None
@@ -365,14 +379,14 @@ class ModelRunner:
             following.append(drawn.following)
             last.append(drawn.last)
             slots.append(decode.slots)
-            bounds = tuple(min(bound + common.next_n, self.max_len) for bound in decode.bounds)
+            bounds = tuple(min(bound + common.num_speculative_tokens, self.max_len) for bound in decode.bounds)
         if batch.prefill and batch.prefill.following is not None:
             prefill, ahead = batch.prefill, batch.prefill.following
             if first is not None:
                 ahead = ahead.index_copy(0, prefill.logit_rows, first)
                 last.append(prefill.logit_rows + count)
                 slots.append(prefill.slots)
-                bounds += tuple(bound + common.next_n for bound in prefill.bounds)
+                bounds += tuple(bound + common.num_speculative_tokens for bound in prefill.bounds)
             following.append(ahead)
             if prefill.ends is not None:
                 ends = prefill.ends[0] + count, prefill.ends[1]

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from rorqual.engine.execution.grammar import Grammars, Matcher
-from rorqual.engine.scheduling.scheduler_output import NewRow, Plan
+from rorqual.engine.scheduling.scheduler_output import NewRequest, SchedulerOutput
 from rorqual.errors import RequestError
 from rorqual.ops.interface import Ops, ops_for
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 
 
-class Rows:
+class RequestState:
     """last_token, length (cached entries) [slots]; tables [slots, pages]; sampling settings [slots].
 
     `length` is also the position of the newest token, the first that a decode step computes. drafts [slots, most_drafts] follow it;
@@ -42,7 +42,7 @@ class Rows:
         self.num_drafts = torch.zeros(slots, dtype=torch.int64, device=device)
         self.limit = torch.zeros(slots, dtype=torch.int64, device=device)
         self.coupled = torch.zeros(slots, dtype=torch.bool, device=device)
-        self.params: list[NewRow | None] = [None] * slots
+        self.params: list[NewRequest | None] = [None] * slots
         self.draws = True  # False on pipeline stages that leave it to the last
         self.grammars: Grammars | None = None
         self.matchers: dict[int, Matcher] = {}
@@ -75,15 +75,15 @@ class Rows:
         """Make room for the tokens of every request by position: drafting by look-up reads them."""
         self.history = torch.zeros(len(self.params), tokens, dtype=torch.int64, device=self.platform.device)
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: SchedulerOutput) -> None:
         """Set up new rows and write new pages into block tables, before the step that needs them."""
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             self._set_up(row)
         if plan.pages:
             slots, indices, pages = self.platform.to_device(torch.tensor(plan.pages).T)
             self.tables[slots, indices] = pages
 
-    def _set_up(self, row: NewRow) -> None:
+    def _set_up(self, row: NewRequest) -> None:
         params, slot, to_device = row.params, row.slot, self.platform.to_device
         self.params[slot] = row
         self.tables[slot].zero_()
@@ -103,7 +103,7 @@ class Rows:
         if params.edits_logits:
             self._count(row)
 
-    def _match(self, row: NewRow) -> None:
+    def _match(self, row: NewRequest) -> None:
         """The request's place in its grammar; a preempted request has said something already."""
         assert row.params.structured is not None
         if self.grammars is None:
@@ -118,7 +118,7 @@ class Rows:
         if self.counts is not None:
             self.counts.index_put_((slots, tokens.clamp(min=0)), (tokens >= 0).int(), accumulate=True)
 
-    def _count(self, row: NewRow) -> None:
+    def _count(self, row: NewRequest) -> None:
         """Tokens of the prompt, and counts of those already put out (a request that was preempted has some)."""
         if self.counts is None or self.in_prompt is None:
             shape, device = (len(self.params), self.vocab), self.platform.device

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.request_state import Rows
-from rorqual.parallel.collectives import Pending
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.parallel.collectives import PendingCollective
 from rorqual.parallel.mesh import Mesh
 
 
 @dataclass
-class Travelling:
+class BroadcastInFlight:
     """State of the rows `slots`, on the device as `on_device`."""
 
     slots: frozenset[int]
     on_device: Tensor
-    state: Pending
+    state: PendingCollective
 
 
-class SharedRows:
-    def __init__(self, rows: Rows, mesh: Mesh):
+class SampledTokenBroadcast:
+    def __init__(self, rows: RequestState, mesh: Mesh):
         self.rows, self.axis, self.draws = rows, mesh.axes["tokens"], mesh.last_stage
-        self.travelling: deque[Travelling] = deque()
+        self.travelling: deque[BroadcastInFlight] = deque()
 
     def start(self, slots: list[int]) -> None:
         """After a step that drew tokens for `slots`, in that order on every stage."""
@@ -41,7 +41,7 @@ class SharedRows:
         else:
             state = torch.empty(len(slots), 3 + self.rows.most_drafts, dtype=torch.int64, device=on_device.device)
         pending = self.axis.start_broadcast(state, self.axis.size - 1)
-        self.travelling.append(Travelling(frozenset(slots), on_device, pending))
+        self.travelling.append(BroadcastInFlight(frozenset(slots), on_device, pending))
 
     def settle(self, slots: Iterable[int]) -> None:
         """Before a plan reads, or sets up anew, the rows `slots`: whatever is on its way to them has arrived, and all sent before it."""

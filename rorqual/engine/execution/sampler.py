@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.request_state import Rows
-from rorqual.engine.scheduling.scheduler_output import NewRow, TokenLogprobs, Variant
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.scheduling.scheduler_output import NewRequest, SamplingVariant, TokenLogprobs
 from rorqual.ops.reference import Distribution
 from rorqual.request import SamplingParams
 
@@ -22,35 +22,35 @@ NEVER = float("-inf")
 TOKEN, ACCEPT, DRAFT, SIMULATE = range(4)
 
 
-def choose(logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+def sample(logits: Tensor, variant: SamplingVariant, slots: Tensor, positions: Tensor, rows: RequestState) -> Tensor:
     """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of the tokens to be drawn."""
-    if variant is Variant.GREEDY:
-        return rows.ops.best(logits)
-    return draw(distribution(logits, variant, slots, rows), slots, positions, rows)
+    if variant is SamplingVariant.GREEDY:
+        return rows.ops.argmax(logits)
+    return sample_from(distribution(logits, variant, slots, rows), slots, positions, rows)
 
 
-def distribution(logits: Tensor, variant: Variant, slots: Tensor, rows: Rows) -> Distribution:
+def distribution(logits: Tensor, variant: SamplingVariant, slots: Tensor, rows: RequestState) -> Distribution:
     """After temperature and cuts."""
-    return rows.ops.distribution(logits, rows.settings.index_select(0, slots), variant is Variant.FILTERED)
+    return rows.ops.distribution(logits, rows.settings.index_select(0, slots), variant is SamplingVariant.FILTERED)
 
 
-def draw(given: Distribution, slots: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+def sample_from(given: Distribution, slots: Tensor, positions: Tensor, rows: RequestState) -> Tensor:
     """One token a row. Rows with temperature 0 take the best logit."""
-    return rows.ops.draw(given, rows.ops.uniform(rows.seed.index_select(0, slots), positions, TOKEN))
+    return rows.ops.sample_from(given, rows.ops.uniform(rows.seed.index_select(0, slots), positions, TOKEN))
 
 
 # ---- what needs the host's word
 
 
 @dataclass
-class Place:
+class LogitRow:
     """One row of logits as the host knows it: whose it is, and the drafts [j] that stand between its request's newest token and it."""
 
     slot: int
     ahead: Tensor | None = None
 
 
-def edit(logits: Tensor, places: list[Place], positions: Tensor, rows: Rows) -> Tensor:
+def apply_logits_processors(logits: Tensor, places: list[LogitRow], positions: Tensor, rows: RequestState) -> Tensor:
     """Penalties, bias and the minimum length, for the rows that ask for them."""
     logits = logits.clone()
     for i, place in enumerate(places):
@@ -60,13 +60,13 @@ def edit(logits: Tensor, places: list[Place], positions: Tensor, rows: Rows) -> 
     return logits
 
 
-def _edit_row(logits: Tensor, row: NewRow, place: Place, position: Tensor, rows: Rows) -> None:
+def _edit_row(logits: Tensor, row: NewRequest, place: LogitRow, position: Tensor, rows: RequestState) -> None:
     assert rows.counts is not None
     assert rows.in_prompt is not None
     counts = rows.counts[place.slot]
     if place.ahead is not None and place.ahead.numel():
         counts = counts.index_add(0, place.ahead, torch.ones_like(place.ahead, dtype=counts.dtype))
-    penalise(logits, counts, rows.in_prompt[place.slot], row.params)
+    penalize(logits, counts, rows.in_prompt[place.slot], row.params)
     for token, bias in (row.params.logit_bias or {}).items():
         logits[token] += bias
     if row.stop_ids and row.params.min_tokens:
@@ -75,7 +75,7 @@ def _edit_row(logits: Tensor, row: NewRow, place: Place, position: Tensor, rows:
         logits[banned] = torch.where(early, NEVER, logits[banned])
 
 
-def penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: SamplingParams) -> None:
+def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: SamplingParams) -> None:
     """In place on one row. Repetition after arXiv 1909.05858 (prompt and output), frequency and presence on the output alone."""
     if params.repetition_penalty != 1.0:
         seen = in_prompt | (counts > 0)
@@ -84,7 +84,7 @@ def penalise(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: Sampling
     logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def forbid(logits: Tensor, mask: Tensor) -> Tensor:
+def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
     """Keep the tokens whose bit is set in mask [M, words] int32: bit i % 32 of word i // 32."""
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, NEVER)

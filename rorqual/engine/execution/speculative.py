@@ -1,6 +1,6 @@
 """Speculative decoding: verify the drafts of the step before, and make new ones.
 
-Every decoding request brings next_n + 1 rows: its newest token and next_n drafts. The model's own choice behind each row either
+Every decoding request brings num_speculative_tokens + 1 rows: its newest token and num_speculative_tokens drafts. The model's own choice behind each row either
 confirms the draft that follows or replaces it, and what comes after a replaced draft is dropped. A draft may be missing (a
 request that opts out, or one that drafted less before): it counts as refused. Everything here is a fixed sequence of
 device operations, so that a graph can hold it.
@@ -20,67 +20,69 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.engine.execution.request_state import Rows
+from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampler import (
     ACCEPT,
     DRAFT,
     SIMULATE,
     TOKEN,
-    choose,
     distribution,
-    draw,
+    sample,
+    sample_from,
 )
-from rorqual.engine.scheduling.scheduler_output import Common, Variant
-from rorqual.layers.forward_batch import Step
+from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import Segment
+from rorqual.ops.interface import AttentionMetadata
 from rorqual.ops.reference import Distribution
 from rorqual.parallel.overlap import straight
 
 
 @dataclass
-class Verdict:
-    """tokens [R, next_n + 1]: accepted drafts, the model's own token, then -1. right, drafted [R]: drafts accepted, and made."""
+class Verification:
+    """tokens [R, num_speculative_tokens + 1]: accepted drafts, the model's own token, then -1. right, drafted [R]: drafts accepted, and made."""
 
     tokens: Tensor
-    right: Tensor
+    num_accepted: Tensor
     drafted: Tensor
 
 
 class Verifier:
     """`rates`: probability that the draft at each place is accepted, drawn by lot instead of compared (simulated acceptance)."""
 
-    def __init__(self, rows: Rows, most: int, rates: tuple[float, ...] = ()):
+    def __init__(self, rows: RequestState, most: int, rates: tuple[float, ...] = ()):
         device = rows.platform.device
         self.rows = rows
         self.places = torch.arange(most + 1, device=device)
         self.rates = torch.tensor(rates, dtype=torch.float64, device=device) if rates else None
 
-    def verify(self, logits: Tensor, variant: Variant, slots: Tensor, positions: Tensor, next_n: int) -> Verdict:
-        """logits [R * (next_n + 1), vocabulary], request after request; slots [R]; positions [R * (next_n + 1)] of the tokens to draw."""
-        rows, width = self.rows, next_n + 1
-        if not next_n:
-            tokens = choose(logits, variant, slots, positions, rows)
+    def verify(
+        self, logits: Tensor, variant: SamplingVariant, slots: Tensor, positions: Tensor, num_speculative_tokens: int
+    ) -> Verification:
+        """logits [R * (num_speculative_tokens + 1), vocabulary], request after request; slots [R]; positions [R * (num_speculative_tokens + 1)] of the tokens to draw."""
+        rows, width = self.rows, num_speculative_tokens + 1
+        if not num_speculative_tokens:
+            tokens = sample(logits, variant, slots, positions, rows)
             none = torch.zeros_like(slots)
-            return Verdict(tokens[:, None], none, none)
+            return Verification(tokens[:, None], none, none)
         given = taken = None
-        if variant is Variant.GREEDY:
-            tokens = rows.ops.best(logits).view(-1, width)
+        if variant is SamplingVariant.GREEDY:
+            tokens = rows.ops.argmax(logits).view(-1, width)
         else:
             each = slots.repeat_interleave(width)
             given = distribution(logits, variant, each, rows)
-            tokens = draw(given, each, positions, rows).view(-1, width)
+            tokens = sample_from(given, each, positions, rows).view(-1, width)
         if self.rates is not None:
-            taken = self._by_lot(slots, positions.view(-1, width)[:, :next_n])
+            taken = self._by_lot(slots, positions.view(-1, width)[:, :num_speculative_tokens])
         elif given is not None:
-            taken = self._accepted(given, tokens, rows.drafts.index_select(0, slots)[:, :next_n], slots, positions)
-        stand, right, drafted = rows.ops.judge_drafts(tokens, rows.drafts, rows.num_drafts, slots, taken)
+            taken = self._accepted(given, tokens, rows.drafts.index_select(0, slots)[:, :num_speculative_tokens], slots, positions)
+        stand, num_accepted, drafted = rows.ops.verify_drafts(tokens, rows.drafts, rows.num_drafts, slots, taken)
         if given is not None and self.rates is None:
-            stand = self._replaced(given, tokens, stand, slots, positions, right, drafted)
-        return Verdict(stand, right, drafted)
+            stand = self._replaced(given, tokens, stand, slots, positions, num_accepted, drafted)
+        return Verification(stand, num_accepted, drafted)
 
     def _accepted(self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """[R, next_n]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
+        """[R, num_speculative_tokens]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
         rows, (count, n) = self.rows, drafts.shape
         p, kept = given.probability(drafts), rows.draft_probs
         q = p.new_ones(()) if kept is None else kept[slots[:, None], self.places[:n], drafts]
@@ -93,20 +95,20 @@ class Verifier:
         return self.rows.ops.uniform(seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions), positions, stream)
 
     def _replaced(
-        self, given: Distribution, tokens: Tensor, stand: Tensor, slots: Tensor, positions: Tensor, right: Tensor, drafted: Tensor
+        self, given: Distribution, tokens: Tensor, stand: Tensor, slots: Tensor, positions: Tensor, num_accepted: Tensor, drafted: Tensor
     ) -> Tensor:
         """`stand` with the token behind the accepted drafts drawn from what the refused draft's own distribution left over."""
         rows, n = self.rows, tokens.shape[1] - 1
-        place = right.clamp(max=n - 1)
+        place = num_accepted.clamp(max=n - 1)
         refused = rows.drafts[slots, place]
-        after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + right  # the row behind the accepted drafts
+        after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + num_accepted  # the row behind the accepted drafts
         numbers = self._numbers(slots, positions.index_select(0, after), TOKEN)
         q = None if rows.draft_probs is None else rows.draft_probs.flatten(0, 1)
-        own = rows.coupled.index_select(0, slots) | (right >= drafted)  # nothing was refused: the model's own draw stands
-        other = rows.ops.draw_rest(given, torch.where(own, -1, after), numbers, refused, q, slots * rows.most_drafts + place)
+        own = rows.coupled.index_select(0, slots) | (num_accepted >= drafted)  # nothing was refused: the model's own draw stands
+        other = rows.ops.sample_residual(given, torch.where(own, -1, after), numbers, refused, q, slots * rows.most_drafts + place)
         # So it does where nothing is left over, p and q being equal but for rounding: a refusal cannot have happened by more than that.
-        last = torch.where(other < 0, tokens.gather(1, right[:, None]).squeeze(1), other)
-        return stand.scatter(1, right[:, None], last[:, None])
+        last = torch.where(other < 0, tokens.gather(1, num_accepted[:, None]).squeeze(1), other)
+        return stand.scatter(1, num_accepted[:, None], last[:, None])
 
     def _by_lot(self, slots: Tensor, positions: Tensor) -> Tensor:
         assert self.rates is not None
@@ -121,18 +123,18 @@ class Drafting:
     """What a drafter may look at once a step has been sampled. N requests are to be continued.
 
     slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden state predicts the newest one;
-    kv_bounds: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
+    max_kv_lens: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
     token after each row, are those of the step. common: what ranks, who draft together, know alike;
     its `sampled` is N of each data-parallel rank. ends: see Part; rows of the step.
     """
 
     slots: Tensor
     last_rows: Tensor
-    kv_bounds: tuple[int, ...]
-    step: Step
+    max_kv_lens: tuple[int, ...]
+    step: ForwardBatch
     hidden: Tensor
     following: Tensor
-    common: Common
+    common: StepMetadata
     ends: tuple[Tensor, Tensor] | None = None
 
 
@@ -142,12 +144,12 @@ class Drafter(Protocol):
     reads_hidden: bool
 
     def draft(self, work: Drafting) -> None:
-        """Leave drafts, up to work.common.next_n a request, how many, and what they were drawn from
+        """Leave drafts, up to work.common.num_speculative_tokens a request, how many, and what they were drawn from
         in the device rows."""
 
 
 class MTPDrafter:
-    """Drafts with the checkpoint's prediction modules; the last module is applied again where next_n exceeds their number.
+    """Drafts with the checkpoint's prediction modules; the last module is applied again where num_speculative_tokens exceeds their number.
 
     `window` runs a module over all rows of a step, so that its cache is computed from the main model's hidden states; without it
     a step in which all ranks only decode runs the last row alone and keeps the entries that
@@ -156,14 +158,14 @@ class MTPDrafter:
 
     reads_hidden = True
 
-    def __init__(self, model: Transformer, pool: KVPool, rows: Rows, window: bool = True):
+    def __init__(self, model: Transformer, pool: KVPool, rows: RequestState, window: bool = True):
         self.model, self.pool, self.rows, self.window = model, pool, rows, window
         self.page_size = pool.spec.page_size
 
     def draft(self, work: Drafting) -> None:
-        """Every module that may be asked keeps its cache up in every step: next_n may rise again."""
+        """Every module that may be asked keeps its cache up in every step: num_speculative_tokens may rise again."""
         hidden, step, following, last = work.hidden, work.step, work.following, work.last_rows
-        common, next_n, variant = work.common, work.common.next_n, work.common.drawing
+        common, num_speculative_tokens, variant = work.common, work.common.num_speculative_tokens, work.common.sampling
         positions = step.positions.index_select(0, last)
         if not self.window and common.decodes:
             step = self._row_step(work, positions)
@@ -172,15 +174,15 @@ class MTPDrafter:
         target = positions + 2  # where the first draft will stand: behind the newest token
         newest, modules = following.index_select(0, last), self.model.mtp
         kept = min(len(modules), self.rows.most_drafts)
-        for place in range(max(kept, next_n if any(common.sampled) else 0)):
+        for place in range(max(kept, num_speculative_tokens if any(common.sampled) else 0)):
             if place >= len(modules):
                 hidden, last, positions = hidden.index_select(0, last), self._all(last), positions + 1
                 step, following = self._row_step(work, positions), newest
             assert self.model.embed is not None, "prediction modules have the embedding beside them"
             embedded = self.model.embed.forward(following, step.layout)
             hidden = straight(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
-            if any(common.sampled) and place < max(next_n, kept - 1):
-                wide = variant is not Variant.GREEDY
+            if any(common.sampled) and place < max(num_speculative_tokens, kept - 1):
+                wide = variant is not SamplingVariant.GREEDY
                 logits = self.model.logits(hidden.index_select(0, last), common.sampled, wide)
                 newest = self._propose(logits, place, variant, work.slots, target + place)
             if place + 1 < len(modules):
@@ -188,38 +190,38 @@ class MTPDrafter:
                 if work.ends is not None:  # else the first row of another request's would follow
                     rows, after = work.ends
                     following = following.index_copy(0, rows, after[:, place + 1])
-        self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=next_n))
+        self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=num_speculative_tokens))
 
     def _all(self, rows: Tensor) -> Tensor:
         return torch.arange(rows.shape[0], device=rows.device)
 
-    def _row_step(self, work: Drafting, positions: Tensor) -> Step:
+    def _row_step(self, work: Drafting, positions: Tensor) -> ForwardBatch:
         """One row for each request, at the given positions."""
-        longest = -(-max(work.kv_bounds, default=1) // self.page_size)
-        tables, bounds, each = self.rows.tables[work.slots, :longest], work.kv_bounds, self._all(positions)
+        longest = -(-max(work.max_kv_lens, default=1) // self.page_size)
+        tables, bounds, each = self.rows.tables[work.slots, :longest], work.max_kv_lens, self._all(positions)
         # a position is the length of what is cached before it; no token is known yet
         _, _, mapping, lens = self.rows.ops.decode_rows(positions, positions, self.rows.drafts, tables, each, 0, self.page_size)
-        segment = Segment(tables, lens, (1,) * len(bounds), bounds, exact=False) if bounds else None
+        segment = AttentionMetadata(tables, lens, (1,) * len(bounds), bounds, exact=False) if bounds else None
         cos, sin = self.model.rotary.rows(positions)
         layout = self.model.layout(work.common.sampled, decode=True)
-        return Step(positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout)
+        return ForwardBatch(positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout)
 
-    def _propose(self, logits: Tensor, place: int, variant: Variant, slots: Tensor, positions: Tensor) -> Tensor:
+    def _propose(self, logits: Tensor, place: int, variant: SamplingVariant, slots: Tensor, positions: Tensor) -> Tensor:
         """Draft number `place` of each request, [N], for the token at `positions`."""
         rows, ops = self.rows, self.rows.ops
-        if variant is Variant.GREEDY:
-            tokens = ops.best(logits)
+        if variant is SamplingVariant.GREEDY:
+            tokens = ops.argmax(logits)
         else:
             given = distribution(logits, variant, slots, rows)
             ops.write_probs(given, rows.keep_probs().flatten(0, 1), slots * rows.most_drafts + place)
             coupled, seeds = rows.coupled.index_select(0, slots), rows.seed.index_select(0, slots)
             numbers = torch.where(coupled, ops.uniform(seeds, positions, TOKEN), ops.uniform(seeds, positions, DRAFT))
-            tokens = ops.draw(given, numbers)
+            tokens = ops.sample_from(given, numbers)
         rows.drafts[slots, place] = tokens
         return tokens
 
 
-class LookupDrafter:
+class NgramDrafter:
     """Prompt look-up: continue as the text went on after the latest of the longest earlier occurrences of its last tokens.
 
     At least `shortest`, at most `longest` tokens must agree. Works for every model; good where outputs repeat their inputs.
@@ -227,24 +229,24 @@ class LookupDrafter:
 
     reads_hidden = False
 
-    def __init__(self, rows: Rows, shortest: int = 2, longest: int = 4):
+    def __init__(self, rows: RequestState, shortest: int = 2, longest: int = 4):
         self.rows, self.shortest, self.longest = rows, shortest, longest
 
     def draft(self, work: Drafting) -> None:
-        rows, slots, next_n = self.rows, work.slots, work.common.next_n
+        rows, slots, num_speculative_tokens = self.rows, work.slots, work.common.num_speculative_tokens
         if not slots.shape[0]:
             return
-        if not next_n:
+        if not num_speculative_tokens:
             rows.num_drafts.index_fill_(0, slots, 0)  # those of an earlier step have been passed by
             return
         assert rows.history is not None
         known = rows.length.index_select(0, slots) + 1
-        history = rows.history.index_select(0, slots)[:, : max(work.kv_bounds) + 1]
+        history = rows.history.index_select(0, slots)[:, : max(work.max_kv_lens) + 1]
         end, agree = self._best_match(history, known)
-        places = torch.arange(next_n, device=slots.device)
+        places = torch.arange(num_speculative_tokens, device=slots.device)
         ahead = end[:, None] + 1 + places
-        rows.drafts[slots, :next_n] = history.gather(1, ahead.clamp(max=history.shape[1] - 1))
-        found = torch.where(agree >= self.shortest, (known - 1 - end).clamp(max=next_n), 0)
+        rows.drafts[slots, :num_speculative_tokens] = history.gather(1, ahead.clamp(max=history.shape[1] - 1))
+        found = torch.where(agree >= self.shortest, (known - 1 - end).clamp(max=num_speculative_tokens), 0)
         rows.num_drafts.index_copy_(0, slots, torch.minimum(found, rows.limit.index_select(0, slots)))
 
     def _best_match(self, history: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

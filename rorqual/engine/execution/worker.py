@@ -18,8 +18,8 @@ from rorqual.cache.stretch import workspace_bytes
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.engine.config import EXE_MODES, EngineConfig
-from rorqual.engine.execution.cuda_graphs import RECORDED
-from rorqual.engine.execution.draft_controller import next_n_choices
+from rorqual.engine.execution.cuda_graphs import CAPTURED
+from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.model_runner import ModelRunner, Speculation
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.parameter import Build
@@ -72,7 +72,7 @@ def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> b
         return False
 
 
-class Rank:
+class Worker:
     """Ranks of one engine are made with the same configuration, each with its own place in the mesh. `startup`: seconds by phase."""
 
     def __init__(self, config: EngineConfig, platform: Platform, mesh: Mesh):
@@ -87,10 +87,12 @@ class Rank:
         self.depth = config.steps_in_flight or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
         self.speculation = self._speculation()
         # A row may run past its request's end by what the steps in flight accept and draft.
-        self.max_row_len = self.max_model_len + (config.next_n * (self.depth + 1) + 1 if config.next_n else 0)
+        self.max_row_len = self.max_model_len + (
+            config.num_speculative_tokens * (self.depth + 1) + 1 if config.num_speculative_tokens else 0
+        )
         self.model = self._phase("weights", self._load)
-        self.way_of_sums = self.way_to_experts = "nowhere (a lone rank)" if config.lone_rank else "local"
-        if not mesh.is_single and not config.lone_rank:
+        self.allreduce_backend = self.all2all_backend = "nowhere (a lone rank)" if config.single_rank_bench else "local"
+        if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
@@ -98,8 +100,8 @@ class Rank:
         self.compiled = self._compiled(pool)
         sizes = (config.max_num_seqs, self.max_row_len)
         self.runner = ModelRunner(self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled)
-        choices = next_n_choices(config.next_n, config.next_n_policy == "adaptive")
-        self._phase("graphs", lambda: self.runner.record(RECORDED, choices, config.graph_sizes, config.compile_ahead))
+        choices = draft_count_choices(config.num_speculative_tokens, config.speculative_policy == "adaptive")
+        self._phase("graphs", lambda: self.runner.capture(CAPTURED, choices, config.cudagraph_capture_sizes, config.precompile_kernels))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -130,10 +132,10 @@ class Rank:
 
     def _speculation(self) -> Speculation | None:
         config = self.config
-        if not config.next_n:
+        if not config.num_speculative_tokens:
             return None
         drafter = "mtp" if config.drafter == "auto" else config.drafter
-        return Speculation(drafter, config.next_n, config.draft_window, config.simulated_acceptance)
+        return Speculation(drafter, config.num_speculative_tokens, config.draft_window, config.simulated_acceptance)
 
     @property
     def mtp_layers(self) -> int:
@@ -209,12 +211,12 @@ class Rank:
     def _links(self) -> None:
         """How decode steps add up partial sums and reach their experts; the memory for it is taken before the cache is."""
         config, model, device = self.config, self.model_config, self.platform.device
-        rows, dtype = config.max_num_seqs * (config.next_n + 1), getattr(torch, self.dtype)
-        sizes = rows, model.hidden_size, model.moe, dtype, device, config.peer_memory
-        self.way_of_sums = self.mesh.way_of_sums(*sizes)
-        self.way_to_experts = self.mesh.way_to_experts(*sizes) if any(model.moe_layers) else "no experts"
+        rows, dtype = config.max_num_seqs * (config.num_speculative_tokens + 1), getattr(torch, self.dtype)
+        sizes = rows, model.hidden_size, model.moe, dtype, device, config.p2p_memory
+        self.allreduce_backend = self.mesh.allreduce_backend(*sizes)
+        self.all2all_backend = self.mesh.all2all_backend(*sizes) if any(model.moe_layers) else "no experts"
         if self.mesh.rank == 0:
-            log.info("decode steps add up partial sums by %s, and reach their experts by %s", self.way_of_sums, self.way_to_experts)
+            log.info("decode steps add up partial sums by %s, and reach their experts by %s", self.allreduce_backend, self.all2all_backend)
 
     def fetch_load(self) -> Callable[[], torch.Tensor]:
         """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""
@@ -263,7 +265,7 @@ class Rank:
             self.spec.page_size,
             requests=config.max_num_seqs,
             longest=self.max_row_len,
-            queries=min(config.max_num_batched_tokens, config.prefill_chunk or self.max_row_len),
+            queries=min(config.max_num_batched_tokens, config.chunked_prefill_size or self.max_row_len),
         )
 
     def _cache_bytes(self) -> int:
@@ -278,7 +280,7 @@ class Rank:
 
     def _agree(self, pages: int) -> int:
         """One block table serves all ranks, so the rank with the least room decides."""
-        if self.mesh.is_single or self.config.lone_rank:
+        if self.mesh.is_single or self.config.single_rank_bench:
             return pages
         least = torch.tensor(pages, device=self.platform.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)

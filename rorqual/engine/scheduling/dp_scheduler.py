@@ -15,12 +15,12 @@ from operator import add
 from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import (
-    Chunk,
-    Common,
-    Plan,
+    PrefillChunk,
+    SamplingVariant,
+    SchedulerOutput,
+    StepMetadata,
     StepResult,
-    Variant,
-    drawing_of,
+    sampling_variant_of,
 )
 from rorqual.engine.scheduling.sequence import InFlight, Sequence, TokenOut, Usage
 from rorqual.errors import RequestError
@@ -28,28 +28,28 @@ from rorqual.request import FinishReason, Request, StructuredOutput
 
 
 @dataclass
-class GroupPlan:
+class DataParallelOutput:
     """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
     drawing, host: see Common; they depend on settings that a rank has of its own rows alone."""
 
-    parts: list[Plan]
-    drawing: Variant
+    parts: list[SchedulerOutput]
+    sampling: SamplingVariant
     host: bool
 
-    def common(self) -> Common:
-        return Common.of(self.parts, self.drawing, self.host)
+    def common(self) -> StepMetadata:
+        return StepMetadata.of(self.parts, self.sampling, self.host)
 
     @property
     def structures(self) -> list[StructuredOutput]:
         """Of its new rows, in order."""
-        return [found for part in self.parts for row in part.new_rows if (found := row.params.structured)]
+        return [found for part in self.parts for row in part.new_requests if (found := row.params.structured)]
 
     @property
-    def next_n(self) -> int:
-        return self.parts[0].next_n
+    def num_speculative_tokens(self) -> int:
+        return self.parts[0].num_speculative_tokens
 
     @property
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[PrefillChunk]:
         return [chunk for part in self.parts for chunk in part.chunks]
 
     @property
@@ -58,12 +58,12 @@ class GroupPlan:
 
 
 @dataclass
-class GroupInFlight:
-    plan: GroupPlan
+class DataParallelInFlight:
+    plan: DataParallelOutput
     parts: list[InFlight | None] = field(default_factory=list)
 
 
-class Prefixes:
+class PrefixCaches:
     """The prefix caches of all ranks, for those who count or clear them."""
 
     def __init__(self, schedulers: list[Scheduler]):
@@ -85,20 +85,20 @@ class Prefixes:
         return sum(cache.clear() for cache in self.caches)
 
 
-class GroupScheduler:
+class DataParallelScheduler:
     """Schedulers of `ranks` data-parallel ranks behind the interface of one."""
 
     def __init__(self, config: SchedulerConfig, ranks: int):
         self.config = config
         self.ranks = [Scheduler(config) for _ in range(ranks)]
-        self.home: dict[str, Scheduler] = {}
+        self.assigned_rank: dict[str, Scheduler] = {}
         self.sequences = self._view(rank.sequences for rank in self.ranks)
         self.decoding = self._view(rank.decoding for rank in self.ranks)
         self.prefilling = self._view(rank.prefilling for rank in self.ranks)
-        self.prefix = Prefixes(self.ranks)
-        self.next_n = config.next_n
-        self.drafted = [0] * config.next_n
-        self.accepted = [0] * config.next_n
+        self.prefix = PrefixCaches(self.ranks)
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.drafted = [0] * config.num_speculative_tokens
+        self.accepted = [0] * config.num_speculative_tokens
 
     @staticmethod
     def _view(kept: Iterable[dict[str, Sequence]]) -> Mapping[str, Sequence]:
@@ -109,11 +109,11 @@ class GroupScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request on the rank where it costs least: live tokens there, and tokens of its own that are not cached there."""
-        if request.id in self.home:
+        if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
-        home = min(self.ranks, key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request))
-        home.add(request)
-        self.home[request.id] = home
+        assigned_rank = min(self.ranks, key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request))
+        assigned_rank.add(request)
+        self.assigned_rank[request.id] = assigned_rank
 
     def _cached(self, rank: Scheduler, request: Request) -> int:
         if not rank.prefix.pages:
@@ -123,13 +123,13 @@ class GroupScheduler:
         return len(pages) * self.config.page_size
 
     def abort(self, request_id: str) -> Sequence | None:
-        home = self.home.pop(request_id, None)
-        return home.abort(request_id) if home else None
+        assigned_rank = self.assigned_rank.pop(request_id, None)
+        return assigned_rank.abort(request_id) if assigned_rank else None
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        home = self.home.pop(sequence.request.id, None)
-        if home:
-            home.finish(sequence, reason)
+        assigned_rank = self.assigned_rank.pop(sequence.request.id, None)
+        if assigned_rank:
+            assigned_rank.finish(sequence, reason)
 
     @property
     def has_work(self) -> bool:
@@ -148,20 +148,20 @@ class GroupScheduler:
 
     # ---- steps
 
-    def plan(self) -> GroupInFlight | None:
+    def plan(self) -> DataParallelInFlight | None:
         """The next step of all ranks, or None when none of them can launch anything."""
         parts = []
         for rank in self.ranks:
-            rank.next_n = self.next_n
+            rank.num_speculative_tokens = self.num_speculative_tokens
             parts.append(rank.plan())
         if not any(parts):
             return None
         asked = [sequence.request.params for part in parts if part for sequence in part.sampled]
         host = any(params.needs_host for params in asked)
-        plans = [part.plan if part else Plan(next_n=self.next_n) for part in parts]
-        return GroupInFlight(GroupPlan(plans, drawing_of(asked), host), parts)
+        plans = [part.plan if part else SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens) for part in parts]
+        return DataParallelInFlight(DataParallelOutput(plans, sampling_variant_of(asked), host), parts)
 
-    def update(self, step: GroupInFlight, results: list[StepResult]) -> list[TokenOut]:
+    def update(self, step: DataParallelInFlight, results: list[StepResult]) -> list[TokenOut]:
         """Take in what every rank sampled."""
         outs: list[TokenOut] = []
         for rank, part, result in zip(self.ranks, step.parts, results, strict=True):
@@ -169,13 +169,13 @@ class GroupScheduler:
                 outs += rank.update(part, result)
         for out in outs:
             if out.finish is not None:
-                self.home.pop(out.sequence.request.id, None)
+                self.assigned_rank.pop(out.sequence.request.id, None)
         for name in ("drafted", "accepted"):
             mine = getattr(self, name)
             mine[:] = [sum(counts) for counts in zip(*(getattr(rank, name) for rank in self.ranks), strict=True)]
         return outs
 
-    def undo(self, step: GroupInFlight) -> None:
+    def undo(self, step: DataParallelInFlight) -> None:
         """See Scheduler; of every rank."""
         for rank, part in zip(self.ranks, step.parts, strict=True):
             if part is not None:
@@ -184,4 +184,4 @@ class GroupScheduler:
     def restart(self) -> None:
         for rank in self.ranks:
             rank.restart()
-        self.home = {name: rank for rank in self.ranks for name in rank.sequences}
+        self.assigned_rank = {name: rank for rank in self.ranks for name in rank.sequences}

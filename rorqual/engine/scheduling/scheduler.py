@@ -21,9 +21,9 @@ from typing import NamedTuple
 from rorqual.cache.pages import PageAllocator
 from rorqual.cache.prefix import PrefixCache
 from rorqual.engine.scheduling.scheduler_output import (
-    Chunk,
-    NewRow,
-    Plan,
+    NewRequest,
+    PrefillChunk,
+    SchedulerOutput,
     StepResult,
     TokenLogprobs,
 )
@@ -34,8 +34,8 @@ from rorqual.request import FinishReason, Request
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most prefill_chunk;
-    pages hold page_size tokens. At most next_n drafts are verified for each request in a step. lookahead: see PrefixCache.
+    """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most chunked_prefill_size;
+    pages hold page_size tokens. At most num_speculative_tokens drafts are verified for each request in a step. lookahead: see PrefixCache.
     send_tokens: new rows carry all their tokens (drafting by look-up reads them). micro_batches: decoding requests take turns, that
     many steps to a round, so that the stages of a pipeline work on different ones."""
 
@@ -45,19 +45,19 @@ class SchedulerConfig:
     num_pages: int
     page_size: int
     prefix_caching: bool = True
-    prefill_chunk: int | None = None
+    chunked_prefill_size: int | None = None
     max_waiting: int = 100_000
-    next_n: int = 0
+    num_speculative_tokens: int = 0
     lookahead: int = 0
     send_tokens: bool = False
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk={self.prefill_chunk} must be at least 1")
-        least = self.max_num_seqs * (self.next_n + 1)
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
+            raise ConfigError(f"chunked_prefill_size={self.chunked_prefill_size} must be at least 1")
+        least = self.max_num_seqs * (self.num_speculative_tokens + 1)
         if not 1 <= least <= self.max_num_batched_tokens:
-            drafts = f" times next_n + 1 = {self.next_n + 1}" if self.next_n else ""
+            drafts = f" times num_speculative_tokens + 1 = {self.num_speculative_tokens + 1}" if self.num_speculative_tokens else ""
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}{drafts}: "
                 "every running request gets its tokens in every step"
@@ -84,9 +84,9 @@ class Scheduler:
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
         self.prefix = PrefixCache(self.allocator, config.page_size, config.prefix_caching, config.lookahead)
-        self.next_n = config.next_n  # of the next plan: a controller may lower it
-        self.drafted = [0] * config.next_n
-        self.accepted = [0] * config.next_n
+        self.num_speculative_tokens = config.num_speculative_tokens  # of the next plan: a controller may lower it
+        self.drafted = [0] * config.num_speculative_tokens
+        self.accepted = [0] * config.num_speculative_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
@@ -105,14 +105,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request, or refuse it with the reason it can never be served."""
-        target = self._target(request)
+        max_total_len = self._target(request)
         if request.id in self.sequences:
             raise RequestError(f"request id {request.id!r} is already in use")
         if len(self.waiting) >= self.config.max_waiting:
             raise RequestError(f"the queue is full ({self.config.max_waiting} requests wait)")
         seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
         self._order += 1
-        sequence = Sequence(request, target, seed, self._order)
+        sequence = Sequence(request, max_total_len, seed, self._order)
         self.sequences[request.id] = sequence
         self.live_tokens += sequence.known
         self.waiting.append(sequence)
@@ -125,14 +125,14 @@ class Scheduler:
             raise RequestError(f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit")
         wanted = request.params.max_tokens
         if wanted is None:  # as many as there can be, the last of which needs no entry
-            target = max(length + 1, min(most, self.allocator.capacity * self.config.page_size + 1))
+            max_total_len = max(length + 1, min(most, self.allocator.capacity * self.config.page_size + 1))
         else:
-            target = min(most, length + wanted)
-        pages = self._pages_for(target - 1)
+            max_total_len = min(most, length + wanted)
+        pages = self._pages_for(max_total_len - 1)
         if pages > self.allocator.capacity:
             have = self.allocator.capacity
-            raise RequestError(f"{target} tokens need {pages} cache pages, there are {have}; lower max_tokens or shorten the prompt")
-        return target
+            raise RequestError(f"{max_total_len} tokens need {pages} cache pages, there are {have}; lower max_tokens or shorten the prompt")
+        return max_total_len
 
     def abort(self, request_id: str) -> Sequence | None:
         """Forget a request at any point; its pages and slot are free before the next plan."""
@@ -159,7 +159,7 @@ class Scheduler:
             self.free_slots.append(sequence.slot)
             sequence.slot = -1
         self.prefix.release(sequence.pages)
-        sequence.pages, sequence.capacity, sequence.cached, sequence.collected, sequence.hashed = [], 0, 0, 0, 0
+        sequence.pages, sequence.capacity, sequence.num_computed_tokens, sequence.collected, sequence.num_hashed_pages = [], 0, 0, 0, 0
         sequence.next_hash = 0
 
     @property
@@ -180,7 +180,7 @@ class Scheduler:
 
     def plan(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is collected."""
-        plan = Plan(next_n=self.next_n)
+        plan = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._plan_decode(plan)
         computed: list[tuple[Sequence, int]] = []
         budget = self.config.max_num_batched_tokens - plan.num_tokens
@@ -199,30 +199,30 @@ class Scheduler:
             self.in_flight.append(step)
         return step
 
-    def _plan_decode(self, plan: Plan) -> list[Sequence]:
+    def _plan_decode(self, plan: SchedulerOutput) -> list[Sequence]:
         """A token, and drafts, for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
-        next_n = plan.next_n
+        num_speculative_tokens = plan.num_speculative_tokens
         for sequence in self._turn():
-            length = sequence.cached + 1
-            if length >= sequence.target:
+            length = sequence.num_computed_tokens + 1
+            if length >= sequence.max_total_len:
                 continue  # its last token is in flight
             if sequence.pending and sequence.request.params.structured:
                 continue  # its grammar must hear of the last token first
-            if self._reach(sequence, next_n) > sequence.capacity:
+            if self._reach(sequence, num_speculative_tokens) > sequence.capacity:
                 needy.append(sequence)
             sampled.append(sequence)
         if needy:
-            self._extend(plan, needy, next_n)
+            self._extend(plan, needy, num_speculative_tokens)
             sampled = [sequence for sequence in sampled if sequence.slot >= 0]
         slots, bounds = plan.decode_slots, plan.decode_bounds
         for sequence in sampled:
-            sequence.cached = length = sequence.cached + 1
+            sequence.num_computed_tokens = length = sequence.num_computed_tokens + 1
             sequence.pending += 1
             slots.append(sequence.slot)
-            bounds.append(length + sequence.slack + next_n)
-            sequence.slack += next_n
+            bounds.append(length + sequence.max_extra_tokens + num_speculative_tokens)
+            sequence.max_extra_tokens += num_speculative_tokens
         self.live_tokens += len(sampled)
         return sampled
 
@@ -239,15 +239,15 @@ class Scheduler:
             self.decoding[sequence.request.id] = self.decoding.pop(sequence.request.id)
         return chosen
 
-    def _reach(self, sequence: Sequence, next_n: int) -> int:
+    def _reach(self, sequence: Sequence, num_speculative_tokens: int) -> int:
         """Entries that the next step may write and somebody may read: its tokens, its drafts, and those it drafts in turn. What lies
         at the target or past it is never read, and goes to the null page."""
-        return min(sequence.cached + 1 + sequence.slack + 2 * next_n, sequence.target - 1)
+        return min(sequence.num_computed_tokens + 1 + sequence.max_extra_tokens + 2 * num_speculative_tokens, sequence.max_total_len - 1)
 
-    def _extend(self, plan: Plan, needy: Iterable[Sequence], next_n: int) -> None:
+    def _extend(self, plan: SchedulerOutput, needy: Iterable[Sequence], num_speculative_tokens: int) -> None:
         before = self.num_preemptions
         for sequence in needy:
-            while sequence.slot >= 0 and self._reach(sequence, next_n) > sequence.capacity:
+            while sequence.slot >= 0 and self._reach(sequence, num_speculative_tokens) > sequence.capacity:
                 if self.prefix.available:
                     plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
                 else:
@@ -271,7 +271,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
 
-    def _admit(self, plan: Plan) -> Sequence | None:
+    def _admit(self, plan: SchedulerOutput) -> Sequence | None:
         """Start the oldest waiting request if its tokens are all known and their pages can be had, with one page spare for each
         running request so that it is not sent back at the next page boundary."""
         sequence = self.waiting[0]
@@ -280,7 +280,7 @@ class Scheduler:
         pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
         known = len(sequence.tokens)
         # The first drafts are made in the step that ends the prompt, and leave entries behind it.
-        need = self._pages_for(max(known, min(known + self.config.next_n, sequence.target - 1))) - len(pages)
+        need = self._pages_for(max(known, min(known + self.config.num_speculative_tokens, sequence.max_total_len - 1))) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and self.num_running:
             self.prefix.release(pages)
@@ -303,40 +303,40 @@ class Scheduler:
             and (blocked.wanted is None or blocked.wanted not in self.prefix.pages)
         )
 
-    def _start(self, plan: Plan, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
+    def _start(self, plan: SchedulerOutput, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
         size = self.config.page_size
         self._blocked = None
         self.prefix.queries += len(sequence.tokens)
         self.prefix.hits += len(pages) * size
-        sequence.pages, sequence.key, sequence.hashed = pages, key, len(pages)
+        sequence.pages, sequence.key, sequence.num_hashed_pages = pages, key, len(pages)
         sequence.next_hash = (len(pages) + 1) * size
         sequence.capacity = len(pages) * size
-        sequence.cached = sequence.collected = len(pages) * size
+        sequence.num_computed_tokens = sequence.collected = len(pages) * size
         if sequence.num_cached_prompt is None:
-            sequence.num_cached_prompt = sequence.cached
+            sequence.num_cached_prompt = sequence.num_computed_tokens
         for _ in range(need):
             self._grow(sequence)
         sequence.slot = self.free_slots.pop()
         self.prefilling[sequence.request.id] = sequence
         params = sequence.request.params
         tokens = tuple(sequence.tokens) if params.edits_logits or params.structured or self.config.send_tokens else ()
-        plan.new_rows.append(
-            NewRow(sequence.slot, params, sequence.seed, tuple(sequence.pages), sequence.prompt_len, tokens, sequence.stop_ids)
+        plan.new_requests.append(
+            NewRequest(sequence.slot, params, sequence.seed, tuple(sequence.pages), sequence.prompt_len, tokens, sequence.stop_ids)
         )
 
     def _plan_chunk(
-        self, plan: Plan, sequence: Sequence, budget: int, sampled: list[Sequence], computed: list[tuple[Sequence, int]]
+        self, plan: SchedulerOutput, sequence: Sequence, budget: int, sampled: list[Sequence], computed: list[tuple[Sequence, int]]
     ) -> int:
-        start = sequence.cached
+        start = sequence.num_computed_tokens
         known, ahead = len(sequence.tokens), self.config.lookahead
-        stop = min(known, start + min(budget, self.config.prefill_chunk or budget))
+        stop = min(known, start + min(budget, self.config.chunked_prefill_size or budget))
         if 0 < known - stop < ahead:
             # The last module would need a token that nobody has drawn: leave more for next time.
             stop = max(start + 1, known - ahead)
         last = stop == known
         following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
-        plan.chunks.append(Chunk(sequence.slot, start, sequence.tokens[start:stop], last, following))
-        sequence.cached = stop
+        plan.chunks.append(PrefillChunk(sequence.slot, start, sequence.tokens[start:stop], last, following))
+        sequence.num_computed_tokens = stop
         computed.append((sequence, stop))
         if last:
             del self.prefilling[sequence.request.id]
@@ -358,7 +358,7 @@ class Scheduler:
         step.before = [-1 if s.finish is not None else len(s.tokens) for s in step.sampled]
         for sequence, stop in step.computed:
             if sequence.slot >= 0 and sequence.finish is None:
-                sequence.collected = max(sequence.collected, min(stop, sequence.cached))
+                sequence.collected = max(sequence.collected, min(stop, sequence.num_computed_tokens))
                 if sequence.collected >= sequence.next_hash:
                     self._offer(sequence)
         outs = []
@@ -408,9 +408,9 @@ class Scheduler:
     def _count_drafts(self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int) -> None:
         """The host learns how far a request came."""
         if row < len(step.plan.decode_slots):
-            sequence.slack -= step.plan.next_n
+            sequence.max_extra_tokens -= step.plan.num_speculative_tokens
         if sequence.slot >= 0:
-            sequence.cached += accepted
+            sequence.num_computed_tokens += accepted
         if drafted > len(sequence.drafted):
             more = [0] * (drafted - len(sequence.drafted))
             sequence.drafted, sequence.accepted = sequence.drafted + more, sequence.accepted + more
@@ -433,7 +433,7 @@ class Scheduler:
         reason = None
         if token in sequence.stop_ids and length > sequence.min_len:
             reason, sequence.stop_token = FinishReason.STOP, token
-        elif length >= sequence.target:
+        elif length >= sequence.max_total_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self.finish(sequence, reason)
@@ -443,7 +443,7 @@ class Scheduler:
         """Hand full pages whose entries are written and whose tokens are known to the prefix cache."""
         size = self.config.page_size
         full = min(sequence.collected, len(sequence.tokens) - self.config.lookahead) // size
-        for i in range(sequence.hashed, full):
+        for i in range(sequence.num_hashed_pages, full):
             sequence.key = self.prefix.insert(sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i])
-        sequence.hashed = full
+        sequence.num_hashed_pages = full
         sequence.next_hash = (full + 1) * size

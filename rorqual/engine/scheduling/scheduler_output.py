@@ -11,7 +11,7 @@ from rorqual.request import SamplingParams
 
 
 @dataclass(frozen=True)
-class NewRow:
+class NewRequest:
     """A device row to set up: sampling settings and the pages known so far. `tokens` come with those requests alone that need them on
     the device: penalties, grammars, drafting by look-up."""
 
@@ -25,7 +25,7 @@ class NewRow:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token
     is wanted, else `following` are the prompt's tokens after the chunk, as many as prediction
     modules look ahead, at least 1; fewer where the prompt ends before."""
@@ -42,24 +42,24 @@ class Chunk:
 
 
 @dataclass
-class Plan:
-    """One step. Decode rows come first, next_n + 1 tokens each: the newest one and next_n drafts to verify. Their token ids and
+class SchedulerOutput:
+    """One step. Decode rows come first, num_speculative_tokens + 1 tokens each: the newest one and num_speculative_tokens drafts to verify. Their token ids and
     positions are on the device. As many drafts are made for the step after.
 
     `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have after the step;
-    `new_rows` and `pages` (slot, index in block table, page) are applied to the device rows before the step.
+    `new_requests` and `pages` (slot, index in block table, page) are applied to the device rows before the step.
     """
 
     decode_slots: list[int] = field(default_factory=list)
     decode_bounds: list[int] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
     pages: list[tuple[int, int, int]] = field(default_factory=list)
-    next_n: int = 0
+    num_speculative_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) * (self.next_n + 1) + sum(len(chunk.tokens) for chunk in self.chunks)
+        return len(self.decode_slots) * (self.num_speculative_tokens + 1) + sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
     def sampled_slots(self) -> list[int]:
@@ -72,10 +72,10 @@ class Plan:
     def logit_row(self, sampled: int) -> int:
         """The first row of logits of the request that stands at `sampled` in `sampled_slots`; at num_sampled, how many rows there are."""
         decoding = min(sampled, len(self.decode_slots))
-        return decoding * self.next_n + sampled
+        return decoding * self.num_speculative_tokens + sampled
 
 
-class Variant(Enum):
+class SamplingVariant(Enum):
     """What a batch of rows needs, decided on the host. The first three are fixed sequences of
     device operations that a graph can hold; of the last it holds what comes before sampling."""
 
@@ -85,15 +85,15 @@ class Variant(Enum):
     FULL = "full"  # edited logits, grammars or log probabilities: needs the host's word
 
 
-def drawing_of(params: ReadOnly[SamplingParams]) -> Variant:
+def sampling_variant_of(params: ReadOnly[SamplingParams]) -> SamplingVariant:
     """The widest way of drawing that any of them needs, whatever else they want."""
     if all(p.greedy for p in params):
-        return Variant.GREEDY
-    return Variant.FILTERED if any(p.filters for p in params) else Variant.PLAIN
+        return SamplingVariant.GREEDY
+    return SamplingVariant.FILTERED if any(p.filters for p in params) else SamplingVariant.PLAIN
 
 
 @dataclass(frozen=True)
-class Common:
+class StepMetadata:
     """What all ranks know of one step, the same on each of them.
 
     The rule: whatever a rank may branch on before a collective stands here, and runner and drafter
@@ -104,7 +104,7 @@ class Common:
     others would wait for them in a call that they never make.
 
     Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
-    be 0. decodes: no rank brings a chunk of prompt. next_n: drafts verified, and made, for each
+    be 0. decodes: no rank brings a chunk of prompt. num_speculative_tokens: drafts verified, and made, for each
     request. drawing: how tokens are drawn, wide enough for every row of every rank: never FULL.
     host: some row of some rank needs the host's word, so of a recorded step every rank replays the
     forward pass alone, and samples and drafts behind it.
@@ -114,38 +114,38 @@ class Common:
     logit_rows: tuple[int, ...]
     sampled: tuple[int, ...]
     decodes: bool
-    next_n: int
-    drawing: Variant
+    num_speculative_tokens: int
+    sampling: SamplingVariant
     host: bool
 
     @staticmethod
-    def of(parts: ReadOnly[Plan], drawing: Variant, host: bool) -> Common:
+    def of(parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool) -> StepMetadata:
         """`parts`: the plan of each data-parallel rank; drawing, host: of the rows of all."""
-        next_n = parts[0].next_n
-        assert all(part.next_n == next_n for part in parts), "one next_n for all ranks"
-        assert drawing is not Variant.FULL
-        return Common(
+        num_speculative_tokens = parts[0].num_speculative_tokens
+        assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), "one num_speculative_tokens for all ranks"
+        assert sampling is not SamplingVariant.FULL
+        return StepMetadata(
             tokens=tuple(part.num_tokens for part in parts),
             logit_rows=tuple(part.logit_row(part.num_sampled) for part in parts),
             sampled=tuple(part.num_sampled for part in parts),
             decodes=not any(part.chunks for part in parts),
-            next_n=next_n,
-            drawing=drawing,
+            num_speculative_tokens=num_speculative_tokens,
+            sampling=sampling,
             host=host,
         )
 
     @staticmethod
-    def padded(size: int, ranks: int, variant: Variant, next_n: int) -> Common:
+    def padded(size: int, ranks: int, variant: SamplingVariant, num_speculative_tokens: int) -> StepMetadata:
         """Of a recorded step: so many requests decode on every rank."""
-        rows = (size * (next_n + 1),) * ranks
-        host = variant is Variant.FULL
-        drawing = Variant.GREEDY if host else variant
-        return Common(rows, rows, (size,) * ranks, True, next_n, drawing, host)
+        rows = (size * (num_speculative_tokens + 1),) * ranks
+        host = variant is SamplingVariant.FULL
+        sampling = SamplingVariant.GREEDY if host else variant
+        return StepMetadata(rows, rows, (size,) * ranks, True, num_speculative_tokens, sampling, host)
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> SamplingVariant:
         """Which recorded step this one replays, where all ranks only decode."""
-        return Variant.FULL if self.host else self.drawing
+        return SamplingVariant.FULL if self.host else self.sampling
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,6 @@ class StepResult:
 class Runner(Protocol):
     """Executes plans. `launch` never waits for the device; `collect` waits for one launched step, oldest first."""
 
-    def launch(self, plan: Plan) -> Any: ...
+    def launch(self, plan: SchedulerOutput) -> Any: ...
 
     def collect(self, pending: Any) -> StepResult: ...

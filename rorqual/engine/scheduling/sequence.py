@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from rorqual.engine.scheduling.scheduler_output import Plan, TokenLogprobs
+from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, TokenLogprobs
 from rorqual.request import FinishReason, Request
 
 
@@ -19,16 +19,18 @@ class Sequence:
 
     __slots__ = (
         "accepted",
-        "cached",
         "capacity",
         "collected",
         "drafted",
         "finish",
-        "hashed",
         "key",
+        "max_extra_tokens",
+        "max_total_len",
         "min_len",
         "next_hash",
         "num_cached_prompt",
+        "num_computed_tokens",
+        "num_hashed_pages",
         "order",
         "pages",
         "pending",
@@ -36,16 +38,14 @@ class Sequence:
         "prompt_len",
         "request",
         "seed",
-        "slack",
         "slot",
         "stop_ids",
         "stop_token",
-        "target",
         "tokens",
     )
 
-    def __init__(self, request: Request, target: int, seed: int, order: int):
-        self.request, self.target, self.seed, self.order = request, target, seed, order
+    def __init__(self, request: Request, max_total_len: int, seed: int, order: int):
+        self.request, self.max_total_len, self.seed, self.order = request, max_total_len, seed, order
         self.key = b""
         self.tokens = list(request.prompt)
         self.prompt_len = len(self.tokens)
@@ -53,7 +53,9 @@ class Sequence:
         self.min_len = self.prompt_len + request.params.min_tokens
         self.slot = -1
         self.pages: list[int] = []
-        self.capacity = self.cached = self.collected = self.pending = self.hashed = self.preemptions = self.slack = 0
+        self.capacity = self.num_computed_tokens = self.collected = self.pending = self.num_hashed_pages = self.preemptions = (
+            self.max_extra_tokens
+        ) = 0
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.next_hash = 0
@@ -65,8 +67,8 @@ class Sequence:
         """It holds nothing and nothing of it is in flight: only its tokens are left."""
         self.slot = -1
         self.pages = []
-        self.capacity = self.cached = self.collected = self.pending = 0
-        self.hashed = self.slack = self.next_hash = 0
+        self.capacity = self.num_computed_tokens = self.collected = self.pending = 0
+        self.num_hashed_pages = self.max_extra_tokens = self.next_hash = 0
         self.key = b""
 
     @property
@@ -83,7 +85,7 @@ class InFlight:
     """A planned step and whose tokens it samples, in order. before: how many tokens each of these
     had as its result was taken in, -1 where the request had ended by then; empty until then."""
 
-    plan: Plan
+    plan: SchedulerOutput
     sampled: list[Sequence]
     computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
     before: list[int] = field(default_factory=list)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.cpu.native import STORAGE, Native, library
-from rorqual.ops.interface import MLAWeights, Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import Distribution, Weight
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is cheaper.
@@ -96,21 +96,21 @@ class CpuOps(Ops):
         native = self._native(x, *weights) if suits else None
         if native is None or plane is None:
             return super().mla_prologue(x, w, cos, sin, plane, slots)
-        if plane.dtype == torch.uint8:  # the kernel writes entries as they are; torch's calls quantise them
+        if plane.dtype == torch.uint8:  # the kernel writes entries as they are; torch's calls quantize them
             entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
             q = native.mla_prologue(x, w, cos, sin, entries, torch.arange(x.shape[0]))
             self.write_latent(plane, slots, entries[0], w.config.kv_lora_rank)
             return x, q, None
         return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
 
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         segment = _one_query_each(segment)
         native = self._native(q, w.kv_b.data) if plane.dtype in (q.dtype, torch.uint8) and w.scratch is not None else None
         if native is None or not _small_decode(segment, q):
             return super().mla_absorbed(q, w, plane, segment, scale)
         tables = segment.tables
         if plane.dtype == torch.uint8:
-            plane, tables = _dequantised_pages(plane, segment, w.config.kv_lora_rank, q.dtype)
+            plane, tables = _dequantized_pages(plane, segment, w.config.kv_lora_rank, q.dtype)
         return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale).flatten(1)
 
     def gqa_prologue(
@@ -129,7 +129,7 @@ class CpuOps(Ops):
             return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
         return native.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
 
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         planes, segment = (k_plane, v_plane), _one_query_each(segment)
         same = all(p.dtype == q.dtype and p.is_contiguous() and p.shape[-1] == q.shape[-1] for p in planes)
         native = self._native(q) if same and _small_decode(segment, q) else None
@@ -145,7 +145,7 @@ class CpuOps(Ops):
         out = _fused(q.view(rows, groups, heads // groups, -1), k, v, scale, mask=index.mask)
         return out.reshape(rows, heads, -1)
 
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """One fused call with the cache rows as keys and as values; the rope columns of the result are cut off."""
         segment = _one_query_each(segment)
         index, rank = _decode_index(segment, plane), q_latent.shape[-1]
@@ -157,26 +157,26 @@ class CpuOps(Ops):
         q = torch.cat((q_latent, q_rope), -1)[:, None]
         return _fused(q, entries[:, None], entries[:, None], scale, mask=index.mask).squeeze(1)[..., :rank]
 
-    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         if not segment.exact:
             return super().dense_attention(q, k, v, segment, scale)
         if _alike(segment):
             q, k, v = (t.unflatten(0, (len(segment), -1)) for t in (q, k, v))
             return _fused_attention(q, k, v, scale).flatten(0, 1)
-        parts = zip(q.split(segment.query_lens), k.split(segment.kv_bounds), v.split(segment.kv_bounds), strict=True)
+        parts = zip(q.split(segment.query_lens), k.split(segment.max_kv_lens), v.split(segment.max_kv_lens), strict=True)
         return torch.cat([_fused_attention(q[None], k[None], v[None], scale)[0] for q, k, v in parts])
 
-    def gather(self, plane: Tensor, segment: Segment) -> Tensor:
+    def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         if not segment.exact:
             return super().gather(plane, segment)
         if _alike(segment):
-            length = segment.kv_bounds[0]
+            length = segment.max_kv_lens[0]
             pages = segment.tables[:, : -(-length // plane.shape[1])]
             return plane[pages].flatten(1, 2)[:, :length].flatten(0, 1)
-        rows = zip(segment.tables, segment.kv_bounds, strict=True)
+        rows = zip(segment.tables, segment.max_kv_lens, strict=True)
         return torch.cat([reference.read_cache(plane, table, length) for table, length in rows])
 
-    def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
+    def latent_entries(self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> Tensor:
         rows = self.gather(plane, segment)
         return _unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
 
@@ -211,7 +211,7 @@ class CpuOps(Ops):
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
         """Three forms of the same sum: gather the chosen experts, let every expert see every token, or loop over experts."""
         slots, picks = gate_up.data.shape[0], ids.numel()
-        if gate_up.quantised:
+        if gate_up.quantized:
             return reference.experts(x, ids, weights, gate_up, down)
         native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
         if native:
@@ -230,22 +230,22 @@ class CpuOps(Ops):
         native = self.native if seeds.is_contiguous() and positions.is_contiguous() else None
         return native.uniform(seeds, positions, stream) if native else super().uniform(seeds, positions, stream)
 
-    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+    def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
         fits = logits.dtype == torch.float32 and logits.stride(1) == 1 and settings.is_contiguous()
         native = self.native if fits else None
-        return native.distribution(logits, settings, cuts) if native else super().distribution(logits, settings, cuts)
+        return native.distribution(logits, settings, filters) if native else super().distribution(logits, settings, filters)
 
-    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+    def sample_from(self, given: Distribution, numbers: Tensor) -> Tensor:
         native = self.native if given.scratch is not None and numbers.is_contiguous() else None
-        return native.draw(given, numbers) if native else super().draw(given, numbers)
+        return native.sample_from(given, numbers) if native else super().sample_from(given, numbers)
 
-    def draw_rest(
+    def sample_residual(
         self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
     ) -> Tensor:
         native = self.native if given.scratch is not None and (q is None or q.is_contiguous()) else None
         if native is None:
-            return super().draw_rest(given, rows, numbers, refused, q, q_rows)
-        return native.draw_rest(given, rows, numbers, refused, q, q_rows)
+            return super().sample_residual(given, rows, numbers, refused, q, q_rows)
+        return native.sample_residual(given, rows, numbers, refused, q, q_rows)
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
         native = self.native if given.scratch is not None and plane.dtype == torch.float32 and plane.is_contiguous() else None
@@ -255,7 +255,7 @@ class CpuOps(Ops):
             native.write_probs(given, plane, rows)
 
 
-def _one_query_each(segment: Segment) -> Segment:
+def _one_query_each(segment: AttentionMetadata) -> AttentionMetadata:
     """Drafts under verification become requests of one query each: the CPU's decode kernels know no others."""
     if segment.exact or segment.tokens == len(segment):
         return segment
@@ -264,9 +264,9 @@ def _one_query_each(segment: Segment) -> Segment:
     return segment.scratch
 
 
-def _small_decode(segment: Segment, q: Tensor) -> bool:
+def _small_decode(segment: AttentionMetadata, q: Tensor) -> bool:
     """One query token a request, and few enough scores for one thread."""
-    return segment.tokens == len(segment) and sum(segment.kv_bounds) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
+    return segment.tokens == len(segment) and sum(segment.max_kv_lens) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
 
 
 def _bytes(data: Tensor) -> int:
@@ -279,17 +279,17 @@ class DecodeIndex:
     pages [R * P] flat; `length` the longest; `mask` [R, 1, 1, L] bool, None where every request fills all L positions.
     """
 
-    def __init__(self, segment: Segment, page_size: int):
-        self.rows, self.length = len(segment), max(segment.kv_bounds)
+    def __init__(self, segment: AttentionMetadata, page_size: int):
+        self.rows, self.length = len(segment), max(segment.max_kv_lens)
         self.pages = segment.tables[:, : -(-self.length // page_size)].reshape(-1)
         self.mask: Tensor | None = None
-        if min(segment.kv_bounds) < self.length or not segment.exact:
+        if min(segment.max_kv_lens) < self.length or not segment.exact:
             within = torch.arange(self.length, device=segment.kv_lens.device) < segment.kv_lens[:, None]
             self.mask = within[:, None, None]
             self.beyond = ~within
 
 
-def _decode_index(segment: Segment, plane: Tensor) -> DecodeIndex | None:
+def _decode_index(segment: AttentionMetadata, plane: Tensor) -> DecodeIndex | None:
     """The index of a segment in which every request has one query token, else None."""
     if segment.tokens != len(segment):
         return None
@@ -314,9 +314,9 @@ def _unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.cat((wide.to(dtype), rope), -1)
 
 
-def _dequantised_pages(plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _dequantized_pages(plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The pages of a segment side by side in `dtype`, [R * P, page, C + rope], and their block tables [R, P]."""
-    tables = segment.tables[:, : -(-max(segment.kv_bounds) // plane.shape[1])]
+    tables = segment.tables[:, : -(-max(segment.max_kv_lens) // plane.shape[1])]
     return _unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(tables.numel()).view(tables.shape)
 
 
@@ -327,9 +327,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = 
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)[..., :width]
 
 
-def _alike(segment: Segment) -> bool:
+def _alike(segment: AttentionMetadata) -> bool:
     """All requests bring as many queries to as many cached entries: one batched call serves them."""
-    return len(set(segment.query_lens)) == 1 == len(set(segment.kv_bounds))
+    return len(set(segment.query_lens)) == 1 == len(set(segment.max_kv_lens))
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -351,7 +351,7 @@ struct MlaLayer {
 };
 
 struct Router {
-    int64_t experts, top_k, groups, top_groups, sigmoid, best_two, grouped, normalise, rounded;
+    int64_t experts, top_k, groups, top_groups, sigmoid, best_two, grouped, normalize, rounded;
     double scaling;
     const void *gate;
     const float *bias;
@@ -559,7 +559,7 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
                 ids[t * r.top_k + i] = e;
                 sum += weights[t * r.top_k + i] = score[e];
             }
-            float factor = float(r.scaling) / (r.normalise ? sum + 1e-20f : 1);
+            float factor = float(r.scaling) / (r.normalize ? sum + 1e-20f : 1);
             for (int64_t i = 0; i < r.top_k; i++) weights[t * r.top_k + i] *= factor;
         }
     });

@@ -34,7 +34,7 @@ class _MlaLayer(ctypes.Structure):
 
 class _Router(ctypes.Structure):
     _names: tuple[str, ...] = ("experts", "top_k", "groups", "top_groups")
-    _names += ("sigmoid", "best_two", "grouped", "normalise", "rounded")
+    _names += ("sigmoid", "best_two", "grouped", "normalize", "rounded")
     _fields_ = [(name, ctypes.c_int64) for name in _names]
     _fields_ += [("scaling", ctypes.c_double), ("gate", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
 
@@ -242,20 +242,20 @@ class Native:
         self.lib.rq_uniform(*_pointers(seeds, positions), stream, out.data_ptr(), out.numel())
         return out
 
-    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+    def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
         m, v = logits.shape
         summary, best = torch.empty(m, 4, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
         parts = torch.empty(m, -(-v // BLOCK), dtype=torch.float64)
         out = _pointers(summary, parts, best)
-        self.lib.rq_distribution(logits.data_ptr(), logits.stride(0), m, v, _pointer(settings), int(cuts), *out)
+        self.lib.rq_distribution(logits.data_ptr(), logits.stride(0), m, v, _pointer(settings), int(filters), *out)
         return Distribution(logits, summary, best, parts)
 
-    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
+    def sample_from(self, given: Distribution, numbers: Tensor) -> Tensor:
         out = torch.empty_like(given.best)
         self.lib.rq_draw(*self._rows(given), *_pointers(given.summary, given.scratch, given.best, numbers, out))
         return out
 
-    def draw_rest(
+    def sample_residual(
         self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None, q_rows: Tensor | None
     ) -> Tensor:
         out, (logits, stride, _, v) = torch.empty_like(rows), self._rows(given)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.deferred_sum import Rows, Unsummed, summed
-from rorqual.ops.interface import MLAWeights, Ops, Segment, Share, Stretch
+from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops, Share, Stretch
 from rorqual.ops.reference import FP8, Distribution, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
@@ -41,10 +41,10 @@ from rorqual.ops.triton.moe import combine
 from rorqual.ops.triton.moe import grouped_gemm as experts_kernels
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
-from rorqual.ops.triton.moe.align import RowBlocks, empty_blocks
+from rorqual.ops.triton.moe.align import ExpertBlocks, empty_blocks
 from rorqual.ops.triton.rowwise import embedding
 from rorqual.ops.triton.rowwise import norm as norm_kernels
-from rorqual.ops.triton.rowwise.quantize import Quantised
+from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
@@ -84,14 +84,14 @@ class TritonOps(Ops):
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         return norm_kernels.add_norm(x, residual, weight, eps, pack and takes_fp8(x.device))
 
-    def sum_add_norm(self, gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
         return combine.combine_add_norm(gave, residual, weight, eps, pack and takes_fp8(residual.device))
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if not weight.quantised:
+        if not weight.quantized:
             if gemv.chosen(x, weight.data):
                 return gemv.linear(x, weight.data, bias)
             skinny = skinny_gemm.chosen(x, weight.data)
@@ -99,8 +99,8 @@ class TritonOps(Ops):
         return fp8_gemm.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
 
     def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        """In fp8 the activation between the products is quantised as it is made; for a few tokens in bf16 it is part of the first."""
-        if not gate_up.quantised and gemv.chosen(x, gate_up.data):
+        """In fp8 the activation between the products is quantized as it is made; for a few tokens in bf16 it is part of the first."""
+        if not gate_up.quantized and gemv.chosen(x, gate_up.data):
             return self.linear(gemv.gate_up(x, gate_up.data), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
@@ -112,7 +112,7 @@ class TritonOps(Ops):
         return rope_kv_write.rope(x, cos, sin, interleaved)
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Only where the prologue could not write: it quantises on the way."""
+        """Only where the prologue could not write: it quantizes on the way."""
         if plane.dtype == torch.uint8 and latent_fp8.supported(rank, entries.shape[1] - rank):
             latent_fp8.write(plane, slots, entries, rank)
         else:
@@ -127,7 +127,7 @@ class TritonOps(Ops):
         return out
 
     def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
-        """A few tokens' are quantised where they are made, if what comes next wants that."""
+        """A few tokens' are quantized where they are made, if what comes next wants that."""
         few = per_head_gemm.chosen(latent) and latent.shape[0] > per_head_gemm.TOKENS
         if few and w.pack and w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device):
             return per_head_gemm.heads_dot(latent, w.w_uv, pack=True)
@@ -152,12 +152,12 @@ class TritonOps(Ops):
             rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
         return query_in, q, None
 
-    def _queries(self, x: Tensor, joint: Tensor, latent: Tensor | Quantised | None, w: MLAWeights) -> tuple[Tensor, Tensor]:
+    def _queries(self, x: Tensor, joint: Tensor, latent: Tensor | Quantized | None, w: MLAWeights) -> tuple[Tensor, Tensor]:
         """(query input, queries [T, H, qk]), not rotated here."""
         if w.q_b is None or latent is None:
             return x, joint[:, : w.query_rows].unflatten(1, (w.config.num_heads, -1))
         per_head = (-1, w.config.num_heads, w.config.qk_dim)
-        if isinstance(latent, Quantised):
+        if isinstance(latent, Quantized):
             return x, fp8_gemm.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
         return latent, self.linear(latent, w.q_b).view(per_head)
 
@@ -201,7 +201,7 @@ class TritonOps(Ops):
             return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
         return rope_kv_write.heads_epilogue(qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps)
 
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """A few query tokens of each request share one pass over keys and values; chunks of prompt go tile by tile."""
         rank = v_plane.shape[-1]
         if _one_storage(k_plane, v_plane):
@@ -214,7 +214,7 @@ class TritonOps(Ops):
         starts = known.query_starts()
         return prefill.paged_prefill(q, k_plane, v_plane, segment.tables, starts, segment.kv_lens, known.most_queries, scale)
 
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: Segment, scale: float) -> Tensor:
+    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
         """The decode kernel. Chunks of prompt go through it as well, each token as a request of its own: many passes over the cache."""
         fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
         if plane.dtype == torch.uint8 and plane.shape[-1] % 16 and not INTERPRETED:
@@ -226,15 +226,15 @@ class TritonOps(Ops):
             return self.latent_attention(q_latent, q_rope, plane, known.by_token(), scale)
         return _mla_decode(q_latent, q_rope, plane, known, scale)
 
-    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
-        """Keys and values packed as this backend's `gather` packs them: kv_bounds rows a request."""
+    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+        """Keys and values packed as this backend's `gather` packs them: max_kv_lens rows a request."""
         if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
             return _plain_dense(q, k, v, segment, scale)
         known = derived(segment)
         starts = known.query_starts(), known.key_starts()
         return prefill.dense_prefill(q, k, v, *starts, segment.kv_lens, known.most_queries, scale)
 
-    def shares(self, segment: Segment, tokens: int, page: int) -> list[Share]:
+    def shares(self, segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
         """Made once a step, as all that is derived of the segments in them."""
         return derived(segment).shares(tokens, page)
 
@@ -256,12 +256,12 @@ class TritonOps(Ops):
         starts = (known.query_starts(), known.key_starts())
         prefill.dense_prefill(q, k, v, *starts, stretch.kv_lens, q.shape[0], scale, so_far=so_far)
 
-    def gather(self, plane: Tensor, segment: Segment) -> Tensor:
-        """Packed by host bounds: [sum of kv_bounds, *shape]. What lies past a request's length is page 0's content, never attended."""
+    def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
+        """Packed by host bounds: [sum of max_kv_lens, *shape]. What lies past a request's length is page 0's content, never attended."""
         return plane.flatten(0, 1).index_select(0, derived(segment).gather_slots(plane.shape[1]))
 
-    def latent_entries(self, plane: Tensor, segment: Segment, rank: int, dtype: torch.dtype) -> Tensor:
-        """Packed as by `gather`; an fp8 cache is read once and dequantised on the way."""
+    def latent_entries(self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> Tensor:
+        """Packed as by `gather`; an fp8 cache is read once and dequantized on the way."""
         rope = plane.shape[2] - rank - 4 * latent_fp8.groups_of(rank)
         if plane.dtype != torch.uint8 or not latent_fp8.supported(rank, rope // dtype.itemsize):
             return super().latent_entries(plane, segment, rank, dtype)
@@ -269,7 +269,7 @@ class TritonOps(Ops):
 
     # ---- experts
 
-    def held_gate(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         return gating.held(gate, dtype)
 
     def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
@@ -279,7 +279,7 @@ class TritonOps(Ops):
         return routing.route(logits, bias, moe)
 
     @property
-    def joins_shared(self) -> bool:
+    def fuses_shared_experts(self) -> bool:
         return experts_kernels.JOINS_SHARED
 
     def experts(
@@ -296,7 +296,7 @@ class TritonOps(Ops):
         if not _fits_experts(gate_up, down):
             return super().experts(x, ids, weights, gate_up, down, base)
         expected = None if share == 1 else round(ids.numel() * share)
-        if shared and x.shape[0] > experts_kernels.JOINED_TOKENS[experts_kernels.kind_of(down)]:
+        if shared and x.shape[0] > experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(down)]:
             ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
             base, shared = self._beside(x, gate_up, down, base, shared), 0
         return experts_kernels.experts(x, ids, weights, gate_up, down, expected, base, shared)
@@ -312,9 +312,9 @@ class TritonOps(Ops):
         base: Tensor | None = None,
         shared: int = 0,
     ) -> Tensor:
-        return summed(self.unsummed_experts(x, gate, bias, moe, gate_up, down, base, shared))
+        return summed(self.experts_deferred(x, gate, bias, moe, gate_up, down, base, shared))
 
-    def unsummed_experts(
+    def experts_deferred(
         self,
         x: Tensor,
         gate: Tensor,
@@ -324,7 +324,7 @@ class TritonOps(Ops):
         down: Weight,
         base: Tensor | None = None,
         shared: int = 0,
-    ) -> Rows:
+    ) -> NormInput:
         """The grouped products of a moderate number of tokens leave the sum; the kernel that chooses picks sorts them, up to so many."""
         fits = x.shape[0] and _fits_experts(gate_up, down)
         plan = experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared, x.dtype) if fits else None
@@ -334,7 +334,7 @@ class TritonOps(Ops):
         if experts_kernels.sorts_while_routing(down, picks):
             blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
         ids, weights = _router(x, gate, bias, moe, shared, blocks)
-        gave = experts_kernels.unsummed_experts(x, ids, weights, gate_up, down, plan, base, blocks)
+        gave = experts_kernels.experts_deferred(x, ids, weights, gate_up, down, plan, base, blocks)
         return gave if x.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
 
     def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
@@ -357,53 +357,53 @@ class TritonOps(Ops):
     ) -> Tensor:
         """As they are where the grouped kernels meet fp8 weights; the direct ones for a few picks take wide rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
-        if direct or not gate_up.quantised or not _fits_experts(gate_up, down):
+        if direct or not gate_up.quantized or not _fits_experts(gate_up, down):
             return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down, share)
         plan = experts_kernels.plan_for(down, round(ids.numel() * share), dtype=dtype)
-        return experts_kernels.grouped_experts(Quantised(x, scale), ids, weights, gate_up, down, plan, dtype)
+        return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, gate_up, down, plan, dtype)
 
     # ---- requests by slot
 
     def decode_rows(
-        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return spec_decode.decode_rows(length, last_token, drafts, tables, slots, next_n, page_size)
+        return spec_decode.decode_rows(length, last_token, drafts, tables, slots, num_speculative_tokens, page_size)
 
-    def judge_drafts(
+    def verify_drafts(
         self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return spec_decode.judge_drafts(tokens, drafts, num_drafts, slots, taken)
+        return spec_decode.verify_drafts(tokens, drafts, num_drafts, slots, taken)
 
-    def move_rows(
-        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
+    def commit_tokens(
+        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, num_accepted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return spec_decode.move_rows(last_token, length, slots, lens, tokens, right)
+        return spec_decode.commit_tokens(last_token, length, slots, lens, tokens, num_accepted)
 
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         return rng.uniform(seeds, positions, stream)
 
-    def best(self, logits: Tensor) -> Tensor:
-        return argmax.best(logits)
+    def argmax(self, logits: Tensor) -> Tensor:
+        return argmax.argmax(logits)
 
-    def distribution(self, logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
-        return sampling.distribution(logits, settings, cuts)
+    def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
+        return sampling.distribution(logits, settings, filters)
 
-    def draw(self, given: Distribution, numbers: Tensor) -> Tensor:
-        return sampling.draw(given, numbers)
+    def sample_from(self, given: Distribution, numbers: Tensor) -> Tensor:
+        return sampling.sample_from(given, numbers)
 
-    def draw_rest(
+    def sample_residual(
         self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
     ) -> Tensor:
-        return sampling.draw_rest(given, rows, numbers, refused, q, q_rows)
+        return sampling.sample_residual(given, rows, numbers, refused, q, q_rows)
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
         sampling.write_probs(given, plane, rows)
 
 
 def _router(
-    x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int, into: RowBlocks | None = None
+    x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int, into: ExpertBlocks | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
     rounded, kind = (torch.float32, torch.float32) if moe.router_fp32 else (x.dtype, gate.dtype)
@@ -423,7 +423,7 @@ def _fits_fp8(weight: Weight) -> bool:
 
 
 def _fits_experts(gate_up: Weight, down: Weight) -> bool:
-    return experts_kernels.supported(gate_up, down) and (takes_fp8(down.data.device) or not gate_up.quantised)
+    return experts_kernels.supported(gate_up, down) and (takes_fp8(down.data.device) or not gate_up.quantized)
 
 
 def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:
@@ -448,7 +448,7 @@ def _mla_decode(q_latent: Tensor, q_rope: Tensor, plane: Tensor, known: Derived,
     return mla.mla_decode(q_latent, q_rope, plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config)
 
 
-def _plain_dense(q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float) -> Tensor:
+def _plain_dense(q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
     lens = segment.kv_lens.tolist()
-    packed = zip(q.split(segment.query_lens), k.split(segment.kv_bounds), v.split(segment.kv_bounds), lens, strict=True)
+    packed = zip(q.split(segment.query_lens), k.split(segment.max_kv_lens), v.split(segment.max_kv_lens), lens, strict=True)
     return torch.cat([reference.causal_attention(queries, keys[:n], values[:n], scale) for queries, keys, values, n in packed])

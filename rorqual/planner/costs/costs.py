@@ -14,11 +14,11 @@ from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.weights import (
     DEFAULT_FORM,
-    Weight,
+    WeightShape,
     attention_weights,
     head_weight,
     layer_weights,
-    materialised,
+    materialized,
     weights,
 )
 
@@ -91,14 +91,14 @@ def active_parameters(config: ModelConfig) -> int:
 def weight_bytes(config: ModelConfig, where: str = "memory", fmt: Format = DEFAULT_FORMAT) -> ByPart:
     """Bytes by part in `memory` or in the `checkpoint`.
 
-    In memory the router is fp32 where the model routes in fp32, kv_b is dequantised, and AM_CC_ME holds its products beside the
+    In memory the router is fp32 where the model routes in fp32, kv_b is dequantized, and AM_CC_ME holds its products beside the
     weights they were made of.
     """
     if where not in ("memory", "checkpoint"):
         raise ConfigError(f"where={where!r} is not known; accepted: memory, checkpoint")
     held = list(weights(config))
     if where == "memory" and fmt.form == "AM_CC_ME" and isinstance(config.attention, MLAConfig):
-        held += materialised(config, config.attention, "") * config.num_layers
+        held += materialized(config, config.attention, "") * config.num_layers
     return _by_part((weight.part, weight.bytes(fmt.dtype or config.dtype, where)) for weight in held)
 
 
@@ -116,7 +116,7 @@ def kv_tokens(config: ModelConfig, room: float, fmt: Format = DEFAULT_FORMAT, pa
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """One step's work: `requests` equal requests, each with `new` tokens to compute after `cached` ones, `logits` rows of which go
     through the head."""
 
@@ -126,14 +126,14 @@ class Batch:
     logits: int = 1
 
     @staticmethod
-    def decode(requests: int, context: int) -> Batch:
+    def decode(requests: int, context: int) -> BatchShape:
         """`context` counts the new token: it attends to itself as well."""
-        return Batch(requests, 1, context - 1)
+        return BatchShape(requests, 1, context - 1)
 
     @staticmethod
-    def verify(requests: int, context: int, next_n: int) -> Batch:
-        """Speculation: the last token and its `next_n` drafts are computed together, and all their logits; next_n=0 is `decode`."""
-        return Batch(requests, next_n + 1, context - next_n - 1, next_n + 1)
+    def verify(requests: int, context: int, num_speculative_tokens: int) -> BatchShape:
+        """Speculation: the last token and its `num_speculative_tokens` drafts are computed together, and all their logits; num_speculative_tokens=0 is `decode`."""
+        return BatchShape(requests, num_speculative_tokens + 1, context - num_speculative_tokens - 1, num_speculative_tokens + 1)
 
     @property
     def tokens(self) -> int:
@@ -191,7 +191,7 @@ def decode_flops_per_cached_token(config: ModelConfig, form: str = DEFAULT_FORM)
     return pair + 2 * attention.kv_lora_rank * attention.num_heads * (attention.nope_dim + attention.v_dim)
 
 
-def _weight_op(config: ModelConfig, weight: Weight, batch: Batch, fmt: Format) -> Op:
+def _weight_op(config: ModelConfig, weight: WeightShape, batch: BatchShape, fmt: Format) -> Op:
     """The product with one weight. Experts in use are those of uniform routing."""
     flops, size = float(weight.flops_per_token * batch.tokens), float(weight.bytes(fmt.dtype or config.dtype))
     if weight.part == "routed_experts":
@@ -203,7 +203,7 @@ def _weight_op(config: ModelConfig, weight: Weight, batch: Batch, fmt: Format) -
     return Op(weight.name.rsplit(".", 1)[-1], weight.part, flops, size)
 
 
-def layer_ops(config: ModelConfig, layer: int, batch: Batch, fmt: Format = DEFAULT_FORMAT) -> list[Op]:
+def layer_ops(config: ModelConfig, layer: int, batch: BatchShape, fmt: Format = DEFAULT_FORMAT) -> list[Op]:
     """Everything one layer does in a step. Attention reads each cached entry once, whatever its form makes of it."""
     found = [_weight_op(config, weight, batch, fmt) for weight in layer_weights(config, layer, config.moe_layers[layer], fmt.form)]
     entry = kv_bytes_per_token(config, fmt) / config.num_layers
@@ -211,14 +211,16 @@ def layer_ops(config: ModelConfig, layer: int, batch: Batch, fmt: Format = DEFAU
     return [*found, Op("attention", "attention", flops, 0.0, entry * batch.entries)]
 
 
-def step_ops(config: ModelConfig, batch: Batch, fmt: Format = DEFAULT_FORMAT) -> list[Op]:
+def step_ops(config: ModelConfig, batch: BatchShape, fmt: Format = DEFAULT_FORMAT) -> list[Op]:
     """A whole step: embedding rows, every layer, and the head on one row a request."""
     width = DTYPE_BYTES[fmt.dtype or config.dtype]
     ops = [Op("embed_tokens", "embedding", 0.0, float(batch.tokens * config.hidden_size * width))]
     for layer in range(config.num_layers):
         ops += layer_ops(config, layer, batch, fmt)
     ops.append(Op("norm", "norms", 0.0, float(config.hidden_size * width)))
-    ops.append(_weight_op(config, head_weight(config), Batch(batch.requests, batch.logits), fmt))  # a tied head reads the embedding table
+    ops.append(
+        _weight_op(config, head_weight(config), BatchShape(batch.requests, batch.logits), fmt)
+    )  # a tied head reads the embedding table
     return ops
 
 
@@ -230,11 +232,11 @@ def total(ops: Iterable[Op], name: str = "total") -> Op:
 
 def prefill_flops_per_token(config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT) -> float:
     """The mean over a prompt of `context` tokens; its head runs once."""
-    return total(step_ops(config, Batch(1, context), fmt)).flops / context
+    return total(step_ops(config, BatchShape(1, context), fmt)).flops / context
 
 
 def decode_flops_per_token(config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT) -> float:
-    return total(step_ops(config, Batch.decode(1, context), fmt)).flops
+    return total(step_ops(config, BatchShape.decode(1, context), fmt)).flops
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,7 @@ class StepBytes:
 
 def decode_bytes(config: ModelConfig, batch: int, context: int, fmt: Format = DEFAULT_FORMAT) -> StepBytes:
     """`batch` requests of `context` tokens each, under uniform routing."""
-    ops = step_ops(config, Batch.decode(batch, context), fmt)
+    ops = step_ops(config, BatchShape.decode(batch, context), fmt)
     experts = total(op for op in ops if op.part == "routed_experts").weight_bytes
     everything = total(ops)
     return StepBytes(experts, everything.weight_bytes - experts, everything.cache_bytes)
@@ -262,5 +264,5 @@ def decode_floor_seconds(
     config: ModelConfig, batch: int, context: int, bandwidth: float, flops_rate: float | None = None, fmt: Format = DEFAULT_FORMAT
 ) -> float:
     """No decode step is faster: bytes it must read over `bandwidth` (bytes a second) and, given a `flops_rate`, operations over that."""
-    everything = total(step_ops(config, Batch.decode(batch, context), fmt))
+    everything = total(step_ops(config, BatchShape.decode(batch, context), fmt))
     return max(everything.bytes / bandwidth, everything.flops / flops_rate if flops_rate else 0.0)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.parallel.comm_counters import bytes_sent
-from rorqual.parallel.comm_volume import Sent, StepMessages
+from rorqual.parallel.comm_volume import CommCall, StepMessages
 from rorqual.planner.costs.shards import stage_layers
 
 if TYPE_CHECKING:
-    from rorqual.planner.costs.parallel_costs import Work
+    from rorqual.planner.costs.parallel_costs import GroupWork
 
 DISPATCH = ("blocks", "picks")
 NEIGHBOURS = "p2p"
 
 
 @dataclass(frozen=True)
-class Message:
+class CostedMessage:
     """A call among `ranks` ranks that lie `span` ranks apart at most. `bytes`: the message as parallel/comm_counters.py defines it, the whole
     tensor for all_reduce, all_gather and reduce_scatter, what one rank sends away for all_to_all and p2p. tokens: rows a rank brings.
     wide: bytes a row over those of fp8 rows with scales, which published exchange times are for."""
@@ -57,14 +57,14 @@ class RankMessages:
     low-latency exchange sends a copy for each pick, as DeepEP does (the published exchange times are its), in place of blocks of rows to
     every rank."""
 
-    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: Work, itemsize: int, picks: bool = False):
+    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: GroupWork, itemsize: int, picks: bool = False):
         self.config, self.sizes, self.work, self.picks = config, sizes, work, picks
         tokens = (work.tokens, *work.others(sizes.dp))
         logits = [round(work.logit_rows * rows / work.tokens) if work.tokens else 0 for rows in tokens]
         self.step = StepMessages(config, sizes, 0, tokens, not work.prefill, itemsize, logits)
         self.rows = self.step.shards[0] if self.step.sharded else work.tokens
 
-    def all(self) -> Iterator[Message]:
+    def all(self) -> Iterator[CostedMessage]:
         """Of a rank of the fullest stage, as if it had both ends of the model."""
         step, (dense, sparse) = self.step, stage_layers(self.config, self.sizes)
         yield from self._of(step.embedding())
@@ -74,12 +74,12 @@ class RankMessages:
         yield from self._of(step.head())
         yield from self._of(step.hand_over())
 
-    def layer(self, sparse: bool) -> Iterator[Message]:
+    def layer(self, sparse: bool) -> Iterator[CostedMessage]:
         """Of one layer that is not the first."""
         yield from self._of(self.step.to_attention())
         yield from self._of(self.step.layer(sparse))
 
-    def draft(self) -> Iterator[Message]:
+    def draft(self) -> Iterator[CostedMessage]:
         """Of one pass of a prediction module: its embedding, its layer, whose first norm meets no partial sum, and the head."""
         step = self.step
         yield from self._of(step.embedding())
@@ -87,15 +87,15 @@ class RankMessages:
         yield from self._of(step.layer(True))
         yield from self._of(step.head())
 
-    def _of(self, calls: Iterable[Sent], layers: int = 1) -> Iterator[Message]:
+    def _of(self, calls: Iterable[CommCall], layers: int = 1) -> Iterator[CostedMessage]:
         return (self._message(sent, layers) for sent in calls if layers)
 
-    def _message(self, sent: Sent, layers: int) -> Message:
+    def _message(self, sent: CommCall, layers: int) -> CostedMessage:
         kind, ranks = (NEIGHBOURS, 2) if sent.call == "send" else (sent.call, sent.size)
-        found = Message(sent.name, kind, sent.axis, ranks, span_of(self.sizes, sent.axis), sent.message, self.rows, layers)
+        found = CostedMessage(sent.name, kind, sent.axis, ranks, span_of(self.sizes, sent.axis), sent.message, self.rows, layers)
         return self._exchanged(found) if sent.name in ("dispatch", "combine") else found
 
-    def _exchanged(self, message: Message) -> Message:
+    def _exchanged(self, message: CostedMessage) -> CostedMessage:
         step, hidden = self.step, self.config.hidden_size
         low_latency = step.exchange == "low_latency"
         row = step.payload if low_latency and message.name == "dispatch" else step.row

@@ -16,31 +16,31 @@ from rorqual.parallel.exchange_policy import chosen_exchange, gathers_latents, s
 from rorqual.planner.costs.costs import (
     DECOMPRESSED,
     DEFAULT_FORMAT,
-    Batch,
+    BatchShape,
     Format,
     attention_flops_per_pair,
 )
-from rorqual.planner.costs.messages import Message, RankMessages
+from rorqual.planner.costs.messages import CostedMessage, RankMessages
 from rorqual.planner.costs.routing import UNIFORM, Routing, rank_load
 from rorqual.planner.costs.shards import layer_kv_bytes, part, shard, stage_layers
-from rorqual.planner.costs.weights import FP8, OWN, Weight, head_weight, layer_weights
+from rorqual.planner.costs.weights import FP8, OWN, WeightShape, head_weight, layer_weights
 
 
 @dataclass(frozen=True)
-class Work:
+class GroupWork:
     """One step of one attention group (the tp ranks of one data-parallel rank): requests that decode or verify, and prompt chunks.
 
     stage_tokens: tokens of all groups of the stage together; None means that every group has as many as this one. drafts: how many
     draft passes of the prediction module follow.
     """
 
-    decode: Batch | None = None
-    prefill: tuple[Batch, ...] = ()
+    decode: BatchShape | None = None
+    prefill: tuple[BatchShape, ...] = ()
     stage_tokens: int | None = None
     drafts: int = 0
 
     @property
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[BatchShape, ...]:
         return (*((self.decode,) if self.decode else ()), *self.prefill)
 
     @property
@@ -82,7 +82,7 @@ class RankOp:
 @dataclass(frozen=True)
 class RankStep:
     ops: tuple[RankOp, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[CostedMessage, ...]
 
     def total(self, field: str) -> float:
         return sum(getattr(op, field) * op.layers for op in self.ops)
@@ -94,11 +94,11 @@ class RankStep:
 # ---- operations
 
 
-def _math(weight: Weight, dtype: str) -> str:
+def _math(weight: WeightShape, dtype: str) -> str:
     return "fp8" if weight.memory == FP8 else dtype if weight.memory == OWN else weight.memory
 
 
-def _gemm(weight: Weight, tokens: float, dtype: str, layers: int) -> RankOp:
+def _gemm(weight: WeightShape, tokens: float, dtype: str, layers: int) -> RankOp:
     rows, width = sum(weight.rows), DTYPE_BYTES[dtype]
     name, size = weight.name.rsplit(".", 1)[-1], float(weight.bytes(dtype))
     if weight.columns == 1:  # a norm or a bias: bytes, no product
@@ -111,7 +111,7 @@ def _gemm(weight: Weight, tokens: float, dtype: str, layers: int) -> RankOp:
 class _Layer:
     """The operations of one kind of layer."""
 
-    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: Work, fmt: Format, routing: Routing, layers: int):
+    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format, routing: Routing, layers: int):
         self.config, self.sizes, self.work, self.fmt, self.routing, self.layers = config, sizes, work, fmt, routing, layers
         self.dtype = fmt.dtype or config.dtype
         self.width = DTYPE_BYTES[self.dtype]
@@ -122,7 +122,7 @@ class _Layer:
         self.stage_tokens = work.stage_tokens if work.stage_tokens is not None else work.tokens * sizes.dp
 
     def ops(self, moe: bool) -> Iterator[RankOp]:
-        experts: list[Weight] = []
+        experts: list[WeightShape] = []
         index = self.config.moe_layers.index(moe) if moe in self.config.moe_layers else 0
         for weight in layer_weights(self.config, index, moe, self.fmt.form):
             piece = shard(weight, self.config, self.sizes)
@@ -138,14 +138,14 @@ class _Layer:
         if experts:
             yield self._experts(experts)
 
-    def _rows(self, weight: Weight) -> int:
+    def _rows(self, weight: WeightShape) -> int:
         """Tokens that meet a weight of attention, a norm or a router: those of the group, or where tokens are sharded this rank's alone."""
         own = weight.part in ("norms", "router")
         down = weight.name.endswith(("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"))
         alone = self.sharded and (own or (down and gathers_latents(self.config)))
         return part(self.tokens, self.sizes.tp) if alone else self.tokens
 
-    def _kv_b(self, weight: Weight) -> Iterator[RankOp]:
+    def _kv_b(self, weight: WeightShape) -> Iterator[RankOp]:
         """Prompts decompress new entries and, chunk by chunk, the cached ones. Decoding steps multiply head by head with W_UK and W_UV
         where absorbed; CC decompresses everything again."""
         mla = self.config.attention
@@ -186,7 +186,7 @@ class _Layer:
             return attention.qk_dim + attention.v_dim
         return attention.latent_dim + attention.kv_lora_rank
 
-    def _experts(self, pieces: list[Weight]) -> RankOp:
+    def _experts(self, pieces: list[WeightShape]) -> RankOp:
         moe, sizes = self.config.moe, self.sizes
         load = rank_load(self.routing, moe.num_experts, moe.top_k, self.stage_tokens, sizes.ep)
         inner = moe.intermediate_size // sizes.expert_tp
@@ -202,8 +202,8 @@ class _Layer:
 
 
 def _drafts(
-    config: ModelConfig, sizes: ParallelConfig, work: Work, fmt: Format, routing: Routing, picks: bool
-) -> Iterator[tuple[list[RankOp], Iterable[Message]]]:
+    config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format, routing: Routing, picks: bool
+) -> Iterator[tuple[list[RankOp], Iterable[CostedMessage]]]:
     """The prediction module's passes: the first over the verified window, the others over one row a request; each ends in the head."""
     assert work.decode is not None
     for index in range(work.drafts):
@@ -211,12 +211,12 @@ def _drafts(
         batch = replace(work.decode, new=rows, logits=1)
         passed = replace(work, decode=batch, prefill=(), stage_tokens=None, drafts=0)
         layer = _Layer(config, sizes, passed, fmt, routing, 1)
-        joins = Weight("mtp", "eh_proj", (config.hidden_size,), 2 * config.hidden_size)
+        joins = WeightShape("mtp", "eh_proj", (config.hidden_size,), 2 * config.hidden_size)
         ops = [*layer.ops(True), _gemm(joins, passed.tokens, layer.dtype, 1), _head(config, sizes, passed, fmt)]
         yield ops, RankMessages(config, sizes, passed, layer.width, picks).draft()
 
 
-def _head(config: ModelConfig, sizes: ParallelConfig, work: Work, fmt: Format) -> RankOp:
+def _head(config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format) -> RankOp:
     """A head over several attention groups takes the rows of all of them; one over a part of a group the same rows as its neighbours."""
     rows = work.logit_rows * max(1, (sizes.head_tp or 1) // sizes.tp)
     return _gemm(shard(head_weight(config), config, sizes), rows, fmt.dtype or config.dtype, 1)
@@ -225,7 +225,7 @@ def _head(config: ModelConfig, sizes: ParallelConfig, work: Work, fmt: Format) -
 def rank_step(
     config: ModelConfig,
     sizes: ParallelConfig,
-    work: Work,
+    work: GroupWork,
     fmt: Format = DEFAULT_FORMAT,
     routing: Routing = UNIFORM,
     picks: bool = False,
@@ -242,7 +242,7 @@ def rank_step(
         if count:
             layer = _Layer(config, sizes, work, fmt, routing, count)
             ops += layer.ops(moe)
-    norm = Weight("norms", "norm", (config.hidden_size,))
+    norm = WeightShape("norms", "norm", (config.hidden_size,))
     ops += [_gemm(norm, work.logit_rows, dtype, 1), _head(config, sizes, work, fmt)]
     messages = list(RankMessages(config, sizes, work, DTYPE_BYTES[dtype], picks).all())
     for more_ops, more_messages in _drafts(config, sizes, work, fmt, routing, picks) if work.drafts else ():

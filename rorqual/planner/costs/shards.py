@@ -9,7 +9,7 @@ from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, kv_bytes_per_token
-from rorqual.planner.costs.weights import Weight, layer_weights, materialised, mtp_weights, weights
+from rorqual.planner.costs.weights import WeightShape, layer_weights, materialized, mtp_weights, weights
 
 
 def part(total: int, ranks: int) -> int:
@@ -17,7 +17,7 @@ def part(total: int, ranks: int) -> int:
     return -(-total // ranks)
 
 
-def shard(weight: Weight, config: ModelConfig, sizes: ParallelConfig) -> Weight:
+def shard(weight: WeightShape, config: ModelConfig, sizes: ParallelConfig) -> WeightShape:
     """One rank's piece: heads over tp, columns of dense and shared FFNs over dense_tp, whole experts over ep and their columns over
     expert_tp, vocabulary rows over embed_tp and head_tp. Norms, routers and latent projections are on every rank."""
     name, attention = weight.name.rsplit(".", 1)[-1], config.attention
@@ -42,7 +42,7 @@ def shard(weight: Weight, config: ModelConfig, sizes: ParallelConfig) -> Weight:
     return weight
 
 
-def _ffn_cut(weight: Weight, name: str, ranks: int) -> Weight:
+def _ffn_cut(weight: WeightShape, name: str, ranks: int) -> WeightShape:
     if name == "down_proj":
         return replace(weight, columns=weight.columns // ranks)
     return replace(weight, rows=tuple(rows // ranks for rows in weight.rows))
@@ -60,7 +60,7 @@ def stage_weight_bytes(config: ModelConfig, sizes: ParallelConfig, stage: int, f
     """Bytes of weights on a rank of one pipeline stage: its layers, the embedding on the first, norm, head and prediction modules on the
     last. A tied head, and prediction modules, need the embedding there as well."""
     dtype, last = fmt.dtype or config.dtype, stage == sizes.pp - 1
-    held: list[Weight] = []
+    held: list[WeightShape] = []
     for layer in sizes.stage_layers(config.num_layers, stage):
         held += _with_products(config, layer_weights(config, layer, config.moe_layers[layer]), layer, fmt)
     if mtp and last:
@@ -73,11 +73,11 @@ def stage_weight_bytes(config: ModelConfig, sizes: ParallelConfig, stage: int, f
     return norm + sum(shard(weight, config, sizes).bytes(dtype) for weight in held)
 
 
-def _with_products(config: ModelConfig, held: list[Weight], layer: int, fmt: Format) -> list[Weight]:
+def _with_products(config: ModelConfig, held: list[WeightShape], layer: int, fmt: Format) -> list[WeightShape]:
     """AM_CC_ME's products lie beside what they were made of."""
     if fmt.form != "AM_CC_ME" or not isinstance(config.attention, MLAConfig):
         return held
-    return held + materialised(config, config.attention, f"model.layers.{layer}.self_attn")
+    return held + materialized(config, config.attention, f"model.layers.{layer}.self_attn")
 
 
 def rank_weight_bytes(config: ModelConfig, sizes: ParallelConfig, fmt: Format = DEFAULT_FORMAT, mtp: bool = False) -> float:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rorqual.config.hardware import Card
+from rorqual.config.hardware import DeviceSpec
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.planner.costs.costs import DEFAULT_FORMAT, Batch, Format
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import DEFAULT_FORMAT, BatchShape, Format
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
 from rorqual.planner.timing.profiles import Profile
@@ -53,18 +53,18 @@ class Goal:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the planner. next_n: draft counts to try; splits: also roles on cards of their own."""
+    """What is asked of the planner. num_speculative_tokens: draft counts to try; splits: also roles on cards of their own."""
 
     config: ModelConfig
-    card: Card
+    card: DeviceSpec
     count: int
     profile: Profile
     goal: Goal = field(default_factory=Goal)
     fmt: Format = DEFAULT_FORMAT
     routing: Routing = UNIFORM
-    next_n: tuple[int, ...] = (0,)
+    num_speculative_tokens: tuple[int, ...] = (0,)
     acceptance: float = ACCEPTANCE
-    utilisation: float = 0.9
+    utilization: float = 0.9
     splits: bool = True
 
     def __post_init__(self) -> None:
@@ -72,20 +72,20 @@ class Question:
             raise ConfigError(f"count={self.count} must be at least 1")
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance} must lie between 0 and 1")
-        if any(n < 0 for n in self.next_n) or not self.next_n:
-            raise ConfigError(f"next_n={self.next_n} must be counts of at least 0")
-        if any(self.next_n) and not self.config.num_mtp_layers:
-            raise ConfigError(f"{self.config.architecture} has no prediction module; next_n must be 0")
+        if any(n < 0 for n in self.num_speculative_tokens) or not self.num_speculative_tokens:
+            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens} must be counts of at least 0")
+        if any(self.num_speculative_tokens) and not self.config.num_mtp_layers:
+            raise ConfigError(f"{self.config.architecture} has no prediction module; num_speculative_tokens must be 0")
         self.profile.check(self.card)
 
     def model(self, sizes: ParallelConfig) -> StepModel:
         longest = self.goal.prompt + self.goal.output
         given = (self.config, sizes, self.card, self.profile, self.fmt, self.routing)
-        return StepModel(*given, self.utilisation, longest)
+        return StepModel(*given, self.utilization, longest)
 
-    def accepted(self, next_n: int) -> float:
-        """Drafts a step accepts on average: a + a^2 + ... up to next_n."""
-        return sum(self.acceptance**index for index in range(1, next_n + 1))
+    def accepted(self, num_speculative_tokens: int) -> float:
+        """Drafts a step accepts on average: a + a^2 + ... up to num_speculative_tokens."""
+        return sum(self.acceptance**index for index in range(1, num_speculative_tokens + 1))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Option:
     sizes: ParallelConfig
     replicas: int
     batch: int
-    next_n: int
+    num_speculative_tokens: int
     ttft: float
     tpot: float
     throughput: float
@@ -138,31 +138,33 @@ def prompt_seconds(question: Question, model: StepModel) -> float:
     total, done = 0.0, 0
     while done < question.goal.prompt:
         chunk = min(question.goal.prompt - done, question.profile.max_chunk)
-        total += model.step(Work(None, (Batch(1, chunk, done),))).seconds
+        total += model.step(GroupWork(None, (BatchShape(1, chunk, done),))).seconds
         done += chunk
     return total
 
 
-def decode_step(question: Question, model: StepModel, batch: int, next_n: int) -> tuple[float, float, str, tuple[tuple[str, float], ...]]:
+def decode_step(
+    question: Question, model: StepModel, batch: int, num_speculative_tokens: int
+) -> tuple[float, float, str, tuple[tuple[str, float], ...]]:
     """(seconds between the tokens of a request without other prompts, share of a pipeline's micro-batches, limiter, shares)."""
     context = question.goal.prompt + question.goal.output // 2
     micro = max(1, -(-batch // model.sizes.pp))
-    work = Work(Batch.verify(micro, context, next_n), drafts=next_n)
+    work = GroupWork(BatchShape.verify(micro, context, num_speculative_tokens), drafts=num_speculative_tokens)
     time = model.step(work)
     parts = time.by("limiter")
     shares = tuple((name, seconds / sum(parts.values())) for name, seconds in parts.items())
     per_step = max(time.seconds, model.sizes.pp * time.stage)
-    return per_step / (1 + question.accepted(next_n)), per_step, shares[0][0], shares
+    return per_step / (1 + question.accepted(num_speculative_tokens)), per_step, shares[0][0], shares
 
 
 def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
     """Prompts and decoding on the same cards, at every batch that fits."""
     model, goal = question.model(sizes), question.goal
     prompt = prompt_seconds(question, model)
-    for next_n in question.next_n:
-        tokens = model.cache_tokens(step_tokens(question, sizes), mtp=next_n > 0)
+    for num_speculative_tokens in question.num_speculative_tokens:
+        tokens = model.cache_tokens(step_tokens(question, sizes), mtp=num_speculative_tokens > 0)
         for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
-            step, _, limiter, shares = decode_step(question, model, batch, next_n)
+            step, _, limiter, shares = decode_step(question, model, batch, num_speculative_tokens)
             tpot = step + (batch - 1) * prompt / goal.output
             load = min(0.95, prompt / goal.output / max(tpot, 1e-12) * batch)
             ttft = prompt * (1 + load / (2 * (1 - load))) + question.profile.queued_steps * step + question.profile.first_token_us * 1e-6
@@ -170,7 +172,7 @@ def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
             rate = batch * sizes.dp * goal.output / cycle
             replicas = question.count // sizes.world
             yield Option(
-                "together", sizes, replicas, batch, next_n, ttft, tpot, rate * replicas, sizes.world * replicas, limiter, shares, tokens,
+                "together", sizes, replicas, batch, num_speculative_tokens, ttft, tpot, rate * replicas, sizes.world * replicas, limiter, shares, tokens,
                 model.weight_bytes, f"a step {step * 1e3:.1f} ms, a prompt {prompt * 1e3:.0f} ms",
             )  # fmt: skip
 
@@ -180,10 +182,10 @@ def disaggregated(question: Question, decode_sizes: ParallelConfig, prefill_size
     goal, count = question.goal, question.count
     decode, prefill = question.model(decode_sizes), question.model(prefill_sizes)
     prompt = prompt_seconds(question, prefill)
-    for next_n in question.next_n:
-        tokens = decode.cache_tokens(1024, mtp=next_n > 0)
+    for num_speculative_tokens in question.num_speculative_tokens:
+        tokens = decode.cache_tokens(1024, mtp=num_speculative_tokens > 0)
         for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
-            step, _, limiter, shares = decode_step(question, decode, batch, next_n)
+            step, _, limiter, shares = decode_step(question, decode, batch, num_speculative_tokens)
             best: Option | None = None
             for instances in range(1, count // prefill_sizes.world):
                 others = (count - instances * prefill_sizes.world) // decode_sizes.world
@@ -196,7 +198,7 @@ def disaggregated(question: Question, decode_sizes: ParallelConfig, prefill_size
                 moved = transfer_seconds(prefill, goal.prompt)
                 ttft = prompt * (1 + load / (2 * (1 - load))) + moved + step + question.profile.first_token_us * 1e-6
                 option = Option(
-                    "prefill:decode", decode_sizes, others, batch, next_n, ttft, step, rate * goal.output, count, limiter, shares, tokens,
+                    "prefill:decode", decode_sizes, others, batch, num_speculative_tokens, ttft, step, rate * goal.output, count, limiter, shares, tokens,
                     decode.weight_bytes, f"{instances} x {layout_name(prefill_sizes)} prefill, cache moved in {moved * 1e3:.0f} ms",
                     prefill_sizes, instances,
                 )  # fmt: skip
@@ -220,7 +222,7 @@ def _remote(question: Question, model: StepModel, experts: int, placement: str) 
     goal, attention = question.goal, question.count - experts
     memory = split_memory(model, experts, placement, step_tokens(question, model.sizes))
     tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))
-    prompt = split_step(model, Work(None, (Batch(1, step_tokens(question, model.sizes)),)), attention, experts, placement).seconds
+    prompt = split_step(model, GroupWork(None, (BatchShape(1, step_tokens(question, model.sizes)),)), attention, experts, placement).seconds
     for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
         step, shares = _best_in_flight(question, model, batch, attention, experts, placement)
         busy = step.longest / step.seconds * step.batches
@@ -241,7 +243,7 @@ def _best_in_flight(
     context = question.goal.prompt + question.goal.output // 2
     tried = []
     for flight in (size for size in (1, 2, 3, 4, 6, 8, 12, 16) if batch % size == 0):
-        tried.append(split_step(model, Work(Batch.decode(batch // flight, context)), attention, experts, placement, flight))
+        tried.append(split_step(model, GroupWork(BatchShape.decode(batch // flight, context)), attention, experts, placement, flight))
     best = min(tried, key=lambda step: step.seconds)
     stages = {"attention cards": best.attention, "expert cards": best.experts, "network": best.network}
     total = sum(stages.values())

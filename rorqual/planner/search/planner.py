@@ -30,7 +30,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     question: Question
     options: tuple[Option, ...]  # that meet the goal, best first
     missed: tuple[Option, ...]  # that fit and miss the goal, nearest first
@@ -76,7 +76,7 @@ def rejection(question: Question, sizes: ParallelConfig) -> Rejected | None:
     except ConfigError as error:
         return Rejected(sizes, str(error))
     model, tokens = question.model(sizes), step_tokens(question, sizes)
-    left, usable = model.memory_left(tokens), model.card.memory * model.utilisation
+    left, usable = model.memory_left(tokens), model.card.memory * model.utilization
     if left <= 0:
         needs = f"weights {model.weight_bytes / 1e9:.1f} GB and activations {(usable - left - model.weight_bytes) / 1e9:.1f} GB"
         return Rejected(sizes, f"{needs} on a card, {-left / 1e9:.1f} GB more than the {usable / 1e9:.1f} that may be used", -left)
@@ -103,7 +103,7 @@ def _excess(goal: Goal, option: Option) -> float:
     return max(over)
 
 
-def search(question: Question) -> Plan:
+def search(question: Question) -> DeploymentPlan:
     """Cost everything that fits. Raises ConfigError where the profile has no data for the card."""
     found: list[Option] = []
     rejected: list[Rejected] = []
@@ -121,7 +121,7 @@ def search(question: Question) -> Plan:
         found += remote_experts(question)
     good = sorted((option for option in found if meets(question.goal, option)), key=lambda item: -item.per_card)
     bad = sorted((option for option in found if not meets(question.goal, option)), key=lambda item: _excess(question.goal, item))
-    return Plan(question, tuple(good), tuple(bad), tuple(sorted(rejected, key=lambda item: item.short)))
+    return DeploymentPlan(question, tuple(good), tuple(bad), tuple(sorted(rejected, key=lambda item: item.short)))
 
 
 def _role_layouts(question: Question, admitted: list[ParallelConfig]) -> Iterator[tuple[ParallelConfig, ParallelConfig]]:

@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rorqual.config.hardware import known_cards, load_card
+from rorqual.config.hardware import known_devices, load_device
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.routing import distinct_experts
 from rorqual.planner.search.deployments import Option, Question, layout_name
-from rorqual.planner.search.planner import Plan, distinct_best
+from rorqual.planner.search.planner import DeploymentPlan, distinct_best
 from rorqual.planner.timing.roofline import compute_bound_tokens, expert_seconds, rpc_seconds
 from rorqual.planner.validation.deployed import Line
-from rorqual.planner.validation.validation import Group
+from rorqual.planner.validation.validation import ValidationGroup
 
 
 def table(*columns: str) -> Table:
@@ -27,7 +27,7 @@ def table(*columns: str) -> Table:
     return made
 
 
-def show(plan: Plan, model: str, top: int, console: Console) -> None:
+def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
     """The page: what fits, what is best and why, what limits it, what does not work, and the command."""
     question = plan.question
     console.print(f"[bold]{model}[/bold] on {question.count} x {question.card.title}", highlight=False)
@@ -55,7 +55,7 @@ def show(plan: Plan, model: str, top: int, console: Console) -> None:
 
 def premises(question: Question) -> list[str]:
     config, card, held = question.config, question.card, costs.weight_bytes(question.config, fmt=question.fmt)
-    usable = card.memory * question.utilisation
+    usable = card.memory * question.utilization
     goal, cache = question.goal, costs.kv_bytes_per_token(config, question.fmt)
     limits = [f"TTFT within {goal.ttft:g} s"] if goal.ttft else []
     limits += [f"TPOT within {goal.tpot * 1e3:g} ms"] if goal.tpot else []
@@ -89,13 +89,13 @@ def options_table(options: list[Option]) -> Table:
     for option in options:
         made.add_row(
             layout_of(option),
-            str(option.replicas), str(option.batch), str(option.next_n), f"{option.ttft:.2f}", f"{option.tpot * 1e3:.1f}",
+            str(option.replicas), str(option.batch), str(option.num_speculative_tokens), f"{option.ttft:.2f}", f"{option.tpot * 1e3:.1f}",
             f"{option.per_user:.1f}", f"{option.per_card:,.1f}", option.limiter, option.detail,
         )  # fmt: skip
     return made
 
 
-def reasons(plan: Plan, best: Option) -> list[str]:
+def reasons(plan: DeploymentPlan, best: Option) -> list[str]:
     """Why the first is first, in figures."""
     goal = plan.question.goal
     shares = ", ".join(f"{name} {share:.0%}" for name, share in best.shares)
@@ -112,12 +112,12 @@ def reasons(plan: Plan, best: Option) -> list[str]:
     return lines
 
 
-def none_found(plan: Plan) -> list[str]:
+def none_found(plan: DeploymentPlan) -> list[str]:
     if plan.missed:
         return ["\n[bold]Nothing that fits meets the goal.[/bold]"]
     question = plan.question
     config, card = question.config, question.card
-    usable, held = card.memory * question.utilisation, costs.weight_bytes(config, fmt=question.fmt).total
+    usable, held = card.memory * question.utilization, costs.weight_bytes(config, fmt=question.fmt).total
     lines = ["\n[bold]Nothing fits.[/bold]"]
     if held > usable * question.count:
         lines.append(f"The weights alone need {-(-held // usable):.0f} such cards.")
@@ -132,7 +132,7 @@ def sizes_lines(question: Question, best: Option | None) -> list[str]:
     lines = ["\n[bold]What limits it[/bold]"]
     lines.append(f"Experts are bound by memory below {rows:.0f} tokens each, {batch:,.0f} in a step; reading one takes {one:.0f} us.")
     if best and best.kind != "attention:experts":
-        tokens = best.batch * best.sizes.dp * (1 + best.next_n)
+        tokens = best.batch * best.sizes.dp * (1 + best.num_speculative_tokens)
         used = distinct_experts(question.routing, moe.num_experts, moe.top_k, tokens)
         each = tokens * moe.top_k / max(used, 1e-9)
         lines.append(
@@ -147,7 +147,7 @@ def sizes_lines(question: Question, best: Option | None) -> list[str]:
     return lines
 
 
-def rejected_lines(plan: Plan) -> list[str]:
+def rejected_lines(plan: DeploymentPlan) -> list[str]:
     """The layouts that came nearest, one a shape, and how many there were."""
     if not plan.rejected:
         return []
@@ -167,8 +167,8 @@ def settings(question: Question, option: Option) -> dict[str, Any]:
     chosen: dict[str, Any] = {"tp": sizes.tp, "dp": sizes.dp, "pp": sizes.pp, "ep": sizes.ep}
     chosen = {name: size for name, size in chosen.items() if size > 1}
     chosen |= {"max_num_seqs": option.batch, "max_num_batched_tokens": question.profile.max_chunk}
-    chosen |= {"max_model_len": question.goal.prompt + question.goal.output, "memory_utilization": question.utilisation}
-    return chosen | ({"next_n": option.next_n} if option.next_n else {})
+    chosen |= {"max_model_len": question.goal.prompt + question.goal.output, "memory_utilization": question.utilization}
+    return chosen | ({"num_speculative_tokens": option.num_speculative_tokens} if option.num_speculative_tokens else {})
 
 
 def commands(model: str, question: Question, option: Option) -> list[str]:
@@ -186,22 +186,22 @@ def commands(model: str, question: Question, option: Option) -> list[str]:
 # ---- files
 
 
-COLUMNS = "kind layout replicas batch next_n ttft_s tpot_ms tok_s_user tok_s_card cards limiter meets_goal pareto detail"
+COLUMNS = "kind layout replicas batch num_speculative_tokens ttft_s tpot_ms tok_s_user tok_s_card cards limiter meets_goal pareto detail"
 
 
-def write_csv(plan: Plan, path: Path) -> None:
+def write_csv(plan: DeploymentPlan, path: Path) -> None:
     """Every costed option, the front marked."""
     front, good = set(map(id, plan.pareto())), set(map(id, plan.options))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS.split())
         for item in (*plan.options, *plan.missed):
-            what = (item.kind, item.layout, item.replicas, item.batch, item.next_n)
+            what = (item.kind, item.layout, item.replicas, item.batch, item.num_speculative_tokens)
             figures = (round(item.ttft, 4), round(item.tpot * 1e3, 3), round(item.per_user, 2), round(item.per_card, 2))
             writer.writerow([*what, *figures, item.cards, item.limiter, int(id(item) in good), int(id(item) in front), item.detail])
 
 
-def write_png(plan: Plan, path: Path) -> None:
+def write_png(plan: DeploymentPlan, path: Path) -> None:
     """tokens/s a card over tokens/s a user; raises ConfigError where matplotlib is missing."""
     try:
         import matplotlib
@@ -224,7 +224,7 @@ def write_png(plan: Plan, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_yaml(plan: Plan, model: str, path: Path) -> None:
+def write_yaml(plan: DeploymentPlan, model: str, path: Path) -> None:
     """The best option as a recipe."""
     import yaml
 
@@ -247,7 +247,7 @@ def show_answer(title: str, lines: list[Line], console: Console) -> None:
     console.print(made)
 
 
-def show_validation(groups: list[Group], console: Console) -> None:
+def show_validation(groups: list[ValidationGroup], console: Console) -> None:
     for group in groups:
         console.print(f"\n[bold]{group.title}[/bold]\n{group.source}", highlight=False)
         made = table("case", "figure", "published", "predicted", "error", "")
@@ -265,8 +265,8 @@ def show_validation(groups: list[Group], console: Console) -> None:
 
 def show_cards(console: Console) -> None:
     """Every card with its figures, and where each comes from."""
-    for name in known_cards():
-        card = load_card(name)
+    for name in known_devices():
+        card = load_device(name)
         peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in card.flops.items())
         link, network = card.link, card.network
         console.print(f"\n[bold]{name}[/bold]  {card.title}", highlight=False)

@@ -14,7 +14,7 @@ from rorqual.errors import ConfigError
 from rorqual.planner.simulator.micro_batches import Task
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """One rank's step: `rows` requests decode with `context` tokens on average, the new one counted; `prompts` chunks of `new` tokens after
     `cached` ones, as many tokens and query-key pairs as the real chunks have."""
 
@@ -24,11 +24,11 @@ class Load(NamedTuple):
     new: int = 0
     cached: int = 0
 
-    def tokens(self, next_n: int) -> int:
-        return self.rows * (next_n + 1) + self.prompts * self.new
+    def tokens(self, num_speculative_tokens: int) -> int:
+        return self.rows * (num_speculative_tokens + 1) + self.prompts * self.new
 
 
-IDLE = Load()
+IDLE = StepLoad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class StepCosts(Protocol):
     @property
     def resources(self) -> tuple[str, ...]: ...
 
-    def step(self, loads: Sequence[Load], next_n: int) -> StepCost: ...
+    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost: ...
 
-    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
+    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
         """The step as pieces on resources, from its start."""
         ...
 
@@ -61,10 +61,10 @@ class ConstantCosts:
     each: float
     resources: ClassVar[tuple[str, ...]] = ("busy",)
 
-    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
+    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
         return StepCost(self.each, self.each, (self.each,))
 
-    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
+    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
         return [Task("compute", "step", 0, 0.0, self.each)]
 
 
@@ -90,12 +90,12 @@ class MeasuredCosts:
         second = table[high, left] * (1 - part) + table[high, right] * part
         return first * (1 - share) + second * share
 
-    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
-        seconds = max(self.at(load.rows * (next_n + 1), load.prompts * load.new) for load in loads)
+    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
+        seconds = max(self.at(load.rows * (num_speculative_tokens + 1), load.prompts * load.new) for load in loads)
         return StepCost(seconds, seconds, (seconds,))
 
-    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
-        return [Task("compute", "step", 0, 0.0, self.step(loads, next_n).seconds)]
+    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
+        return [Task("compute", "step", 0, 0.0, self.step(loads, num_speculative_tokens).seconds)]
 
 
 def _between(points: Sequence[int], at: float) -> tuple[int, int, float]:

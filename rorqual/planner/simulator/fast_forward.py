@@ -24,8 +24,8 @@ def decode_run(scheduler: Scheduler) -> int:
     for sequence in sequences:
         if sequence.pending or sequence.stop_ids or sequence.request.params.structured:
             return 0
-        left = min(left, sequence.target - len(sequence.tokens))
-    steps = (left - 1) // (scheduler.next_n + 1)
+        left = min(left, sequence.max_total_len - len(sequence.tokens))
+    steps = (left - 1) // (scheduler.num_speculative_tokens + 1)
     while steps and _most_pages(scheduler, steps) > scheduler.prefix.available:
         steps //= 2
     return steps
@@ -34,7 +34,7 @@ def decode_run(scheduler: Scheduler) -> int:
 def _may_admit(scheduler: Scheduler) -> bool:
     if not scheduler.waiting or not scheduler.free_slots:
         return False
-    room = scheduler.config.max_num_batched_tokens - len(scheduler.decoding) * (scheduler.next_n + 1)
+    room = scheduler.config.max_num_batched_tokens - len(scheduler.decoding) * (scheduler.num_speculative_tokens + 1)
     head = scheduler.waiting[0]
     if room <= 0 or head.pending:
         return False
@@ -50,7 +50,7 @@ def _may_unblock(scheduler: Scheduler, head: Sequence) -> bool:
     length = (blocked.matched + 1) * config.page_size + config.lookahead  # what its key covers
     salt = head.request.cache_salt
     for row in scheduler.decoding.values():
-        if row.hashed > blocked.matched or row.request.cache_salt != salt:
+        if row.num_hashed_pages > blocked.matched or row.request.cache_salt != salt:
             continue
         common = min(length, len(row.tokens))
         if row.tokens[0] == head.tokens[0] and row.tokens[:common] == head.tokens[:common]:
@@ -60,28 +60,28 @@ def _may_unblock(scheduler: Scheduler, head: Sequence) -> bool:
 
 def _most_pages(scheduler: Scheduler, steps: int) -> int:
     """Pages that so many steps take at most."""
-    next_n, size = scheduler.next_n, scheduler.config.page_size
-    more = (steps - 1) * (next_n + 1) + 2 * next_n
-    reaches = (min(len(sequence.tokens) + more, sequence.target - 1) - sequence.capacity for sequence in scheduler.decoding.values())
+    num_speculative_tokens, size = scheduler.num_speculative_tokens, scheduler.config.page_size
+    more = (steps - 1) * (num_speculative_tokens + 1) + 2 * num_speculative_tokens
+    reaches = (min(len(sequence.tokens) + more, sequence.max_total_len - 1) - sequence.capacity for sequence in scheduler.decoding.values())
     return sum(-(-reach // size) for reach in reaches if reach > 0)
 
 
 def advance(scheduler: Scheduler, count: int, tokens: ReadOnly[list[int]], accepted: ReadOnly[ReadOnly[int]] = ()) -> None:
     """Take `count` steps, at most decode_run(). tokens: of each decoding request, in the scheduler's order, all its new ones; accepted:
-    of each of them the drafts found right in each step, where next_n drafts were up for verification in every step."""
+    of each of them the drafts found right in each step, where num_speculative_tokens drafts were up for verification in every step."""
     events: list[tuple[int, int, int, int]] = []
     sequences = list(scheduler.decoding.values())
     for row, (sequence, new) in enumerate(zip(sequences, tokens, strict=True)):
         start = len(sequence.tokens)
-        right = accepted[row] if scheduler.next_n else None
+        right = accepted[row] if scheduler.num_speculative_tokens else None
         lengths = range(start, start + count + 1) if right is None else list(accumulate((n + 1 for n in right), initial=start))
         assert (len(lengths), lengths[-1]) == (count + 1, start + len(new)), "tokens, accepted drafts and steps do not agree"
-        assert lengths[-1] < sequence.target, "a step that decode_run did not promise"
+        assert lengths[-1] < sequence.max_total_len, "a step that decode_run did not promise"
         assert not sequence.pending, "steps are in flight"
         events += _events(scheduler, sequence, row, lengths)
         sequence.tokens += new
         scheduler.live_tokens += len(new)
-        sequence.cached = sequence.collected = lengths[-1] - 1
+        sequence.num_computed_tokens = sequence.collected = lengths[-1] - 1
         if right is not None:
             _count_drafts(scheduler, sequence, right)
     events.sort()  # by step; within one, pages are taken in planning and offered when its results are in
@@ -90,19 +90,19 @@ def advance(scheduler: Scheduler, count: int, tokens: ReadOnly[list[int]], accep
         if offered:
             covered = scheduler.prefix.covered(sequence.tokens, page)
             sequence.key = scheduler.prefix.insert(sequence.key, covered, sequence.pages[page])
-            sequence.hashed, sequence.next_hash = page + 1, (page + 2) * scheduler.config.page_size
+            sequence.num_hashed_pages, sequence.next_hash = page + 1, (page + 2) * scheduler.config.page_size
         else:
             scheduler._grow(sequence)
 
 
 def _events(scheduler: Scheduler, sequence: Sequence, row: int, lengths: ReadOnly[int]) -> list[tuple[int, int, int, int]]:
     """(step, 0, row, page) where a page is taken, (step, 1, row, page) where one is offered; lengths[s] tokens are known after step s."""
-    size, ahead, steps = scheduler.config.page_size, 2 * scheduler.next_n, len(lengths) - 1
+    size, ahead, steps = scheduler.config.page_size, 2 * scheduler.num_speculative_tokens, len(lengths) - 1
     found, capacity = [], sequence.capacity
-    while capacity < sequence.target - 1 and (step := bisect_right(lengths, capacity - ahead) + 1) <= steps:
+    while capacity < sequence.max_total_len - 1 and (step := bisect_right(lengths, capacity - ahead) + 1) <= steps:
         found.append((step, 0, row, capacity // size))
         capacity += size
-    page, more = sequence.hashed, max(1, scheduler.config.lookahead)
+    page, more = sequence.num_hashed_pages, max(1, scheduler.config.lookahead)
     while (step := bisect_left(lengths, (page + 1) * size + more)) <= steps:
         found.append((step, 1, row, page))
         page += 1
@@ -110,10 +110,10 @@ def _events(scheduler: Scheduler, sequence: Sequence, row: int, lengths: ReadOnl
 
 
 def _count_drafts(scheduler: Scheduler, sequence: Sequence, right: ReadOnly[int]) -> None:
-    for _ in range(len(sequence.drafted), scheduler.next_n):
+    for _ in range(len(sequence.drafted), scheduler.num_speculative_tokens):
         sequence.drafted.append(0)
         sequence.accepted.append(0)
-    for place in range(scheduler.next_n):
+    for place in range(scheduler.num_speculative_tokens):
         taken = sum(n > place for n in right)
         sequence.drafted[place] += len(right)
         sequence.accepted[place] += taken

@@ -31,7 +31,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Chart:
+class GanttChart:
     """begins: when each step began; all in seconds since the first of them."""
 
     title: str
@@ -54,7 +54,7 @@ class Chart:
         return COLOURS[self.names.index(bar.name) % len(COLOURS)], (1.0, 0.55, 0.8, 0.4)[bar.batch % 4]
 
 
-def gantt(simulation: Simulation, title: str) -> Chart:
+def gantt(simulation: Simulation, title: str) -> GanttChart:
     """Of the steps the simulation watched. Raises ConfigError where there were none."""
     if not simulation.watched:
         raise ConfigError(f"no step began after {simulation.watch[0]} s that could be drawn; the run ended at {simulation.now:.3f} s")
@@ -62,9 +62,9 @@ def gantt(simulation: Simulation, title: str) -> Chart:
     begins = [step.began - simulation.watched[0].began for step in simulation.watched]
     bars: list[Bar] = []
     for start, step in zip(begins, simulation.watched, strict=True):
-        tasks = pool.costs.tasks(step.loads, pool.scheduler.next_n)
+        tasks = pool.costs.tasks(step.loads, pool.scheduler.num_speculative_tokens)
         bars += [Bar(_lane(task, tasks), task.name, task.batch, start + task.start, start + task.end) for task in tasks]
-    return Chart(title, tuple(bars), tuple(begins))
+    return GanttChart(title, tuple(bars), tuple(begins))
 
 
 def _lane(task: Task, tasks: Sequence[Task]) -> str:
@@ -73,7 +73,7 @@ def _lane(task: Task, tasks: Sequence[Task]) -> str:
     return task.resource.rstrip("0123456789 ") + "s" if many and task.resource[-1].isdigit() else task.resource
 
 
-def write(chart: Chart, path: Path) -> None:
+def write(chart: GanttChart, path: Path) -> None:
     """By the ending: .html, .svg or .png."""
     if path.suffix not in (".html", ".svg", ".png"):
         raise ConfigError(f"{path} has no known ending; accepted: .html, .svg, .png")
@@ -84,7 +84,7 @@ def write(chart: Chart, path: Path) -> None:
         path.write_text(_page(chart) if path.suffix == ".html" else _svg(chart), encoding="utf-8")
 
 
-def _svg(chart: Chart) -> str:
+def _svg(chart: GanttChart) -> str:
     height = TOP + LANE * len(chart.lanes) + 70
     scale = (WIDTH - LEFT - 20) / chart.end
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">']
@@ -107,7 +107,7 @@ def _svg(chart: Chart) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _axis(chart: Chart, scale: float, bottom: int) -> list[str]:
+def _axis(chart: GanttChart, scale: float, bottom: int) -> list[str]:
     parts = []
     for tick in range(11):
         x, at = LEFT + chart.end * scale * tick / 10, chart.end * tick / 10
@@ -119,7 +119,7 @@ def _axis(chart: Chart, scale: float, bottom: int) -> list[str]:
     return parts
 
 
-def _page(chart: Chart) -> str:
+def _page(chart: GanttChart) -> str:
     """The picture with two buttons that widen it; nothing is fetched from anywhere."""
     script = "const s=document.querySelector('svg');let w=100;function zoom(f){w=Math.max(100,w*f);s.style.width=w+'%'}"
     return (
@@ -130,7 +130,7 @@ def _page(chart: Chart) -> str:
     )
 
 
-def _write_png(chart: Chart, path: Path) -> None:
+def _write_png(chart: GanttChart, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work, rank_step
-from rorqual.planner.simulator.cost_runner import IDLE, Load, StepCost
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.simulator.cost_runner import IDLE, StepCost, StepLoad
 from rorqual.planner.simulator.micro_batches import (
     Stage,
     Task,
@@ -34,11 +34,11 @@ def rounded(value: float, bits: int) -> int:
 
 
 @lru_cache(maxsize=1 << 16)
-def coarse(load: Load) -> Load:
-    return Load(rounded(load.rows, 5), rounded(load.context, 4), load.prompts, rounded(load.new, 5), rounded(load.cached, 4))
+def coarse(load: StepLoad) -> StepLoad:
+    return StepLoad(rounded(load.rows, 5), rounded(load.context, 4), load.prompts, rounded(load.new, 5), rounded(load.cached, 4))
 
 
-def slowest(loads: Sequence[Load]) -> set[Load]:
+def slowest(loads: Sequence[StepLoad]) -> set[StepLoad]:
     """Loads one of which must be the slowest: of ranks that only decode those with most rows and most cache entries, and all that
     have prompts."""
     plain = [load for load in loads if not load.prompts]
@@ -48,23 +48,27 @@ def slowest(loads: Sequence[Load]) -> set[Load]:
     return found
 
 
-def mean_load(loads: Sequence[Load]) -> Load:
+def mean_load(loads: Sequence[StepLoad]) -> StepLoad:
     """An average rank: rows, entries and prompt tokens of all of them, divided."""
     ranks = len(loads)
     rows, entries = sum(load.rows for load in loads), sum(load.rows * load.context for load in loads)
     new, chunks = sum(load.prompts * load.new for load in loads), sum(load.prompts for load in loads)
     before = sum(load.prompts * load.new * load.cached for load in loads)
     decode = (-(-rows // ranks), round(entries / rows)) if rows else (0, 0)
-    return Load(*decode, *((1, -(-new // ranks), round(before / new)) if chunks else ()))
+    return StepLoad(*decode, *((1, -(-new // ranks), round(before / new)) if chunks else ()))
 
 
-def work_of(load: Load, next_n: int, stage_tokens: int | None) -> Work:
-    decode = Batch.verify(load.rows, max(load.context + next_n, next_n + 1), next_n) if load.rows else None
-    prefill = (Batch(load.prompts, load.new, load.cached),) if load.prompts else ()
-    return Work(decode, prefill, stage_tokens, next_n if decode else 0)
+def work_of(load: StepLoad, num_speculative_tokens: int, stage_tokens: int | None) -> GroupWork:
+    decode = (
+        BatchShape.verify(load.rows, max(load.context + num_speculative_tokens, num_speculative_tokens + 1), num_speculative_tokens)
+        if load.rows
+        else None
+    )
+    prefill = (BatchShape(load.prompts, load.new, load.cached),) if load.prompts else ()
+    return GroupWork(decode, prefill, stage_tokens, num_speculative_tokens if decode else 0)
 
 
-def shared(load: Load, batches: int) -> list[Load]:
+def shared(load: StepLoad, batches: int) -> list[StepLoad]:
     """The loads of up to `batches` micro-batches, equal to a row; prompts are cut by tokens."""
     new = load.prompts * load.new
     found = []
@@ -72,7 +76,7 @@ def shared(load: Load, batches: int) -> list[Load]:
         rows, tokens = (total * (index + 1) // batches - total * index // batches for total in (load.rows, new))
         # A later piece of the prompts attends to the earlier ones as well.
         ahead = load.cached + load.new * index // batches
-        found.append(Load(rows, load.context if rows else 0, *((1, tokens, ahead) if tokens else ())))
+        found.append(StepLoad(rows, load.context if rows else 0, *((1, tokens, ahead) if tokens else ())))
     return [piece for piece in found if piece != IDLE]
 
 
@@ -88,69 +92,69 @@ class ModelCosts:
     slow: Mapping[int, float] = field(default_factory=dict)
     exact: bool = False
     resources: ClassVar[tuple[str, ...]] = ("compute", "memory", "network")
-    _times: dict[tuple[Load, int, int, float], tuple[float, float]] = field(default_factory=dict, repr=False)
-    _floors: dict[tuple[Load, int, int], tuple[float, float, float]] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[StepLoad, int, int, float], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _floors: dict[tuple[StepLoad, int, int], tuple[float, float, float]] = field(default_factory=dict, repr=False)
 
-    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
-        stage = self._stage(loads, next_n)
-        factors: dict[Load, float] = {}
+    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
+        stage = self._stage(loads, num_speculative_tokens)
+        factors: dict[StepLoad, float] = {}
         for rank, factor in self.slow.items():
             if rank < len(loads):
                 load = self._round(loads[rank])
                 factors[load] = max(factor, factors.get(load, 1.0))
         candidates = {(load, factors.get(load, 1.0)) for load in slowest([self._round(load) for load in set(loads)])}
         candidates |= set(factors.items())
-        times = [self._time(load, stage, next_n, factor) for load, factor in candidates if load != IDLE]
-        floors = self._floor(self._round(mean_load(loads)), stage, next_n)
+        times = [self._time(load, stage, num_speculative_tokens, factor) for load, factor in candidates if load != IDLE]
+        floors = self._floor(self._round(mean_load(loads)), stage, num_speculative_tokens)
         return StepCost(max(time[0] for time in times), max(time[1] for time in times), floors)
 
-    def _round(self, load: Load) -> Load:
+    def _round(self, load: StepLoad) -> StepLoad:
         return load if self.exact else coarse(load)
 
-    def _stage(self, loads: Sequence[Load], next_n: int) -> int:
-        tokens = sum(load.tokens(next_n) for load in loads)
+    def _stage(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> int:
+        tokens = sum(load.tokens(num_speculative_tokens) for load in loads)
         return tokens if self.exact else max(rounded(tokens, 4), 1)
 
-    def _time(self, load: Load, stage: int, next_n: int, factor: float = 1.0) -> tuple[float, float]:
+    def _time(self, load: StepLoad, stage: int, num_speculative_tokens: int, factor: float = 1.0) -> tuple[float, float]:
         """(seconds, stage seconds) where this rank is the slowest."""
-        key = (load, stage, next_n, factor)
+        key = (load, stage, num_speculative_tokens, factor)
         if key not in self._times:
-            chains = self._chains(load, stage, next_n, factor)
-            whole = self.model.step(work_of(load, next_n, stage))
+            chains = self._chains(load, stage, num_speculative_tokens, factor)
+            whole = self.model.step(work_of(load, num_speculative_tokens, stage))
             sent = sum(item.seconds for item in whole.items if item.limiter == "network")
             host = max(0.0, whole.stage - sum(item.seconds for item in whole.items))  # launching kernels takes longer than running them
             seconds = sent + factor * (whole.stage - sent) if len(chains) == 1 else makespan(chains) + host
             self._times[key] = seconds * self.model.sizes.pp, seconds
         return self._times[key]
 
-    def _chains(self, load: Load, stage: int, next_n: int, factor: float) -> list[list[Stage]]:
+    def _chains(self, load: StepLoad, stage: int, num_speculative_tokens: int, factor: float) -> list[list[Stage]]:
         pieces = shared(load, self.micro_batches) if self.micro_batches > 1 else [load]
-        times = [self.model.step(work_of(piece, next_n, -(-stage // len(pieces)))) for piece in pieces]
+        times = [self.model.step(work_of(piece, num_speculative_tokens, -(-stage // len(pieces)))) for piece in pieces]
         return [self._slowed(time, factor) for time in times]
 
     def _slowed(self, time: StepTime, factor: float) -> list[Stage]:
         chain = layer_chain(self.model.config, self.model.sizes, time)
         return [Stage(s.resource, s.name, s.seconds * (factor if s.resource == "compute" else 1.0)) for s in chain]
 
-    def _floor(self, load: Load, stage: int, next_n: int) -> tuple[float, float, float]:
-        key = (load, stage, next_n)
+    def _floor(self, load: StepLoad, stage: int, num_speculative_tokens: int) -> tuple[float, float, float]:
+        key = (load, stage, num_speculative_tokens)
         if key not in self._floors:
-            model, work = self.model, work_of(load, next_n, stage)
+            model, work = self.model, work_of(load, num_speculative_tokens, stage)
             ops = rank_step(model.config, model.sizes, work, model.fmt, model.routing).ops
             compute = sum(op.layers * op.flops / model.card.peak(op.dtype) for op in ops)
             memory = sum(op.layers * op.bytes / model.card.bandwidth for op in ops)
             self._floors[key] = compute, memory, sum(i.seconds for i in model.step(work).items if i.limiter == "network")
         return self._floors[key]
 
-    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
+    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
         """Of the slowest rank."""
-        stage, found = self._stage(loads, next_n), {}
+        stage, found = self._stage(loads, num_speculative_tokens), {}
         for rank, load in enumerate(loads):
             if load != IDLE:
                 factor = self.slow.get(rank, 1.0)
-                found[self._time(self._round(load), stage, next_n, factor)[0], rank] = self._round(load), factor
+                found[self._time(self._round(load), stage, num_speculative_tokens, factor)[0], rank] = self._round(load), factor
         load, factor = found[max(found)]
-        return play(self._chains(load, stage, next_n, factor))
+        return play(self._chains(load, stage, num_speculative_tokens, factor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,27 +168,32 @@ class SplitCosts:
     micro_batches: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
     resources: ClassVar[tuple[str, ...]] = ("attention cards", "an expert card", "network")
-    _steps: dict[tuple[Load, int, int, float], tuple[list[list[Stage]], StepCost]] = field(default_factory=dict, repr=False)
+    _steps: dict[tuple[StepLoad, int, int, float], tuple[list[list[Stage]], StepCost]] = field(default_factory=dict, repr=False)
 
-    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
-        return max((self._played(*key)[1] for key in self._keys(loads, next_n)), key=lambda cost: cost.seconds)
+    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
+        return max((self._played(*key)[1] for key in self._keys(loads, num_speculative_tokens)), key=lambda cost: cost.seconds)
 
-    def _keys(self, loads: Sequence[Load], next_n: int) -> set[tuple[Load, int, int, float]]:
-        """(load of a slowest rank, tokens of an average rank, next_n, factor)."""
-        mean = rounded(-(-sum(load.tokens(next_n) for load in loads) // len(loads)), 4)
+    def _keys(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> set[tuple[StepLoad, int, int, float]]:
+        """(load of a slowest rank, tokens of an average rank, num_speculative_tokens, factor)."""
+        mean = rounded(-(-sum(load.tokens(num_speculative_tokens) for load in loads) // len(loads)), 4)
         ranks = {coarse(loads[rank]): factor for rank, factor in self.slow.items() if rank < len(loads)}
         candidates = slowest([coarse(load) for load in set(loads)]) | set(ranks)
-        return {(load, max(1, mean), next_n, ranks.get(load, 1.0)) for load in candidates if load != IDLE}
+        return {(load, max(1, mean), num_speculative_tokens, ranks.get(load, 1.0)) for load in candidates if load != IDLE}
 
-    def _played(self, load: Load, mean: int, next_n: int, factor: float) -> tuple[list[list[Stage]], StepCost]:
-        key = (load, mean, next_n, factor)
+    def _played(self, load: StepLoad, mean: int, num_speculative_tokens: int, factor: float) -> tuple[list[list[Stage]], StepCost]:
+        key = (load, mean, num_speculative_tokens, factor)
         if key not in self._steps:
             pieces = shared(load, self.micro_batches)
             chains, sums = [], [0.0, 0.0, 0.0]
             for piece in pieces:
-                average = work_of(Load(rows=-(-mean // len(pieces)), context=1), 0, None)
+                average = work_of(StepLoad(rows=-(-mean // len(pieces)), context=1), 0, None)
                 sent = split_step(self.model, average, self.attention, self.experts, self.placement)
-                own = split_step(self.model, work_of(piece, next_n, None), self.attention, self.experts, self.placement).attention * factor
+                own = (
+                    split_step(
+                        self.model, work_of(piece, num_speculative_tokens, None), self.attention, self.experts, self.placement
+                    ).attention
+                    * factor
+                )
                 found = replace(sent, attention=own)
                 chains.append(split_chain(self.model.config, found, self.experts, self.placement == "layers"))
                 for index, seconds in enumerate((own, sent.expert_card, sent.network)):
@@ -193,6 +202,6 @@ class SplitCosts:
             self._steps[key] = chains, StepCost(seconds, seconds, tuple(sums))
         return self._steps[key]
 
-    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
-        key = max(self._keys(loads, next_n), key=lambda key: self._played(*key)[1].seconds)
+    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
+        key = max(self._keys(loads, num_speculative_tokens), key=lambda key: self._played(*key)[1].seconds)
         return play(self._played(*key)[0])

@@ -16,15 +16,15 @@ from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seco
 
 
 @dataclass(frozen=True)
-class Engine:
+class PoolSettings:
     """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as have pages at `context` tokens each, 256 at
-    most. acceptance: probability of each of next_n drafts, given that those before it were right."""
+    most. acceptance: probability of each of num_speculative_tokens drafts, given that those before it were right."""
 
     context: int
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
-    prefill_chunk: int | None = None
+    chunked_prefill_size: int | None = None
     page_size: int = 64
     num_pages: int | None = None
     prefix_caching: bool = True
@@ -41,13 +41,13 @@ class Engine:
     def scheduler(self, tokens: int, remote: bool = False, first_only: bool = False) -> SchedulerConfig:
         """For a rank whose cache holds `tokens` tokens. Prompts that come with their cache (remote) take no part of a step's budget."""
         pages = self.num_pages or tokens // self.page_size + 1
-        next_n = 0 if first_only else len(self.acceptance)
+        num_speculative_tokens = 0 if first_only else len(self.acceptance)
         seqs = self.max_num_seqs or max(1, min(256, (pages - 1) * self.page_size // self.context))
         if pages - 1 < -(-self.context // self.page_size):
             raise ConfigError(
                 f"the cache of a rank holds {(pages - 1) * self.page_size:,} tokens, less than one request of {self.context:,}"
             )
-        budget = max(self.max_num_batched_tokens, seqs * (next_n + 1)) + (seqs * self.longest if remote else 0)
+        budget = max(self.max_num_batched_tokens, seqs * (num_speculative_tokens + 1)) + (seqs * self.longest if remote else 0)
         return SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
@@ -55,14 +55,14 @@ class Engine:
             num_pages=pages,
             page_size=self.page_size,
             prefix_caching=self.prefix_caching and not remote,
-            prefill_chunk=None if remote else self.prefill_chunk,
+            chunked_prefill_size=None if remote else self.chunked_prefill_size,
             max_waiting=1 << 40,
-            next_n=next_n,
-            lookahead=min(next_n, 1),
+            num_speculative_tokens=num_speculative_tokens,
+            lookahead=min(num_speculative_tokens, 1),
         )
 
 
-def _pool(name: str, model: StepModel, engine: Engine, replicas: int, remote: bool = False, first_only: bool = False) -> Pool:
+def _pool(name: str, model: StepModel, engine: PoolSettings, replicas: int, remote: bool = False, first_only: bool = False) -> Pool:
     sizes = model.sizes
     sized = replace(model, longest=engine.longest)
     mtp = bool(engine.acceptance)
@@ -86,13 +86,13 @@ def delivery(model: StepModel) -> float:
     return model.profile.first_token_us * 1e-6
 
 
-def together(model: StepModel, engine: Engine, replicas: int, routing: str = "live-tokens") -> Deployment:
+def together(model: StepModel, engine: PoolSettings, replicas: int, routing: str = "live-tokens") -> Deployment:
     """Every replica computes prompts and decodes."""
     return Deployment((_pool("all", model, engine, replicas),), delivery=delivery(model), routing=routing)
 
 
 def disaggregated(
-    prefill: StepModel, decode: StepModel, engine: Engine, replicas: tuple[int, int], routing: str = "live-tokens"
+    prefill: StepModel, decode: StepModel, engine: PoolSettings, replicas: tuple[int, int], routing: str = "live-tokens"
 ) -> Deployment:
     """(prefill, decode) replicas; caches cross the cards' network."""
     pools = (
@@ -103,7 +103,7 @@ def disaggregated(
 
 
 def split(
-    model: StepModel, engine: Engine, attention: int, experts: int, placement: str, replicas: int, routing: str = "live-tokens"
+    model: StepModel, engine: PoolSettings, attention: int, experts: int, placement: str, replicas: int, routing: str = "live-tokens"
 ) -> Deployment:
     """Attention cards, one rank each, before expert cards. The model's own sizes must be those of one card."""
     if placement not in PLACEMENTS:
@@ -111,7 +111,7 @@ def split(
     if model.sizes != ParallelConfig():
         raise ConfigError(f"attention cards are a rank each; the layout {model.sizes} does not go with attention:experts")
     if engine.acceptance:
-        raise ConfigError("speculation on cards split by role is not modelled; next_n must be 0")
+        raise ConfigError("speculation on cards split by role is not modelled; num_speculative_tokens must be 0")
     sized = replace(model, longest=engine.longest)
     memory = split_memory(sized, experts, placement, engine.max_num_batched_tokens)
     if not memory.fits:

@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rorqual.planner.simulator.results import Outcome, Spread
+from rorqual.planner.simulator.results import Outcome, Percentiles
 from rorqual.planner.simulator.simulator import Simulation
 from rorqual.planner.simulator.timeline import Timeline
 
@@ -19,7 +19,7 @@ def show(simulation: Simulation, found: Outcome, console: Console | None = None)
 def render(simulation: Simulation, found: Outcome) -> RenderableType:
     parts: list[RenderableType] = [Text(_heading(simulation, found)), Text(_rates(found)), _latencies(found)]
     for pool, timeline in zip(simulation.deployment.pools, simulation.timelines, strict=True):
-        parts.append(Text(f"\n{pool.name}: {_pool(timeline, found.utilisation[pool.name])}"))
+        parts.append(Text(f"\n{pool.name}: {_pool(timeline, found.utilization[pool.name])}"))
     return Group(*parts)
 
 
@@ -50,7 +50,7 @@ def _latencies(found: Outcome) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for index, column in enumerate(("milliseconds", "mean", "p50", "p90", "p99")):
         table.add_column(column, justify="right" if index else "left")
-    rows: list[tuple[str, Spread | None]] = [
+    rows: list[tuple[str, Percentiles | None]] = [
         ("queue", found.queue),
         ("TTFT", found.ttft),
         ("TPOT", found.tpot),

@@ -9,14 +9,14 @@ from statistics import fmean
 from typing import Any
 
 from rorqual.errors import ConfigError
-from rorqual.planner.simulator.simulated_rank import Record
+from rorqual.planner.simulator.simulated_rank import RequestTimeline
 from rorqual.planner.simulator.simulator import Simulation
 
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Spread:
+class Percentiles:
     """Seconds: the mean and the percentiles."""
 
     mean: float
@@ -25,10 +25,10 @@ class Spread:
     p99: float
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> Percentiles:
     """Percentiles are linear between the two nearest values."""
     ordered = sorted(values)
-    return Spread(fmean(ordered), *(_percentile(ordered, percent) for percent in PERCENTILES))
+    return Percentiles(fmean(ordered), *(_percentile(ordered, percent) for percent in PERCENTILES))
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:
@@ -38,7 +38,7 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def weighted_spread(counts: Counter[float]) -> Spread:
+def weighted_spread(counts: Counter[float]) -> Percentiles:
     """Of values with how often each occurs: a percentile is the smallest value that so many do not exceed."""
     total = sum(counts.values())
     ordered = sorted((value, count) for value, count in counts.items() if count)
@@ -48,7 +48,7 @@ def weighted_spread(counts: Counter[float]) -> Spread:
         while percents and reached >= total * percents[0] / 100:
             found.append(value)
             percents.pop(0)
-    return Spread(sum(value * count for value, count in ordered) / total, *found)
+    return Percentiles(sum(value * count for value, count in ordered) / total, *found)
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Outcome:
     output_tokens: int
     preemptions: int
     cards: int
-    ttft: Spread
-    queue: Spread
-    tpot: Spread | None
-    itl: Spread | None
-    e2e: Spread
+    ttft: Percentiles
+    queue: Percentiles
+    tpot: Percentiles | None
+    itl: Percentiles | None
+    e2e: Percentiles
     accepted: tuple[float, ...]
-    utilisation: dict[str, dict[str, float]]
+    utilization: dict[str, dict[str, float]]
     transfers: float
 
     @property
@@ -103,7 +103,7 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
     gaps: Counter[float] = sum((timeline.gaps for timeline in simulation.timelines), Counter())
     several = [record for record in counted if record.made > 1]
     pools = simulation.deployment.pools
-    used = {pool.name: timeline.utilisation(seconds) for pool, timeline in zip(pools, simulation.timelines, strict=True)}
+    used = {pool.name: timeline.utilization(seconds) for pool, timeline in zip(pools, simulation.timelines, strict=True)}
     return Outcome(
         requests=len(served),
         refused=len(simulation.records) - len(served),
@@ -120,7 +120,7 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
         itl=weighted_spread(gaps) if any(gaps.values()) else None,
         e2e=spread([_at(record.last) - record.arrival + late for record in counted]),
         accepted=_accepted(simulation),
-        utilisation=used,
+        utilization=used,
         transfers=sum(timeline.sent for timeline in simulation.timelines),
     )
 
@@ -130,7 +130,7 @@ def _at(moment: float | None) -> float:
     return moment
 
 
-def _again(record: Record) -> int:
+def _again(record: RequestTimeline) -> int:
     """Prompt tokens, and outputs after a preemption, that were computed or found a second time."""
     return max(0, record.computed + record.reused - record.job.prompt)
 

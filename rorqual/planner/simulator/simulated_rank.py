@@ -13,19 +13,19 @@ from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.scheduling.sequence import InFlight, Sequence
 from rorqual.errors import RequestError
-from rorqual.planner.simulator.cost_runner import IDLE, Load
+from rorqual.planner.simulator.cost_runner import IDLE, StepLoad
 from rorqual.planner.simulator.fast_forward import advance, decode_run
-from rorqual.planner.simulator.workload import Job, filler
+from rorqual.planner.simulator.workload import Arrival, filler
 from rorqual.request import Request, SamplingParams
 
 
 @dataclass(slots=True)
-class Record:
+class RequestTimeline:
     """A request's life in seconds since the start, and tokens. computed: prompt tokens computed; reused: found in the prefix cache;
     received: got from another pool. wanted: outputs, as many as were asked for and fit. paused: when it last got a token, if its next
     one does not come in the step after."""
 
-    job: Job
+    job: Arrival
     arrival: float
     admitted: float | None = None
     first: float | None = None
@@ -42,15 +42,15 @@ class Record:
 
 
 @dataclass(slots=True)
-class Ended:
+class StepEvents:
     """What a step brought: requests that got their last token here, rows that decoded, and longer gaps between two tokens of one."""
 
-    done: list[Record] = field(default_factory=list)
+    done: list[RequestTimeline] = field(default_factory=list)
     rows: int = 0
     gaps: list[float] = field(default_factory=list)
 
 
-class Rank:
+class SimulatedRank:
     """remote: prompts come with their caches from elsewhere, and their first step is one decoding row. first_only: a request ends with its
     first token, and goes elsewhere. live: tokens of requests here that are not done."""
 
@@ -62,11 +62,11 @@ class Rank:
         remote: bool = False,
         first_only: bool = False,
     ):
-        assert len(acceptance) == config.next_n
+        assert len(acceptance) == config.num_speculative_tokens
         self.scheduler = Scheduler(config)
         self.acceptance, self.random, self.remote, self.first_only = tuple(acceptance), draw, remote, first_only
-        self.records: dict[str, Record] = {}
-        self.inbox: list[tuple[float, Record]] = []
+        self.records: dict[str, RequestTimeline] = {}
+        self.inbox: list[tuple[float, RequestTimeline]] = []
         self.live = self.emitted = self.owed = self.left = self.rows = self.entries = 0
         self.accepted: list[list[int]] = []
         self.planned: InFlight | None = None
@@ -74,11 +74,11 @@ class Rank:
 
     # ---- requests
 
-    def put(self, record: Record, now: float) -> None:
+    def put(self, record: RequestTimeline, now: float) -> None:
         self.inbox.append((now, record))
         self.live += record.job.prompt
 
-    def take_in(self, until: float) -> list[Record]:
+    def take_in(self, until: float) -> list[RequestTimeline]:
         """Requests that came by `until` join the scheduler's queue; returns those it refuses."""
         if not self.inbox or self.inbox[0][0] > until:
             return []
@@ -89,7 +89,7 @@ class Rank:
             self._add(record)
         return [record for _, record in taken if record.refused is not None]
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: RequestTimeline) -> None:
         job, prompt = record.job, record.job.tokens()
         output = record.wanted = max(1, min(job.output, self.scheduler.config.max_model_len - job.prompt))
         if self.remote:
@@ -115,7 +115,7 @@ class Rank:
 
     # ---- steps
 
-    def begin(self, now: float) -> Load:
+    def begin(self, now: float) -> StepLoad:
         """The load of the next step; IDLE where there is none."""
         if not self.left:
             self.settle()
@@ -136,10 +136,10 @@ class Rank:
             self.rows, self.entries = len(decoding), sum(len(sequence.tokens) for sequence in decoding)
             self.accepted = [[] for _ in decoding] if self.acceptance else []
 
-    def _count_step(self) -> Load:
+    def _count_step(self) -> StepLoad:
         self.left -= 1
         self.owed += 1
-        load = Load(self.rows, self.entries // self.rows)
+        load = StepLoad(self.rows, self.entries // self.rows)
         self.entries += self.rows
         for right in self.accepted:
             right.append(self._right())
@@ -171,12 +171,12 @@ class Rank:
                 if record.first is not None and record.paused is None:
                     record.paused = now
 
-    def _load(self, planned: InFlight, now: float) -> Load:
+    def _load(self, planned: InFlight, now: float) -> StepLoad:
         plan = planned.plan
         decoded = len(plan.decode_slots)
         rows, entries = decoded, sum(len(sequence.tokens) for sequence in planned.sampled[:decoded])
         prompts = tokens = pairs = 0
-        fresh = len(plan.chunks) - len(plan.new_rows)
+        fresh = len(plan.chunks) - len(plan.new_requests)
         for index, (chunk, (sequence, stop)) in enumerate(zip(plan.chunks, planned.computed, strict=True)):
             record, new = self.records[sequence.request.id], len(chunk.tokens)
             if index >= fresh:
@@ -190,24 +190,24 @@ class Rank:
             prompts, tokens, pairs = prompts + 1, tokens + new, pairs + new * (2 * chunk.start + new)
         context = entries // rows if rows else 0
         if not prompts:
-            return Load(rows, context)
+            return StepLoad(rows, context)
         each = -(-tokens // prompts)
-        return Load(rows, context, prompts, each, max(0, round(pairs / tokens / 2 - tokens / prompts / 2)))
+        return StepLoad(rows, context, prompts, each, max(0, round(pairs / tokens / 2 - tokens / prompts / 2)))
 
-    def end(self, now: float) -> Ended:
+    def end(self, now: float) -> StepEvents:
         """The step that began last is over."""
         if self.planned is None:
             self.live += self.rows + sum(right[-1] for right in self.accepted)
-            return Ended(rows=self.rows)
+            return StepEvents(rows=self.rows)
         planned, self.planned = self.planned, None
         decoded = len(planned.plan.decode_slots)
-        found = Ended(rows=decoded)
+        found = StepEvents(rows=decoded)
         rights = [self._right() if row < decoded else 0 for row in range(len(planned.sampled))]
         tokens = [
             filler(len(sequence.tokens), len(sequence.tokens) + right + 1) for sequence, right in zip(planned.sampled, rights, strict=True)
         ]
-        next_n = planned.plan.next_n
-        drafted = [next_n * (row < decoded) for row in range(len(rights))] if next_n else []
+        num_speculative_tokens = planned.plan.num_speculative_tokens
+        drafted = [num_speculative_tokens * (row < decoded) for row in range(len(rights))] if num_speculative_tokens else []
         prompts = planned.sampled[decoded:]
         outs = self.scheduler.update(planned, StepResult(tokens, drafted))
         self.emitted += len(outs)
@@ -219,7 +219,7 @@ class Rank:
                 found.done.append(self._finished(out.sequence, now))
         return found
 
-    def _answered(self, sequence: Sequence, now: float, found: Ended) -> None:
+    def _answered(self, sequence: Sequence, now: float, found: StepEvents) -> None:
         """A prompt is done: its request got its first token, or its next one after a pause."""
         record = self.records[sequence.request.id]
         if record.first is None:
@@ -228,7 +228,7 @@ class Rank:
             found.gaps.append(now - record.paused)
         record.paused = None
 
-    def _finished(self, sequence: Sequence, now: float) -> Record:
+    def _finished(self, sequence: Sequence, now: float) -> RequestTimeline:
         record = self.records.pop(sequence.request.id)
         made = len(sequence.tokens) - sequence.prompt_len
         record.last, record.made = now, record.made + made
@@ -236,7 +236,7 @@ class Rank:
         self._check(record, sequence, made)
         return record
 
-    def _check(self, record: Record, sequence: Sequence, made: int) -> None:
+    def _check(self, record: RequestTimeline, sequence: Sequence, made: int) -> None:
         """Conservation: every token of the prompt was computed, found or received, once unless the request was preempted."""
         assert made == sequence.request.params.max_tokens, f"request {record.job.number} asked for another number of tokens than {made}"
         had, length = record.computed + record.reused + record.received - record.carried, record.job.prompt + self.remote

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
-from rorqual.planner.simulator.cost_runner import IDLE, Load, StepCosts
-from rorqual.planner.simulator.simulated_rank import Rank, Record
+from rorqual.planner.simulator.cost_runner import IDLE, StepCosts, StepLoad
+from rorqual.planner.simulator.simulated_rank import RequestTimeline, SimulatedRank
 from rorqual.planner.simulator.timeline import Timeline
-from rorqual.planner.simulator.workload import Job, Workload
+from rorqual.planner.simulator.workload import Arrival, Workload
 
 ROUTING = ("live-tokens", "round-robin")
 ARRIVE, LAND, END, BEGIN = range(4)  # of events at the same moment, the order in which they happen
@@ -46,8 +46,10 @@ class Pool:
                 raise ConfigError(f"{self.name}: {name}={getattr(self, name)} must be at least 1")
         if self.steps_in_flight not in (1, 2):
             raise ConfigError(f"{self.name}: steps_in_flight={self.steps_in_flight}; accepted: 1 or 2")
-        if len(self.acceptance) != self.scheduler.next_n or not all(0 <= rate <= 1 for rate in self.acceptance):
-            raise ConfigError(f"acceptance={self.acceptance} must hold a probability for each of next_n={self.scheduler.next_n} drafts")
+        if len(self.acceptance) != self.scheduler.num_speculative_tokens or not all(0 <= rate <= 1 for rate in self.acceptance):
+            raise ConfigError(
+                f"acceptance={self.acceptance} must hold a probability for each of num_speculative_tokens={self.scheduler.num_speculative_tokens} drafts"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Watched:
     """A step to be drawn: when it began, and its ranks' loads."""
 
     began: float
-    loads: list[Load]
+    loads: list[StepLoad]
 
 
 class Replica:
@@ -87,14 +89,14 @@ class Replica:
         self.entry = self.link = 0.0
 
 
-class Group:
+class StageGroup:
     """Ranks that step together."""
 
-    def __init__(self, pool: int, replica: Replica, ranks: list[Rank]):
+    def __init__(self, pool: int, replica: Replica, ranks: list[SimulatedRank]):
         self.pool, self.replica, self.ranks = pool, replica, ranks
         self.running = self.waking = False
         self.began = self.ended = 0.0
-        self.loads: list[Load] = []
+        self.loads: list[StepLoad] = []
 
 
 @dataclass
@@ -106,26 +108,26 @@ class Simulation:
     seed: int = 0
     interval: float = 1.0
     watch: tuple[float, int] = (0.0, 0)
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestTimeline] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.events: list[tuple[float, int, int, Job | Record | Group]] = []
+        self.events: list[tuple[float, int, int, Arrival | RequestTimeline | StageGroup]] = []
         self.count = self.turn = 0
         self.groups = [self._groups(index, pool) for index, pool in enumerate(self.deployment.pools)]
         self.places = [[(rank, group) for group in groups for rank in group.ranks] for groups in self.groups]
         self.timelines = [Timeline(pool.costs.resources, pool.replicas, self.interval) for pool in self.deployment.pools]
-        self.jobs: Iterator[Job] = iter(self.workload.jobs(self.seed))
+        self.jobs: Iterator[Arrival] = iter(self.workload.jobs(self.seed))
 
-    def _groups(self, index: int, pool: Pool) -> list[Group]:
+    def _groups(self, index: int, pool: Pool) -> list[StageGroup]:
         found = []
         for number in range(pool.replicas):
             replica = Replica()
             for group in range(pool.groups):
                 draws = [random.Random(f"{self.seed} acceptance {index} {number} {group} {rank}") for rank in range(pool.ranks)]
-                ranks = [Rank(pool.scheduler, pool.acceptance, draw, pool.remote, pool.first_only) for draw in draws]
-                found.append(Group(index, replica, ranks))
+                ranks = [SimulatedRank(pool.scheduler, pool.acceptance, draw, pool.remote, pool.first_only) for draw in draws]
+                found.append(StageGroup(index, replica, ranks))
         return found
 
     # ---- events
@@ -145,7 +147,7 @@ class Simulation:
         self._check()
         return self
 
-    def _push(self, time: float, kind: int, what: Job | Record | Group) -> None:
+    def _push(self, time: float, kind: int, what: Arrival | RequestTimeline | StageGroup) -> None:
         self.count += 1
         heapq.heappush(self.events, (time, kind, self.count, what))
 
@@ -158,19 +160,19 @@ class Simulation:
     def _closed(self) -> bool:
         return self.workload.arrivals.kind == "closed" and self.workload.trace is None
 
-    def _arrive(self, job: Job) -> None:
-        record = Record(job, self.now)
+    def _arrive(self, job: Arrival) -> None:
+        record = RequestTimeline(job, self.now)
         self.records.append(record)
         self._route(0, record)
         if not self._closed:
             self._next_job()
 
-    def _land(self, record: Record) -> None:
+    def _land(self, record: RequestTimeline) -> None:
         """A prompt's cache is there: the request goes on in the second pool."""
         record.paused = record.first
         self._route(1, record)
 
-    def _route(self, pool: int, record: Record) -> None:
+    def _route(self, pool: int, record: RequestTimeline) -> None:
         places = self.places[pool]
         if self.deployment.routing == "round-robin":
             rank, group = places[self.turn % len(places)]
@@ -180,14 +182,14 @@ class Simulation:
         rank.put(record, self.now)
         self._wake(group)
 
-    def _wake(self, group: Group) -> None:
+    def _wake(self, group: StageGroup) -> None:
         if not group.running and not group.waking:
             group.waking = True
             self._push(max(self.now, group.replica.entry), BEGIN, group)
 
     # ---- steps
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, group: StageGroup) -> None:
         pool = self.deployment.pools[group.pool]
         if group.replica.entry > self.now:  # another group entered the pipeline in between
             self._push(group.replica.entry, BEGIN, group)
@@ -200,7 +202,7 @@ class Simulation:
             loads = self._loads(group, self.now)
         if all(load == IDLE for load in loads):
             return
-        cost = pool.costs.step(loads, pool.scheduler.next_n)
+        cost = pool.costs.step(loads, pool.scheduler.num_speculative_tokens)
         group.running, group.began, group.loads = True, self.now, loads
         group.replica.entry = self.now + (cost.stage if pool.groups > 1 else 0.0)
         self.timelines[group.pool].step(self.now, cost, loads)
@@ -208,7 +210,7 @@ class Simulation:
             self.watched.append(Watched(self.now, loads))
         self._push(self.now + cost.seconds, END, group)
 
-    def _loads(self, group: Group, until: float) -> list[Load]:
+    def _loads(self, group: StageGroup, until: float) -> list[StepLoad]:
         found = []
         for rank in group.ranks:
             if rank.inbox:
@@ -217,7 +219,7 @@ class Simulation:
             found.append(rank.begin(self.now))
         return found
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: StageGroup) -> None:
         timeline, rows = self.timelines[group.pool], 0
         for rank, load in zip(group.ranks, group.loads, strict=True):
             if load == IDLE:
@@ -232,7 +234,7 @@ class Simulation:
         group.running, group.ended, group.waking = False, self.now, True
         self._push(max(self.now, group.replica.entry), BEGIN, group)
 
-    def _leave(self, group: Group, record: Record) -> None:
+    def _leave(self, group: StageGroup, record: RequestTimeline) -> None:
         """A request is done, or done here and its cache is sent on."""
         if group.pool + 1 == len(self.deployment.pools) or record.wanted == 1:
             self._done()

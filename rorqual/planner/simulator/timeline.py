@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rorqual.planner.simulator.cost_runner import Load, StepCost
+from rorqual.planner.simulator.cost_runner import StepCost, StepLoad
 
 MOST_SAMPLES = 600
 
@@ -34,7 +34,7 @@ class Timeline:
     def next_sample(self) -> float:
         return len(self.waiting) * self.interval
 
-    def step(self, now: float, cost: StepCost, loads: Sequence[Load]) -> None:
+    def step(self, now: float, cost: StepCost, loads: Sequence[StepLoad]) -> None:
         index = int(now / self.interval)
         while len(self.busy) <= index:
             self.busy.append([0.0] * (len(self.resources) + 1))
@@ -53,7 +53,7 @@ class Timeline:
             self.running.append(running)
             self.live.append(live)
 
-    def utilisation(self, seconds: float) -> dict[str, float]:
+    def utilization(self, seconds: float) -> dict[str, float]:
         """Shares of `seconds`."""
         totals = [sum(column) for column in zip(*self.busy, strict=True)] or [0.0] * (len(self.resources) + 1)
         return {name: total / (self.replicas * seconds) for name, total in zip((*self.resources, "steps"), totals, strict=True)}
@@ -68,7 +68,7 @@ class Timeline:
         whole = self.replicas * self.interval
         padded = [(*column, *[0.0] * (len(self.waiting) - len(column))) for column in columns]
         shares = zip((*self.resources, "steps"), padded, strict=True)
-        found["utilisation"] = {name: _means([seconds / whole for seconds in column], each) for name, column in shares}
+        found["utilization"] = {name: _means([seconds / whole for seconds in column], each) for name, column in shares}
         return found
 
 

@@ -55,7 +55,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """Tokens: `fixed` (mean), `uniform` (between low and high), or `lognormal` (mean, spread: deviation of the logarithm)."""
 
     kind: str = "fixed"
@@ -69,18 +69,18 @@ class Lengths:
             raise ConfigError(f"lengths {self} are out of range; accepted: fixed, uniform or lognormal, at least 1 token, low up to high")
 
     @staticmethod
-    def parse(text: str) -> Lengths:
+    def parse(text: str) -> LengthDistribution:
         """1000 | uniform:LOW:HIGH | lognormal:MEAN:SPREAD"""
         kind, *values = text.split(":")
         try:
             if not values:
-                return Lengths("fixed", float(int(kind)))
+                return LengthDistribution("fixed", float(int(kind)))
             first, second = (float(value) for value in values)
         except ValueError:
             raise ConfigError(f"lengths {text!r} are not understood; accepted: N, uniform:LOW:HIGH, lognormal:MEAN:SPREAD") from None
         if kind == "uniform":
-            return Lengths(kind, (first + second) / 2, int(first), int(second))
-        return Lengths(kind, first, spread=second)
+            return LengthDistribution(kind, (first + second) / 2, int(first), int(second))
+        return LengthDistribution(kind, first, spread=second)
 
     def draw(self, draw: random.Random) -> int:
         if self.kind == "fixed":
@@ -106,7 +106,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True)
-class Job:
+class Arrival:
     """A request to come: `blocks` of (id, tokens) begin its prompt; equal blocks in equal places are equal text."""
 
     number: int
@@ -131,8 +131,8 @@ class Workload:
     """`requests` of them, or all that arrive within `seconds`. With a trace its file says when and how long, `speed` times as fast."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
-    prompt: Lengths = field(default_factory=Lengths)
-    output: Lengths = field(default_factory=lambda: Lengths(mean=300))
+    prompt: LengthDistribution = field(default_factory=LengthDistribution)
+    output: LengthDistribution = field(default_factory=lambda: LengthDistribution(mean=300))
     prefix: SharedPrefix = field(default_factory=SharedPrefix)
     requests: int | None = None
     seconds: float | None = None
@@ -149,10 +149,10 @@ class Workload:
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value} must be above 0")
 
-    def jobs(self, seed: int) -> Iterator[Job]:
+    def jobs(self, seed: int) -> Iterator[Arrival]:
         return read_trace(self) if self.trace is not None else self._drawn(seed)
 
-    def _drawn(self, seed: int) -> Iterator[Job]:
+    def _drawn(self, seed: int) -> Iterator[Arrival]:
         when, lengths, prefixes = (random.Random(f"{seed} {name}") for name in ("arrivals", "lengths", "prefixes"))
         groups = range(self.prefix.groups)
         weights = [(group + 1) ** -self.prefix.exponent for group in groups]
@@ -161,10 +161,10 @@ class Workload:
                 return
             blocks = ((SHARED + prefixes.choices(groups, weights)[0], self.prefix.tokens),) if groups else ()
             prompt, output = self.prompt.draw(lengths), self.output.draw(lengths)
-            yield Job(number, arrival, prompt + self.prefix.tokens, output, blocks)
+            yield Arrival(number, arrival, prompt + self.prefix.tokens, output, blocks)
 
 
-def read_trace(workload: Workload) -> Iterator[Job]:
+def read_trace(workload: Workload) -> Iterator[Arrival]:
     """JSON lines of timestamp (ms), input_length, output_length and, optionally, hash_ids: the prompt's blocks of trace_block tokens, equal
     ids meaning equal text (the Mooncake format). Sorted by time, the first at 0 s."""
     assert workload.trace is not None
@@ -181,7 +181,7 @@ def read_trace(workload: Workload) -> Iterator[Job]:
         arrival = (at - start) / 1e3 / workload.speed
         if workload.seconds is not None and arrival >= workload.seconds:
             return
-        yield Job(number, arrival, prompt, output, tuple((SHARED + block, workload.trace_block) for block in ids))
+        yield Arrival(number, arrival, prompt, output, tuple((SHARED + block, workload.trace_block) for block in ids))
 
 
 def _trace_row(path: Path, number: int, line: str) -> tuple[float, int, int, int, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from rorqual.config.hardware import DATA, Card
+from rorqual.config.hardware import DATA, DeviceSpec
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.messages import DISPATCH
 from rorqual.planner.timing.tables import KernelTables, load_tables
@@ -55,7 +55,7 @@ class Profile:
     def kernel_tables(self) -> KernelTables | None:
         return load_tables(self.tables) if self.tables else None
 
-    def check(self, card: Card) -> bool:
+    def check(self, card: DeviceSpec) -> bool:
         """True where the card is measured, False where times are scaled to it. Raises ConfigError where there is no ground to."""
         if self.calibrated and not card.measured:
             raise ConfigError(f"profile {self.name} needs a measured card, and {card.name} is none; run rorqual bench calibrate on it")
@@ -96,7 +96,7 @@ def load_profile(name: str) -> Profile:
     return _profiles()[name]
 
 
-def profile_for(card: Card) -> Profile:
+def profile_for(card: DeviceSpec) -> Profile:
     """This engine's where it has kernel times for the card or its kind, else the bare roofline."""
     own = load_profile("rorqual")
     if card.name in (*own.cards, *own.scales_to):

@@ -11,13 +11,13 @@ from functools import cached_property
 
 from rorqual.cache.spec import DTYPE_BYTES, kv_dtype
 from rorqual.cache.stretch import workspace_bytes
-from rorqual.config.hardware import Card, load_card
+from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format
-from rorqual.planner.costs.messages import Message
-from rorqual.planner.costs.parallel_costs import RankOp, Work, rank_step
+from rorqual.planner.costs.messages import CostedMessage
+from rorqual.planner.costs.parallel_costs import GroupWork, RankOp, rank_step
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import (
     rank_weight_bytes,
@@ -66,17 +66,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model on a layout of cards under an engine. utilisation: the part of a card's memory the engine may use.
+    """A model on a layout of cards under an engine. utilization: the part of a card's memory the engine may use.
 
     longest: tokens of a request, at most; None: as the model allows."""
 
     config: ModelConfig
     sizes: ParallelConfig
-    card: Card
+    card: DeviceSpec
     profile: Profile
     fmt: Format = DEFAULT_FORMAT
     routing: Routing = UNIFORM
-    utilisation: float = 0.9
+    utilization: float = 0.9
     longest: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class StepModel:
 
     def _room(self, tokens: int) -> float:
         activations = activation_bytes(self.config, self.sizes, tokens, self.fmt, self.longest)
-        return self.card.memory * self.utilisation - activations
+        return self.card.memory * self.utilization - activations
 
     def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
         """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens: the stage with the least room for them
@@ -119,16 +119,16 @@ class StepModel:
         return found
 
     @cached_property
-    def _cache(self) -> dict[Work, StepTime]:
+    def _cache(self) -> dict[GroupWork, StepTime]:
         return {}
 
-    def step(self, work: Work) -> StepTime:
+    def step(self, work: GroupWork) -> StepTime:
         """The time of one step of every group; remembered."""
         if work not in self._cache:
             self._cache[work] = self._step(work)
         return self._cache[work]
 
-    def _step(self, work: Work) -> StepTime:
+    def _step(self, work: GroupWork) -> StepTime:
         if not work.tokens:
             return StepTime(0.0, 0.0, ())
         found = rank_step(self.config, self.sizes, work, self.fmt, self.routing, self.profile.dispatch == "picks")
@@ -149,7 +149,7 @@ class StepModel:
         """Norms are among the small kernels; a fused shared expert is one of the routed ones."""
         return (op.kind == "gather" and op.part != "embedding") or (op.part == "shared_experts" and self._fused_shared())
 
-    def _host_seconds(self, ops: tuple[RankOp, ...], work: Work) -> float:
+    def _host_seconds(self, ops: tuple[RankOp, ...], work: GroupWork) -> float:
         """Prompts run without graphs: the host must launch every kernel of every layer."""
         layers = sum(op.layers for op in ops if op.name == "layernorms")
         return layers * self.profile.prefill_kernels * self.profile.prefill_launch_us * 1e-6 if work.prefill else 0.0
@@ -158,8 +158,8 @@ class StepModel:
         """The shortest kernel: the card's own where the profile stands on its calibration."""
         return (self.profile.calibrated and self.card.kernel) or self.profile.small_us * 1e-6
 
-    def _small(self, ops: tuple[RankOp, ...], work: Work) -> list[Timed]:
-        """Norms, quantisation, rope, activations, routing: kernels that only move activations."""
+    def _small(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
+        """Norms, quantization, rope, activations, routing: kernels that only move activations."""
         profile, row = self.profile, self.config.hidden_size * 2.0
         moved = work.tokens * row * profile.small_bytes / (self.card.bandwidth * profile.bandwidth_reached)
         items = []
@@ -173,7 +173,7 @@ class StepModel:
                 items.append(Timed("small kernels", "activations", layers * moved, "memory"))
         return items
 
-    def floor(self, op: RankOp, card: Card | None = None) -> tuple[float, str]:
+    def floor(self, op: RankOp, card: DeviceSpec | None = None) -> tuple[float, str]:
         """No kernel is faster: operations over the peak, or bytes over the bandwidth."""
         card = card or self.card
         compute, memory = op.flops / card.peak(op.dtype), op.bytes / card.bandwidth
@@ -229,15 +229,15 @@ class StepModel:
         )
 
     @staticmethod
-    def _expert_floor(hidden: float, inner: float, picks: float, distinct: float, op: RankOp, card: Card) -> float:
+    def _expert_floor(hidden: float, inner: float, picks: float, distinct: float, op: RankOp, card: DeviceSpec) -> float:
         width = 1.0 if op.dtype == "fp8" else 2.0
         return max(3 * hidden * inner * distinct * width / card.bandwidth, 6 * hidden * inner * picks / card.peak(op.dtype))
 
-    def _sent(self, message: Message, prefill: bool) -> Timed:
+    def _sent(self, message: CostedMessage, prefill: bool) -> Timed:
         seconds, measured = self.message_seconds(message, prefill)
         return Timed(message.name, message.axis, seconds * message.layers, "network", measured)
 
-    def message_seconds(self, message: Message, prefill: bool) -> tuple[float, bool]:
+    def message_seconds(self, message: CostedMessage, prefill: bool) -> tuple[float, bool]:
         """Measured where a table has the kind and the number of ranks, on a card with the same links; else latency and bytes."""
         fast = message.span <= self.card.link.span
         own = self.card.collectives.get(message.kind, {}).get(message.ranks) if self.profile.tables or self.profile.calibrated else None
@@ -257,8 +257,8 @@ class StepModel:
         return rounds * link.latency + share * message.wire_bytes / (link.bandwidth * self.profile.link_reached), False
 
 
-def _card(name: str) -> Card:
-    return load_card(name)
+def _card(name: str) -> DeviceSpec:
+    return load_device(name)
 
 
 def activation_bytes(
@@ -302,7 +302,7 @@ def decompressed_bytes(
 # ---- critical sizes
 
 
-def compute_bound_tokens(config: ModelConfig, card: Card) -> tuple[float, float]:
+def compute_bound_tokens(config: ModelConfig, card: DeviceSpec) -> tuple[float, float]:
     """(tokens for one expert, tokens in all under even routing) at which reading an expert takes as long as multiplying with it: weights
     of w bytes an element and rate F at bandwidth B give F w / 2 B rows."""
     kind = "fp8" if config.quant else "bfloat16"
@@ -310,12 +310,12 @@ def compute_bound_tokens(config: ModelConfig, card: Card) -> tuple[float, float]
     return rows, rows * config.moe.num_experts / config.moe.top_k
 
 
-def expert_seconds(config: ModelConfig, card: Card) -> float:
+def expert_seconds(config: ModelConfig, card: DeviceSpec) -> float:
     """Reading one expert once."""
     return 3 * config.hidden_size * config.moe.intermediate_size * (1 if config.quant else 2) / card.bandwidth
 
 
-def rpc_seconds(config: ModelConfig, card: Card, tokens: int, copies: float = 1.0) -> float:
+def rpc_seconds(config: ModelConfig, card: DeviceSpec, tokens: int, copies: float = 1.0) -> float:
     """Sending `tokens` hidden states there and back over the network in the model's dtype, each `copies` times."""
     return 2 * (card.network.latency + copies * tokens * config.hidden_size * 2 / card.network.bandwidth)
 
@@ -327,7 +327,7 @@ def largest_batch(model: StepModel, context: int, step_tokens: int = 0, mtp: boo
     return model.cache_tokens(step_tokens, mtp) // context
 
 
-def with_link(card: Card, network_gbit: float | None) -> Card:
+def with_link(card: DeviceSpec, network_gbit: float | None) -> DeviceSpec:
     """The same card on another network (Gbit/s a card)."""
     if network_gbit is None:
         return card

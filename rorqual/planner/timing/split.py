@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rorqual.config.hardware import Card
+from rorqual.config.hardware import DeviceSpec
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work, rank_step
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token, rank_weight_bytes
 from rorqual.planner.costs.weights import weights
 from rorqual.planner.timing.roofline import StepModel, decompressed_bytes
@@ -50,7 +50,7 @@ class SplitStep:
 PLACEMENTS = ("experts", "layers")  # an expert card holds some experts of every layer, or every expert of some layers
 
 
-def split_step(model: StepModel, work: Work, attention: int, experts: int, placement: str = "experts", batches: int = 1) -> SplitStep:
+def split_step(model: StepModel, work: GroupWork, attention: int, experts: int, placement: str = "experts", batches: int = 1) -> SplitStep:
     """`work` is one micro-batch of one of `attention` cards; `experts` cards serve them all."""
     alone = replace(model, sizes=ParallelConfig())
     timed = alone.step(work)
@@ -70,7 +70,7 @@ def _expert_pass(model: StepModel, tokens: int, cards: int, placement: str) -> f
         raise ConfigError(f"{model.config.moe.num_experts} experts cannot lie evenly on {cards} cards")
     sizes = ParallelConfig(dp=cards, ep=cards) if placement == "experts" else ParallelConfig()
     wide = replace(model, sizes=sizes)
-    work = Work(Batch(max(tokens, 1), 1), stage_tokens=tokens)
+    work = GroupWork(BatchShape(max(tokens, 1), 1), stage_tokens=tokens)
     return wide.time_of(op for op in rank_step(wide.config, sizes, work, wide.fmt, wide.routing).ops if op.kind == "experts")
 
 
@@ -111,13 +111,13 @@ def split_memory(
     routed, layers = sums["routed_experts"], sum(config.moe_layers)
     own = rank_weight_bytes(config, ParallelConfig(), model.fmt) - routed - (sums["embedding"] if host_embedding else 0.0)
     held = routed / experts if placement == "experts" else routed / layers * -(-layers // experts)
-    room = model.card.memory * model.utilisation
+    room = model.card.memory * model.utilization
     step = 8.0 * step_tokens * config.hidden_size
     step += decompressed_bytes(config, ParallelConfig(), step_tokens, model.fmt, model.longest)
     return SplitMemory(own, held, room - own - step, room - held)
 
 
-def transfer_seconds(model: StepModel, tokens: int, card: Card | None = None) -> float:
+def transfer_seconds(model: StepModel, tokens: int, card: DeviceSpec | None = None) -> float:
     """Moving a prompt's cache from a prefill to a decode group: each rank sends its own planes over its own network link."""
     card = card or model.card
     size = tokens * rank_kv_bytes_per_token(model.config, model.sizes, model.fmt)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rorqual.config.hardware import DATA
 from rorqual.errors import ConfigError
-from rorqual.planner.costs.messages import Message
+from rorqual.planner.costs.messages import CostedMessage
 from rorqual.planner.costs.parallel_costs import RankOp
 
 Nest = dict[float, Any]
@@ -187,7 +187,7 @@ class KernelTables:
 
     # ---- collectives
 
-    def collective(self, message: Message, low_latency: bool) -> float | None:
+    def collective(self, message: CostedMessage, low_latency: bool) -> float | None:
         """Seconds, or None where there is no table for that kind and number of ranks."""
         if self.base is not None:
             return self.base.collective(message, low_latency)

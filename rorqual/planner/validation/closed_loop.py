@@ -12,13 +12,13 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.timing.roofline import StepModel
 
 
 @dataclass
-class Request:
+class LoopRequest:
     prompt: int
     output: int
     arrived: float
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Loop:
-    """clients at once for one attention group; requests in all; nominal prompt and output lengths; next_n drafts of which each step
+    """clients at once for one attention group; requests in all; nominal prompt and output lengths; num_speculative_tokens drafts of which each step
     accepts `accepted` tokens beside the sure one."""
 
     clients: int
@@ -38,7 +38,7 @@ class Loop:
     output: int
     requests: int = 0
     ratio: float = 1.0
-    next_n: int = 0
+    num_speculative_tokens: int = 0
     accepted: float = 0.0
     seed: int = 0
 
@@ -59,9 +59,9 @@ class _State:
         self.model, self.loop, self.clock = model, loop, 0.0
         self.random = random.Random(loop.seed)
         self.left = loop.requests or 10 * loop.clients
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self.finished: list[Request] = []
+        self.waiting: deque[LoopRequest] = deque()
+        self.running: list[LoopRequest] = []
+        self.finished: list[LoopRequest] = []
         self.batch_seconds = 0.0
         for _ in range(min(loop.clients, self.left)):
             self.send()
@@ -72,9 +72,9 @@ class _State:
         self.left -= 1
         loop, draw = self.loop, self.random
         lengths = [max(1, round(nominal * draw.uniform(loop.ratio, 1))) for nominal in (loop.prompt, loop.output)]
-        self.waiting.append(Request(lengths[0], lengths[1], self.clock))
+        self.waiting.append(LoopRequest(lengths[0], lengths[1], self.clock))
 
-    def take_prompts(self, room: int) -> list[tuple[Request, int]]:
+    def take_prompts(self, room: int) -> list[tuple[LoopRequest, int]]:
         """Chunks of waiting prompts, in order."""
         taken = []
         for request in self.waiting:
@@ -97,17 +97,19 @@ class _State:
         if decoding:
             self.decoded(list(decoding))
 
-    def work(self, decoding: list[Request], chunks: list[tuple[Request, int]]) -> Work:
+    def work(self, decoding: list[LoopRequest], chunks: list[tuple[LoopRequest, int]]) -> GroupWork:
         """Equal requests of the mean context; contexts are rounded so that steps repeat. The mean chunk of equal prompts."""
         loop = self.loop
         decode = None
         if decoding:
-            context = fmean(request.prompt + request.made for request in decoding) + 1 + loop.next_n
-            decode = Batch.verify(len(decoding), max(loop.next_n + 1, round(context / 64) * 64), loop.next_n)
-        prefill = tuple(Batch(1, round(chunk / 32) * 32 or chunk, request.computed) for request, chunk in chunks)
-        return Work(decode, prefill, drafts=loop.next_n if decode else 0)
+            context = fmean(request.prompt + request.made for request in decoding) + 1 + loop.num_speculative_tokens
+            decode = BatchShape.verify(
+                len(decoding), max(loop.num_speculative_tokens + 1, round(context / 64) * 64), loop.num_speculative_tokens
+            )
+        prefill = tuple(BatchShape(1, round(chunk / 32) * 32 or chunk, request.computed) for request, chunk in chunks)
+        return GroupWork(decode, prefill, drafts=loop.num_speculative_tokens if decode else 0)
 
-    def prefilled(self, chunks: list[tuple[Request, int]]) -> None:
+    def prefilled(self, chunks: list[tuple[LoopRequest, int]]) -> None:
         for request, chunk in chunks:
             request.computed += chunk
             if request.computed >= request.prompt:
@@ -115,7 +117,7 @@ class _State:
                 request.made, request.first = 1.0, self.clock
                 self.running.append(request)
 
-    def decoded(self, decoding: list[Request]) -> None:
+    def decoded(self, decoding: list[LoopRequest]) -> None:
         for request in decoding:
             request.made += 1 + self.loop.accepted
             if request.made >= request.output:
@@ -135,7 +137,7 @@ def play(model: StepModel, loop: Loop) -> LoopResult:
     while state.busy:
         state.step()
     late = model.profile.first_token_us * 1e-6
-    decode = model.step(Work(Batch.decode(max(1, loop.clients - 1), loop.prompt))).seconds if loop.clients > 1 else 0.0
+    decode = model.step(GroupWork(BatchShape.decode(max(1, loop.clients - 1), loop.prompt))).seconds if loop.clients > 1 else 0.0
     late += model.profile.queued_steps * decode  # steps that were launched before the prompt was seen
     ttft = [request.first - request.arrived + late for request in state.finished]
     tpot = [(request.done - request.first) / (request.output - 1) for request in state.finished if request.output > 1]

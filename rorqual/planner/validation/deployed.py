@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rorqual.config.hardware import load_card
+from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch, Format
-from rorqual.planner.costs.parallel_costs import Work, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
@@ -46,9 +46,9 @@ def a3_decode() -> list[Line]:
     config, row = published(R1), published_rows()["a3-decode"]
     sizes = ParallelConfig(**row["sizes"])
     model = StepModel(
-        config, sizes, load_card(row["card"]), load_profile("roofline"), Format(kv_dtype=row["kv_dtype"]), Routing.parse(row["routing"])
+        config, sizes, load_device(row["card"]), load_profile("roofline"), Format(kv_dtype=row["kv_dtype"]), Routing.parse(row["routing"])
     )
-    time = model.step(Work(Batch.verify(48, 4096, 1), drafts=1))
+    time = model.step(GroupWork(BatchShape.verify(48, 4096, 1), drafts=1))
     left = model.memory_left(96, mtp=True)
     cache = 48 * 4096 * costs.kv_bytes_per_token(config, model.fmt)
     return [
@@ -76,8 +76,8 @@ def a3_decode() -> list[Line]:
 def sglang_96() -> list[Line]:
     model_lines = _group("h100-decode") + _group("h100-prefill")
     row = published_rows()["h100-decode"]
-    model = StepModel(published(R1), ParallelConfig(**row["sizes"]), load_card("h100"), load_profile("sglang"))
-    time = model.step(Work(Batch.decode(256, 2050)))
+    model = StepModel(published(R1), ParallelConfig(**row["sizes"]), load_device("h100"), load_profile("sglang"))
+    time = model.step(GroupWork(BatchShape.decode(256, 2050)))
     shares = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in time.by("limiter").items())
     return [
         Line("published step", f"{256 * 8 / 22282 * 1e3:.0f} ms", "256 requests a card, 22,282 tokens/s a node"),
@@ -88,9 +88,9 @@ def sglang_96() -> list[Line]:
 
 def qwen_low_latency() -> list[Line]:
     config = published("Qwen/Qwen3-235B-A22B")
-    model = StepModel(config, ParallelConfig(tp=16), load_card("atlas-a3"), load_profile("roofline"))
-    time = model.step(Work(Batch.decode(1, 2048)))
-    messages = rank_step(config, model.sizes, Work(Batch.decode(1, 2048))).messages
+    model = StepModel(config, ParallelConfig(tp=16), load_device("atlas-a3"), load_profile("roofline"))
+    time = model.step(GroupWork(BatchShape.decode(1, 2048)))
+    messages = rank_step(config, model.sizes, GroupWork(BatchShape.decode(1, 2048))).messages
     count = sum(message.layers for message in messages)
     return [
         Line(
@@ -102,7 +102,7 @@ def qwen_low_latency() -> list[Line]:
         Line("collectives a step", f"{count}", "two all-reduces a layer: at 20 us each they are 3.8 ms of it"),
         Line(
             "weights read a die",
-            f"{sum(op.weight_bytes * op.layers for op in rank_step(config, model.sizes, Work(Batch.decode(1, 2048))).ops) / 1e9:.2f} GB",
+            f"{sum(op.weight_bytes * op.layers for op in rank_step(config, model.sizes, GroupWork(BatchShape.decode(1, 2048))).ops) / 1e9:.2f} GB",
             "experts in use, their columns over 16 dies",
         ),
     ]
@@ -117,7 +117,7 @@ def small_clusters() -> list[Line]:
         ("h800", ParallelConfig(tp=8, pp=2)),
         ("h800", ParallelConfig(dp=16, ep=16)),
     ):
-        model = StepModel(published(R1), sizes, load_card(name), load_profile("sglang"))
+        model = StepModel(published(R1), sizes, load_device(name), load_profile("sglang"))
         tokens = model.cache_tokens(2048)
         label = f"{sizes.world} x {model.card.title}, tp{sizes.tp} dp{sizes.dp} pp{sizes.pp} ep{sizes.ep}"
         how = f"{model.weight_bytes / 1e9:.1f} GB of weights, {model.memory_left(2048) / 1e9:.1f} GB left a card"
@@ -127,13 +127,13 @@ def small_clusters() -> list[Line]:
 
 def speculation() -> list[Line]:
     lines = []
-    model = StepModel(published(R1), ParallelConfig(tp=8), load_card("h200"), load_profile("sglang"))
+    model = StepModel(published(R1), ParallelConfig(tp=8), load_device("h200"), load_profile("sglang"))
     for batch in (1, 16, 64, 128):
-        plain = model.step(Work(Batch.decode(batch, 2048))).seconds
-        drafted = model.step(Work(Batch.verify(batch, 2048, 1), drafts=1)).seconds
+        plain = model.step(GroupWork(BatchShape.decode(batch, 2048))).seconds
+        drafted = model.step(GroupWork(BatchShape.verify(batch, 2048, 1), drafts=1)).seconds
         lines.append(
             Line(
-                f"8 x H200, TP8, {batch} requests: next_n 1",
+                f"8 x H200, TP8, {batch} requests: num_speculative_tokens 1",
                 f"x {1.85 * plain / drafted:.2f} at 0.85 accepted",
                 f"step {plain * 1e3:.1f} to {drafted * 1e3:.1f} ms; breaks even at {drafted / plain - 1:.2f}",
             )

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable
 
 from rorqual.cache.spec import DTYPE_BYTES
-from rorqual.config.hardware import load_card
+from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch, Format
+from rorqual.planner.costs.costs import BatchShape, Format
 from rorqual.planner.costs.messages import RankMessages
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.costs.routing import UNIFORM, Routing, distinct_experts
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import (
@@ -87,11 +87,11 @@ def data_parallel() -> list[Line]:
         )
     ]
     for name in ("h20-96", "h800", "h200", "rtx4090"):
-        card = load_card(name)
+        card = load_device(name)
         rows, batch = compute_bound_tokens(config, card)
         how = f"{card.peak('fp8') / 1e12:.0f} TFLOP/s / (2 x {card.bandwidth / 1e9:.0f} GB/s)"
         lines.append(Line(f"{card.title}: compute-bound from", f"{rows:.0f} tokens an expert, {batch:,.0f} in all", how))
-    h800, kv = load_card("h800"), costs.kv_bytes_per_token(config) * 4096
+    h800, kv = load_device("h800"), costs.kv_bytes_per_token(config) * 4096
     each = largest_batch(StepModel(config, ParallelConfig(dp=32, ep=32), h800, load_profile("roofline")), 4096)
     need = compute_bound_tokens(config, h800)[1]
     lines.append(Line("requests of 4,096 tokens beside 1/32 of the experts on an H800", f"{each}", f"{kv / 1e6:.0f} MB of cache each"))
@@ -118,7 +118,7 @@ def _flight(title: str, moe_layer: float, rpc_layer: float, gbit: float) -> list
 
 
 def batches_in_flight() -> list[Line]:
-    config, card = published(R1), load_card("rtx4090")
+    config, card = published(R1), load_device("rtx4090")
     used = distinct_experts(UNIFORM, 256, 8, TOKENS)
     skew = distinct_experts(Routing("zipf", 1.0), 256, 8, TOKENS)
     natural, skewed = (count * expert_seconds(config, card) for count in (used, skew))
@@ -152,7 +152,7 @@ def network_floor() -> list[Line]:
         Line("rate for 1 ms a layer", f"{size / 1e-3 * 8 / 1e9:.1f} Gb/s a direction", f"{2 * size / 1e-3 / 1e9:.2f} GB/s both ways"),
     ]
     for gbit in (10, 25, 100, 400):
-        card = with_link(load_card("rtx4090"), gbit)
+        card = with_link(load_device("rtx4090"), gbit)
         lines.append(
             Line(
                 f"{gbit} Gb/s: a layer there and back",
@@ -167,7 +167,7 @@ def expert_rpc() -> list[Line]:
     """When does an expert of one's own cost as much to call as to compute?"""
     config, lines = published(R1), []
     for name, gbit in (("rtx4090", 10), ("rtx4090", 100), ("h800", 400)):
-        card = with_link(load_card(name), gbit)
+        card = with_link(load_device(name), gbit)
         own = expert_seconds(config, card)
         lines.append(
             Line(f"{card.title}, {gbit} Gb/s: read one expert", f"{own * 1e6:.0f} us", f"44.0 MB / {card.bandwidth / 1e9:.0f} GB/s")
@@ -180,14 +180,14 @@ def expert_rpc() -> list[Line]:
         *lines,
         Line(
             "floor of a step with an expert a card",
-            f"{58 * expert_seconds(config, load_card('h800')) * 1e3:.2f} ms of experts on H800",
+            f"{58 * expert_seconds(config, load_device('h800')) * 1e3:.2f} ms of experts on H800",
             "58 reads, whatever the batch",
         ),
     ]
 
 
 def host_embedding() -> list[Line]:
-    config, card = published(R1), load_card("rtx4090")
+    config, card = published(R1), load_device("rtx4090")
     size = costs.weight_bytes(config).embedding
     rows = 1024 * config.hidden_size * 2
     return [
@@ -210,7 +210,7 @@ def host_embedding() -> list[Line]:
 
 
 def dense_layout() -> list[Line]:
-    config, work = published(R1), Work(Batch.decode(128, 4096))
+    config, work = published(R1), GroupWork(BatchShape.decode(128, 4096))
     lines = []
     for title, sizes in (
         ("tp8: two all-reduces a dense layer", ParallelConfig(tp=8)),

@@ -8,12 +8,12 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
-from rorqual.config.hardware import DATA, load_card
+from rorqual.config.hardware import DATA, load_device
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch, Format
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel, StepTime
@@ -21,7 +21,7 @@ from rorqual.planner.validation.closed_loop import Loop, play
 
 
 @dataclass(frozen=True)
-class Point:
+class ValidationPoint:
     """One figure. `high`: the other end of a predicted range, where overlap is not modelled."""
 
     label: str
@@ -41,14 +41,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Group:
+class ValidationGroup:
     name: str
     title: str
     source: str
     note: str
     target: str
     kind: str  # prediction | range | bound
-    points: tuple[Point, ...]
+    points: tuple[ValidationPoint, ...]
 
     def mean_error(self, metric: str) -> float:
         return fmean(abs(point.error) for point in self.points if point.metric == metric)
@@ -64,22 +64,22 @@ def _model(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
     config: ModelConfig = published(both["model"], overrides=overrides)
     sizes = ParallelConfig(**both.get("sizes", {}))
     fmt, routing = Format(kv_dtype=both.get("kv_dtype")), Routing.parse(both.get("routing", "uniform"))
-    return StepModel(config, sizes, load_card(both["card"]), load_profile(both["profile"]), fmt, routing)
+    return StepModel(config, sizes, load_device(both["card"]), load_profile(both["profile"]), fmt, routing)
 
 
-def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Point]:
+def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     loop = Loop(row["clients"], group["prompt"], group["output"], ratio=group["ratio"])
     result = play(_model(group, row), loop)
     label = f"{row['clients']} clients"
     return [
-        Point(label, "TPOT", "ms", row["tpot_ms"], result.tpot * 1e3),
-        Point(label, "TTFT", "ms", row["ttft_ms"], result.ttft * 1e3),
+        ValidationPoint(label, "TPOT", "ms", row["tpot_ms"], result.tpot * 1e3),
+        ValidationPoint(label, "TTFT", "ms", row["ttft_ms"], result.ttft * 1e3),
     ]
 
 
 def _decode(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepTime:
-    drafts = group.get("next_n", 0)
-    return _model(group, row).step(Work(Batch.verify(row["clients"], group["context"], drafts), drafts=drafts))
+    drafts = group.get("num_speculative_tokens", 0)
+    return _model(group, row).step(GroupWork(BatchShape.verify(row["clients"], group["context"], drafts), drafts=drafts))
 
 
 def hidden(time: StepTime) -> float:
@@ -88,32 +88,36 @@ def hidden(time: StepTime) -> float:
     return max(time.seconds - network, network)
 
 
-def _step(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Point]:
-    return [Point(f"{row['clients']} requests", "step", "ms", row["step_ms"], _decode(group, row).seconds * 1e3)]
+def _step(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
+    return [ValidationPoint(f"{row['clients']} requests", "step", "ms", row["step_ms"], _decode(group, row).seconds * 1e3)]
 
 
 def _prefill_time(group: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[StepModel, StepTime, int]:
     both, model = {**group, **row}, _model(group, row)
-    work = Work(None, (Batch(both["batch"], both["prompt"]),))
+    work = GroupWork(None, (BatchShape(both["batch"], both["prompt"]),))
     return model, model.step(work), work.tokens
 
 
-def _prefill(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Point]:
+def _prefill(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     model, time, tokens = _prefill_time(group, row)
     label = row.get("model", f"{group['prompt']} tokens")
-    return [Point(label, "prefill", "tok/s", row["tokens_per_s"], tokens * model.sizes.dp / time.seconds)]
+    return [ValidationPoint(label, "prefill", "tok/s", row["tokens_per_s"], tokens * model.sizes.dp / time.seconds)]
 
 
-def _prefill_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Point]:
+def _prefill_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     model, time, tokens = _prefill_time(group, row)
     node = tokens * model.card.link.span / model.sizes.tp
-    return [Point(f"{row['prompt']} tokens", "prefill", "tok/s a node", row["tokens_per_s"], node / time.seconds, node / hidden(time))]
+    return [
+        ValidationPoint(f"{row['prompt']} tokens", "prefill", "tok/s a node", row["tokens_per_s"], node / time.seconds, node / hidden(time))
+    ]
 
 
-def _decode_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Point]:
+def _decode_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     time = _decode(group, row)
     node = row["clients"] * 8 * (1 + group.get("accepted", 0.0))
-    return [Point(f"{row['clients']} a card", "decode", "tok/s a node", row["tokens_per_s"], node / time.seconds, node / hidden(time))]
+    return [
+        ValidationPoint(f"{row['clients']} a card", "decode", "tok/s a node", row["tokens_per_s"], node / time.seconds, node / hidden(time))
+    ]
 
 
 KINDS = {"closed_loop": _closed_loop, "step": _step, "prefill": _prefill, "prefill_rate": _prefill_rate, "decode_rate": _decode_rate}
@@ -126,7 +130,7 @@ def published_rows() -> Mapping[str, Any]:
     return yaml.safe_load((DATA / "published.yaml").read_text())["groups"]
 
 
-def validate(names: list[str] | None = None) -> list[Group]:
+def validate(names: list[str] | None = None) -> list[ValidationGroup]:
     """Every group, or those whose name begins with one of `names`."""
     found = []
     for name, group in published_rows().items():
@@ -134,5 +138,7 @@ def validate(names: list[str] | None = None) -> list[Group]:
             continue
         points = [point for row in group["rows"] for point in KINDS[group["kind"]](group, row)]
         kind = "bound" if group.get("bound") else "range" if group.get("range") else "prediction"
-        found.append(Group(name, group["title"], group["source"], group.get("note", ""), group.get("target", ""), kind, tuple(points)))
+        found.append(
+            ValidationGroup(name, group["title"], group["source"], group.get("note", ""), group.get("target", ""), kind, tuple(points))
+        )
     return found

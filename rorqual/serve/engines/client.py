@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from rorqual.request import Request
 from rorqual.serve import messages
-from rorqual.serve.engines.job import Job
+from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.errors import engine_died
 
 log = logging.getLogger("rorqual.serve")
@@ -36,18 +36,18 @@ class EngineClient:
             socket.linger = 0
             socket.bind(address)
         self.encoder, self.decoder = messages.encoder(), messages.client_decoder()
-        self.live: dict[str, tuple[Job, int, int]] = {}
+        self.live: dict[str, tuple[EngineJob, int, int]] = {}
         self.load = 0
         self.info: messages.EngineInfo | None = None
         self.snapshot = messages.Snapshot(0.0)
-        self.ended: deque[messages.Ended] = deque(maxlen=20_000)
+        self.ended: deque[messages.RequestTimes] = deque(maxlen=20_000)
         self.dying: messages.Dying | None = None
         self.ready = asyncio.Event()
         self.last_heard = time.monotonic()
 
     # ---- to the engine
 
-    def add(self, request: Request, every_step: bool, job: Job, choice: int, tokens: int) -> None:
+    def add(self, request: Request, every_step: bool, job: EngineJob, choice: int, tokens: int) -> None:
         if not self.live:
             self.last_heard = time.monotonic()
         self.live[request.id] = (job, choice, tokens)
@@ -84,7 +84,7 @@ class EngineClient:
 
     def _take(self, message: messages.FromEngine) -> None:
         self.last_heard = time.monotonic()
-        if isinstance(message, messages.Step):
+        if isinstance(message, messages.StepOutputs):
             for output in message.outputs:
                 self._deliver(output)
         elif isinstance(message, messages.Snapshot):

@@ -7,17 +7,17 @@ from collections import Counter
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.serve.engines.histogram import BOUNDS, Histogram
-from rorqual.serve.messages import Ended, Snapshot
+from rorqual.serve.messages import RequestTimes, Snapshot
 
 MOST_ENDED = 4096  # requests that end between two snapshots; any further are left out of the percentiles
 
 
-class Meter:
+class EngineMeter:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         self.finished: Counter[str] = Counter()
-        self.ended: list[Ended] = []
+        self.ended: list[RequestTimes] = []
 
     def count_gap(self, seconds: float, tokens: int) -> None:
         """`tokens` came together, `seconds` after those before them: as many gaps of equal length."""
@@ -27,7 +27,7 @@ class Meter:
         """A request's last token has come. Times: when it was admitted, when its first token came, and now."""
         arrival, outputs = sequence.request.arrival, len(sequence.tokens) - sequence.prompt_len
         tpot = (now - first) / (outputs - 1) if outputs > 1 else None
-        times = Ended(now, first - arrival, tpot, now - arrival, started - arrival)
+        times = RequestTimes(now, first - arrival, tpot, now - arrival, started - arrival)
         self.finished[reason] += 1
         self._observe("time_to_first_token_seconds", times.ttft)
         self._observe("e2e_request_latency_seconds", times.e2e)

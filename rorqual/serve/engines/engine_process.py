@@ -1,6 +1,6 @@
 """The engine process: an Engine, and the loop that feeds it from one socket and tells another what each step brought.
 
-Started as `python -m rorqual.serve.engines.engine_process` with a WorkerConfig as one line of JSON on its standard input.
+Started as `python -m rorqual.serve.engines.engine_process` with a EngineProcessConfig as one line of JSON on its standard input.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rorqual.engine.scheduling.sequence import Sequence, TokenOut
 from rorqual.errors import RequestError, RorqualError
 from rorqual.request import Request
 from rorqual.serve import messages
-from rorqual.serve.engines.engine_metrics import Meter
-from rorqual.serve.engines.sockets import Link
+from rorqual.serve.engines.engine_metrics import EngineMeter
+from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.text.child_process import die_with_parent
 from rorqual.text.generation_config import read_generation
 from rorqual.text.grammar import GrammarLimits, XGrammars
@@ -39,7 +39,7 @@ STARTUP_FAILED = 3  # exit status: the engine could not start as asked
 STEP_FAILED = 4  # exit status: a step raised
 
 
-class WorkerConfig(msgspec.Struct, frozen=True):
+class EngineProcessConfig(msgspec.Struct, frozen=True):
     """engine: fields of EngineConfig. The sockets are addresses the API process has bound.
     tokenizer: the folder of the server's, where it is not the model's own."""
 
@@ -53,7 +53,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Live:
+class LiveRequest:
     """A request the caller still wants. `held` keeps its compiled grammar.
 
     `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0 until then.
@@ -68,14 +68,14 @@ class Live:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # kept for the end where the caller waits for it
 
 
-class Worker:
+class EngineProcess:
     """`run` until told to shut down."""
 
-    def __init__(self, engine: Engine, link: Link, grammars: XGrammars | None):
+    def __init__(self, engine: Engine, link: EngineSockets, grammars: XGrammars | None):
         self.engine, self.link, self.grammars = engine, link, grammars
-        self.meter = Meter(engine)
-        self.live: dict[str, Live] = {}
-        self.unstarted: dict[str, Live] = {}
+        self.meter = EngineMeter(engine)
+        self.live: dict[str, LiveRequest] = {}
+        self.unstarted: dict[str, LiveRequest] = {}
         self.preparing: dict[str, messages.Add] = {}
         self.prepared: SimpleQueue[tuple[messages.Add, Exception | None]] = SimpleQueue()
         self.running = True
@@ -143,7 +143,7 @@ class Worker:
             self._refuse(request, error)
             return
         held = self.grammars.hold(request.params.structured) if self.grammars else None
-        live = Live(self.engine.scheduler.sequences[request.id], add.every_step, held)
+        live = LiveRequest(self.engine.scheduler.sequences[request.id], add.every_step, held)
         self.live[request.id] = self.unstarted[request.id] = live
 
     def _refuse(self, request: Request, error: Exception) -> None:
@@ -159,7 +159,7 @@ class Worker:
             self.unstarted.pop(name).started = before
         outputs = self._outputs(outs, before, now)
         if outputs:
-            self.link.send(messages.Step(outputs))
+            self.link.send(messages.StepOutputs(outputs))
         if now >= self.next_snapshot:
             self._snapshot(now)
 
@@ -194,14 +194,14 @@ class Worker:
         if out.finish is not None:
             output.finish, output.stop_token = out.finish.value, out.sequence.stop_token
 
-    def _count(self, live: Live, tokens: int, now: float) -> None:
+    def _count(self, live: LiveRequest, tokens: int, now: float) -> None:
         if live.first:
             self.meter.count_gap(now - live.last, tokens)
         else:
             live.first = now
         live.last = now
 
-    def _end(self, name: str, live: Live, out: TokenOut, tokens: int, before: float, now: float) -> None:
+    def _end(self, name: str, live: LiveRequest, out: TokenOut, tokens: int, before: float, now: float) -> None:
         self._count(live, tokens, now)
         assert out.finish is not None
         self.meter.end(out.sequence, out.finish.value, live.started or before, live.first, now)
@@ -226,7 +226,7 @@ def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
     return messages.EngineInfo(os.getpid(), config.model, engine.dtype, engine.platform.name, vocab, *sizes, eos, engine.stats.startup)
 
 
-def _start(config: WorkerConfig, link: Link) -> Worker:
+def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     from pathlib import Path
 
     options = {**config.engine, "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ()))}
@@ -239,11 +239,11 @@ def _start(config: WorkerConfig, link: Link) -> Worker:
         engine.grammars = grammars
         grammars.warm()
     link.send(info(engine, eos))
-    return Worker(engine, link, grammars)
+    return EngineProcess(engine, link, grammars)
 
 
 def main() -> int:
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
     die_with_parent(config.parent)
     logging.basicConfig(level=logging.INFO, format="rorqual engine: %(message)s")
     faulthandler.register(signal.SIGUSR1)
@@ -251,7 +251,7 @@ def main() -> int:
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C and SIGTERM reach the whole group; the API process drains, then says when to leave
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link(config.inbox, config.outbox)
+    link = EngineSockets(config.inbox, config.outbox)
     try:
         worker = _start(config, link)
     except RorqualError as error:

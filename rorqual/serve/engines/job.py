@@ -14,7 +14,7 @@ class Canceller(Protocol):
     def cancel(self, ids: list[str]) -> None: ...
 
 
-class Job:
+class EngineJob:
     """`feed` from the engine's link, `take` from the request's task: whatever came in between is taken at once.
 
     `placed` holds, choice by choice, the engine and the id each sequence went to. More than `buffered` tokens untaken mean a reader

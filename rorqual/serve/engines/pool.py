@@ -24,9 +24,9 @@ from rorqual.cache.prefix import next_key, root_key
 from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.client import EngineClient
-from rorqual.serve.engines.job import Job
+from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.errors import not_ready
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 
 log = logging.getLogger("rorqual.serve")
 
@@ -44,7 +44,7 @@ class EngineFailure(RorqualError):
     """An engine could not start, or died and is not to be restarted."""
 
 
-class Engine:
+class EngineSlot:
     """One place in the fleet: the process now in it and its client."""
 
     def __init__(self, index: int):
@@ -58,13 +58,13 @@ class Engine:
         return self.client if self.client is not None and self.client.ready.is_set() else None
 
 
-class Fleet:
+class EnginePool:
     """`run` keeps every engine alive until `stop`; it raises EngineFailure when that is no longer possible."""
 
     def __init__(
         self,
         options: list[dict[str, Any]],
-        limits: Limits,
+        limits: ServerLimits,
         restart: bool = False,
         stall: float = 300.0,
         structured: bool = True,
@@ -73,7 +73,7 @@ class Fleet:
         """tokenizer: the folder of the one whose tokens grammars are about; the model's if None."""
         self.options, self.limits, self.restart, self.stall, self.structured = options, limits, restart, stall, structured
         self.tokenizer = tokenizer
-        self.engines = [Engine(index) for index in range(len(options))]
+        self.engines = [EngineSlot(index) for index in range(len(options))]
         self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))  # mode 0700: no one else reaches the sockets
         self.ids = itertools.count()
         self.lives = itertools.count()
@@ -88,7 +88,7 @@ class Fleet:
             for engine in self.engines:
                 group.create_task(self._keep(engine))
 
-    async def _keep(self, engine: Engine) -> None:
+    async def _keep(self, engine: EngineSlot) -> None:
         while not self.stopping:
             since = time.monotonic()
             status = await self._live(engine)
@@ -103,7 +103,7 @@ class Fleet:
             self.restarts += 1
             await asyncio.sleep(BACKOFF[engine.deaths - 1])
 
-    async def _live(self, engine: Engine) -> int:
+    async def _live(self, engine: EngineSlot) -> int:
         """Start the process, wait for its end, tell everyone. Returns its exit status."""
         client = engine.client = EngineClient(self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index)
         listener = asyncio.create_task(client.listen())
@@ -119,7 +119,7 @@ class Fleet:
             self.known = {key: index for key, index in self.known.items() if index != engine.index}  # the next life knows no prefix
         return engine.child.returncode
 
-    def _spawn(self, engine: Engine, client: EngineClient) -> subprocess.Popen[bytes]:
+    def _spawn(self, engine: EngineSlot, client: EngineClient) -> subprocess.Popen[bytes]:
         child = subprocess.Popen([sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE)
         config = {
             "parent": os.getpid(),
@@ -200,7 +200,7 @@ class Fleet:
     def new_id(self) -> str:
         return str(next(self.ids))
 
-    def submit(self, requests: list[Request], every_step: bool, job: Job) -> None:
+    def submit(self, requests: list[Request], every_step: bool, job: EngineJob) -> None:
         """Send a job's sequences, choice by choice; the job cancels them."""
         for choice, request in enumerate(requests):
             client = self._choose(request)

@@ -11,7 +11,7 @@ import zmq
 from rorqual.serve import messages
 
 
-class Link:
+class EngineSockets:
     """`inbox` and `outbox` are addresses the API process has bound."""
 
     def __init__(self, inbox: str, outbox: str):

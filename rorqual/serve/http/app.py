@@ -15,19 +15,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
 from rorqual.errors import RequestError
-from rorqual.serve.engines.job import Job, parameter_of
-from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.engines.job import EngineJob, parameter_of
+from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request, not_ready, queue_full
-from rorqual.serve.http.auth import Gate
+from rorqual.serve.http.auth import Authenticator
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.dashboard import add_dashboard
 from rorqual.serve.http.history import History
-from rorqual.serve.http.metrics import EngineMetrics, Rates, snapshot
+from rorqual.serve.http.metrics import EngineCollector, Rates, snapshot
 from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
-from rorqual.serve.http.request_builder import Builder, Served
-from rorqual.serve.http.response import Answer, error_response
+from rorqual.serve.http.request_builder import RequestBuilder, Served
+from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.sse import encode
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 
 LONGEST_RETRY = 60  # seconds
 
@@ -52,24 +52,24 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 class Api:
     """State of the API process. `draining`: open requests go on, new ones are turned away."""
 
-    def __init__(self, served: Served, fleet: Fleet, limits: Limits, version: str, config: dict[str, Any]):
+    def __init__(self, served: Served, fleet: EnginePool, limits: ServerLimits, version: str, config: dict[str, Any]):
         self.served, self.fleet, self.limits, self.version, self.config = served, fleet, limits, version, config
-        self.builder = Builder(served, fleet, limits)
+        self.builder = RequestBuilder(served, fleet, limits)
         self.counts: Counter[str] = Counter()
-        self.running: set[Job] = set()
+        self.running: set[EngineJob] = set()
         self.rates = Rates(fleet)
         self.history = History(fleet)
         self.draining = False
         self.created = int(time.time())
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineMetrics(fleet, self.counts))
+        self.registry.register(EngineCollector(fleet, self.counts))
 
-    def admit(self, call: Call) -> Answer:
+    def admit(self, call: Call) -> StreamResponse:
         """Raises ApiError where there is no engine or no room in the queue."""
         wanted = len(call.requests)
         if self.fleet.live + wanted > self.fleet.room:
             raise queue_full(self.fleet.live, self._retry_after())
-        return Answer(call, self.fleet, self.counts, self.running)
+        return StreamResponse(call, self.fleet, self.counts, self.running)
 
     def check_open(self) -> None:
         if self.draining:
@@ -89,7 +89,7 @@ def create_app(api: Api, key: str | None) -> FastAPI:
     _state(app, api)
     add_dashboard(app, api, key)
     _errors(app, api)
-    app.add_middleware(Gate, key=key, limits=api.limits)
+    app.add_middleware(Authenticator, key=key, limits=api.limits)
     return app
 
 

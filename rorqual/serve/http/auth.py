@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.response import error_response
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 
 OPEN = frozenset(("/live", "/health"))
 BY_COOKIE = frozenset(("/dashboard", "/dashboard/data", "/dashboard/login", "/dashboard/logout"))  # dashboard.py asks for a session
@@ -20,10 +20,10 @@ DISCARDED = 4  # times the largest body that is read of one that is refused
 DISCARD_SECONDS = 5.0
 
 
-class Gate:
+class Authenticator:
     """ASGI middleware. With a key, every path but OPEN and BY_COOKIE needs `Authorization: Bearer KEY`."""
 
-    def __init__(self, app: ASGIApp, key: str | None, limits: Limits):
+    def __init__(self, app: ASGIApp, key: str | None, limits: ServerLimits):
         self.app, self.limits = app, limits
         self.key = f"Bearer {key}".encode() if key else None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rorqual.request import Request
-from rorqual.serve.engines.job import Job
-from rorqual.serve.http.choice import ChatReply, Reply
+from rorqual.serve.engines.job import EngineJob
+from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
 from rorqual.serve.http.sse import (
     ChatChoice,
+    ChunkHead,
     Entries,
-    Head,
     TextChoice,
     chat_logprobs,
     encode,
@@ -27,9 +27,9 @@ class Call:
     top: how many likely tokens to list, None for no log probabilities.
     """
 
-    def __init__(self, head: Head, requests: list[Request], prompt_tokens: int, tokenizer: Tokenizer, top: int | None):
+    def __init__(self, head: ChunkHead, requests: list[Request], prompt_tokens: int, tokenizer: Tokenizer, top: int | None):
         self.head, self.requests, self.prompt_tokens, self.tokenizer, self.top = head, requests, prompt_tokens, tokenizer, top
-        self.replies: list[Reply] = []
+        self.replies: list[ChoiceBuilder] = []
         self.stream = self.include_usage = self.continuous_usage = False
         self.open = len(requests)
 
@@ -38,7 +38,7 @@ class Call:
         """Whether the engine must tell of each token as it comes."""
         return self.stream or any(reply.params.stop for reply in self.replies)
 
-    def take(self, items: list[tuple[int, Output]], job: Job) -> list[bytes]:
+    def take(self, items: list[tuple[int, Output]], job: EngineJob) -> list[bytes]:
         """Take in outputs; returns the events to send where the answer streams. Outputs of one choice become one event."""
         events: list[bytes] = []
         for choice, output in _merged(items):
@@ -79,7 +79,7 @@ class ChatCall(Call):
 
     def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
         reply = self.replies[choice]
-        assert isinstance(reply, ChatReply)
+        assert isinstance(reply, ChatChoiceBuilder)
         if not self.stream:
             self.texts[choice].extend(reply.fields(text))
             self.entries[choice].extend(entries or ())
@@ -98,7 +98,7 @@ class ChatCall(Call):
         if reply.finish is not None:
             events.append(self._event(part.last(reply.finish_reason or "stop", reply.stop_reason)))
 
-    def _with_logprobs(self, reply: ChatReply, part: ChatChoice, text: str, entries: Entries, events: list[bytes]) -> None:
+    def _with_logprobs(self, reply: ChatChoiceBuilder, part: ChatChoice, text: str, entries: Entries, events: list[bytes]) -> None:
         """The log probabilities go with whatever content there is, also none: a token may end inside a character."""
         assert self.top is not None
         found = encode(chat_logprobs(entries, self.top, self.tokenizer))
@@ -109,7 +109,7 @@ class ChatCall(Call):
             events.extend(self._event(part.other(name, value)) for name, value in fields if name != "content" and self._shown(name))
         events.append(self._event(part.content(content, found)))
 
-    def _fields(self, reply: ChatReply, part: ChatChoice, text: str, events: list[bytes]) -> None:
+    def _fields(self, reply: ChatChoiceBuilder, part: ChatChoice, text: str, events: list[bytes]) -> None:
         for name, value in reply.fields(text):
             if self._shown(name):
                 events.append(self._event(part.content(value) if name == "content" else part.other(name, value)))
@@ -123,7 +123,7 @@ class ChatCall(Call):
 
     def _choice(self, i: int) -> dict[str, Any]:
         reply = self.replies[i]
-        assert isinstance(reply, ChatReply)
+        assert isinstance(reply, ChatChoiceBuilder)
         logprobs = None if self.top is None else chat_logprobs(self.entries[i], self.top, self.tokenizer)
         choice = {"index": i, "message": self._message(i), "logprobs": logprobs, "finish_reason": reply.finish_reason}
         return {**choice, "stop_reason": reply.stop_reason}

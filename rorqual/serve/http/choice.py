@@ -22,7 +22,7 @@ class Piece:
     entries: list[tuple[int, dict[int, Logprob]]] | None = None
 
 
-class Reply:
+class ChoiceBuilder:
     """`finish` is set on the last push; `stopped` where a stop string ended the text before the engine did."""
 
     def __init__(self, choice: int, params: SamplingParams, tokenizer: Tokenizer):
@@ -75,7 +75,7 @@ class Reply:
         return None if out.logprobs is None else list(zip(out.token_ids[before:], out.logprobs[before:], strict=True))
 
 
-class ChatReply(Reply):
+class ChatChoiceBuilder(ChoiceBuilder):
     """Splits the text: fields() yields (name, value) of the deltas, in order."""
 
     def __init__(self, choice: int, params: SamplingParams, tokenizer: Tokenizer, reasoning: Reasoning | None, tools: ToolParser | None):

@@ -10,11 +10,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.response import ABORT
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 
 
 class Connection(HttpToolsProtocol):
-    limits = Limits()
+    limits = ServerLimits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -62,6 +62,6 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def limited(limits: Limits) -> type[Any]:
+def limited(limits: ServerLimits) -> type[Any]:
     """The protocol class with these limits."""
     return type("LimitedConnection", (Connection,), {"limits": limits})

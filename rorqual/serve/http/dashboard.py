@@ -20,9 +20,9 @@ from urllib.parse import parse_qs
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from rorqual.serve.engines.pool import Engine
+from rorqual.serve.engines.pool import EngineSlot
 from rorqual.serve.errors import ApiError
-from rorqual.serve.http.history import KEPT_SECONDS, History, LatencyRow, Row
+from rorqual.serve.http.history import KEPT_SECONDS, History, HistoryRow, LatencyRow
 from rorqual.serve.http.metrics import snapshot
 from rorqual.serve.http.response import error_response
 from rorqual.serve.http.sse import encode
@@ -153,7 +153,7 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
         "models": api.served.names,
         "draining": api.draining,
         "places": [_place(engine, api.config["engine"]) for engine in api.fleet.engines],
-        "fields": Row._fields,
+        "fields": HistoryRow._fields,
         "rows": [row for row in history.rows if row.at > since],
         "latency_fields": LatencyRow._fields,
         "latency_rows": [row for row in history.latencies if row.at > since],
@@ -161,13 +161,19 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
     }
 
 
-def _place(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
+def _place(engine: EngineSlot, options: dict[str, Any]) -> dict[str, Any]:
     """One engine's place in the fleet, whether a process serves in it or not."""
     info = engine.client.info if engine.client is not None else None
     state = "serving" if engine.serving else "down" if info is not None else "starting"
     shown = ("dtype", "device", "max_model_len", "max_num_seqs", "num_pages", "page_size")
     facts = {name: getattr(info, name) for name in shown} if info is not None else {}
-    return {"engine": engine.index, "state": state, "deaths": engine.deaths, "next_n": options.get("next_n"), **facts}
+    return {
+        "engine": engine.index,
+        "state": state,
+        "deaths": engine.deaths,
+        "num_speculative_tokens": options.get("num_speculative_tokens"),
+        **facts,
+    }
 
 
 def _summed(loads: list[list[list[int]]]) -> list[list[int]]:

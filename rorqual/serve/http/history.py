@@ -9,9 +9,9 @@ from collections import deque
 from typing import NamedTuple
 
 from rorqual.serve.engines.client import EngineClient
-from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.http.metrics import percentiles
-from rorqual.serve.messages import Ended, Snapshot
+from rorqual.serve.messages import RequestTimes, Snapshot
 
 KEPT_SECONDS = 300
 ROW_SECONDS = 1.0
@@ -21,7 +21,7 @@ LATENCY_SECONDS = 15.0  # requests that ended within this make a point of the la
 LATENCY_EVERY = 5  # rows
 
 
-class Row(NamedTuple):
+class HistoryRow(NamedTuple):
     """Over all engines at `at`, seconds of the monotonic clock; None is what cannot be known. Tokens a second, sequences,
     shares from 0 to 1, tokens."""
 
@@ -46,7 +46,7 @@ class LatencyRow(NamedTuple):
     tpot_p95: float | None
 
 
-class Counters(NamedTuple):
+class EngineCounters(NamedTuple):
     """What one engine had counted by `at`."""
 
     at: float
@@ -61,13 +61,13 @@ class Counters(NamedTuple):
 class History:
     """`sample` is to be called at least once a second. `boot` tells one life of the server from another."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: EnginePool):
         self.fleet = fleet
         self.boot = secrets.token_hex(8)
         self.started = time.monotonic()
-        self.rows: deque[Row] = deque(maxlen=KEPT_SECONDS)
+        self.rows: deque[HistoryRow] = deque(maxlen=KEPT_SECONDS)
         self.latencies: deque[LatencyRow] = deque(maxlen=KEPT_SECONDS // LATENCY_EVERY)
-        self.lives: dict[EngineClient, deque[Counters]] = {}
+        self.lives: dict[EngineClient, deque[EngineCounters]] = {}
         self.turn = itertools.count()
 
     def sample(self) -> None:
@@ -85,9 +85,9 @@ class History:
         if next(self.turn) % LATENCY_EVERY == 0:
             self.latencies.append(_latency(now, clients))
 
-    def _row(self, now: float, snapshots: list[Snapshot]) -> Row:
+    def _row(self, now: float, snapshots: list[Snapshot]) -> HistoryRow:
         pages = sum(s.pages_total for s in snapshots) or None
-        return Row(
+        return HistoryRow(
             now,
             self._rate(now, "output"),
             self._rate(now, "prompt"),
@@ -114,12 +114,12 @@ class History:
         return sum(getattr(last, part) - getattr(first, part) for first, last in pairs) / total if total else None
 
 
-def _counters(s: Snapshot) -> Counters:
+def _counters(s: Snapshot) -> EngineCounters:
     drafts = s.drafted[0] if s.drafted else 0
-    return Counters(s.at, s.output_tokens, s.prompt_tokens, s.prefix_queries, s.prefix_hits, drafts, sum(s.accepted))
+    return EngineCounters(s.at, s.output_tokens, s.prompt_tokens, s.prefix_queries, s.prefix_hits, drafts, sum(s.accepted))
 
 
-def _since(past: deque[Counters], start: float) -> Counters:
+def _since(past: deque[EngineCounters], start: float) -> EngineCounters:
     """The newest from before `start`, else the oldest there is."""
     return next((counters for counters in reversed(past) if counters.at <= start), past[0])
 
@@ -130,7 +130,7 @@ def _plus_one(drafts: float | None) -> float | None:
 
 
 def _latency(now: float, clients: list[EngineClient]) -> LatencyRow:
-    ended: list[Ended] = []
+    ended: list[RequestTimes] = []
     for client in clients:
         ended += itertools.takewhile(lambda one: one.at >= now - LATENCY_SECONDS, reversed(client.ended))
     found = percentiles(ended)

@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from rorqual.serve.engines.client import EngineClient
 from rorqual.serve.engines.histogram import BOUNDS
-from rorqual.serve.engines.pool import Fleet
-from rorqual.serve.messages import Ended, Snapshot
+from rorqual.serve.engines.pool import EnginePool
+from rorqual.serve.messages import RequestTimes, Snapshot
 
 WINDOW = 60.0  # seconds that "recent" means
 PERCENTILES = (50, 90, 95, 99)
@@ -44,10 +44,10 @@ COUNTERS = {
 }
 
 
-class EngineMetrics(Collector):
+class EngineCollector(Collector):
     """Prometheus text from the engines' newest snapshots, under vLLM's names with the prefix `rorqual:`."""
 
-    def __init__(self, fleet: Fleet, counts: Counter[str]):
+    def __init__(self, fleet: EnginePool, counts: Counter[str]):
         self.fleet, self.counts = fleet, counts
 
     def describe(self) -> Iterable[Metric]:
@@ -114,7 +114,7 @@ def _histogram(name: str, clients: list[EngineClient]) -> HistogramMetricFamily:
 class Rates:
     """Tokens a second over the last seconds, from samples of the counters."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: EnginePool):
         self.fleet = fleet
         self.samples: deque[tuple[float, int, int]] = deque(maxlen=600)
 
@@ -133,7 +133,7 @@ class Rates:
         return {"prompt": max(0, last[1] - first[1]) / span, "output": max(0, last[2] - first[2]) / span}
 
 
-def snapshot(fleet: Fleet, rates: Rates, counts: Counter[str]) -> dict[str, Any]:
+def snapshot(fleet: EnginePool, rates: Rates, counts: Counter[str]) -> dict[str, Any]:
     """The state of this moment: counters since the engines started, gauges, percentiles over the last WINDOW seconds."""
     now = time.monotonic()
     return {
@@ -169,7 +169,7 @@ def _engine(client: EngineClient) -> dict[str, Any]:
     }
 
 
-def percentiles(ended: list[Ended]) -> dict[str, Any]:
+def percentiles(ended: list[RequestTimes]) -> dict[str, Any]:
     """Of the requests that ended lately, seconds: {"count", "ttft": {"p50": ...}, ...}."""
     series = {
         "ttft": [one.ttft for one in ended],

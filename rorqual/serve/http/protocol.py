@@ -92,7 +92,7 @@ class ToolCall(Model):
     function: FunctionCall
 
 
-class Message(Model):
+class ChatMessage(Model):
     """One turn. The fields an answer of this server carries may be sent back as they came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -149,7 +149,7 @@ class TemplateArguments(Model):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

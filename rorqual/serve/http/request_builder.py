@@ -11,21 +11,21 @@ from typing import Any
 from rorqual.errors import RequestError
 from rorqual.request import Request, SamplingParams, StructuredOutput
 from rorqual.serve.engines.job import parameter_of
-from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.calls import ChatCall, TextCall
-from rorqual.serve.http.choice import ChatReply, Reply
-from rorqual.serve.http.protocol import ChatRequest, CompletionRequest, Message, NamedTool, Sampling
-from rorqual.serve.http.sse import Head
+from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
+from rorqual.serve.http.protocol import ChatMessage, ChatRequest, CompletionRequest, NamedTool, Sampling
+from rorqual.serve.http.sse import ChunkHead
 from rorqual.serve.http.structured_output import after_thinking, as_format, structure_of, tag
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 from rorqual.text.chat_template import ChatTemplate, RawJson
 from rorqual.text.generation_config import GenerationDefaults
 from rorqual.text.reasoning import BEGIN, Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
-LONG_TEXT = 20_000  # characters from which tokenising is worth a thread
+LONG_TEXT = 20_000  # characters from which tokenizing is worth a thread
 PASSED_ON = (
     "temperature",
     "top_p",
@@ -57,8 +57,8 @@ class Served:
     fingerprint: str
 
 
-class Builder:
-    def __init__(self, served: Served, fleet: Fleet, limits: Limits):
+class RequestBuilder:
+    def __init__(self, served: Served, fleet: EnginePool, limits: ServerLimits):
         self.served, self.fleet, self.limits = served, fleet, limits
 
     # ---- chat
@@ -82,7 +82,7 @@ class Builder:
         parse = bool(tools) and body.tool_choice != "none"
         for i, request in enumerate(call.requests):
             reasoning = Reasoning(inside) if self.served.reasoning else None
-            call.replies.append(ChatReply(i, request.params, self.served.tokenizer, reasoning, parser() if parse else None))
+            call.replies.append(ChatChoiceBuilder(i, request.params, self.served.tokenizer, reasoning, parser() if parse else None))
         return _streaming(call, body)
 
     def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -144,7 +144,7 @@ class Builder:
             echo = [text for text in shown for _ in range(count)]
         head = self._head("cmpl", "text_completion", body)
         call = TextCall(head, requests, sum(map(len, prompts)), self.served.tokenizer, top, echo=echo)
-        call.replies.extend(Reply(i, request.params, self.served.tokenizer) for i, request in enumerate(requests))
+        call.replies.extend(ChoiceBuilder(i, request.params, self.served.tokenizer) for i, request in enumerate(requests))
         return _streaming(call, body)
 
     # ---- both
@@ -193,7 +193,7 @@ class Builder:
             raise bad_request(f"the prompt holds token id {max(prompt)}; accepted: 0 to {self.served.vocab_size - 1}", name)
 
     async def _encode(self, text: str, special: bool) -> list[int]:
-        """Long texts are tokenised on a thread, so that other streams go on."""
+        """Long texts are tokenized on a thread, so that other streams go on."""
         encode = self.served.tokenizer.encode
         try:
             return await asyncio.to_thread(encode, text, special) if len(text) > LONG_TEXT else encode(text, special)
@@ -204,9 +204,9 @@ class Builder:
         self._check_ids(prompt, "prompt")
         return self.served.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _head(self, prefix: str, kind: str, body: Sampling) -> Head:
+    def _head(self, prefix: str, kind: str, body: Sampling) -> ChunkHead:
         name = body.model or self.served.names[0]
-        return Head(f"{prefix}-{secrets.token_hex(14)}", kind, int(time.time()), name, self.served.fingerprint)
+        return ChunkHead(f"{prefix}-{secrets.token_hex(14)}", kind, int(time.time()), name, self.served.fingerprint)
 
 
 def _streaming(call: Any, body: Sampling) -> Any:
@@ -237,7 +237,7 @@ def _prompts(given: Any) -> list[str | list[int]]:
     return [given] if isinstance(given[0], int) else given
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: ChatMessage) -> dict[str, Any]:
     """The form templates expect: text as one string, arguments as JSON text that goes through tojson unchanged."""
     content = message.content
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from rorqual.serve.engines.job import Job
-from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.engines.job import EngineJob
+from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, Disconnected, timed_out
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.sse import DONE
@@ -25,14 +25,14 @@ JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
-class Answer(Response):
+class StreamResponse(Response):
     """The engine hears of the request when the response is asked for; headers are sent with the first token, so that whatever the
     engine refuses is still an HTTP status."""
 
-    def __init__(self, call: Call, fleet: Fleet, counts: Counter[str], running: set[Job]):
+    def __init__(self, call: Call, fleet: EnginePool, counts: Counter[str], running: set[EngineJob]):
         self.call, self.fleet, self.counts, self.running = call, fleet, counts, running
         self.status_code, self.background = 200, None
-        self.job = Job(fleet.limits.buffered)
+        self.job = EngineJob(fleet.limits.buffered)
         self.started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +94,7 @@ class Answer(Response):
                 await _send_all(send, error.status, [*JSON, *extra], error.body())
 
 
-async def _watch(receive: Receive, job: Job) -> None:
+async def _watch(receive: Receive, job: EngineJob) -> None:
     """Fail the job as soon as the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

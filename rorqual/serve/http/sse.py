@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rorqual.request import Logprob
-from rorqual.serve.http.choice import Reply
+from rorqual.serve.http.choice import ChoiceBuilder
 from rorqual.text.tokenizer import REPLACEMENT, Tokenizer
 
 encode = msgspec.json.Encoder().encode
@@ -17,7 +17,7 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 Entries = list[tuple[int, dict[int, Logprob]]]
 
 
-class Head:
+class ChunkHead:
     """What every part of one answer begins with."""
 
     def __init__(self, name: str, kind: str, created: int, model: str, fingerprint: str):
@@ -64,7 +64,7 @@ class TextChoice:
         return self.start + encode(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + end
 
 
-def usage(prompt: int, replies: list[Reply]) -> dict[str, Any]:
+def usage(prompt: int, replies: list[ChoiceBuilder]) -> dict[str, Any]:
     """Token counts; a prompt counts once however many choices it has. Cached: what its first choice found in the prefix cache."""
     output = sum(reply.tokens for reply in replies)
     cached = max((reply.cached for reply in replies), default=0)

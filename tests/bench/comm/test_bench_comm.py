@@ -14,16 +14,16 @@ from torch import Tensor
 from rorqual.bench.comm import exchanges
 from rorqual.bench.comm import run as comm
 from rorqual.errors import ConfigError, EngineError
-from rorqual.parallel.collectives import Alone
+from rorqual.parallel.collectives import NullAxis
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
 from tests.parallel.pool import RankPool
 
-SETUP = comm.Setup(4, "cpu", rows=(1, 3), hidden=256, experts=8, top_k=2, repeats=1, dtype="float32", calls=1)
+SETUP = comm.CommSetup(4, "cpu", rows=(1, 3), hidden=256, experts=8, top_k=2, repeats=1, dtype="float32", calls=1)
 
 
 def test_every_call_is_timed_and_counted(pool: RankPool) -> None:
     first, *others = pool.run("comm_rows", 4, sizes={"tp": 4}, setup=asdict(SETUP))
-    rows = [comm.Row(**row) for row in first]
+    rows = [comm.CommRow(**row) for row in first]
     assert all([row["us"] for row in other] == [row.us for row in rows] for other in others), "every rank reports the slowest"
     assert len(rows) == 18
     assert all(row.us > 0 and row.sent > 0 for row in rows)
@@ -57,7 +57,7 @@ def test_a_difference_from_the_process_group_ends_the_bench(monkeypatch: pytest.
         """Stands for a layer of one rank."""
 
         def __init__(self, sums: float):
-            self.x, self.sums, self.axis = torch.zeros(2, 4), sums, Alone("dp")
+            self.x, self.sums, self.axis = torch.zeros(2, 4), sums, NullAxis("dp")
             self.layout = SimpleNamespace(exchange="low_latency")
 
         def call(self) -> Tensor:
@@ -74,4 +74,4 @@ def test_a_difference_from_the_process_group_ends_the_bench(monkeypatch: pytest.
 )
 def test_sizes_that_cannot_be_measured(changes: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        comm.bench(comm.Setup(**{"device": "cpu", "experts": 8, **changes}))
+        comm.bench(comm.CommSetup(**{"device": "cpu", "experts": 8, **changes}))

@@ -70,7 +70,7 @@ def fp8_gemm_nt(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor,
     assert a[1].stride(0) == 1
     assert a[1].stride(1) % 4 == 0 <= a[1].stride(1) - a[1].shape[0] < 4
     x = a[0].double() * a[1].double().repeat_interleave(128, 1)
-    out.copy_(x @ reference.dequantise(Weight(*b), torch.float64).t())
+    out.copy_(x @ reference.dequantize(Weight(*b), torch.float64).t())
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kernel} {case.shape}")
-def test_attention_peers_compute_our_case(case: attention.Case, vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_peers_compute_our_case(case: attention.AttentionCase, vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "ROTATE", 3 * case.bytes)
     setup = case.setup(CPU)
     assert len(setup.calls) == 3

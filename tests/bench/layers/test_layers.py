@@ -16,8 +16,8 @@ import rorqual
 from rorqual.bench.layers import cases
 from rorqual.bench.layers import run as layers
 from rorqual.bench.layers.backbone import make_backbone
-from rorqual.bench.layers.cases import CASES, Bench, Case, modules_of, routed_ids
-from rorqual.bench.layers.run import Row, as_json, print_table, sweep
+from rorqual.bench.layers.cases import CASES, LayerBench, LayerCase, modules_of, routed_ids
+from rorqual.bench.layers.run import LayerRow, as_json, print_table, sweep
 from rorqual.cache.spec import MLA_FORMS
 from rorqual.config.model import ModelConfig
 from rorqual.errors import CapacityError, ConfigError
@@ -44,20 +44,20 @@ def config_of(name: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict({**json.loads((SHAPES / name / "config.json").read_text()), **tiny, **changes})
 
 
-def bench_of(config: ModelConfig, tokens: tuple[int, ...] = TOKENS, requests: int = 1) -> Bench:
-    return Bench(config, CpuPlatform(torch.device("cpu")), torch.float32, tokens, requests)
+def bench_of(config: ModelConfig, tokens: tuple[int, ...] = TOKENS, requests: int = 1) -> LayerBench:
+    return LayerBench(config, CpuPlatform(torch.device("cpu")), torch.float32, tokens, requests)
 
 
-def quick(config: ModelConfig, **options: Any) -> list[Row]:
+def quick(config: ModelConfig, **options: Any) -> list[LayerRow]:
     return sweep(config, tokens=options.pop("tokens", TOKENS), device="cpu", repeats=1, min_seconds=0.0, **options)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[LayerRow]:
     return quick(config_of("deepseek-v3"))
 
 
-def test_every_module_at_every_size(rows: list[Row]) -> None:
+def test_every_module_at_every_size(rows: list[LayerRow]) -> None:
     assert {row.module for row in rows} == set(CASES) - {"gqa"}
     both = {(phase, n) for phase in ("prefill", "decode") for n in TOKENS}
     for module in ("mla", "dense_layer", "backbone"):
@@ -92,7 +92,7 @@ def test_qwen_has_other_modules() -> None:
     assert {row.cache_bytes for row in found if row.module == "gqa"} == {2 * 16 * 4}
 
 
-def test_rows_say_what_a_form_costs(rows: list[Row]) -> None:
+def test_rows_say_what_a_form_costs(rows: list[LayerRow]) -> None:
     config = config_of("deepseek-v3")
     for row in rows:
         if row.module == "mla":
@@ -103,7 +103,7 @@ def test_rows_say_what_a_form_costs(rows: list[Row]) -> None:
     assert flops["A_CC"] == flops["A_CC_ME"]
 
 
-def test_backbone_holds_everything_but_experts(rows: list[Row]) -> None:
+def test_backbone_holds_everything_but_experts(rows: list[LayerRow]) -> None:
     parts = costs.parameters(config_of("deepseek-v3"))
     expected = parts.attention + parts.dense_ffn + parts.router + parts.shared_experts + parts.norms - 32  # the last norm is the head's
     assert {row.parameters for row in rows if row.module == "backbone"} == {expected}
@@ -139,7 +139,7 @@ def test_the_backbone_is_the_model_without_experts() -> None:
 # ---- routing
 
 
-def moe_case(bench: Bench, kind: str, n: int) -> Case:
+def moe_case(bench: LayerBench, kind: str, n: int) -> LayerCase:
     return next(case for case in CASES["moe"](bench) if (case.variant, case.n) == (kind, n))
 
 
@@ -187,7 +187,7 @@ def test_bytes_follow_the_experts_hit() -> None:
     assert natural.cost.bytes - zipf.cost.bytes == pytest.approx((natural.experts_hit - zipf.experts_hit) * one_expert)
 
 
-def test_natural_routing_spreads(rows: list[Row]) -> None:
+def test_natural_routing_spreads(rows: list[LayerRow]) -> None:
     assert not any(row.collapsed for row in rows)
     assert {row.experts_hit for row in rows if row.module == "moe" and row.n == 1} == {4}
 
@@ -219,7 +219,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def test_too_large_modules_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: 20 * 2**30)
     config = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text()))
-    bench = Bench(config, CpuPlatform(torch.device("cpu")), torch.bfloat16, (1,))
+    bench = LayerBench(config, CpuPlatform(torch.device("cpu")), torch.bfloat16, (1,))
     cases.check_memory(bench, ["embed_tokens", "mlp", "mla", "dense_layer", "moe", "backbone"])
     assert cases._weight_bytes(bench, "mla") == pytest.approx(187.1e6 + 16.8e6 + 2 * 583.0e6, rel=1e-3)
     assert cases._weight_bytes(bench, "dense_layer") == pytest.approx(187.1e6 + 16.8e6 + 396.4e6, rel=1e-3)
@@ -227,12 +227,12 @@ def test_too_large_modules_are_refused_before_they_are_made(monkeypatch: pytest.
         cases.check_memory(replace(bench, config=replace(config, quant=None)), ["mla", "moe"])
 
 
-def row_of(**changes: Any) -> Row:
-    row = Row("moe", "natural", "tokens", 64, 1, 2e-3, 1.9e-3, 5, 1.0, 1.0, 1_234_567, 0, experts_hit=200, experts_expected=222.0)
+def row_of(**changes: Any) -> LayerRow:
+    row = LayerRow("moe", "natural", "tokens", 64, 1, 2e-3, 1.9e-3, 5, 1.0, 1.0, 1_234_567, 0, experts_hit=200, experts_expected=222.0)
     return replace(row, **changes)
 
 
-def printed(rows: list[Row]) -> str:
+def printed(rows: list[LayerRow]) -> str:
     console = Console(file=io.StringIO(), width=120)
     print_table(rows, console)
     assert isinstance(console.file, io.StringIO)
@@ -248,13 +248,13 @@ def test_table_names_the_experts_hit() -> None:
     assert "1.23 M" in text
 
 
-def test_table_of_a_whole_sweep(rows: list[Row]) -> None:
+def test_table_of_a_whole_sweep(rows: list[LayerRow]) -> None:
     text = printed(rows)
     assert all(module in text for module in modules_of(config_of("deepseek-v3")))
     assert "AM_CC_ME" in text
 
 
-def test_json(rows: list[Row]) -> None:
+def test_json(rows: list[LayerRow]) -> None:
     data = json.loads(as_json(rows, model="tiny"))
     assert data["model"] == "tiny"
     assert data["rows"] == [row.as_dict() for row in rows]

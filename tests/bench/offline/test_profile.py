@@ -11,9 +11,9 @@ import pytest
 from torch.autograd import DeviceType
 
 from rorqual import LLM
-from rorqual.bench.offline.profile import Span, profile_steps, summarise, timeline
+from rorqual.bench.offline.profile import Span, profile_steps, summarize, timeline
 from rorqual.bench.offline.run import experts_hit, greedy
-from rorqual.bench.offline.steady_state import decoding_together, enough_tokens
+from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ def steps(count: int, pause: float) -> list[Span]:
 
 
 def test_overlapping_kernels_are_busy_once() -> None:
-    found = summarise(steps(4, 2.0), 4)
+    found = summarize(steps(4, 2.0), 4)
     assert found.busy == 38
     assert found.step == pytest.approx((4 * 39 + 3 * 2) / 4)
     assert found.short == pytest.approx((4 * 1 + 3 * 2) / 4)
@@ -37,7 +37,7 @@ def test_overlapping_kernels_are_busy_once() -> None:
 
 
 def test_a_late_host_shows() -> None:
-    found = summarise(list(reversed(steps(5, 40.0))), 5)
+    found = summarize(list(reversed(steps(5, 40.0))), 5)
     assert found.long == pytest.approx(4 * 40 / 5)
     assert found.longest == [(40.0, "attend")] * 3
     lines = list(found.lines())
@@ -48,8 +48,8 @@ def test_a_late_host_shows() -> None:
 
 def test_only_a_launch_during_a_wait_blames_the_host() -> None:
     """Waits lie between 139 and 179, 218 and 258. A launch at 120 was there before, one at 240 came late."""
-    assert summarise(steps(3, 40.0), 3, [120.0]).late == 0
-    assert summarise(steps(3, 40.0), 3, [240.0, 120.0, 300.0]).late == pytest.approx(40 / 3)
+    assert summarize(steps(3, 40.0), 3, [120.0]).late == 0
+    assert summarize(steps(3, 40.0), 3, [240.0, 120.0, 300.0]).late == pytest.approx(40 / 3)
 
 
 def test_a_profilers_events_are_told_apart() -> None:
@@ -84,10 +84,10 @@ def test_requests_that_end_before_the_last_prompt_is_through_are_told_of() -> No
     prompts = [[i] * 8 for i in range(2, 6)]
     with (
         pytest.raises(ConfigError, match="4 requests never decode together within 2 tokens"),
-        decoding_together(llm.engine, prompts, greedy(2)),
+        steady_state_steps(llm.engine, prompts, greedy(2)),
     ):
         pass
-    with decoding_together(llm.engine, prompts, greedy(enough_tokens(llm.engine, prompts, 3))) as count:
+    with steady_state_steps(llm.engine, prompts, greedy(enough_tokens(llm.engine, prompts, 3))) as count:
         assert count == len(llm.engine.scheduler.decoding) == 4
     assert not llm.engine.has_work
     assert experts_hit(llm, prompts) is not None

@@ -91,7 +91,7 @@ def test_what_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(vllm_baseline.importlib.util, "find_spec", lambda name: name)
     vllm_baseline.check(EngineConfig(""))
     with pytest.raises(ConfigError, match="speculation"):
-        vllm_baseline.check(EngineConfig("", next_n=1))
+        vllm_baseline.check(EngineConfig("", num_speculative_tokens=1))
 
 
 def test_natural_weights() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from fake_process import Fake
 
-from rorqual.bench.serving.client import Client, Target
-from rorqual.bench.serving.load import Load
-from rorqual.bench.serving.measure import Bench, Data, Method
-from rorqual.bench.serving.prompts import Lengths, Vocabulary
+from rorqual.bench.serving.client import Client, ServerTarget
+from rorqual.bench.serving.load import ArrivalLoad
+from rorqual.bench.serving.measure import Data, Method, ServingBench
+from rorqual.bench.serving.prompts import PromptLengths, Vocabulary
 from rorqual.models.hub import BUNDLED
 
 Figures = dict[str, Any]
@@ -45,18 +45,18 @@ def measure(
     fake: Fake,
     how: Mapping[str, Any],
     mark: str = "",
-    load: Load | None = None,
+    load: ArrivalLoad | None = None,
     method: Method | None = None,
     data: Data | None = None,
     **target: Any,
 ) -> Figures:
     """One row; `how` is the fake's behaviour."""
-    asked = Target(fake.url, model="fake", extra_body={"fake": dict(how), "mark": mark}, keep_text=True, **target)
-    data = data or Data(lengths=Lengths(12, 8), num_prompts=6)
+    asked = ServerTarget(fake.url, model="fake", extra_body={"fake": dict(how), "mark": mark}, keep_text=True, **target)
+    data = data or Data(lengths=PromptLengths(12, 8), num_prompts=6)
 
     async def once() -> Figures:
         async with Client(asked) as client:
-            bench = Bench(client, Vocabulary(BUNDLED, asked.chat), data, method or Method(warm_ups=0, details=True))
-            return await bench.measure(load or Load(concurrency=3))
+            bench = ServingBench(client, Vocabulary(BUNDLED, asked.chat), data, method or Method(warm_ups=0, details=True))
+            return await bench.measure(load or ArrivalLoad(concurrency=3))
 
     return asyncio.run(once())

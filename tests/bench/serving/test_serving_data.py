@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rorqual.bench.serving.datasets import Trace, sharegpt_prompts, trace_prompts
-from rorqual.bench.serving.load import Load
+from rorqual.bench.serving.load import ArrivalLoad
 from rorqual.bench.serving.prompts import (
-    Groups,
-    Lengths,
+    PrefixGroups,
     Prompt,
+    PromptLengths,
     Vocabulary,
     random_prompts,
     shared_prefix_prompts,
@@ -40,28 +40,28 @@ def ids(prompt: Prompt) -> list[int]:
 @settings(deadline=None, max_examples=40)
 @given(length=st.integers(2, 400), seed=st.integers(0, 2**20))
 def test_a_text_has_exactly_its_length_to_the_servers_tokenizer(length: int, seed: int):
-    (prompt,) = random_prompts(TEXT, rng(seed), 1, Lengths(length, 1))
+    (prompt,) = random_prompts(TEXT, rng(seed), 1, PromptLengths(length, 1))
     assert isinstance(prompt.content, str)
     assert len(TEXT.tokenizer.encode(prompt.content)) == length == prompt.input_len
 
 
 @given(length=st.integers(1, 400), seed=st.integers(0, 2**20))
 def test_ids_have_exactly_their_length_and_are_never_special(length: int, seed: int):
-    (prompt,) = random_prompts(IDS, rng(seed), 1, Lengths(length, 1))
+    (prompt,) = random_prompts(IDS, rng(seed), 1, PromptLengths(length, 1))
     assert len(ids(prompt)) == length
     assert not set(ids(prompt)) & IDS.tokenizer.special_ids
     assert max(ids(prompt)) < IDS.size
 
 
 def test_a_seed_gives_the_same_prompts_and_another_seed_others():
-    first, again, other = (random_prompts(IDS, rng(seed), 5, Lengths(20, 3)) for seed in (1, 1, 2))
+    first, again, other = (random_prompts(IDS, rng(seed), 5, PromptLengths(20, 3)) for seed in (1, 1, 2))
     assert [ids(p) for p in first] == [ids(p) for p in again] != [ids(p) for p in other]
     assert len({tuple(ids(p)) for p in first}) == 5
 
 
 @pytest.mark.parametrize(("convention", "low", "high"), [("vllm", 80, 120), ("sglang", 20, 100)])
 def test_range_ratio_by_both_conventions(convention: str, low: int, high: int):
-    prompts = random_prompts(IDS, rng(), 3000, Lengths(100, 100, 0.2, convention))
+    prompts = random_prompts(IDS, rng(), 3000, PromptLengths(100, 100, 0.2, convention))
     for lengths in ([p.input_len for p in prompts], [p.output_len for p in prompts]):
         assert (min(lengths), max(lengths)) == (low, high)
         assert np.mean(lengths) == pytest.approx((low + high) / 2, rel=0.03)
@@ -70,18 +70,18 @@ def test_range_ratio_by_both_conventions(convention: str, low: int, high: int):
 
 @pytest.mark.parametrize("vocabulary", [IDS, TEXT], ids=["ids", "text"])
 def test_shared_prefixes_are_shared_within_groups_only(vocabulary: Vocabulary):
-    prompts = shared_prefix_prompts(vocabulary, rng(), Groups(3, 4, 50), Lengths(10, 5))
+    prompts = shared_prefix_prompts(vocabulary, rng(), PrefixGroups(3, 4, 50), PromptLengths(10, 5))
     encoded = [vocabulary.tokenizer.encode(p.content) if isinstance(p.content, str) else ids(p) for p in prompts]
     assert {len(e) for e in encoded} == {60} == {p.input_len for p in prompts}
     heads = [tuple(e[:50]) for e in encoded]
     assert sorted(heads.count(head) for head in set(heads)) == [4, 4, 4]
     assert len({tuple(e) for e in encoded}) == 12
     assert heads != sorted(heads), "groups are mixed"
-    assert len(shared_prefix_prompts(vocabulary, rng(), Groups(3, 4, 50), Lengths(10, 5), count=7)) == 7
+    assert len(shared_prefix_prompts(vocabulary, rng(), PrefixGroups(3, 4, 50), PromptLengths(10, 5), count=7)) == 7
 
 
 def test_warm_ups_are_alike_in_length_and_nothing_else():
-    prompts = random_prompts(IDS, rng(), 3, Lengths(30, 100, 0.5))
+    prompts = random_prompts(IDS, rng(), 3, PromptLengths(30, 100, 0.5))
     warm = warm_up_prompts(IDS, rng(9), prompts, 5)
     assert [p.input_len for p in warm] == [prompts[i % 3].input_len for i in range(5)]
     assert all(p.output_len <= 32 for p in warm)
@@ -182,13 +182,13 @@ def test_a_bad_trace_line_is_named(tmp_path: Path, row: object):
 
 
 def test_an_infinite_rate_sends_all_at_once():
-    assert Load().arrivals(rng(), 3) == [0.0, 0.0, 0.0]
+    assert ArrivalLoad().arrivals(rng(), 3) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_intervals_are_gamma_distributed(burstiness: float):
     """Mean 1/rate, coefficient of variation 1/sqrt(shape), total exactly count/rate."""
-    times = Load(rate=10.0, burstiness=burstiness).arrivals(rng(), 20_000)
+    times = ArrivalLoad(rate=10.0, burstiness=burstiness).arrivals(rng(), 20_000)
     gaps = np.diff(times)
     assert times[-1] == pytest.approx(2000)
     assert np.mean(gaps) == pytest.approx(0.1, rel=0.01)
@@ -198,21 +198,21 @@ def test_intervals_are_gamma_distributed(burstiness: float):
 
 
 def test_arrivals_depend_on_the_seed_alone():
-    load = Load(rate=3.0)
+    load = ArrivalLoad(rate=3.0)
     assert load.arrivals(rng(1), 9) == load.arrivals(rng(1), 9) != load.arrivals(rng(2), 9)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Lengths(0, 1),
-        lambda: Lengths(1, 1, 1.0),
-        lambda: Lengths(1, 1, 0.1, "other"),
-        lambda: Groups(0),
+        lambda: PromptLengths(0, 1),
+        lambda: PromptLengths(1, 1, 1.0),
+        lambda: PromptLengths(1, 1, 0.1, "other"),
+        lambda: PrefixGroups(0),
         lambda: Trace(Path("x"), speed=0),
-        lambda: Load(0),
-        lambda: Load(rate=0.0),
-        lambda: Load(burstiness=0.0),
+        lambda: ArrivalLoad(0),
+        lambda: ArrivalLoad(rate=0.0),
+        lambda: ArrivalLoad(burstiness=0.0),
         lambda: TEXT.prompt(rng(), (0, 1)),
         lambda: IDS.prompt(rng(), (3, 1), np.zeros(4, np.int32)),
     ],

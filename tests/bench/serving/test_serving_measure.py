@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from measuring import measure, new_mark, steady
 
 from rorqual.bench.serving import metrics
-from rorqual.bench.serving.client import CHAT, COMPLETIONS, Client, Record, Target
-from rorqual.bench.serving.load import Load
+from rorqual.bench.serving.client import CHAT, COMPLETIONS, Client, RequestRecord, ServerTarget
+from rorqual.bench.serving.load import ArrivalLoad
 from rorqual.bench.serving.measure import Data, Method, warnings
-from rorqual.bench.serving.metrics import Limits
-from rorqual.bench.serving.prompts import Lengths, Vocabulary
+from rorqual.bench.serving.metrics import GoodputLimits
+from rorqual.bench.serving.prompts import PromptLengths, Vocabulary
 from rorqual.errors import ConfigError, TargetError
 from rorqual.models.hub import BUNDLED
 
@@ -58,7 +58,7 @@ def test_times_are_those_the_server_wrote_at(fake: Fake, endpoint: str):
 
 @steady
 def test_several_tokens_a_chunk_itl_counts_chunks_and_tpot_tokens(fake: Fake):
-    row = measure(fake, {"ttft": 0.02, "itl": 0.04, "per_chunk": 4, "accepted": 3}, data=Data(lengths=Lengths(12, 16), num_prompts=4))
+    row = measure(fake, {"ttft": 0.02, "itl": 0.04, "per_chunk": 4, "accepted": 3}, data=Data(lengths=PromptLengths(12, 16), num_prompts=4))
     assert row["total_output_tokens"] == 64
     assert row["total_chunks"] == 16
     assert row["tokens_per_chunk"] == 4
@@ -77,7 +77,7 @@ def test_accept_length_is_the_difference_over_the_run(fake: Fake):
 
 
 def test_throughput_is_tokens_over_time_and_adds_up(fake: Fake):
-    row = measure(fake, {"ttft": 0.02, "itl": 0.002}, load=Load(concurrency=2))
+    row = measure(fake, {"ttft": 0.02, "itl": 0.002}, load=ArrivalLoad(concurrency=2))
     assert row["total_input_tokens"] == 6 * 12
     assert row["total_output_tokens"] == 6 * 8 == sum(row["output_lens"])
     assert row["output_throughput"] == pytest.approx(48 / row["duration"])
@@ -92,14 +92,16 @@ def test_throughput_is_tokens_over_time_and_adds_up(fake: Fake):
 @steady
 def test_the_peak_is_of_full_seconds_only(fake: Fake):
     assert measure(fake, {"itl": 0.001})["max_output_tokens_per_s"] is None
-    row = measure(fake, {"itl": 0.15, "per_chunk": 2}, load=Load(concurrency=6), data=Data(lengths=Lengths(12, 16), num_prompts=6))
+    row = measure(
+        fake, {"itl": 0.15, "per_chunk": 2}, load=ArrivalLoad(concurrency=6), data=Data(lengths=PromptLengths(12, 16), num_prompts=6)
+    )
     assert 6 * 16 / 2 <= row["max_output_tokens_per_s"] <= 6 * 16
 
 
 @steady
 def test_the_cap_holds_and_the_queue_shows(fake: Fake):
     """One at a time at once: requests wait in the client, and their clocks start when they are sent."""
-    row = measure(fake, {"ttft": 0.03}, mark := new_mark(), load=Load(concurrency=1))
+    row = measure(fake, {"ttft": 0.03}, mark := new_mark(), load=ArrivalLoad(concurrency=1))
     truth = fake.requests(mark)
     assert all(after["arrived"] >= before["writes"][-1] for before, after in pairwise(truth))
     assert np.median(row["ttfts"]) == pytest.approx(0.03, abs=2 * USUALLY)
@@ -108,7 +110,7 @@ def test_the_cap_holds_and_the_queue_shows(fake: Fake):
 
 @steady
 def test_arrivals_at_a_rate(fake: Fake):
-    row = measure(fake, {}, mark := new_mark(), load=Load(rate=40, burstiness=math.inf))
+    row = measure(fake, {}, mark := new_mark(), load=ArrivalLoad(rate=40, burstiness=math.inf))
     arrived = [entry["arrived"] for entry in fake.requests(mark)]
     assert arrived[-1] - arrived[0] == pytest.approx(5 / 40, abs=0.06)
     assert row["request_rate"] == 40
@@ -117,7 +119,7 @@ def test_arrivals_at_a_rate(fake: Fake):
 
 def test_rate_and_cap_together(fake: Fake):
     """40 requests/s arrive, one open at a time of 60 ms each: the server sees the cap, not the rate."""
-    measure(fake, {"ttft": 0.06}, mark := new_mark(), load=Load(concurrency=1, rate=40, burstiness=math.inf))
+    measure(fake, {"ttft": 0.06}, mark := new_mark(), load=ArrivalLoad(concurrency=1, rate=40, burstiness=math.inf))
     arrived = [entry["arrived"] for entry in fake.requests(mark)]
     assert min(np.diff(arrived)) >= 0.059
 
@@ -196,7 +198,7 @@ def test_nobody_there():
 
 def test_warm_ups_come_first_then_the_flush(fake: Fake):
     flushes, mark = fake.log()["flushes"], new_mark()
-    row = measure(fake, {}, mark, method=Method(warm_ups=4, repeats=3), data=Data(lengths=Lengths(12, 40), num_prompts=2))
+    row = measure(fake, {}, mark, method=Method(warm_ups=4, repeats=3), data=Data(lengths=PromptLengths(12, 40), num_prompts=2))
     entries = fake.requests(mark)
     assert [entry["body"]["max_tokens"] for entry in entries] == 3 * ([32] * 4 + [40] * 2)
     assert fake.log()["flushes"] == flushes + 3
@@ -215,7 +217,7 @@ def test_repeats_give_medians(fake: Fake):
 
 @steady
 def test_goodput_counts_requests_within_the_limits(fake: Fake):
-    method = Method(warm_ups=0, limits=Limits.parse(["ttft:40", "e2el=10s"]))
+    method = Method(warm_ups=0, limits=GoodputLimits.parse(["ttft:40", "e2el=10s"]))
     assert measure(fake, {"ttft": 0.1}, method=method)["request_goodput"] == 0
     row = measure(fake, {"ttft": 0.001}, method=method)
     assert row["request_goodput"] == pytest.approx(row["request_throughput"])
@@ -236,8 +238,8 @@ def test_a_busy_client_is_warned_of(fake: Fake):
 
 def test_the_client_reads_fast_enough(fake: Fake):
     """64 streams of 300 tokens as fast as the fake writes. The bound is far below what an idle machine reaches (above 50,000 a second)."""
-    data = Data(lengths=Lengths(4, 300), num_prompts=64)
-    row = measure(fake, {"ttft": 0.1, "itl": 0.0}, load=Load(concurrency=64), method=Method(warm_ups=8), data=data)
+    data = Data(lengths=PromptLengths(4, 300), num_prompts=64)
+    row = measure(fake, {"ttft": 0.1, "itl": 0.0}, load=ArrivalLoad(concurrency=64), method=Method(warm_ups=8), data=data)
     assert row["total_chunks"] == 64 * 300
     assert row["client_cpu_us_per_chunk"] < 100
 
@@ -270,9 +272,9 @@ def test_a_stream_is_read_alike_however_it_is_cut(cuts: list[int], newline: str,
     lines = [": ping", "", *(part for event in EVENTS for part in (f"data: {json.dumps(event, ensure_ascii=False)}", "")), "data:[DONE]"]
     body = (newline.join(lines) + (newline if end else "")).encode()
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
-    record = Record(9, 4, due=0.0)
+    record = RequestRecord(9, 4, due=0.0)
     pieces: Any = Pieces([body[a:b] for a, b in pairwise(edges)])
-    asyncio.run(Client(Target(keep_text=True))._read_stream(pieces, record))
+    asyncio.run(Client(ServerTarget(keep_text=True))._read_stream(pieces, record))
     assert len(record.chunks) == 4
     assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens, record.finish) == (9, 4, 2, "tool_calls")
     assert "".join(record.text) == "Wal éhm"
@@ -280,21 +282,23 @@ def test_a_stream_is_read_alike_however_it_is_cut(cuts: list[int], newline: str,
 
 def test_urls_with_and_without_v1():
     for base in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
-        assert Target(base).url("/v1/models") == "http://a:1/v1/models"
-        assert Target(base).url("/metrics") == "http://a:1/metrics"
-    assert Target("https://a/gate/v1").url("/v1/completions") == "https://a/gate/v1/completions"
+        assert ServerTarget(base).url("/v1/models") == "http://a:1/v1/models"
+        assert ServerTarget(base).url("/metrics") == "http://a:1/metrics"
+    assert ServerTarget("https://a/gate/v1").url("/v1/completions") == "https://a/gate/v1/completions"
     for bad in ("a:1", "ftp://a", ""):
         with pytest.raises(ConfigError):
-            Target(bad)
+            ServerTarget(bad)
 
 
 def test_record_arithmetic():
     """One request by hand: sent at 1, chunks of 2 tokens at 2, 4, 6, the end at 7."""
-    record = Record(10, 6, due=0.5, start=1.0, end=7.0, chunks=array("d", [2.0, 4.0, 6.0]), completion_tokens=6)
+    record = RequestRecord(10, 6, due=0.5, start=1.0, end=7.0, chunks=array("d", [2.0, 4.0, 6.0]), completion_tokens=6)
     assert (record.ttft, record.tpot, record.itls, record.latency) == (1.0, 1.0, [2.0, 2.0], 6.0)
     assert metrics.peak_tokens([record]) == 2.0
-    assert metrics.peak_open([record, Record(1, 1, 0.0, start=6.0, end=8.0), Record(1, 1, 0.0, start=7.0, end=9.0)]) == 2
-    single = Record(10, 1, 0.0, start=1.0, end=2.0, chunks=array("d", [2.0]), completion_tokens=1)
+    assert metrics.peak_open([record, RequestRecord(1, 1, 0.0, start=6.0, end=8.0), RequestRecord(1, 1, 0.0, start=7.0, end=9.0)]) == 2
+    single = RequestRecord(10, 1, 0.0, start=1.0, end=2.0, chunks=array("d", [2.0]), completion_tokens=1)
     assert single.tpot is None
-    assert Limits(ttft=1.0, tpot=1e-9).kept(single), "one token has no TPOT to break"
-    assert not Limits(ttft=1.0).kept(Record(1, 1, 0.0, start=1.0, end=1.5, completion_tokens=1)), "no TTFT keeps no limit of it"
+    assert GoodputLimits(ttft=1.0, tpot=1e-9).kept(single), "one token has no TPOT to break"
+    assert not GoodputLimits(ttft=1.0).kept(RequestRecord(1, 1, 0.0, start=1.0, end=1.5, completion_tokens=1)), (
+        "no TTFT keeps no limit of it"
+    )

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from rorqual.bench import provenance
 from rorqual.bench.serving import compare, pareto, report
-from rorqual.bench.serving.client import Target
-from rorqual.bench.serving.load import Load
+from rorqual.bench.serving.client import ServerTarget
+from rorqual.bench.serving.load import ArrivalLoad
 from rorqual.bench.serving.measure import Method
-from rorqual.bench.serving.metrics import Limits
+from rorqual.bench.serving.metrics import GoodputLimits
 from rorqual.errors import ConfigError
 
 Figures = dict[str, Any]
@@ -32,8 +32,8 @@ FACTS = {
 
 @pytest.fixture(scope="module")
 def row(fake) -> Figures:
-    method = Method(warm_ups=0, gpus=2, limits=Limits(ttft=2.0))
-    return measure(fake, {"ttft": 0.01, "itl": 0.002, "accepted": 1}, load=Load(3), method=method)
+    method = Method(warm_ups=0, gpus=2, limits=GoodputLimits(ttft=2.0))
+    return measure(fake, {"ttft": 0.01, "itl": 0.002, "accepted": 1}, load=ArrivalLoad(3), method=method)
 
 
 def test_the_table_has_the_known_shape(row: Figures):
@@ -121,7 +121,7 @@ def test_keys_stay_out_of_the_command_line():
         ["/x/__main__.py", "bench", "--api-key", "s3cret", "--header", "A=s3cret", "--api-key=s3cret", "--seed", "1"]
     )
     assert shown == ["rorqual", "bench", "--api-key", "***", "--header", "***", "--api-key=***", "--seed", "1"]
-    assert "s3cret" not in repr(Target(api_key="s3cret", headers={"A": "s3cret"}))
+    assert "s3cret" not in repr(ServerTarget(api_key="s3cret", headers={"A": "s3cret"}))
 
 
 def test_client_facts_name_versions():

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rorqual.bench.serving.metrics import Limits
-from rorqual.bench.serving.server_info import Counters, parse_counters
-from rorqual.bench.serving.slo import TOLERANCE, Objective, Search
+from rorqual.bench.serving.metrics import GoodputLimits
+from rorqual.bench.serving.server_info import SpeculationCounters, parse_counters
+from rorqual.bench.serving.slo import TOLERANCE, ConcurrencySearch, Objective
 from rorqual.errors import ConfigError
 
 
 def search(true: int, **settings: int) -> tuple[int | None, list[int]]:
     """Against a server that keeps the objective up to `true`."""
-    state, asked = Search(**settings), []
+    state, asked = ConcurrencySearch(**settings), []
     while (count := state.next()) is not None:
         asked.append(count)
         state.tell(count, count <= true)
@@ -38,7 +38,7 @@ def test_the_search_is_bounded():
 
 
 def test_known_rows_are_not_measured_again():
-    state = Search(known={8: True, 64: False}, probes=20)
+    state = ConcurrencySearch(known={8: True, 64: False}, probes=20)
     asked = []
     while (count := state.next()) is not None:
         asked.append(count)
@@ -49,7 +49,7 @@ def test_known_rows_are_not_measured_again():
 
 def test_a_failure_below_a_success_wins():
     """Noise: 16 broke it, 64 kept it. What is reported lies below the first failure."""
-    assert Search(known={4: True, 16: False, 64: True}).bracket == (4, 16)
+    assert ConcurrencySearch(known={4: True, 16: False, 64: True}).bracket == (4, 16)
 
 
 ROW = {"failed": 0, "completed": 5, "median_ttft_ms": 1500.0, "p99_ttft_ms": 2500.0, "median_tpot_ms": 49.0, "p99_tpot_ms": 60.0}
@@ -93,11 +93,11 @@ def test_a_bad_objective_is_refused(text: str):
 
 
 def test_goodput_limits_in_both_spellings():
-    assert Limits.parse(["ttft:2000", "tpot=50ms", "e2el=30s"]) == Limits(ttft=2.0, tpot=0.05, e2el=30.0)
-    assert not Limits.parse([])
+    assert GoodputLimits.parse(["ttft:2000", "tpot=50ms", "e2el=30s"]) == GoodputLimits(ttft=2.0, tpot=0.05, e2el=30.0)
+    assert not GoodputLimits.parse([])
     for bad in (["itl:5"], ["ttft"], ["ttft:-1"]):
         with pytest.raises(ConfigError):
-            Limits.parse(bad)
+            GoodputLimits.parse(bad)
 
 
 VLLM = """
@@ -114,15 +114,15 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 90.0
 def test_counters_of_vllm_add_up_over_engines():
     found = parse_counters(VLLM)
     assert (found.drafts, found.accepted) == (150, 240)
-    assert found.accept_length(Counters(drafts=50, accepted=40)) == (3.0, "server counters")
+    assert found.accept_length(SpeculationCounters(drafts=50, accepted=40)) == (3.0, "server counters")
     assert found.accept_length(found) is None, "no drafts in between"
-    assert found.accept_length(Counters()) is None, "no state to compare with"
+    assert found.accept_length(SpeculationCounters()) is None, "no state to compare with"
 
 
 def test_a_histogram_and_a_gauge_of_accepted_lengths():
     histogram = 'rorqual_accepted_length_sum 30\nrorqual_accepted_length_count 10\nrorqual_accepted_length_bucket{le="1"} 2\n'
-    assert parse_counters(histogram).accept_length(Counters(drafts=5, emitted=10)) == (4.0, "server counters")
-    length, source = parse_counters('sglang:spec_accept_length{model="m"} 2.44').accept_length(Counters()) or (0, "")
+    assert parse_counters(histogram).accept_length(SpeculationCounters(drafts=5, emitted=10)) == (4.0, "server counters")
+    length, source = parse_counters('sglang:spec_accept_length{model="m"} 2.44').accept_length(SpeculationCounters()) or (0, "")
     assert length == 2.44
     assert "not of this run" in source
-    assert parse_counters("other 1\nbroken{ 2").accept_length(Counters()) is None
+    assert parse_counters("other 1\nbroken{ 2").accept_length(SpeculationCounters()) is None

@@ -14,19 +14,19 @@ import pytest
 
 from rorqual.config.model import shared_secret
 from rorqual.engine.distributed import handshake, listener
-from rorqual.engine.distributed.channel import HEADER, FrameError, Kind, Link
-from rorqual.engine.distributed.handshake import Badge, HandshakeError
+from rorqual.engine.distributed.channel import HEADER, Channel, FrameError, FrameKind
+from rorqual.engine.distributed.handshake import HandshakeError, PeerIdentity
 from rorqual.engine.distributed.launchers import remote
 from rorqual.engine.distributed.listener import Listener, join
 from rorqual.engine.distributed.network import interface_of, interfaces, named_address, route_to
-from rorqual.engine.distributed.worker_handle import Joined, Member
+from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
 from rorqual.errors import ConfigError, EngineError
 
 SECRET = b"a secret of some length"
 
 
-def badge(rank: int = 1, world: int = 3) -> Badge:
-    return Badge(rank, world, 77, "host-b")
+def identity(rank: int = 1, world: int = 3) -> PeerIdentity:
+    return PeerIdentity(rank, world, 77, "host-b")
 
 
 class Door:
@@ -37,7 +37,7 @@ class Door:
         self.port = self.listener.port
         self.closed = threading.Event()
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._gather, daemon=True)
+        self.thread = threading.Thread(max_total_len=self._gather, daemon=True)
         self.thread.start()
 
     def _gather(self) -> None:
@@ -50,8 +50,8 @@ class Door:
         if self.closed.is_set():
             raise EngineError("the test is over")
 
-    def join(self, rank: int = 1, world: int = 3, secret: bytes = SECRET) -> Link:
-        return join("127.0.0.1", self.port, secret, badge(rank, world))
+    def join(self, rank: int = 1, world: int = 3, secret: bytes = SECRET) -> Channel:
+        return join("127.0.0.1", self.port, secret, identity(rank, world))
 
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=5)
@@ -92,8 +92,8 @@ def test_ranks_that_know_the_secret_come_in_and_say_who_they_are(door: Door) -> 
     links = [door.join(rank) for rank in (2, 1)]
     door.thread.join(5)
     assert {rank: found.host for rank, (_, found) in door.listener.joined.items()} == {1: "host-b", 2: "host-b"}
-    links[0].send(Kind.ALIVE)
-    assert door.listener.joined[2][0].receive() == (Kind.ALIVE, b"")
+    links[0].send(FrameKind.ALIVE)
+    assert door.listener.joined[2][0].receive() == (FrameKind.ALIVE, b"")
     assert links[0].peer == "127.0.0.1"
 
 
@@ -110,15 +110,15 @@ def test_a_listener_without_the_secret_is_found_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def impostor() -> None:
-            link = Link(server.accept()[0])
-            link.send(Kind.CHALLENGE, bytes(32))
-            link.receive()
-            link.send(Kind.WELCOME, bytes(32))
-            link.receive()
+            channel = Channel(server.accept()[0])
+            channel.send(FrameKind.CHALLENGE, bytes(32))
+            channel.receive()
+            channel.send(FrameKind.WELCOME, bytes(32))
+            channel.receive()
 
-        threading.Thread(target=impostor, daemon=True).start()
+        threading.Thread(max_total_len=impostor, daemon=True).start()
         with pytest.raises(HandshakeError, match="does not know the secret"):
-            join("127.0.0.1", server.getsockname()[1], SECRET, badge())
+            join("127.0.0.1", server.getsockname()[1], SECRET, identity())
 
 
 @pytest.mark.parametrize(
@@ -138,20 +138,20 @@ def test_a_rank_that_is_there_already_is_refused(door: Door) -> None:
 def test_an_answer_heard_once_cannot_be_sent_again(door: Door) -> None:
     """A different challenge each time."""
     with door.stranger() as first, door.stranger() as second:
-        links = [Link(first), Link(second)]
-        nonces = [link.receive() for link in links]
+        links = [Channel(first), Channel(second)]
+        nonces = [channel.receive() for channel in links]
         assert nonces[0] != nonces[1]
         assert nonces[0] is not None
-        rest = bytes(32) + badge().encode()
+        rest = bytes(32) + identity().encode()
         answer = handshake.seal(SECRET, b"worker", nonces[0][1], rest) + rest
-        links[1].send(Kind.ANSWER, answer)
+        links[1].send(FrameKind.ANSWER, answer)
         reply = links[1].receive()
         assert reply is not None
-        assert reply[0] is Kind.REFUSED
-        links[0].send(Kind.ANSWER, answer)
+        assert reply[0] is FrameKind.REFUSED
+        links[0].send(FrameKind.ANSWER, answer)
         welcome = links[0].receive()
         assert welcome is not None
-        assert welcome[0] is Kind.WELCOME
+        assert welcome[0] is FrameKind.WELCOME
 
 
 # ---- what strangers cannot do
@@ -160,10 +160,10 @@ def test_an_answer_heard_once_cannot_be_sent_again(door: Door) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        HEADER.pack(Kind.ANSWER, handshake.FRAME + 1),
-        HEADER.pack(Kind.ANSWER, 1 << 31) + b"x" * 4096,
-        HEADER.pack(Kind.PLAN, 2) + b"[]",
-        HEADER.pack(Kind.ANSWER, 0),
+        HEADER.pack(FrameKind.ANSWER, handshake.FRAME + 1),
+        HEADER.pack(FrameKind.ANSWER, 1 << 31) + b"x" * 4096,
+        HEADER.pack(FrameKind.PLAN, 2) + b"[]",
+        HEADER.pack(FrameKind.ANSWER, 0),
         HEADER.pack(99, 0),
         b"GET / HTTP/1.1\r\n\r\n",
     ],
@@ -183,7 +183,7 @@ def test_nobody_may_take_long(door: Door, monkeypatch: pytest.MonkeyPatch) -> No
     start = time.monotonic()
     with door.stranger() as silent, door.stranger() as slow:
         slow.settimeout(0.1)
-        for byte in HEADER.pack(Kind.ANSWER, 200) + bytes(200):
+        for byte in HEADER.pack(FrameKind.ANSWER, 200) + bytes(200):
             try:
                 slow.sendall(bytes([byte]))
             except OSError:
@@ -220,26 +220,26 @@ def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- frames
 
 
-def pair() -> tuple[Link, Link]:
+def pair() -> tuple[Channel, Channel]:
     first, second = socket.socketpair()
-    return Link(first), Link(second)
+    return Channel(first), Channel(second)
 
 
 def test_a_frame_too_large_or_of_no_kind_is_an_error() -> None:
     for header, named in (
-        (struct.pack("!BI", Kind.RESULT, (1 << 30) + 1), "accepted: at most 1073741824"),
+        (struct.pack("!BI", FrameKind.RESULT, (1 << 30) + 1), "accepted: at most 1073741824"),
         (HEADER.pack(99, 0), "kind 99"),
     ):
         mine, theirs = pair()
         theirs.socket.sendall(header)
         with pytest.raises(FrameError, match=named):
             mine.receive()
-        theirs.send(Kind.ALIVE)
+        theirs.send(FrameKind.ALIVE)
 
 
 def test_a_member_that_sends_one_is_named() -> None:
     mine, theirs = pair()
-    member = Member(1, "rank 1", Joined(mine, 7, host="host-b"))
+    member = WorkerHandle(1, "rank 1", JoinedWorker(mine, 7, host="host-b"))
     theirs.socket.sendall(HEADER.pack(99, 0))
     member.listen()
     assert member.gone(60) is None
@@ -248,7 +248,7 @@ def test_a_member_that_sends_one_is_named() -> None:
 
 def test_a_member_that_leaves_or_falls_silent_is_named() -> None:
     mine, theirs = pair()
-    member = Member(1, "rank 1", Joined(mine, 7, host="host-b"))
+    member = WorkerHandle(1, "rank 1", JoinedWorker(mine, 7, host="host-b"))
     assert member.gone(60) is None
     assert "rank 1 on host-b has given no sign of life" in str(member.gone(-1))
     theirs.close()

@@ -63,28 +63,28 @@ def expected() -> list[Any]:
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "next_n": 2, "prefill_chunk": 3},
-    {"dp": 2, "ep": 2, "next_n": 1},
-    {"pp": 2, "next_n": 2},
-    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "next_n": 2},
+    {"tp": 2, "num_speculative_tokens": 2, "chunked_prefill_size": 3},
+    {"dp": 2, "ep": 2, "num_speculative_tokens": 1},
+    {"pp": 2, "num_speculative_tokens": 2},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},
 ]
 MORE: list[dict[str, Any]] = [
     {"tp": 2},
     {"dp": 2, "ep": 2, "exchange": "alltoall", "steps_in_flight": 2},
-    {"tp": 4, "next_n": 3, "draft_window": False},
+    {"tp": 4, "num_speculative_tokens": 3, "draft_window": False},
     {"dp": 2},
-    {"dp": 2, "next_n": 3, "drafter": "ngram"},
-    {"dp": 4, "next_n": 2, "embed_tp": 4, "head_tp": 4},
-    {"pp": 2, "tp": 2, "next_n": 2},
-    {"pp": 2, "dp": 2, "ep": 2, "next_n": 1, "prefill_chunk": 5},
+    {"dp": 2, "num_speculative_tokens": 3, "drafter": "ngram"},
+    {"dp": 4, "num_speculative_tokens": 2, "embed_tp": 4, "head_tp": 4},
+    {"pp": 2, "tp": 2, "num_speculative_tokens": 2},
+    {"pp": 2, "dp": 2, "ep": 2, "num_speculative_tokens": 1, "chunked_prefill_size": 5},
     {"pp": 4},
-    {"pp": 2, "micro_batches": 1, "next_n": 2},
-    {"pp": 2, "micro_batches": 3, "steps_in_flight": 4, "prefill_chunk": 3},
-    {"pp": 2, "next_n": 2, "drafter": "ngram", "steps_in_flight": 1},
-    {"tp": 2, "sequence_parallel": True, "next_n": 2},
-    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "next_n": 2, "steps_in_flight": 2},
+    {"pp": 2, "micro_batches": 1, "num_speculative_tokens": 2},
+    {"pp": 2, "micro_batches": 3, "steps_in_flight": 4, "chunked_prefill_size": 3},
+    {"pp": 2, "num_speculative_tokens": 2, "drafter": "ngram", "steps_in_flight": 1},
+    {"tp": 2, "sequence_parallel": True, "num_speculative_tokens": 2},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "num_speculative_tokens": 2, "steps_in_flight": 2},
     {"tp": 2, "ep": 2, "exchange": "allgather_ep", "sequence_parallel": True},
-    {"dp": 4, "ep": 4, "exchange": "low_latency", "next_n": 2, "num_pages": 34},
+    {"dp": 4, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2, "num_pages": 34},
 ]
 
 
@@ -97,13 +97,13 @@ def test_layouts_give_the_tokens_of_one_process(expected: list[Any], layout: dic
     llm = LLM(**{**COMMON, **layout})
     assert everything(llm, TEXTS) == expected
     if "exchange" in layout:
-        assert llm.engine.stats.way_to_experts == "low_latency (process group: cpu has no symmetric memory)"
+        assert llm.engine.stats.all2all_backend == "low_latency (process group: cpu has no symmetric memory)"
     reason = (
         "tokens are sharded: sums are scattered"
         if llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded
         else "cpu has no symmetric memory"
     )
-    assert llm.engine.stats.way_of_sums == (f"process group ({reason})" if layout.get("tp", 1) > 1 else "local")
+    assert llm.engine.stats.allreduce_backend == (f"process group ({reason})" if layout.get("tp", 1) > 1 else "local")
 
 
 @pytest.mark.full_matrix
@@ -115,7 +115,7 @@ def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[st
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     options = {**COMMON, "model": str(tmp_path), "weights": "random", "skip_tokenizer_init": True}
     prompts = [[7, 3, 9, 11, 4, 4, 8], [5, 1], [40, 2, 60]]
-    assert everything(LLM(**options, **layout, next_n=2), prompts) == everything(LLM(**options), prompts)
+    assert everything(LLM(**options, **layout, num_speculative_tokens=2), prompts) == everything(LLM(**options), prompts)
 
 
 @pytest.mark.full_matrix
@@ -124,7 +124,7 @@ def test_more_layouts(expected: list[Any], layout: dict[str, Any]) -> None:
     assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "next_n": 2, "drafter": "ngram"}], ids=name_of)
+@pytest.mark.parametrize("layout", [{"tp": 2, "num_speculative_tokens": 2, "drafter": "ngram"}], ids=name_of)
 def test_qwen(tmp_path: Path, layout: dict[str, Any]) -> None:
     save("qwen", tmp_path)
     prompts = [[5, 6, 7, 5, 6], [9] * 11, [1, 2, 3], [4, 4, 5], [8], [11, 12]]
@@ -154,7 +154,7 @@ def run_until_it_fails(llm: LLM, seconds: float) -> str:
 def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(blow: signal.Signals, named: str) -> None:
     llm = LLM(**COMMON, tp=2, watchdog_seconds=6)
     assert llm.engine.group is not None
-    process = llm.engine.group.members[0].process
+    process = llm.engine.group.workers[0].process
     llm.generate(TEXTS[:1], params(max_tokens=2))
     os.kill(process.pid, blow)
     start = time.monotonic()

@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {
     "page_size": 8,
     "threads": 1,
     "num_pages": 60,
-    "prefill_chunk": 7,
+    "chunked_prefill_size": 7,
     "enable_prefix_caching": False,
     "record_expert_load": True,
 }

@@ -85,7 +85,9 @@ def agents(command: list[list[str]], each: int, **changes: str) -> list[subproce
     ]
 
 
-@pytest.mark.parametrize(("each", "sizes"), [(1, {"tp": 2}), (1, {"dp": 2, "ep": 2, "next_n": 1}), (2, {"tp": 2, "dp": 2, "ep": 4})])
+@pytest.mark.parametrize(
+    ("each", "sizes"), [(1, {"tp": 2}), (1, {"dp": 2, "ep": 2, "num_speculative_tokens": 1}), (2, {"tp": 2, "dp": 2, "ep": 4})]
+)
 def test_two_hosts_give_the_tokens_of_one_process(hosts: tuple[str, str], expected: str, each: int, sizes: dict[str, int]) -> None:
     """Each finds its interface by itself: loopback would not reach the other."""
     found = [finished(agent) for agent in agents([generating("torchrun", **sizes)] * 2, each, RORQUAL_SECRET="known on both hosts")]

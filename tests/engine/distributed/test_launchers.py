@@ -19,7 +19,7 @@ from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.launchers import torchrun as module
 from rorqual.engine.distributed.launchers.placement import assign
-from rorqual.engine.distributed.launchers.torchrun import Place, take_part
+from rorqual.engine.distributed.launchers.torchrun import TorchrunPlace, take_part
 from rorqual.errors import ConfigError, EngineError
 from tests.engine.distributed.starting import (
     ENGINE,
@@ -58,7 +58,7 @@ def test_torchrun_gives_the_tokens_of_one_process(expected: str) -> None:
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(
     "sizes",
-    [{"tp": 2, "dp": 2, "ep": 4}, {"pp": 2, "tp": 2, "next_n": 2}, {"dp": 4, "exchange": "low_latency", "ep": 4}],
+    [{"tp": 2, "dp": 2, "ep": 4}, {"pp": 2, "tp": 2, "num_speculative_tokens": 2}, {"dp": 4, "exchange": "low_latency", "ep": 4}],
 )
 def test_torchrun_of_four(expected: str, sizes: dict[str, int]) -> None:
     check_torchrun(expected, 4, **sizes)
@@ -194,7 +194,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RORQUAL_SECRET", raising=False)
     store = dist.HashStore()
-    monkeypatch.setattr(Place, "store", lambda self: store)
+    monkeypatch.setattr(TorchrunPlace, "store", lambda self: store)
     return store
 
 
@@ -246,7 +246,7 @@ def test_the_variables_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"launcher": "mpi"}, "launcher='mpi'"),
         ({"interface": "lo"}, "interface='lo' does not go with launcher='local'"),
         ({"secret_file": "x"}, "secret_file='x' does not go"),
-        ({"first_card": -1}, "first_card=-1"),
+        ({"first_device": -1}, "first_device=-1"),
         ({"device": "cuda:1", "tp": 2}, "device='cuda:1' names one card"),
     ],
 )
@@ -261,12 +261,12 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
 @given(st.data())
 def test_attention_groups_stay_on_one_node(data: st.DataObject) -> None:
     """Every place is taken once; and where nodes hold whole groups, no group is split."""
-    tp = data.draw(st.sampled_from([1, 2, 4, 8]))
-    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    tp = data.sample_from(st.sampled_from([1, 2, 4, 8]))
+    sizes = data.sample_from(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     nodes = [f"node {index}" for index, groups in enumerate(sizes) for _ in range(groups * tp)]
-    home = data.draw(st.sampled_from(sorted(set(nodes))))
+    home = data.sample_from(st.sampled_from(sorted(set(nodes))))
     nodes.remove(home)
-    nodes = [home, *data.draw(st.permutations(nodes))]
+    nodes = [home, *data.sample_from(st.permutations(nodes))]
     places = assign(nodes, tp)
     assert sorted(places) == list(range(len(nodes)))
     assert places[0] == 0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.engine.execution.request_state import Rows
-from rorqual.engine.execution.sampled_token_broadcast import SharedRows
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.platforms import make_platform
 
 
@@ -43,9 +43,9 @@ class Stage:
     last_stage: bool = False
 
 
-def make(last: bool = False) -> tuple[Rows, Axis, SharedRows]:
-    rows, axis = Rows(6, 4, 32, make_platform("cpu"), most_drafts=2), Axis()
-    return rows, axis, SharedRows(rows, Stage({"tokens": axis}, last))  # type: ignore[arg-type]
+def make(last: bool = False) -> tuple[RequestState, Axis, SampledTokenBroadcast]:
+    rows, axis = RequestState(6, 4, 32, make_platform("cpu"), most_drafts=2), Axis()
+    return rows, axis, SampledTokenBroadcast(rows, Stage({"tokens": axis}, last))  # type: ignore[arg-type]
 
 
 def test_other_requests_are_not_waited_for() -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from rorqual import LLM, SamplingParams
 from rorqual.engine.execution.worker import weight_bytes
 from rorqual.errors import ConfigError
-from rorqual.parallel.fake_axis import EchoAxis
-from rorqual.parallel.shard import Cut
+from rorqual.parallel.fake_axis import FakeAxis
+from rorqual.parallel.shard import Shard
 from tests.models.checkpoints import rewrite_config, save
 
 COMMON: dict[str, Any] = {
@@ -24,13 +24,13 @@ COMMON: dict[str, Any] = {
 PROMPTS = [[5, 3 + i, 9, 11 + 2 * i] for i in range(5)]
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 4},
-    {"tp": 4, "ep": 4, "next_n": 2},
+    {"tp": 4, "ep": 4, "num_speculative_tokens": 2},
     {"tp": 2, "sequence_parallel": True},
-    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "next_n": 1},
+    {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 1},
     {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1},
     {"dp": 4, "ep": 4, "exchange": "alltoall"},
-    {"dp": 4, "embed_tp": 4, "head_tp": 4, "next_n": 2},
-    {"dp": 2, "ep": 2, "exchange": "allgather_ep", "next_n": 1},
+    {"dp": 4, "embed_tp": 4, "head_tp": 4, "num_speculative_tokens": 2},
+    {"dp": 2, "ep": 2, "exchange": "allgather_ep", "num_speculative_tokens": 1},
 ]
 
 
@@ -51,9 +51,12 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{name}={value}" for name, value in layout.items()))
 def test_every_layout_runs_to_the_end(folder: Path, layout: dict[str, Any]) -> None:
-    lone, whole = (LLM(folder, **{**COMMON, **layout, "lone_rank": True}), LLM(folder, **{**COMMON, "next_n": layout.get("next_n", 0)}))
+    lone, whole = (
+        LLM(folder, **{**COMMON, **layout, "single_rank_bench": True}),
+        LLM(folder, **{**COMMON, "num_speculative_tokens": layout.get("num_speculative_tokens", 0)}),
+    )
     assert not dist.is_initialized()
-    assert lone.engine.stats.way_to_experts == lone.engine.stats.way_of_sums == "nowhere (a lone rank)"
+    assert lone.engine.stats.all2all_backend == lone.engine.stats.allreduce_backend == "nowhere (a lone rank)"
     assert weight_bytes(lone.engine.model) < weight_bytes(whole.engine.model)
     found = tokens(lone)
     assert [len(row) for row in found] == [9] * len(PROMPTS)
@@ -63,11 +66,11 @@ def test_every_layout_runs_to_the_end(folder: Path, layout: dict[str, Any]) -> N
 def test_where_nothing_is_cut_it_is_the_engine_of_one_device(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     rewrite_config(tmp_path, first_k_dense_replace=3, num_nextn_predict_layers=0)
-    assert tokens(LLM(tmp_path, **COMMON, dp=4, lone_rank=True)) == tokens(LLM(tmp_path, **COMMON))
+    assert tokens(LLM(tmp_path, **COMMON, dp=4, single_rank_bench=True)) == tokens(LLM(tmp_path, **COMMON))
 
 
 def test_copies_have_the_size_of_what_would_arrive() -> None:
-    axis, x = EchoAxis("tp", Cut(1, 3)), torch.arange(8.0).view(4, 2)
+    axis, x = FakeAxis("tp", Shard(1, 3)), torch.arange(8.0).view(4, 2)
     assert axis.all_reduce(x) is x
     assert torch.equal(axis.all_gather(x), torch.cat([x] * 3))
     assert torch.equal(axis.all_gather(x, [2, 4, 5]), torch.cat((x[:2], x, x, x[:1])))
@@ -84,5 +87,5 @@ def test_copies_have_the_size_of_what_would_arrive() -> None:
 
 @pytest.mark.parametrize("changes", [{"weights": "checkpoint"}, {"pp": 2}, {"launcher": "torchrun"}])
 def test_what_makes_no_sense_alone_is_refused(folder: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="lone_rank needs"):
-        LLM(folder, **{**COMMON, "tp": 2, "lone_rank": True, **changes})
+    with pytest.raises(ConfigError, match="single_rank_bench needs"):
+        LLM(folder, **{**COMMON, "tp": 2, "single_rank_bench": True, **changes})

@@ -22,7 +22,7 @@ class ReplayingPlatform(CpuPlatform):
         super().__init__(device)
         self.replays = 0
 
-    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         work()
         out = work().clone()
 

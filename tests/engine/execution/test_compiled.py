@@ -118,7 +118,7 @@ print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats
 
 def test_tokens_of_eager_with_drafts(folder: Path) -> None:
     """Verified rows are rows of the same step, and the function for several tokens serves them."""
-    options = {"next_n": 2, "drafter": DRAFTER[folder.name]}
+    options = {"num_speculative_tokens": 2, "drafter": DRAFTER[folder.name]}
     llm = engine(folder, **options)
     assert generate(llm) == generate(engine(folder, **LIKE_EAGER))
     assert sum(llm.engine.stats.drafted) > 0
@@ -150,7 +150,7 @@ def test_compiled_steps_are_recorded_where_there_are_graphs(folder: Path, monkey
     """Over the reference ops: whatever can be traced is."""
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    options = {"max_num_seqs": 3, "next_n": 1, "drafter": "ngram"}
+    options = {"max_num_seqs": 3, "num_speculative_tokens": 1, "drafter": "ngram"}
     llm = engine(folder, **options)
     assert generate(llm) == generate(engine(folder, **LIKE_EAGER, **options))
     assert platform.replays > 5

@@ -16,8 +16,8 @@ from torch import Tensor
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.cuda_graphs import bucket_sizes
-from rorqual.engine.execution.model_runner import ModelRunner, Pending
-from rorqual.engine.scheduling.scheduler_output import Plan, Variant
+from rorqual.engine.execution.model_runner import ModelRunner, PendingStep
+from rorqual.engine.scheduling.scheduler_output import SamplingVariant, SchedulerOutput
 from rorqual.errors import ConfigError
 from rorqual.ops.interface import Ops
 from rorqual.request import Logprob, StructuredOutput
@@ -60,7 +60,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
         {"drafter": "mtp"},
         {"drafter": "mtp", "draft_window": False},
         {"drafter": "ngram"},
-        {"drafter": "mtp", "next_n_policy": "adaptive"},
+        {"drafter": "mtp", "speculative_policy": "adaptive"},
         {"drafter": "mtp", "num_pages": 14},
     ],
     ids=str,
@@ -71,12 +71,14 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkey
     sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 5, "max_model_len": 64, "page_size": 8}
     prompts, params = batch()
     params = [replace(p, speculate=i != 3) for i, p in enumerate(params)]
-    if "next_n_policy" not in options:  # there the drafts, and with them the tokens of unseeded requests, depend on the time steps take
+    if (
+        "speculative_policy" not in options
+    ):  # there the drafts, and with them the tokens of unseeded requests, depend on the time steps take
         params = [replace(p, seed=None) if i % 3 == 1 else p for i, p in enumerate(params)]
-    eager = LLM(tmp_path, next_n=2, steps_in_flight=2, **sizes, **options)
+    eager = LLM(tmp_path, num_speculative_tokens=2, steps_in_flight=2, **sizes, **options)
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    llm = LLM(tmp_path, next_n=2, **sizes, **options)
+    llm = LLM(tmp_path, num_speculative_tokens=2, **sizes, **options)
     assert llm.engine.depth == 2
     found = []
     for each in (eager, llm):
@@ -84,12 +86,12 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkey
         found.append([out.outputs[0].token_ids for _ in range(2) for out in each.generate(prompts, params)])
     assert found[0] == found[1]
     assert platform.replays > 10
-    if "next_n_policy" not in options:
+    if "speculative_policy" not in options:
         assert llm.engine.stats.accepted == eager.engine.stats.accepted
         assert llm.engine.stats.drafted == eager.engine.stats.drafted
     assert sum(llm.engine.stats.accepted) > 0
-    recorded = {next_n for _, _, next_n in llm.engine.runner.graphs.graphs}
-    assert recorded == ({0, 1, 2} if "next_n_policy" in options else {2}), "nothing was recorded while serving"
+    recorded = {num_speculative_tokens for _, _, num_speculative_tokens in llm.engine.runner.graphs.graphs}
+    assert recorded == ({0, 1, 2} if "speculative_policy" in options else {2}), "nothing was recorded while serving"
     assert int(llm.engine.runner.rows.length[-1]) == 0
 
 
@@ -110,12 +112,12 @@ HOST: list[dict[str, Any]] = [
     "options",
     [
         {},
-        {"next_n": 2},
-        {"next_n": 2, "draft_window": False},
-        {"next_n": 2, "drafter": "ngram"},
-        {"next_n": 2, "next_n_policy": "adaptive"},
-        {"next_n": 2, "num_pages": 16},
-        {"graph_sizes": (1,)},
+        {"num_speculative_tokens": 2},
+        {"num_speculative_tokens": 2, "draft_window": False},
+        {"num_speculative_tokens": 2, "drafter": "ngram"},
+        {"num_speculative_tokens": 2, "speculative_policy": "adaptive"},
+        {"num_speculative_tokens": 2, "num_pages": 16},
+        {"cudagraph_capture_sizes": (1,)},
     ],
     ids=str,
 )
@@ -138,7 +140,7 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
     llm = LLM(tmp_path, **sizes, **options)
     plans, launch = [], llm.engine.runner.launch
 
-    def launched(plan: Plan) -> Pending:
+    def launched(plan: SchedulerOutput) -> PendingStep:
         plans.append(plan)
         return launch(plan)
 
@@ -150,7 +152,7 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
         found.append([(out.token_ids, told(out.logprobs), out.finish_reason) for out in outs])
     assert found[0] == found[1]
     assert platform.replays == sum(not plan.chunks for plan in plans) > 20
-    if "next_n" in options and "next_n_policy" not in options:
+    if "num_speculative_tokens" in options and "speculative_policy" not in options:
         assert llm.engine.stats.accepted == eager.engine.stats.accepted
         assert llm.engine.stats.drafted == eager.engine.stats.drafted
         assert sum(llm.engine.stats.accepted) > 0
@@ -166,11 +168,11 @@ def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(tmp_path: Path, mo
     save_with_mtp(tmp_path)
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    llm = LLM(tmp_path, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8, next_n=3)
+    llm = LLM(tmp_path, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8, num_speculative_tokens=3)
     runner = llm.engine.runner
     before = [layer["latent"].clone() for layer in runner.pool.layers]
     with torch.inference_mode():
-        for variant in (Variant.GREEDY, Variant.FILTERED, Variant.FULL):
+        for variant in (SamplingVariant.GREEDY, SamplingVariant.FILTERED, SamplingVariant.FULL):
             runner.graphs.graphs[8, variant, 3]()
     assert len(before) == 4
     assert all(torch.equal(layer["latent"][1:], old[1:]) for layer, old in zip(runner.pool.layers, before, strict=True))
@@ -197,18 +199,25 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(folder: Path, monkeypa
     expected = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    llm = LLM(folder, **options, graph_sizes=(1, 7))
+    llm = LLM(folder, **options, cudagraph_capture_sizes=(1, 7))
     graphs = llm.engine.runner.graphs
     assert {size for size, _, _ in graphs.graphs} == {1, 8}
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
     assert {size for size, _, _ in graphs.graphs} == {1, 4, 8}
 
 
-@pytest.mark.parametrize("next_n", [0, 2])
-def test_kernels_compiled_ahead(next_n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+def test_kernels_compiled_ahead(num_speculative_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every step that is recorded is computed once before, inside what compiles; tokens stay what they are."""
     save_with_mtp(tmp_path)
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "page_size": 8, "next_n": next_n}
+    options = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "page_size": 8,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
     prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = [out.outputs[0].token_ids for out in LLM(tmp_path, **options).generate(prompts, params)]
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: ReplayingPlatform(torch.device("cpu")))
@@ -222,13 +231,13 @@ def test_kernels_compiled_ahead(next_n: int, tmp_path: Path, monkeypatch: pytest
 
     plain = ModelRunner._decode_body
 
-    def body(self: ModelRunner, slots: Tensor, variant: Variant, next_n: int) -> Tensor:
-        computed.append((inside[0], (len(slots), variant, next_n)))
-        return plain(self, slots, variant, next_n)
+    def body(self: ModelRunner, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int) -> Tensor:
+        computed.append((inside[0], (len(slots), variant, num_speculative_tokens)))
+        return plain(self, slots, variant, num_speculative_tokens)
 
     monkeypatch.setattr(Ops, "compiling", compiling)
     monkeypatch.setattr(ModelRunner, "_decode_body", body)
-    llm = LLM(tmp_path, **options, compile_ahead=True)
+    llm = LLM(tmp_path, **options, precompile_kernels=True)
     ahead = [key for before, key in computed if before]
     assert len(ahead) == len(set(ahead))
     assert set(ahead) == set(llm.engine.runner.graphs.graphs)
@@ -239,7 +248,7 @@ def test_kernels_compiled_ahead(next_n: int, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("sizes", "message"), [((0,), "at least 1"), ((9,), "max_num_seqs=8"), (4, "list"), (("a",), "at least 1")])
 def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
     with pytest.raises(ConfigError, match=message):
-        LLM(folder, max_num_seqs=8, graph_sizes=sizes)
+        LLM(folder, max_num_seqs=8, cudagraph_capture_sizes=sizes)
 
 
 def test_buckets():
@@ -256,10 +265,10 @@ LONE: dict[str, Any] = {
     "max_model_len": 64,
     "page_size": 8,
     "weights": "random",
-    "lone_rank": True,
+    "single_rank_bench": True,
     "dp": 2,
     "ep": 2,
-    "graph_sizes": (1,),
+    "cudagraph_capture_sizes": (1,),
 }
 
 
@@ -281,7 +290,7 @@ def test_it_is_refused_before_ranks_are_started(folder: Path, monkeypatch: pytes
         raise AssertionError("nobody should be started")
 
     monkeypatch.setattr("rorqual.engine.distributed.executor.make_launcher", launcher)
-    options = {name: value for name, value in LONE.items() if name != "lone_rank"}
+    options = {name: value for name, value in LONE.items() if name != "single_rank_bench"}
     with pytest.raises(ConfigError, match="exchange='alltoall'"):
         LLM(folder, **options, exe_mode="graph", exchange="alltoall")
 

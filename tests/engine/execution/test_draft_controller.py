@@ -1,4 +1,4 @@
-"""The controller of next_n against machines with known step times and acceptance."""
+"""The controller of num_speculative_tokens against machines with known step times and acceptance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rorqual.engine.execution.draft_controller import MARGIN, PROBE_EVERY, Controller
+from rorqual.engine.execution.draft_controller import MARGIN, PROBE_EVERY, DraftController
 
 
 @dataclass
@@ -21,11 +21,11 @@ class Machine:
     noise: float = 0.02
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def run(self, controller: Controller, steps: int, batch: int = 8) -> Counter[int]:
-        """How often each next_n was chosen."""
+    def run(self, controller: DraftController, steps: int, batch: int = 8) -> Counter[int]:
+        """How often each num_speculative_tokens was chosen."""
         chosen: Counter[int] = Counter()
         for _ in range(steps):
-            n = controller.choose(batch)
+            n = controller.next_count(batch)
             chosen[n] += 1
             controller.observe(batch, n, self.tokens(batch, n), self.time(n))
         return chosen
@@ -55,7 +55,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_finds_the_best(name: str) -> None:
     machine = Machine(CASES[name], GAINS)
-    controller = Controller(3, adaptive=True)
+    controller = DraftController(3, adaptive=True)
     machine.run(controller, 100)
     chosen = machine.run(controller, 2000)
     assert chosen.most_common(1)[0][0] == machine.best()
@@ -65,7 +65,7 @@ def test_it_finds_the_best(name: str) -> None:
 
 def test_it_recovers_when_the_text_changes() -> None:
     """Acceptance falls, then rises: within a few probes of every alternative the choice follows."""
-    controller, steps = Controller(3, adaptive=True), 4 * 3 * PROBE_EVERY
+    controller, steps = DraftController(3, adaptive=True), 4 * 3 * PROBE_EVERY
     easy, hard = Machine([1.0, 1.1, 1.2, 1.3], GAINS), Machine([1.0, 1.1, 1.2, 1.3], [1.0, 1.03, 1.03, 1.03])
     for machine in (easy, hard, easy, hard):
         machine.run(controller, steps)
@@ -76,14 +76,14 @@ def test_a_small_advantage_moves_nothing() -> None:
     """Two choices within the margin of one another, and noise above their difference: the first one found good stays."""
     near = 1 + (MARGIN - 1) / 3
     machine = Machine([1.0, 1.85 / near], GAINS[:2], noise=0.1)
-    controller = Controller(1, adaptive=True)
+    controller = DraftController(1, adaptive=True)
     machine.run(controller, 300)
     held = [machine.run(controller, 200).most_common(1)[0][0] for _ in range(30)]
     assert sum(a != b for a, b in itertools.pairwise(held)) <= 2
 
 
 def test_every_bucket_of_batch_sizes_is_on_its_own() -> None:
-    controller = Controller(3, adaptive=True)
+    controller = DraftController(3, adaptive=True)
     small, large = Machine(CASES["drafts are nearly free"], GAINS), Machine(CASES["drafts cost what they bring"], GAINS)
     for _ in range(60):
         small.run(controller, 10, batch=3)
@@ -92,25 +92,25 @@ def test_every_bucket_of_batch_sizes_is_on_its_own() -> None:
     assert large.run(controller, 200, batch=127).most_common(1)[0][0] == 0
 
 
-@pytest.mark.parametrize("next_n", range(4))
-def test_a_disturbed_step_says_nothing(next_n: int) -> None:
+@pytest.mark.parametrize("num_speculative_tokens", range(4))
+def test_a_disturbed_step_says_nothing(num_speculative_tokens: int) -> None:
     """One step in forty takes a hundred times as long; also each choice's very first, as where a kernel is made on first use."""
     machine = Machine(CASES["two are best"], GAINS)
-    controller = Controller(3, adaptive=True)
+    controller = DraftController(3, adaptive=True)
     seen: Counter[int] = Counter()
     for step in range(1200):
-        n = controller.choose(8)
+        n = controller.next_count(8)
         seen[n] += 1
-        slow = 100 if step % 40 == 7 or (n == next_n and seen[n] == 1) else 1
+        slow = 100 if step % 40 == 7 or (n == num_speculative_tokens and seen[n] == 1) else 1
         controller.observe(8, n, machine.tokens(8, n), machine.time(n) * slow)
     assert machine.run(controller, 200).most_common(1)[0][0] == 2
 
 
 def test_steps_that_stay_slow_are_believed() -> None:
     """The choice in use becomes ten times slower for good: not a disturbance, however large."""
-    controller = Controller(1, adaptive=True)
+    controller = DraftController(1, adaptive=True)
     Machine([1.0, 1.1], GAINS[:2]).run(controller, 500)
-    assert controller.choose(8) == 1
+    assert controller.next_count(8) == 1
     changed = Machine([1.0, 11.0], GAINS[:2])
     changed.run(controller, 3 * PROBE_EVERY)
     assert changed.run(controller, 200).most_common(1)[0][0] == 0
@@ -119,10 +119,10 @@ def test_steps_that_stay_slow_are_believed() -> None:
 def test_the_first_step_after_a_change_verifies_what_was_drafted_before() -> None:
     """A step that may verify n drafts finds no more than the step before made: that is not what n brings in the long run."""
     seconds, gains = [1.0, 1.2, 1.55, 1.9], GAINS
-    machine, controller, before = Machine(seconds, gains, noise=0.005), Controller(3, adaptive=True), 0
+    machine, controller, before = Machine(seconds, gains, noise=0.005), DraftController(3, adaptive=True), 0
     assert machine.best() == 3
     for _ in range(3000):
-        n = controller.choose(64)
+        n = controller.next_count(64)
         controller.observe(64, n, round(64 * gains[min(n, before)]), machine.time(n))
         before = n
     rates = {n: estimate.rate / 64 for n, estimate in controller.buckets[7].estimates.items()}
@@ -133,24 +133,24 @@ def test_the_first_step_after_a_change_verifies_what_was_drafted_before() -> Non
 def test_a_pinned_choice_stays(adaptive: bool) -> None:
     """With one choice, and with adaptive off, nothing is ever tried."""
     machine = Machine(CASES["drafts cost what they bring"], GAINS)
-    controller = Controller(3, adaptive=False)
+    controller = DraftController(3, adaptive=False)
     assert controller.choices == (3,)
     assert set(machine.run(controller, 500)) == {3}
     assert not controller.buckets
-    assert set(machine.run(Controller(0, adaptive), 20)) == {0}
+    assert set(machine.run(DraftController(0, adaptive), 20)) == {0}
 
 
 def test_late_observations_count_for_what_they_ran_with() -> None:
     """With steps in flight, results of a choice come in after another was made."""
     machine = Machine(CASES["one is best"], GAINS)
-    controller, waiting = Controller(3, adaptive=True), []
+    controller, waiting = DraftController(3, adaptive=True), []
     for _ in range(1500):
-        waiting.append(controller.choose(8))
+        waiting.append(controller.next_count(8))
         if len(waiting) == 3:
             n = waiting.pop(0)
             controller.observe(8, n, machine.tokens(8, n), machine.time(n))
-    assert Counter(controller.choose(8) for _ in range(1)).most_common(1)[0][0] == 1
+    assert Counter(controller.next_count(8) for _ in range(1)).most_common(1)[0][0] == 1
 
 
 def test_nothing_decodes() -> None:
-    assert Controller(3, adaptive=True).choose(0) == 3
+    assert DraftController(3, adaptive=True).next_count(0) == 3

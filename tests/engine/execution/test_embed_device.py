@@ -67,7 +67,7 @@ def test_prediction_modules_share_it(tmp_path: Path, on: Any) -> None:
     config = {**V3, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     card = Card()
-    llm = on(card, tmp_path, embed_device="cpu", next_n=2, weights="random")
+    llm = on(card, tmp_path, embed_device="cpu", num_speculative_tokens=2, weights="random")
     got = generate(llm)
     assert len(card.host) == 1
     assert sum(llm.engine.stats.drafted) > 0

@@ -52,7 +52,7 @@ def one_by_one(folder: Path, **options: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
     found = one_by_one(folder, **FP8)
-    assert sum(a != b for a, b in zip(found, one_by_one(folder), strict=True)) > len(BATCH) // 2, "nothing was quantised"
+    assert sum(a != b for a, b in zip(found, one_by_one(folder), strict=True)) > len(BATCH) // 2, "nothing was quantized"
     return found
 
 
@@ -74,14 +74,14 @@ def name_of(options: dict[str, Any]) -> str:
 
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"prefill_chunk": 1},
-    {"prefill_chunk": 7, "enable_prefix_caching": False},
+    {"chunked_prefill_size": 1},
+    {"chunked_prefill_size": 7, "enable_prefix_caching": False},
     {"max_num_batched_tokens": 33, "steps_in_flight": 2},
     {"num_pages": 30},
     {"mla_prefill": "CC", "mla_decode": "CC"},
     {"mla_prefill": "A_CC", "mla_decode": "A_CC"},
     {"mla_prefill": "A_CC_ME", "mla_decode": "AM_CC_ME"},
-    {"kv_cache_dtype": "float8_e4m3fn", "next_n": 2, "drafter": "ngram"},
+    {"kv_cache_dtype": "float8_e4m3fn", "num_speculative_tokens": 2, "drafter": "ngram"},
 ]
 
 
@@ -97,7 +97,11 @@ def test_tokens_do_not_depend_on_how_they_were_computed(folder: Path, expected: 
     assert (cached > 0) == options.get("enable_prefix_caching", True)
 
 
-DRAFTS: list[dict[str, Any]] = [{"next_n": 1}, {"next_n": 3, "prefill_chunk": 5, "steps_in_flight": 2}, {"next_n": 2, "num_pages": 34}]
+DRAFTS: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 1},
+    {"num_speculative_tokens": 3, "chunked_prefill_size": 5, "steps_in_flight": 2},
+    {"num_speculative_tokens": 2, "num_pages": 34},
+]
 
 
 @pytest.mark.parametrize("options", DRAFTS, ids=name_of)
@@ -112,7 +116,7 @@ def test_drafts_change_no_token(drafting: Path, expected_drafting: list[list[int
 def test_recorded_steps(drafting: Path, expected_drafting: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    assert_same(greedy(engine(drafting, max_num_seqs=5, next_n=1, **FP8), BATCH), expected_drafting)
+    assert_same(greedy(engine(drafting, max_num_seqs=5, num_speculative_tokens=1, **FP8), BATCH), expected_drafting)
     assert platform.replays > 10
 
 
@@ -126,7 +130,7 @@ def test_compiled_steps(folder: Path, expected: list[list[int]], monkeypatch: py
     assert_same(greedy(engine(folder, exe_mode="compile", mla_decode=form, **FP8), BATCH), expected)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "next_n": 2}, {"pp": 2, "prefill_chunk": 5}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2, "num_speculative_tokens": 2}, {"pp": 2, "chunked_prefill_size": 5}], ids=str)
 def test_several_ranks(drafting: Path, expected_drafting: list[list[int]], layout: dict[str, Any]) -> None:
     """The latent cache is on every tensor-parallel rank; a pipeline stage holds its layers' planes."""
     llm = engine(drafting, threads=1, num_pages=200, **FP8, **layout)
@@ -148,7 +152,7 @@ def test_logits_stay_near_those_of_fp32(tmp_path: Path, option: str, worst: floa
     similar = torch.cosine_similarity(exact, ours, dim=-1)
     assert similar.min() > worst
     assert similar.median() > median
-    assert similar[:, 1:].max() < 1 - 1e-6, "nothing was quantised"
+    assert similar[:, 1:].max() < 1 - 1e-6, "nothing was quantized"
     whole = all_logits(load(tmp_path, CpuOps(native=False)), ids, [23], kv_dtype="fp8")
     torch.testing.assert_close(ours, whole, rtol=2e-4, atol=2e-4)
 
@@ -157,7 +161,7 @@ def test_logits_stay_near_those_of_fp32(tmp_path: Path, option: str, worst: floa
 def test_a_cache_of_another_width_than_the_activations(tmp_path: Path, option: str) -> None:
     """fp32 with a bf16 cache: every form reads it alike."""
     save(option, tmp_path)
-    forms: list[dict[str, Any]] = [{}, {"mla_prefill": "A_CC", "mla_decode": "A_CC"}, {"prefill_chunk": 3, "mla_decode": "CC"}]
+    forms: list[dict[str, Any]] = [{}, {"mla_prefill": "A_CC", "mla_decode": "A_CC"}, {"chunked_prefill_size": 3, "mla_decode": "CC"}]
     found = [greedy(engine(tmp_path, kv_cache_dtype="bfloat16", **more), BATCH) for more in forms]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
@@ -167,7 +171,7 @@ def test_a_cache_of_another_width_than_the_activations(tmp_path: Path, option: s
 
 
 def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
-    llm = engine(drafting, num_pages=40, next_n=1, **FP8)
+    llm = engine(drafting, num_pages=40, num_speculative_tokens=1, **FP8)
     pool, config = llm.engine.runner.pool, llm.engine.model_config
     held = sum(plane.nbytes for layer in pool.layers for plane in layer.values())
     each = costs.kv_bytes_per_token(config, costs.Format("float32", "fp8"))
@@ -179,8 +183,8 @@ def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
 
 def test_the_same_memory_holds_more_tokens(folder: Path) -> None:
     room = {"kv_cache_bytes": 2**19, "max_num_seqs": 32}
-    plain, quantised = (engine(folder, **room, **more).engine.scheduler.allocator.capacity for more in ({}, FP8))
-    assert quantised > 1.8 * plain
+    plain, quantized = (engine(folder, **room, **more).engine.scheduler.allocator.capacity for more in ({}, FP8))
+    assert quantized > 1.8 * plain
 
 
 def test_what_cannot_have_it_says_so_before_loading(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,12 +75,12 @@ def assert_same(folder: Path, got: list[list[int]], want: list[list[int]]) -> No
     [
         {},
         {"enable_prefix_caching": False},
-        {"prefill_chunk": 1},
-        {"prefill_chunk": 7},
+        {"chunked_prefill_size": 1},
+        {"chunked_prefill_size": 7},
         {"max_num_batched_tokens": 33, "max_num_seqs": 32},
         {"steps_in_flight": 2},
         {"num_pages": 30},
-        {"num_pages": 30, "steps_in_flight": 2, "prefill_chunk": 5},
+        {"num_pages": 30, "steps_in_flight": 2, "chunked_prefill_size": 5},
         {"mla_prefill": "A_CC", "mla_decode": "A_CC_ME"},
         {"mla_prefill": "CD", "mla_decode": "CD"},
     ],
@@ -101,9 +101,9 @@ def test_batch_of_32_gives_the_tokens_of_one(folder: Path, expected: list[list[i
     "options",
     [
         {},
-        {"prefill_chunk": 7},
+        {"chunked_prefill_size": 7},
         {"mla_decode": "CC", "max_num_batched_tokens": 33},
-        {"mla_decode": "CC", "next_n": 2, "drafter": "ngram", "prefill_chunk": 30},
+        {"mla_decode": "CC", "num_speculative_tokens": 2, "drafter": "ngram", "chunked_prefill_size": 30},
     ],
     ids=str,
 )

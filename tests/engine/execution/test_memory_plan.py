@@ -14,7 +14,7 @@ from rorqual.cache.stretch import SCORE_BYTES, workspace_bytes
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Rank
+from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Worker
 from rorqual.errors import CapacityError
 from rorqual.planner.costs.costs import Format
 from rorqual.planner.timing.roofline import activation_bytes
@@ -41,9 +41,9 @@ class Card:
         return 80 * GIB
 
 
-def rank_of(shape: str, free: int = 40 * GIB, tp: int = 8, **options: Any) -> Rank:
+def rank_of(shape: str, free: int = 40 * GIB, tp: int = 8, **options: Any) -> Worker:
     """A rank whose weights are loaded."""
-    rank = Rank.__new__(Rank)
+    rank = Worker.__new__(Worker)
     rank.config = EngineConfig(shape, tp=tp, max_num_seqs=64, **options)
     rank.platform = Card(free)  # type: ignore[assignment]
     rank.mesh = SimpleNamespace(sizes=ParallelConfig(tp=tp))  # type: ignore[assignment]
@@ -66,7 +66,7 @@ def test_the_cache_of_a_card_gets_what_the_workspace_leaves(tp: int, stretch: in
 
 def test_shorter_chunks_need_less() -> None:
     whole = rank_of("deepseek-v3", max_num_batched_tokens=8192)
-    chunked = rank_of("deepseek-v3", max_num_batched_tokens=8192, prefill_chunk=512)
+    chunked = rank_of("deepseek-v3", max_num_batched_tokens=8192, chunked_prefill_size=512)
     assert whole.workspace - chunked.workspace == (8192 - 512) * 16 * 129 * 4
 
 

@@ -55,10 +55,10 @@ def watch(llm: LLM, batch: list[list[int]], most: int = 24) -> dict[Known, Seen]
     while engine.has_work:
         engine.step()
         for sequence in engine.scheduler.decoding.values():
-            if len(sequence.tokens) + engine.config.next_n + 1 < sequence.target:
+            if len(sequence.tokens) + engine.config.num_speculative_tokens + 1 < sequence.max_total_len:
                 continue  # sure to be seen again
             tokens, rows = tuple(sequence.tokens), engine.runner.rows
-            assert int(rows.num_drafts[sequence.slot]) == engine.scheduler.next_n
+            assert int(rows.num_drafts[sequence.slot]) == engine.scheduler.num_speculative_tokens
             drafted = rows.drafts[sequence.slot].tolist()
             seen[sequence.request.id] = Seen(tokens, sequence.prompt_len, drafted, entries_of(llm, sequence))
     return {last.tokens: last for last in seen.values()}
@@ -72,7 +72,7 @@ def entries_of(llm: LLM, sequence: Sequence) -> Tensor:
 
 def after_whole_prefill(folder: Path, texts: list[Known]) -> dict[Known, Seen]:
     """The same when all of each text but its last token is one prompt, computed in one piece."""
-    llm = engine(folder, next_n=NEXT_N, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    llm = engine(folder, num_speculative_tokens=NEXT_N, enable_prefix_caching=False, max_num_batched_tokens=4096)
     return watch(llm, [list(text[:-1]) for text in texts], most=2)
 
 
@@ -115,12 +115,12 @@ class Reference:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], self.tensors[name], 1e-6)
 
     @torch.no_grad()
-    def drafts(self, text: Known, next_n: int) -> list[int]:
+    def drafts(self, text: Known, num_speculative_tokens: int) -> list[int]:
         """Section 2.2 of arXiv 2412.19437: module k at position i joins the state before it with token i + k + 1. Past the last
         module, that one goes on from its own state."""
         hidden = self.main.model(input_ids=torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0]
         known = list(text)
-        for place in range(next_n):
+        for place in range(num_speculative_tokens):
             module = min(place, self.count - 1)
             if place < self.count:
                 inputs = self.merge(module, hidden, known[place + 1 :])
@@ -133,7 +133,7 @@ class Reference:
 
 def test_drafts_are_those_of_the_paper(folder: Path, tmp_path: Path):
     reference = Reference(folder, tmp_path)
-    llm = engine(folder, next_n=NEXT_N, max_num_batched_tokens=4096)
+    llm = engine(folder, num_speculative_tokens=NEXT_N, max_num_batched_tokens=4096)
     found = watch(llm, prompts(12), most=2)
     assert len(found) == 12
     for text, seen in found.items():
@@ -142,7 +142,7 @@ def test_drafts_are_those_of_the_paper(folder: Path, tmp_path: Path):
 
 def test_the_copies_of_embedding_and_head_are_not_loaded(folder: Path):
     """They are NaN in these checkpoints; and without speculation the modules are not loaded at all."""
-    assert len(engine(folder, next_n=1).engine.model.mtp) == (1 if one_module(folder) else 2)
+    assert len(engine(folder, num_speculative_tokens=1).engine.model.mtp) == (1 if one_module(folder) else 2)
     llm = engine(folder)
     assert not llm.engine.model.mtp
     assert len(llm.engine.runner.pool.layers) == 3
@@ -151,7 +151,7 @@ def test_the_copies_of_embedding_and_head_are_not_loaded(folder: Path):
 def test_a_checkpoint_that_lacks_its_modules_is_refused(tmp_path: Path):
     save("v3", tmp_path)
     with pytest.raises(LoadError, match=r"model\.layers\.3\."):
-        engine(tmp_path, next_n=1)
+        engine(tmp_path, num_speculative_tokens=1)
 
 
 # ---- whatever way the cache came about
@@ -160,18 +160,18 @@ def test_a_checkpoint_that_lacks_its_modules_is_refused(tmp_path: Path):
 SETTINGS = [
     {"enable_prefix_caching": False},
     {},
-    {"prefill_chunk": 1},
-    {"prefill_chunk": 7},
+    {"chunked_prefill_size": 1},
+    {"chunked_prefill_size": 7},
     {"max_num_batched_tokens": 128, "max_num_seqs": 32},
     {"num_pages": 40},
-    {"num_pages": 40, "enable_prefix_caching": False, "prefill_chunk": 5},
+    {"num_pages": 40, "enable_prefix_caching": False, "chunked_prefill_size": 5},
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()) or "default")
 def test_what_a_module_sees_does_not_depend_on_how_it_was_computed(folder: Path, settings: dict):
     """Twice: the second time the prefix cache holds what the first left, pages full of decoded tokens among them."""
-    llm = engine(folder, next_n=NEXT_N, **settings)
+    llm = engine(folder, num_speculative_tokens=NEXT_N, **settings)
     for _ in range(2):
         found = watch(llm, prompts(20))
         wanted = after_whole_prefill(folder, list(found))
@@ -194,7 +194,7 @@ def test_acceptance_does_not_depend_on_how_the_cache_was_computed(tmp_path: Path
     save_with_mtp(tmp_path, agreement=2.0)
     counts = []
     for settings in SETTINGS[1:5]:
-        llm = engine(tmp_path, next_n=NEXT_N, **settings)
+        llm = engine(tmp_path, num_speculative_tokens=NEXT_N, **settings)
         for _ in range(2):
             before = [*llm.engine.stats.drafted, *llm.engine.stats.accepted]
             watch(llm, prompts(20))
@@ -206,8 +206,8 @@ def test_acceptance_does_not_depend_on_how_the_cache_was_computed(tmp_path: Path
 
 
 def test_a_module_s_cache_is_kept_up_whatever_next_n_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """next_n goes up and down between steps, 0 included: what was not drafted is cached all the same."""
-    llm, turns = engine(folder, next_n=NEXT_N), itertools.cycle([3, 0, 1, 0, 0, 2, 3, 1])
+    """num_speculative_tokens goes up and down between steps, 0 included: what was not drafted is cached all the same."""
+    llm, turns = engine(folder, num_speculative_tokens=NEXT_N), itertools.cycle([3, 0, 1, 0, 0, 2, 3, 1])
     monkeypatch.setattr(llm.engine.controller, "choose", lambda batch: next(turns))
     found = watch(llm, prompts(20))
     assert_first_module_same(found, after_whole_prefill(folder, list(found)))
@@ -222,8 +222,8 @@ def test_every_module_caches_the_prompt(tmp_path: Path, modules: int, chunk: int
     save_with_mtp(tmp_path, modules)
     long = [token for prompt in prompts() for token in prompt]
     batch = [[*long[i:], i][: 24 + i] for i in range(9)]
-    options = {"next_n": modules, "enable_prefix_caching": False}
-    found = watch(engine(tmp_path, **options, prefill_chunk=chunk), batch, most=1 + modules)
+    options = {"num_speculative_tokens": modules, "enable_prefix_caching": False}
+    found = watch(engine(tmp_path, **options, chunked_prefill_size=chunk), batch, most=1 + modules)
     wanted = watch(engine(tmp_path, **options), batch, most=1 + modules)
     assert len(found) == len(batch)
     assert found.keys() == wanted.keys()
@@ -239,7 +239,7 @@ def test_a_page_is_not_shared_where_another_token_follows_it(tmp_path: Path):
     page, first = 8, prompts()[0][:33]
     for shared, hits in ((24, 16), (25, 24)):
         second = [*first[:shared], *((token + 1) % VOCAB for token in first[shared:])]
-        with_module, without = engine(tmp_path, next_n=1), engine(tmp_path)
+        with_module, without = engine(tmp_path, num_speculative_tokens=1), engine(tmp_path)
         for llm, expected in ((with_module, hits), (without, 24)):
             params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
             llm.generate(first, params)
@@ -250,7 +250,7 @@ def test_a_page_is_not_shared_where_another_token_follows_it(tmp_path: Path):
 def test_a_hit_leaves_what_the_module_would_have_computed(tmp_path: Path):
     save_with_mtp(tmp_path)
     first = prompts()[0][:33]
-    llm = engine(tmp_path, next_n=1)
+    llm = engine(tmp_path, num_speculative_tokens=1)
     watch(llm, [first], most=2)
     for shared in (17, 24, 25, 32):
         second = [*first[:shared], *((token + 1) % VOCAB for token in first[shared:]), 5]

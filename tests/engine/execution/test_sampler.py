@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rorqual.engine.execution.request_state import Rows
-from rorqual.engine.execution.sampler import Logprobs, Place, choose, edit, forbid
-from rorqual.engine.scheduling.scheduler_output import NewRow, Plan, Variant, drawing_of
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.execution.sampler import LogitRow, Logprobs, apply_bitmask, apply_logits_processors, sample
+from rorqual.engine.scheduling.scheduler_output import NewRequest, SamplingVariant, SchedulerOutput, sampling_variant_of
 from rorqual.ops.reference import cut
 from rorqual.ops.rng import uniform
 from rorqual.platforms.cpu import CpuPlatform
@@ -27,27 +27,27 @@ CHI_SQUARED = {11: 37.37, 15: 44.26}
 
 def rows_of(
     *params: SamplingParams, prompt: tuple[int, ...] = (), outputs: tuple[int, ...] = (), stop_ids: tuple[int, ...] = (), vocab: int = VOCAB
-) -> Rows:
+) -> RequestState:
     """Device rows, one a setting, each over the same prompt and outputs so far. Unseeded ones get their slot as seed."""
-    rows = Rows(len(params), 1, vocab, CpuPlatform(torch.device("cpu")))
-    rows.apply(Plan(new_rows=[new_row(slot, p, prompt, outputs, stop_ids) for slot, p in enumerate(params)]))
+    rows = RequestState(len(params), 1, vocab, CpuPlatform(torch.device("cpu")))
+    rows.apply(SchedulerOutput(new_requests=[new_row(slot, p, prompt, outputs, stop_ids) for slot, p in enumerate(params)]))
     return rows
 
 
 def new_row(
     slot: int, params: SamplingParams, prompt: tuple[int, ...], outputs: tuple[int, ...] = (), stop_ids: tuple[int, ...] = ()
-) -> NewRow:
+) -> NewRequest:
     tokens = (*prompt, *outputs) if params.edits_logits else ()
     seed = slot if params.seed is None else params.seed
-    return NewRow(slot, params, seed, (), len(prompt), tokens, frozenset(stop_ids))
+    return NewRequest(slot, params, seed, (), len(prompt), tokens, frozenset(stop_ids))
 
 
-def draw(logits: Tensor, rows: Rows, slots: list[int], positions: list[int]) -> Tensor:
+def draw(logits: Tensor, rows: RequestState, slots: list[int], positions: list[int]) -> Tensor:
     """As the runner samples a step that asks for edits."""
     params, where = rows.asked(slots), torch.tensor(positions)
     if any(p.edits_logits for p in params):
-        logits = edit(logits, [Place(slot) for slot in slots], where, rows)
-    tokens = choose(logits, drawing_of(params), torch.tensor(slots), where, rows)
+        logits = apply_logits_processors(logits, [LogitRow(slot) for slot in slots], where, rows)
+    tokens = sample(logits, sampling_variant_of(params), torch.tensor(slots), where, rows)
     rows.count(torch.tensor(slots), tokens)
     return tokens
 
@@ -269,7 +269,7 @@ EDITS: list[dict[str, Any]] = [
 def test_edits_step_by_step_against_the_naive_way() -> None:
     """Twenty greedy tokens from slowly changing logits: each depends on all counts before it. One row edits nothing."""
     prompt, stop_ids, count = (3, 7, 7, 11), (2, 7, 20), len(EDITS)
-    params = [SamplingParams(temperature=0.0, max_tokens=20, **edit) for edit in EDITS]
+    params = [SamplingParams(temperature=0.0, max_tokens=20, **apply_logits_processors) for apply_logits_processors in EDITS]
     rows = rows_of(*params, prompt=prompt, stop_ids=stop_ids)
     base, outputs = noise(count, seed=8, scale=1.0), [[] for _ in params]
     base[:, list(stop_ids)] += 1.0
@@ -304,7 +304,7 @@ def test_a_slot_forgets_its_last_request() -> None:
     rows, logits = rows_of(params, prompt=(1,)), noise(1, seed=10, scale=0.2)
     first = [ids(draw(logits, rows, [0], [1 + step]))[0] for step in range(5)]
     assert len(set(first)) == 5
-    rows.apply(Plan(new_rows=[new_row(0, params, (1,))]))
+    rows.apply(SchedulerOutput(new_requests=[new_row(0, params, (1,))]))
     assert [ids(draw(logits, rows, [0], [1 + step]))[0] for step in range(5)] == first
 
 
@@ -313,7 +313,7 @@ def test_a_slot_forgets_the_prompt_it_had() -> None:
     rows, logits = rows_of(params, prompt=(7,)), torch.full((1, VOCAB), -1.0)
     logits[0, 7], logits[0, 8] = 2.0, 1.0
     assert ids(draw(logits, rows, [0], [1])) == [8]
-    rows.apply(Plan(new_rows=[new_row(0, params, (3,))]))
+    rows.apply(SchedulerOutput(new_requests=[new_row(0, params, (3,))]))
     assert ids(draw(logits, rows, [0], [1])) == [7]
 
 
@@ -371,13 +371,13 @@ def test_the_widest_way_of_drawing_that_any_row_needs() -> None:
     greedy, plain = SamplingParams(temperature=0), SamplingParams()
     filtered = SamplingParams(top_p=0.5)
     cut_greedy = SamplingParams(temperature=0, top_k=3)
-    assert drawing_of([]) is drawing_of([greedy, cut_greedy]) is Variant.GREEDY
-    assert drawing_of([cut_greedy, plain]) is Variant.PLAIN
-    assert drawing_of([greedy, filtered, plain]) is Variant.FILTERED
+    assert sampling_variant_of([]) is sampling_variant_of([greedy, cut_greedy]) is SamplingVariant.GREEDY
+    assert sampling_variant_of([cut_greedy, plain]) is SamplingVariant.PLAIN
+    assert sampling_variant_of([greedy, filtered, plain]) is SamplingVariant.FILTERED
     for asks in ({"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"min_tokens": 1}):
         params = SamplingParams(**asks)
         assert params.needs_host
-        assert drawing_of([greedy, params]) is Variant.PLAIN, "whatever else it wants"
+        assert sampling_variant_of([greedy, params]) is SamplingVariant.PLAIN, "whatever else it wants"
     assert SamplingParams(structured=StructuredOutput("json_object")).needs_host
     assert not filtered.needs_host
 
@@ -387,7 +387,7 @@ def test_a_mask_forbids_what_its_bits_leave_out() -> None:
     allowed = [{0, 31, 32, 49}, {5}]
     words = [[sum(1 << (t % 32) for t in row if t // 32 == w) for w in range(2)] for row in allowed]
     mask = torch.tensor([[w - 2**32 if w >= 2**31 else w for w in row] for row in words], dtype=torch.int32)
-    found = forbid(logits, mask)
+    found = apply_bitmask(logits, mask)
     for row, kept in enumerate(allowed):
         assert {i for i, value in enumerate(found[row].tolist()) if value > float("-inf")} == kept
         assert torch.equal(found[row, sorted(kept)], logits[row, sorted(kept)])

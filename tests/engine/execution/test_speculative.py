@@ -70,14 +70,16 @@ def told(llm: LLM) -> tuple[int, int]:
     return sum(llm.engine.stats.drafted), sum(llm.engine.stats.accepted)
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 3])
-def test_tokens_are_those_without_speculation(folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], next_n: int):
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
+def test_tokens_are_those_without_speculation(
+    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], num_speculative_tokens: int
+):
     plain = engine(folder)
     assert tokens_of(plain, texts) == expected
-    llm = engine(folder, next_n=next_n, drafter=drafter, max_num_batched_tokens=512)
+    llm = engine(folder, num_speculative_tokens=num_speculative_tokens, drafter=drafter, max_num_batched_tokens=512)
     assert tokens_of(llm, texts) == expected
     drafted, accepted = llm.engine.stats.drafted, llm.engine.stats.accepted
-    assert len(drafted) == len(accepted) == next_n
+    assert len(drafted) == len(accepted) == num_speculative_tokens
     assert 0.1 * drafted[0] < accepted[0] < drafted[0]
     assert llm.engine.stats.steps < plain.engine.stats.steps
     assert tokens_of(llm, texts) == expected, "from the prefix cache"
@@ -85,22 +87,22 @@ def test_tokens_are_those_without_speculation(folder: Path, drafter: str, texts:
 
 SETTINGS: list[dict[str, Any]] = [
     {"enable_prefix_caching": False},
-    {"prefill_chunk": 1},
-    {"prefill_chunk": 7},
+    {"chunked_prefill_size": 1},
+    {"chunked_prefill_size": 7},
     {"max_num_batched_tokens": 128},
     {"steps_in_flight": 2},
     {"steps_in_flight": 3},
     {"num_pages": 22},
-    {"num_pages": 22, "steps_in_flight": 2, "prefill_chunk": 5},
+    {"num_pages": 22, "steps_in_flight": 2, "chunked_prefill_size": 5},
     {"num_pages": 22, "steps_in_flight": 3, "enable_prefix_caching": False},
     {"max_num_seqs": 5, "max_num_batched_tokens": 20, "steps_in_flight": 2},
-    {"next_n_policy": "adaptive"},
-    {"next_n_policy": "adaptive", "steps_in_flight": 3, "num_pages": 22},
+    {"speculative_policy": "adaptive"},
+    {"speculative_policy": "adaptive", "steps_in_flight": 3, "num_pages": 22},
     {"page_size": 1, "num_pages": 400},
 ]
 MODULES: list[dict[str, Any]] = [
     {"draft_window": False},
-    {"draft_window": False, "steps_in_flight": 2, "prefill_chunk": 7, "num_pages": 22},
+    {"draft_window": False, "steps_in_flight": 2, "chunked_prefill_size": 7, "num_pages": 22},
     {"drafter": "ngram"},
     {"mla_prefill": "CD", "mla_decode": "CD"},
 ]
@@ -117,7 +119,7 @@ CASES += [("two-modules", s) for s in (SETTINGS[2], SETTINGS[7], *MODULES[:2])]
 def test_no_setting_changes_a_token(
     folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
 ):
-    llm = engine(folder, **{"next_n": 3, "drafter": drafter, **settings})
+    llm = engine(folder, **{"num_speculative_tokens": 3, "drafter": drafter, **settings})
     assert tokens_of(llm, texts) == expected
     assert told(llm)[1] > 0
     assert "num_pages" not in settings or llm.engine.scheduler.num_preemptions > 0
@@ -127,7 +129,7 @@ def test_every_step_may_ask_for_another_next_n(
     folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     for depth in (1, 3):
-        llm = engine(folder, next_n=3, drafter=drafter, steps_in_flight=depth)
+        llm = engine(folder, num_speculative_tokens=3, drafter=drafter, steps_in_flight=depth)
         generator = torch.Generator().manual_seed(depth)
         monkeypatch.setattr(llm.engine.controller, "choose", lambda batch, g=generator: int(torch.randint(4, (1,), generator=g)))
         assert tokens_of(llm, texts) == expected
@@ -135,7 +137,7 @@ def test_every_step_may_ask_for_another_next_n(
 
 
 def test_requests_may_opt_out(folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]):
-    llm = engine(folder, next_n=3, drafter=drafter, steps_in_flight=2)
+    llm = engine(folder, num_speculative_tokens=3, drafter=drafter, steps_in_flight=2)
     params = [SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, speculate=i % 2 == 0) for i in range(len(texts))]
     watched = {}
     add = llm.engine.scheduler.add
@@ -151,7 +153,7 @@ def test_requests_may_opt_out(folder: Path, drafter: str, texts: list[list[int]]
 
 
 def test_max_tokens_in_the_middle_of_an_accepted_run(folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]):
-    llm = engine(folder, next_n=3, drafter=drafter, steps_in_flight=2)
+    llm = engine(folder, num_speculative_tokens=3, drafter=drafter, steps_in_flight=2)
     for first in range(5):
         limits = [(first + i) % 5 + 1 for i in range(len(texts))]
         outs = llm.generate(texts, [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in limits])
@@ -165,7 +167,7 @@ def test_the_context_s_end_in_the_middle_of_an_accepted_run(folder: Path, drafte
     texts, expected = texts[:6], expected[:6]
     longest = max(len(text) for text in texts)
     for extra in (2, 3):
-        llm = engine(folder, next_n=3, drafter=drafter, max_model_len=longest + extra, steps_in_flight=2)
+        llm = engine(folder, num_speculative_tokens=3, drafter=drafter, max_model_len=longest + extra, steps_in_flight=2)
         found = tokens_of(llm, texts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
         for text, tokens, want in zip(texts, found, expected, strict=True):
             assert tokens[:OUTPUT] == want[: longest + extra - len(text)]
@@ -193,12 +195,12 @@ def bundled_tokens(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"next_n": 1},
-        {"next_n": 2},
-        {"next_n": 3},
-        {"next_n": 3, "steps_in_flight": 2, "draft_window": False},
-        {"next_n": 3, "drafter": "ngram"},
-        {"next_n": 3, "num_pages": 60, "prefill_chunk": 16, "steps_in_flight": 2},
+        {"num_speculative_tokens": 1},
+        {"num_speculative_tokens": 2},
+        {"num_speculative_tokens": 3},
+        {"num_speculative_tokens": 3, "steps_in_flight": 2, "draft_window": False},
+        {"num_speculative_tokens": 3, "drafter": "ngram"},
+        {"num_speculative_tokens": 3, "num_pages": 60, "chunked_prefill_size": 16, "steps_in_flight": 2},
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -218,7 +220,7 @@ def test_the_bundled_checkpoint_over_real_text(plain_text: list[list[int]], opti
 @pytest.mark.parametrize("depth", [1, 3])
 def test_simulated_acceptance(tmp_path: Path, texts: list[list[int]], rates: tuple[float, ...], depth: int):
     save_with_mtp(tmp_path)
-    llm = engine(tmp_path, next_n=3, simulated_acceptance=rates, num_pages=30, steps_in_flight=depth)
+    llm = engine(tmp_path, num_speculative_tokens=3, simulated_acceptance=rates, num_pages=30, steps_in_flight=depth)
     params = [SamplingParams(temperature=i % 2, max_tokens=40 - i, ignore_eos=True) for i in range(len(texts))]
     found = tokens_of(llm, [text[:10] for text in texts], params)
     assert [len(tokens) for tokens in found] == [p.max_tokens for p in params]
@@ -239,23 +241,26 @@ def test_a_model_without_modules_names_the_other_drafter(tmp_path: Path):
     save("qwen", tmp_path)
     for drafter in ("auto", "mtp"):
         with pytest.raises(ConfigError, match="ngram"):
-            engine(tmp_path, next_n=1, drafter=drafter)
-    assert engine(tmp_path, next_n=0, drafter="mtp").engine.speculation is None
+            engine(tmp_path, num_speculative_tokens=1, drafter=drafter)
+    assert engine(tmp_path, num_speculative_tokens=0, drafter="mtp").engine.speculation is None
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"next_n": 9}, "next_n=9 .*0 to 8"),
-        ({"next_n": -1}, "next_n=-1 .*0 to 8"),
-        ({"next_n": True}, "next_n=True"),
-        ({"next_n": 1.0}, "next_n=1.0"),
-        ({"next_n": 2, "simulated_acceptance": (0.5,)}, "next_n=2"),
-        ({"next_n": 0, "simulated_acceptance": (0.5,)}, "next_n=0"),
-        ({"next_n": 1, "simulated_acceptance": (1.5,)}, r"\(1.5,\)"),
-        ({"next_n": 1, "drafter": "eagle"}, "'eagle'.*auto, mtp, ngram"),
-        ({"next_n": 1, "next_n_policy": "best"}, "'best'.*fixed, adaptive"),
-        ({"next_n": 3, "max_num_seqs": 8, "max_num_batched_tokens": 31}, "max_num_batched_tokens=31 .*max_num_seqs=8 times next_n . 1 = 4"),
+        ({"num_speculative_tokens": 9}, "num_speculative_tokens=9 .*0 to 8"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1 .*0 to 8"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens=True"),
+        ({"num_speculative_tokens": 1.0}, "num_speculative_tokens=1.0"),
+        ({"num_speculative_tokens": 2, "simulated_acceptance": (0.5,)}, "num_speculative_tokens=2"),
+        ({"num_speculative_tokens": 0, "simulated_acceptance": (0.5,)}, "num_speculative_tokens=0"),
+        ({"num_speculative_tokens": 1, "simulated_acceptance": (1.5,)}, r"\(1.5,\)"),
+        ({"num_speculative_tokens": 1, "drafter": "eagle"}, "'eagle'.*auto, mtp, ngram"),
+        ({"num_speculative_tokens": 1, "speculative_policy": "best"}, "'best'.*fixed, adaptive"),
+        (
+            {"num_speculative_tokens": 3, "max_num_seqs": 8, "max_num_batched_tokens": 31},
+            "max_num_batched_tokens=31 .*max_num_seqs=8 times num_speculative_tokens . 1 = 4",
+        ),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], named: str):

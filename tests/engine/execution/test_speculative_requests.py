@@ -32,7 +32,7 @@ def plain() -> LLM:
 
 @pytest.fixture(scope="module")
 def fast(drafter: str) -> LLM:
-    return LLM(dtype="float32", max_num_seqs=16, max_model_len=256, next_n=3, drafter=drafter, steps_in_flight=2)
+    return LLM(dtype="float32", max_num_seqs=16, max_model_len=256, num_speculative_tokens=3, drafter=drafter, steps_in_flight=2)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,16 @@ def test_counts_survive_preemption(drafter: str, plain: LLM):
     params = [greedy(max_tokens=40, **EDITS[i % 6]) for i in range(8)]
     texts = [TEXT[i % 4] for i in range(8)]
     wanted = [out.outputs[0].token_ids for out in plain.generate(texts, params)]
-    llm = LLM(dtype="float32", max_num_seqs=8, max_model_len=128, next_n=3, drafter=drafter, num_pages=14, page_size=8, steps_in_flight=2)
+    llm = LLM(
+        dtype="float32",
+        max_num_seqs=8,
+        max_model_len=128,
+        num_speculative_tokens=3,
+        drafter=drafter,
+        num_pages=14,
+        page_size=8,
+        steps_in_flight=2,
+    )
     assert [out.outputs[0].token_ids for out in llm.generate(texts, params)] == wanted
     assert llm.engine.scheduler.num_preemptions > 0
 
@@ -94,7 +103,7 @@ def test_a_token_said_twice_in_one_run_counts_twice(repeating: Path, drafter: st
     texts = [prompt[:3] * 5 for prompt in prompts(12) if len(prompt) > 3]
     params = [greedy(max_tokens=40, frequency_penalty=0.02 * (i % 5), presence_penalty=0.1 * (i % 3)) for i in range(len(texts))]
     wanted = [out.outputs[0].token_ids for out in engine(repeating).generate(texts, params)]
-    llm = engine(repeating, next_n=8, drafter=drafter, max_num_batched_tokens=512)
+    llm = engine(repeating, num_speculative_tokens=8, drafter=drafter, max_num_batched_tokens=512)
     assert [out.outputs[0].token_ids for out in llm.generate(texts, params)] == wanted
     assert sum(llm.engine.stats.accepted[2:]) > 20
 
@@ -271,10 +280,10 @@ def test_grammars_hold_place_by_place(tiny: Path, drafter: str):
     plain.engine.grammars = Automata(GRAMMARS)
     wanted = [out.outputs[0].token_ids for out in plain.generate(texts, params)]
     for options in (
-        {"next_n": 1},
-        {"next_n": 3},
-        {"next_n": 3, "steps_in_flight": 2},
-        {"next_n": 2, "steps_in_flight": 3, "num_pages": 22},
+        {"num_speculative_tokens": 1},
+        {"num_speculative_tokens": 3},
+        {"num_speculative_tokens": 3, "steps_in_flight": 2},
+        {"num_speculative_tokens": 2, "steps_in_flight": 3, "num_pages": 22},
     ):
         llm = engine(tiny, drafter=drafter, **options)
         llm.engine.grammars = Automata(GRAMMARS)
@@ -291,7 +300,7 @@ def test_grammars_hold_place_by_place(tiny: Path, drafter: str):
 @pytest.mark.parametrize("seed", [None, 7])
 def test_sampled_tokens_obey_the_grammar(tiny: Path, drafter: str, seed: int | None):
     texts, params = prompts(16), structured(16, temperature=1.0, seed=seed, logprobs=1)
-    llm = engine(tiny, drafter=drafter, next_n=3, steps_in_flight=2)
+    llm = engine(tiny, drafter=drafter, num_speculative_tokens=3, steps_in_flight=2)
     llm.engine.grammars = Automata(GRAMMARS)
     outs = llm.generate(texts, params)
     for out, p in zip(outs, params, strict=True):

@@ -56,10 +56,10 @@ def exact(folder: Path) -> dict[tuple[int, int], dict[tuple[int, ...], float]]:
 @pytest.mark.parametrize(
     ("options", "length", "top_k"),
     [
-        ({"next_n": 2}, 3, 3),
-        ({"next_n": 3, "steps_in_flight": 2}, 4, 2),
-        ({"next_n": 2, "drafter": "ngram"}, 3, 3),
-        ({"next_n": 3, "drafter": "ngram", "steps_in_flight": 2}, 4, 2),
+        ({"num_speculative_tokens": 2}, 3, 3),
+        ({"num_speculative_tokens": 3, "steps_in_flight": 2}, 4, 2),
+        ({"num_speculative_tokens": 2, "drafter": "ngram"}, 3, 3),
+        ({"num_speculative_tokens": 3, "drafter": "ngram", "steps_in_flight": 2}, 4, 2),
     ],
     ids=str,
 )
@@ -98,7 +98,7 @@ def seeded(count: int) -> list[SamplingParams]:
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_seeded_requests_give_the_same_tokens(folder: Path, drafter: str):
-    """With any next_n, alone, together, and beside greedy and unseeded ones, some of which opt out."""
+    """With any num_speculative_tokens, alone, together, and beside greedy and unseeded ones, some of which opt out."""
     texts = [[token % VOCAB for token in prompt] for prompt in prompts(12)]
     params = seeded(12)
     plain = engine(folder)
@@ -107,8 +107,8 @@ def test_seeded_requests_give_the_same_tokens(folder: Path, drafter: str):
         SamplingParams(temperature=i % 2, max_tokens=5 + 2 * i, ignore_eos=True, speculate=i % 3 > 0, top_k=i % 4) for i in range(12)
     ]
     together = list(itertools.chain.from_iterable(zip(params, company, strict=True)))
-    for next_n, depth in ((1, 1), (2, 2), (3, 3)):
-        llm = engine(folder, next_n=next_n, drafter=drafter, steps_in_flight=depth, num_pages=60)
+    for num_speculative_tokens, depth in ((1, 1), (2, 2), (3, 3)):
+        llm = engine(folder, num_speculative_tokens=num_speculative_tokens, drafter=drafter, steps_in_flight=depth, num_pages=60)
         alone = [llm.generate(text, p)[0].outputs[0].token_ids for text, p in zip(texts[:3], params, strict=False)]
         assert alone == expected[:3]
         outs = llm.generate([text for text in texts for _ in range(2)], together)
@@ -121,4 +121,6 @@ def test_n_samples_of_a_seeded_request_are_those_without_speculation(folder: Pat
     params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=10, ignore_eos=True)
     wanted = [out.token_ids for out in engine(folder).generate(PROMPT, params)[0].outputs]
     assert len({tuple(tokens) for tokens in wanted}) > 1
-    assert [out.token_ids for out in engine(folder, next_n=3, drafter=drafter).generate(PROMPT, params)[0].outputs] == wanted
+    assert [
+        out.token_ids for out in engine(folder, num_speculative_tokens=3, drafter=drafter).generate(PROMPT, params)[0].outputs
+    ] == wanted

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rorqual.engine.execution.request_state import Rows
+from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampler import DRAFT, TOKEN
-from rorqual.engine.execution.speculative import Drafting, LookupDrafter, Verdict, Verifier
-from rorqual.engine.scheduling.scheduler_output import Common, NewRow, Plan, Variant
+from rorqual.engine.execution.speculative import Drafting, NgramDrafter, Verification, Verifier
+from rorqual.engine.scheduling.scheduler_output import NewRequest, SamplingVariant, SchedulerOutput, StepMetadata
 from rorqual.ops.interface import Ops, ops_for
 from rorqual.ops.reference import invert
 from rorqual.ops.rng import uniform
@@ -41,13 +41,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 class Trial:
     """Many requests over one p [places + 1, vocabulary] and one q [places, vocabulary]: what they had drafted and what they got."""
 
-    rows: Rows
+    rows: RequestState
     drafts: Tensor
-    verdict: Verdict
+    verdict: Verification
 
 
-def make_rows(count: int, most: int, vocab: int = VOCAB) -> Rows:
-    return Rows(count, 1, vocab, CpuPlatform(torch.device("cpu")), most)
+def make_rows(count: int, most: int, vocab: int = VOCAB) -> RequestState:
+    return RequestState(count, 1, vocab, CpuPlatform(torch.device("cpu")), most)
 
 
 def trial(p: Tensor, q: Tensor | None, drafts: Tensor | None = None, count: int = DRAWS, have: Tensor | None = None) -> Trial:
@@ -66,7 +66,7 @@ def trial(p: Tensor, q: Tensor | None, drafts: Tensor | None = None, count: int 
     rows.drafts[:count] = drafts
     rows.num_drafts[:count] = n if have is None else have
     logits = p.log().float().repeat(count, 1)
-    verdict = Verifier(rows, n).verify(logits, Variant.PLAIN, slots, positions.flatten(), n)
+    verdict = Verifier(rows, n).verify(logits, SamplingVariant.PLAIN, slots, positions.flatten(), n)
     return Trial(rows, rows.drafts[:count], verdict)
 
 
@@ -90,7 +90,7 @@ def assert_follows(tokens: Tensor, wanted: Tensor) -> None:
 
 def check(found: Trial, p: Tensor, q: Tensor) -> None:
     """Token by token: the first follows p[0]; the next, where there is one, p[1] whatever the first was; and so on."""
-    tokens, counts = found.verdict.tokens, found.verdict.right + 1
+    tokens, counts = found.verdict.tokens, found.verdict.num_accepted + 1
     n = p.shape[0] - 1
     for place in range(n + 1):
         there = counts > place
@@ -118,7 +118,7 @@ def test_pairs_of_tokens_are_independent_where_p_says_so() -> None:
     """What is accepted at one place says nothing about the next: of runs that reach the second token, all pairs come up as p x p."""
     p, q = random_probs(3, 3), random_probs(2, 4)
     found = trial(p, q).verdict
-    both = found.right > 0
+    both = found.num_accepted > 0
     pairs = found.tokens[both, 0] * VOCAB + found.tokens[both, 1]
     overlap = torch.minimum(p[0], q[0])
     assert_follows(pairs, (overlap / overlap.sum())[:, None].mul(p[1]).flatten())
@@ -128,15 +128,15 @@ def test_p_equal_to_q_accepts_everything() -> None:
     p = random_probs(3, 5)
     found = trial(p, p[:2])
     # q is kept in single precision: a refusal by rounding happens once in some ten million times.
-    assert int((found.verdict.right < 2).sum()) <= 1
-    assert_follows(found.verdict.tokens[:, 2][found.verdict.right == 2], p[2])
+    assert int((found.verdict.num_accepted < 2).sum()) <= 1
+    assert_follows(found.verdict.tokens[:, 2][found.verdict.num_accepted == 2], p[2])
 
 
 def test_where_q_has_nothing_in_common_with_p_every_draft_is_refused() -> None:
     p = torch.tensor([[0.3, 0.7, 0, 0], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
     q = torch.tensor([[0, 0, 0.5, 0.5]], dtype=torch.float64)
     found = trial(p, q).verdict
-    assert torch.equal(found.right, torch.zeros(DRAWS, dtype=torch.int64))
+    assert torch.equal(found.num_accepted, torch.zeros(DRAWS, dtype=torch.int64))
     assert_follows(found.tokens[:, 0], p[0])
 
 
@@ -161,11 +161,11 @@ def test_missing_drafts_count_as_refused_and_change_no_probability(certain: bool
     have = torch.arange(DRAWS) % 3
     found = trial(p, None, torch.randint(VOCAB, (DRAWS, 2)), have=have) if certain else trial(p, q, have=have)
     assert torch.equal(found.verdict.drafted, have)
-    assert bool((found.verdict.right <= have).all())
+    assert bool((found.verdict.num_accepted <= have).all())
     for drafted in range(3):
         some = have == drafted
         for place in range(drafted + 1):
-            there = some & (found.verdict.right >= place)
+            there = some & (found.verdict.num_accepted >= place)
             assert_follows(found.verdict.tokens[there, place], p[place])
 
 
@@ -176,11 +176,11 @@ def test_less_than_what_was_drafted_may_be_verified() -> None:
     for width in (2, 1):
         positions = 5 + torch.arange(width).expand(DRAWS, -1)
         logits = p[:width].log().float().repeat(DRAWS, 1)
-        found = Verifier(rows, 2).verify(logits, Variant.PLAIN, slots, positions.flatten(), width - 1)
+        found = Verifier(rows, 2).verify(logits, SamplingVariant.PLAIN, slots, positions.flatten(), width - 1)
         assert torch.equal(found.drafted, torch.full((DRAWS,), width - 1))
         assert_follows(found.tokens[:, 0], p[0])
         if width == 2:
-            assert_follows(found.tokens[found.right == 1, 1], p[1])
+            assert_follows(found.tokens[found.num_accepted == 1, 1], p[1])
 
 
 # ---- rows of all kinds side by side
@@ -189,10 +189,12 @@ def test_less_than_what_was_drafted_may_be_verified() -> None:
 KINDS: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 5}, {}, {"top_k": 2}, {"top_p": 0.6, "seed": -3}, {"temperature": 1.7}]
 
 
-def mixed(kinds: list[dict[str, Any]], first: int = 0) -> tuple[Rows, Tensor, Tensor]:
+def mixed(kinds: list[dict[str, Any]], first: int = 0) -> tuple[RequestState, Tensor, Tensor]:
     """One row a kind at its slot's own position; logits [R * 3, vocabulary]."""
     rows = make_rows(len(KINDS), 2, 16)
-    plan = Plan(new_rows=[NewRow(s, SamplingParams(**k), k.get("seed", 900 + s), (), 1, (), frozenset()) for s, k in enumerate(KINDS)])
+    plan = SchedulerOutput(
+        new_requests=[NewRequest(s, SamplingParams(**k), k.get("seed", 900 + s), (), 1, (), frozenset()) for s, k in enumerate(KINDS)]
+    )
     rows.apply(plan)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(KINDS), 3, 16, generator=generator)
@@ -211,14 +213,14 @@ def mixed(kinds: list[dict[str, Any]], first: int = 0) -> tuple[Rows, Tensor, Te
 def test_a_row_s_verdict_does_not_depend_on_its_company() -> None:
     rows, logits, positions = mixed(KINDS)
     verifier = Verifier(rows, 2)
-    together = verifier.verify(logits.flatten(0, 1), Variant.FILTERED, torch.arange(len(KINDS)), positions.flatten(), 2)
+    together = verifier.verify(logits.flatten(0, 1), SamplingVariant.FILTERED, torch.arange(len(KINDS)), positions.flatten(), 2)
     for slot in range(len(KINDS)):
-        alone = verifier.verify(logits[slot], Variant.FILTERED, torch.tensor([slot]), positions[slot], 2)
+        alone = verifier.verify(logits[slot], SamplingVariant.FILTERED, torch.tensor([slot]), positions[slot], 2)
         assert alone.tokens[0].tolist() == together.tokens[slot].tolist()
     back = torch.arange(len(KINDS)).flip(0)
-    reverse = verifier.verify(logits.flip(0).flatten(0, 1), Variant.FILTERED, back, positions.flip(0).flatten(), 2)
+    reverse = verifier.verify(logits.flip(0).flatten(0, 1), SamplingVariant.FILTERED, back, positions.flip(0).flatten(), 2)
     assert torch.equal(reverse.tokens, together.tokens.flip(0))
-    greedy = verifier.verify(logits[0], Variant.GREEDY, torch.tensor([0]), positions[0], 2)
+    greedy = verifier.verify(logits[0], SamplingVariant.GREEDY, torch.tensor([0]), positions[0], 2)
     assert greedy.tokens[0].tolist() == together.tokens[0].tolist()
 
 
@@ -227,58 +229,63 @@ def test_coupled_rows_draw_what_they_would_have_drawn(slot: int) -> None:
     """Greedy and seeded rows: every token is the model's own draw at its place, and a draft stands as long as it is that token."""
     rows, logits, positions = mixed(KINDS)
     verifier, row = Verifier(rows, 2), torch.tensor([slot])
-    one = [verifier.verify(logits[slot, j : j + 1], Variant.FILTERED, row, positions[slot, j : j + 1], 0).tokens[0, 0] for j in range(3)]
+    one = [
+        verifier.verify(logits[slot, j : j + 1], SamplingVariant.FILTERED, row, positions[slot, j : j + 1], 0).tokens[0, 0]
+        for j in range(3)
+    ]
     seen = set()
     for right in range(3):
         rows.drafts[slot] = torch.stack(one[:2])
         if right < 2:
             rows.drafts[slot, right] = (rows.drafts[slot, right] + 1) % 16
-        found = verifier.verify(logits[slot], Variant.FILTERED, row, positions[slot], 2)
+        found = verifier.verify(logits[slot], SamplingVariant.FILTERED, row, positions[slot], 2)
         assert found.tokens[0].tolist() == [int(token) for token in one[: right + 1]] + [-1] * (2 - right)
-        seen.add(int(found.right[0]))
+        seen.add(int(found.num_accepted[0]))
     assert seen == {0, 1, 2}
 
 
 class Blank(Ops):
     """What kernels that are only compiled leave behind: zeros. Indices among them must be ones that may be used."""
 
-    def best(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         return torch.zeros_like(super().best(logits))
 
-    def draw(self, given: Any, numbers: Tensor) -> Tensor:
-        return torch.zeros_like(super().draw(given, numbers))
+    def sample_from(self, given: Any, numbers: Tensor) -> Tensor:
+        return torch.zeros_like(super().sample_from(given, numbers))
 
-    def draw_rest(self, *arguments: Any) -> Tensor:
-        return torch.zeros_like(super().draw_rest(*arguments))
+    def sample_residual(self, *arguments: Any) -> Tensor:
+        return torch.zeros_like(super().sample_residual(*arguments))
 
-    def judge_drafts(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        stand, right, drafted = map(torch.zeros_like, super().judge_drafts(*arguments))
+    def verify_drafts(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        stand, right, drafted = map(torch.zeros_like, super().verify_drafts(*arguments))
         return stand, right, drafted
 
 
-@pytest.mark.parametrize("variant", list(Variant)[:3])
-def test_a_rehearsal_without_kernels_stays_in_range(variant: Variant) -> None:
+@pytest.mark.parametrize("variant", list(SamplingVariant)[:3])
+def test_a_rehearsal_without_kernels_stays_in_range(variant: SamplingVariant) -> None:
     rows, logits, positions = mixed(KINDS)
     rows.ops = Blank()
     found = Verifier(rows, 2).verify(logits.flatten(0, 1), variant, torch.arange(len(KINDS)), positions.flatten(), 2)
-    moved = rows.ops.move_rows(rows.last_token, rows.length, torch.arange(len(KINDS)), positions[:, 0], found.tokens, found.right)
-    assert found.right.tolist() == [0] * len(KINDS)
+    moved = rows.ops.commit_tokens(
+        rows.last_token, rows.length, torch.arange(len(KINDS)), positions[:, 0], found.tokens, found.num_accepted
+    )
+    assert found.num_accepted.tolist() == [0] * len(KINDS)
     assert all(int(x.min()) >= 0 and int(x.max()) < logits.shape[0] * logits.shape[1] for x in moved)
 
 
-@pytest.mark.parametrize("variant", list(Variant)[:3])
-def test_nothing_drafted_is_plain_sampling(variant: Variant) -> None:
+@pytest.mark.parametrize("variant", list(SamplingVariant)[:3])
+def test_nothing_drafted_is_plain_sampling(variant: SamplingVariant) -> None:
     rows, logits, positions = mixed(KINDS)
     found = Verifier(rows, 2).verify(logits[:, 0], variant, torch.arange(len(KINDS)), positions[:, 0], 0)
     assert found.tokens.shape == (len(KINDS), 1)
-    assert found.right.tolist() == [0] * len(KINDS)
+    assert found.num_accepted.tolist() == [0] * len(KINDS)
     assert found.drafted.tolist() == [0] * len(KINDS)
 
 
 # ---- look-up
 
 
-def looked_up(text: list[int], next_n: int, shortest: int = 2, longest: int = 4) -> list[int]:
+def looked_up(text: list[int], num_speculative_tokens: int, shortest: int = 2, longest: int = 4) -> list[int]:
     """Of all earlier ends at which the most of the last `longest` tokens agree, the latest; what followed there."""
     best = (0, -1)
     for end in range(len(text) - 1):
@@ -286,12 +293,14 @@ def looked_up(text: list[int], next_n: int, shortest: int = 2, longest: int = 4)
         while agree < longest and agree <= end and text[end - agree] == text[-1 - agree]:
             agree += 1
         best = max(best, (agree, end))
-    return text[best[1] + 1 :][:next_n] if best[0] >= shortest else []
+    return text[best[1] + 1 :][:num_speculative_tokens] if best[0] >= shortest else []
 
 
 @settings(max_examples=60, deadline=None)
-@given(texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=5), next_n=st.integers(0, 4))
-def test_look_up_finds_what_a_search_finds(texts: list[list[int]], next_n: int) -> None:
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=5), num_speculative_tokens=st.integers(0, 4)
+)
+def test_look_up_finds_what_a_search_finds(texts: list[list[int]], num_speculative_tokens: int) -> None:
     rows, rng = make_rows(len(texts), 4), random.Random(0)
     rows.keep_history(40)
     rows.limit[: len(texts)] = 4
@@ -302,11 +311,11 @@ def test_look_up_finds_what_a_search_finds(texts: list[list[int]], next_n: int) 
     slots = torch.arange(len(texts)).flip(0)
     bounds = tuple(len(texts[slot]) + 5 for slot in slots.tolist())
     none = torch.zeros(0)
-    common = Common.padded(len(texts), 1, Variant.GREEDY, next_n)
+    common = StepMetadata.padded(len(texts), 1, SamplingVariant.GREEDY, num_speculative_tokens)
     work: Any = (slots, none, bounds, None, none, none, common)
-    LookupDrafter(rows).draft(Drafting(*work))
+    NgramDrafter(rows).draft(Drafting(*work))
     for slot, text in enumerate(texts):
-        wanted = looked_up(text, next_n)
+        wanted = looked_up(text, num_speculative_tokens)
         assert rows.drafts[slot, : int(rows.num_drafts[slot])].tolist() == wanted
 
 
@@ -317,8 +326,8 @@ def test_look_up_leaves_out_who_opted_out() -> None:
     rows.length[:2] = 4
     rows.limit[1] = 3
     none = torch.zeros(0)
-    slots, common = torch.tensor([0, 1]), Common.padded(2, 1, Variant.GREEDY, 3)
+    slots, common = torch.tensor([0, 1]), StepMetadata.padded(2, 1, SamplingVariant.GREEDY, 3)
     work: Any = (slots, none, (8, 8), None, none, none, common)
-    LookupDrafter(rows).draft(Drafting(*work))
+    NgramDrafter(rows).draft(Drafting(*work))
     assert rows.num_drafts[:2].tolist() == [0, 3]
     assert rows.drafts[1].tolist() == [3, 1, 2]

@@ -8,16 +8,16 @@ from collections import deque
 
 import pytest
 
-from rorqual.engine.distributed.codec import decode_plan, decode_result, encode_plan, encode_result
-from rorqual.engine.scheduling.dp_scheduler import GroupPlan, GroupScheduler
+from rorqual.engine.distributed.codec import decode_output, decode_result, encode_output, encode_result
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import (
-    Chunk,
-    NewRow,
-    Plan,
+    NewRequest,
+    PrefillChunk,
+    SamplingVariant,
+    SchedulerOutput,
     StepResult,
     TokenLogprobs,
-    Variant,
 )
 from rorqual.errors import RequestError
 from rorqual.request import FinishReason, Request, SamplingParams, StructuredOutput
@@ -39,7 +39,7 @@ def request(name: str, length: int, most: int, seed: int, **params) -> Request:
 class GroupLoop:
     """The engine's loop over fake runners, one a rank; every plan crosses as bytes."""
 
-    def __init__(self, scheduler: GroupScheduler, depth: int):
+    def __init__(self, scheduler: DataParallelScheduler, depth: int):
         self.scheduler, self.depth = scheduler, depth
         self.runners = [FakeRunner.of(rank, VOCAB) for rank in scheduler.ranks]
         self.in_flight: deque = deque()
@@ -51,7 +51,7 @@ class GroupLoop:
             planned = self.scheduler.plan()
             if planned is None:
                 break
-            parts = decode_plan(encode_plan(planned.plan)).parts
+            parts = decode_output(encode_output(planned.plan)).parts
             assert parts == planned.plan.parts
             self.in_flight.append((planned, [r.launch(p) if p.num_tokens else None for r, p in zip(self.runners, parts, strict=True)]))
         planned, launched = self.in_flight.popleft()
@@ -68,10 +68,10 @@ class GroupLoop:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("next_n", [0, 2])
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_outputs_do_not_depend_on_the_rank(ranks: int, next_n: int, depth: int) -> None:
-    scheduler = GroupScheduler(config(next_n=next_n), ranks)
+def test_outputs_do_not_depend_on_the_rank(ranks: int, num_speculative_tokens: int, depth: int) -> None:
+    scheduler = DataParallelScheduler(config(num_speculative_tokens=num_speculative_tokens), ranks)
     loop = GroupLoop(scheduler, depth)
     rng = random.Random(ranks)
     asked = [request(f"r{i}", rng.randint(1, 50), rng.randint(1, 40), i) for i in range(60)]
@@ -79,25 +79,25 @@ def test_outputs_do_not_depend_on_the_rank(ranks: int, next_n: int, depth: int) 
         scheduler.add(item)
     loop.drain()
     assert loop.outputs == {item.id: expected(item, LONGEST, VOCAB) for item in asked}
-    assert not scheduler.home
+    assert not scheduler.assigned_rank
     assert all(runner.steps for runner in loop.runners)
     for rank in scheduler.ranks:
         check_idle(rank)
-    if next_n:
+    if num_speculative_tokens:
         assert sum(scheduler.drafted) == sum(sum(rank.drafted) for rank in scheduler.ranks) > 0
 
 
 def test_requests_go_where_fewest_tokens_live() -> None:
-    scheduler = GroupScheduler(config(), 2)
+    scheduler = DataParallelScheduler(config(), 2)
     for name, length in (("long", 60), ("a", 20), ("b", 20), ("c", 15), ("d", 30)):
         scheduler.add(request(name, length, 4, length))
-    homes = {name: scheduler.ranks.index(home) for name, home in scheduler.home.items()}
+    homes = {name: scheduler.ranks.index(home) for name, home in scheduler.assigned_rank.items()}
     assert homes == {"long": 0, "a": 1, "b": 1, "c": 1, "d": 1}
     assert abs(scheduler.ranks[0].live_tokens - scheduler.ranks[1].live_tokens) <= 30
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
-    scheduler = GroupScheduler(config(), 2)
+    scheduler = DataParallelScheduler(config(), 2)
     loop = GroupLoop(scheduler, 1)
     first = request("first", 40, 2, 1)
     scheduler.add(first)
@@ -107,9 +107,9 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     scheduler.ranks[holder].add(request("busy", 30, 2, 2))  # busier, yet the prefix outweighs it
     again = Request("again", (*first.prompt, 1, 2), SamplingParams(max_tokens=2))
     scheduler.add(again)
-    assert scheduler.home["again"] is scheduler.ranks[holder]
+    assert scheduler.assigned_rank["again"] is scheduler.ranks[holder]
     scheduler.add(request("fresh", 40, 2, 3))
-    assert scheduler.home["fresh"] is other
+    assert scheduler.assigned_rank["fresh"] is other
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,14 +117,14 @@ def test_live_tokens_are_counted_exactly_whatever_happens(seed: int) -> None:
     """Requests come, end by themselves or by the caller's word, and are preempted, with steps in
     flight; after everything that happens each rank's count is what its requests add up to."""
     rng = random.Random(seed)
-    loop = GroupLoop(GroupScheduler(config(num_pages=26, next_n=seed % 3), 3), depth=3)
+    loop = GroupLoop(DataParallelScheduler(config(num_pages=26, num_speculative_tokens=seed % 3), 3), depth=3)
     scheduler = loop.scheduler
 
     def check() -> None:
         for rank in scheduler.ranks:
             assert rank.live_tokens == sum(sequence.known for sequence in rank.sequences.values())
         assert scheduler.live_tokens == sum(s.known for s in scheduler.sequences.values())
-        assert set(scheduler.home) == set(scheduler.sequences)
+        assert set(scheduler.assigned_rank) == set(scheduler.sequences)
 
     for count in range(400):
         if rng.random() < 0.4:
@@ -149,7 +149,7 @@ def test_live_tokens_are_counted_exactly_whatever_happens(seed: int) -> None:
 
 def test_the_work_of_adding_a_request_does_not_grow_with_those_there() -> None:
     """Counted are the calls of functions, Python's and built-in ones."""
-    scheduler = GroupScheduler(config(), 4)
+    scheduler = DataParallelScheduler(config(), 4)
     asked = [request(f"r{i}", 4, 4, i) for i in range(20_000)]
     calls = 0
 
@@ -170,7 +170,7 @@ def test_the_work_of_adding_a_request_does_not_grow_with_those_there() -> None:
 
 
 def test_an_aborted_request_leaves_its_rank() -> None:
-    scheduler = GroupScheduler(config(), 2)
+    scheduler = DataParallelScheduler(config(), 2)
     loop = GroupLoop(scheduler, 2)
     for i in range(8):
         scheduler.add(request(f"r{i}", 20, 30, i))
@@ -185,14 +185,14 @@ def test_an_aborted_request_leaves_its_rank() -> None:
 
 
 def test_an_id_in_use_is_refused_whatever_its_rank() -> None:
-    scheduler = GroupScheduler(config(), 3)
+    scheduler = DataParallelScheduler(config(), 3)
     scheduler.add(request("x", 5, 5, 0))
     with pytest.raises(RequestError, match="already in use"):
         scheduler.add(request("x", 50, 5, 1))
 
 
 def test_one_idle_rank_has_an_empty_part() -> None:
-    scheduler = GroupScheduler(config(), 2)
+    scheduler = DataParallelScheduler(config(), 2)
     scheduler.add(request("x", 5, 5, 0))
     planned = scheduler.plan()
     common = planned.plan.common()
@@ -203,7 +203,7 @@ def test_one_idle_rank_has_an_empty_part() -> None:
 
 def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
     """Of the rows of this step, whichever rank they are on, and of no others."""
-    scheduler = GroupScheduler(config(prefill_chunk=10), 2)
+    scheduler = DataParallelScheduler(config(chunked_prefill_size=10), 2)
     loop = GroupLoop(scheduler, 1)
     found = []
     scheduler.ranks[0].add(request("greedy", 5, 8, 0, temperature=0))
@@ -212,8 +212,8 @@ def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
     plan = scheduler.plan
     scheduler.plan = lambda: found.append(plan()) or found[-1]  # type: ignore[method-assign]
     loop.drain()
-    seen = [(step.plan.drawing, step.plan.host, step.plan.common().variant) for step in found]
-    greedy, filtered, full = Variant.GREEDY, Variant.FILTERED, Variant.FULL
+    seen = [(step.plan.sampling, step.plan.host, step.plan.common().variant) for step in found]
+    greedy, filtered, full = SamplingVariant.GREEDY, SamplingVariant.FILTERED, SamplingVariant.FULL
     assert seen[:2] == [(greedy, False, greedy), (filtered, False, filtered)]
     assert (filtered, True, full) in seen or (greedy, True, full) in seen
     assert seen[-1] == (greedy, False, greedy)
@@ -225,17 +225,17 @@ def test_plans_and_results_survive_as_bytes() -> None:
         SamplingParams(temperature=0.3, seed=-5, logit_bias={7: 1.5}, stop_token_ids=[3, 9], logprobs=2, speculate=False),
         SamplingParams(structured=StructuredOutput("regex", "[a-é]+"), stop=["fin"], max_tokens=None),
     ]
-    rows = [NewRow(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1})) for i, p in enumerate(params)]
-    chunks = [Chunk(1, 0, [4, 5, 6], True), Chunk(3, 8, (1,), False, (77, 78))]
-    plan = Plan([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
-    whole = GroupPlan([plan, Plan(next_n=2)], Variant.FILTERED, host=True)
-    back = decode_plan(encode_plan(whole))
+    rows = [NewRequest(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1})) for i, p in enumerate(params)]
+    chunks = [PrefillChunk(1, 0, [4, 5, 6], True), PrefillChunk(3, 8, (1,), False, (77, 78))]
+    plan = SchedulerOutput([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
+    whole = DataParallelOutput([plan, SchedulerOutput(num_speculative_tokens=2)], SamplingVariant.FILTERED, host=True)
+    back = decode_output(encode_output(whole))
     assert back.common() == whole.common()
-    assert (back.drawing, back.host) == (Variant.FILTERED, True)
+    assert (back.sampling, back.host) == (SamplingVariant.FILTERED, True)
     back = back.parts
-    assert back[1] == Plan(next_n=2)
+    assert back[1] == SchedulerOutput(num_speculative_tokens=2)
     assert [list(chunk.tokens) for chunk in back[0].chunks] == [[4, 5, 6], [1]]
-    assert (back[0].new_rows, back[0].pages, back[0].next_n) == (rows, [(0, 1, 17)], 2)
+    assert (back[0].new_requests, back[0].pages, back[0].num_speculative_tokens) == (rows, [(0, 1, 17)], 2)
     assert [chunk.following for chunk in back[0].chunks] == [(), (77, 78)]
     result = StepResult([[1, 2], [3]], [2, 0], {1: [TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))]})
     assert decode_result(encode_result(result)) == result

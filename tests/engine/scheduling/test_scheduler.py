@@ -72,17 +72,17 @@ def test_ten_thousand_requests_complete(depth: int) -> None:
     assert loop.runner.computed_tokens >= sum(len(r.prompt) + (r.params.max_tokens or 0) - 1 for r in requests) - scheduler.prefix.hits
 
 
-@pytest.mark.parametrize("prefill_chunk", [None, 1, 7, 64])
+@pytest.mark.parametrize("chunked_prefill_size", [None, 1, 7, 64])
 @pytest.mark.parametrize("budget", [8, 13, 4096])
-def test_outputs_do_not_depend_on_chunking(budget: int, prefill_chunk: int | None) -> None:
-    loop = loop_of(make(max_num_batched_tokens=budget, prefill_chunk=prefill_chunk))
+def test_outputs_do_not_depend_on_chunking(budget: int, chunked_prefill_size: int | None) -> None:
+    loop = loop_of(make(max_num_batched_tokens=budget, chunked_prefill_size=chunked_prefill_size))
     requests = random_requests(24, seed=3, longest_prompt=100, most_tokens=12)
     run_all(loop, requests)
     assert_expected(loop, requests)
 
 
 def test_prefill_chunk_bounds_each_prompt_in_a_step() -> None:
-    scheduler = make(prefill_chunk=5)
+    scheduler = make(chunked_prefill_size=5)
     loop = loop_of(scheduler)
     scheduler.add(ask("a", range(23), 2))
     scheduler.add(ask("b", range(50, 71), 2))
@@ -369,8 +369,8 @@ def test_an_id_in_use_and_a_full_queue_are_refused() -> None:
 def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens=4"):
         make(max_num_seqs=8, max_num_batched_tokens=4)
-    with pytest.raises(ConfigError, match="prefill_chunk=0"):
-        make(prefill_chunk=0)
+    with pytest.raises(ConfigError, match="chunked_prefill_size=0"):
+        make(chunked_prefill_size=0)
     with pytest.raises(CapacityError):
         make(num_pages=1)
 
@@ -494,7 +494,7 @@ def test_a_full_page_is_offered_as_soon_as_it_is_known_to_be_written(budget: int
     scheduler.add(ask("a", [i * i % VOCAB for i in range(64)], 40))
     for _ in range(30):
         loop.step()
-        assert len(scheduler.prefix.pages) == scheduler.sequences["a"].cached // 8
+        assert len(scheduler.prefix.pages) == scheduler.sequences["a"].num_computed_tokens // 8
 
 
 def test_different_salts_share_nothing() -> None:
@@ -644,7 +644,7 @@ def test_a_blocked_prompt_is_matched_again_only_when_its_own_prefix_grew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others fill page after page with text of their own meanwhile, which cannot help it."""
-    scheduler = make(max_num_batched_tokens=24, prefill_chunk=8, num_pages=65, page_size=4)
+    scheduler = make(max_num_batched_tokens=24, chunked_prefill_size=8, num_pages=65, page_size=4)
     loop = loop_of(scheduler)
     prompt = list(range(90))
     for index in range(3):

@@ -27,7 +27,7 @@ class History(RuleBasedStateMachine):
         chunk=st.sampled_from([None, 1, 3]),
         caching=st.booleans(),
         spare=st.integers(0, 16),
-        next_n=st.integers(0, 3),
+        num_speculative_tokens=st.integers(0, 3),
         lookahead=st.integers(0, 2),
         turns=st.integers(1, 3),
     )
@@ -39,13 +39,13 @@ class History(RuleBasedStateMachine):
         chunk: int | None,
         caching: bool,
         spare: int,
-        next_n: int,
+        num_speculative_tokens: int,
         lookahead: int,
         turns: int,
     ) -> None:
         pages = -(-MAX_LEN // page_size) + 1 + spare  # at least one request of full length fits
-        budget = num_seqs * (next_n + 1) + extra
-        more = {"next_n": next_n, "lookahead": lookahead, "micro_batches": turns}
+        budget = num_seqs * (num_speculative_tokens + 1) + extra
+        more = {"num_speculative_tokens": num_speculative_tokens, "lookahead": lookahead, "micro_batches": turns}
         config = SchedulerConfig(num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, **more)
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler, FakeRunner.of(self.scheduler, VOCAB), depth=3)
@@ -69,7 +69,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
     def end(self, data: st.DataObject, reason: FinishReason) -> None:
-        name = data.draw(st.sampled_from(sorted(self.scheduler.sequences)))
+        name = data.sample_from(st.sampled_from(sorted(self.scheduler.sequences)))
         self.cut.add(name)
         self.scheduler.finish(self.scheduler.sequences[name], reason)
         assert name not in self.scheduler.sequences
@@ -92,10 +92,10 @@ class History(RuleBasedStateMachine):
         for out in self.loop.collect():
             assert out.sequence.request.id not in self.cut, "a token of a request that was ended"
 
-    @rule(next_n=st.integers(0, 3))
-    def steer(self, next_n: int) -> None:
+    @rule(num_speculative_tokens=st.integers(0, 3))
+    def steer(self, num_speculative_tokens: int) -> None:
         """A controller may ask for fewer drafts, plan by plan."""
-        self.scheduler.next_n = min(next_n, self.scheduler.config.next_n)
+        self.scheduler.num_speculative_tokens = min(num_speculative_tokens, self.scheduler.config.num_speculative_tokens)
 
     @rule()
     def clear_prefixes(self) -> None:
@@ -140,9 +140,11 @@ requests_ = st.lists(
     seqs=st.integers(1, 6),
     extra=st.integers(0, 40),
     spare=st.integers(0, 20),
-    next_n=st.integers(0, 3),
+    num_speculative_tokens=st.integers(0, 3),
 )
-def test_no_setting_changes_an_output(requests: list[Asked], page_size: int, seqs: int, extra: int, spare: int, next_n: int) -> None:
+def test_no_setting_changes_an_output(
+    requests: list[Asked], page_size: int, seqs: int, extra: int, spare: int, num_speculative_tokens: int
+) -> None:
     """Depth, prefix caching, chunking, drafts and the number of pages change when a token is computed, never which."""
     asked = [
         Request(f"r{i}", tuple(prompt), SamplingParams(max_tokens=most, stop_token_ids=sorted(stops)))
@@ -150,10 +152,14 @@ def test_no_setting_changes_an_output(requests: list[Asked], page_size: int, seq
     ]
     wanted = {request.id: expected(request, 60, VOCAB) for request in asked}
     pages = -(-60 // page_size) + 1 + spare
-    variants: list[dict[str, Any]] = [{"prefix_caching": False}, {}, {"prefill_chunk": 2}]
+    variants: list[dict[str, Any]] = [{"prefix_caching": False}, {}, {"chunked_prefill_size": 2}]
     for depth, changes in enumerate(variants, 1):
-        budget = seqs * (next_n + 1) + extra
-        scheduler = Scheduler(SchedulerConfig(seqs, budget, 60, pages, page_size, next_n=next_n, lookahead=depth - 1, **changes))
+        budget = seqs * (num_speculative_tokens + 1) + extra
+        scheduler = Scheduler(
+            SchedulerConfig(
+                seqs, budget, 60, pages, page_size, num_speculative_tokens=num_speculative_tokens, lookahead=depth - 1, **changes
+            )
+        )
         loop = Loop(scheduler, FakeRunner.of(scheduler, VOCAB), depth)
         for request in asked:
             scheduler.add(request)

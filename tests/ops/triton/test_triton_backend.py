@@ -78,12 +78,12 @@ SMALL = {**DEEPSEEK, **ONE, "vocab_size": 32, "hidden_size": 32}
 
 @pytest.mark.parametrize(("forms", "queries"), [(("CC", "A_CC_ME"), 3), (("A_CC", "AM_CC_ME"), 1)], ids=str)
 def test_fp8_latent_cache(forms: tuple[str, str], queries: int) -> None:
-    """Written by the prologue, read by the decode kernel or gathered; the reference quantises alike."""
+    """Written by the prologue, read by the decode kernel or gathered; the reference quantizes alike."""
     got, want = both(SMALL, forms=forms, queries=queries, kv_dtype="fp8")
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     ids = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     plain = all_logits(random_model(SMALL, Ops(), "float32", torch.device(DEVICE), forms), ids, CUTS, PAGE)
-    assert (got - plain).abs().max() > 1e-3, "nothing was quantised"
+    assert (got - plain).abs().max() > 1e-3, "nothing was quantized"
 
 
 def test_fp8_latent_cache_of_odd_sizes_falls_back() -> None:
@@ -114,7 +114,7 @@ def test_fp8_weights() -> None:
     assert torch.cosine_similarity(got, want, dim=-1).median() > 0.999
 
 
-def test_what_norms_quantise_on_the_way_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_norms_quantize_on_the_way_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**WIDE, **ONE, "first_k_dense_replace": 0}
     model, ids = random_model(config, TritonOps(), "float32", torch.device(DEVICE), ("CC", "A_CC_ME")), torch.arange(22).view(2, 11)
     beside = all_logits(model, ids, CUTS, PAGE)

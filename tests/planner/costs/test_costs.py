@@ -17,16 +17,16 @@ from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config.model import ModelConfig, QuantConfig
 from rorqual.engine.execution.worker import weight_bytes as engine_bytes
 from rorqual.errors import ConfigError
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.mla import MLA
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, Ops
 from rorqual.parallel.overlap import straight
 from rorqual.planner.costs import costs
-from rorqual.planner.costs.costs import Batch, ByPart, Format
+from rorqual.planner.costs.costs import BatchShape, ByPart, Format
 from rorqual.planner.costs.weights import attention_weights
 
 SHAPES = Path(rorqual.__file__).parent / "shapes"
@@ -209,7 +209,7 @@ def test_form_weights_equal_the_layers(case: str, form: str) -> None:
     assert ours == sum(weight.numel() for weight in attention.form_weights(form))
 
 
-def test_materialised_products_are_held_beside_the_rest() -> None:
+def test_materialized_products_are_held_beside_the_rest() -> None:
     config = published("deepseek-v3")
     extra = costs.weight_bytes(config, fmt=Format(form="AM_CC_ME")).attention - costs.weight_bytes(config).attention
     assert extra == 61 * 2 * (128 * (512 + 64) * 1536 + 7168 * 128 * 512)
@@ -219,15 +219,15 @@ def test_materialised_products_are_held_beside_the_rest() -> None:
 # ---- operations
 
 
-def decode_step(config: ModelConfig, model: Transformer, context: int, form: str) -> Step:
+def decode_step(config: ModelConfig, model: Transformer, context: int, form: str) -> ForwardBatch:
     page = 4
     pages = -(-context // page)
     pool = KVPool(kv_spec(config, page, config.dtype, form), pages + 1, torch.device("cpu"))
     table = torch.arange(1, pages + 1)[None]
     position = torch.tensor([context - 1])
     slots = table[0, position // page] * page + position % page
-    segment = Segment(table, torch.tensor([context]), (1,), (context,))
-    return Step(torch.tensor([5]), position, slots, *model.rotary.rows(position), torch.tensor([0]), pool, decode=segment)
+    segment = AttentionMetadata(table, torch.tensor([context]), (1,), (context,))
+    return ForwardBatch(torch.tensor([5]), position, slots, *model.rotary.rows(position), torch.tensor([0]), pool, decode=segment)
 
 
 def counted_decode(config: ModelConfig, context: int, form: str) -> tuple[int, int]:
@@ -242,7 +242,7 @@ def counted_decode(config: ModelConfig, context: int, form: str) -> tuple[int, i
 
 
 def unused_query(config: ModelConfig, form: str) -> int:
-    """The prologue makes per-head queries for every form; the materialised one makes its own."""
+    """The prologue makes per-head queries for every form; the materialized one makes its own."""
     if form != "AM_CC_ME":
         return 0
     mla = config.attention
@@ -255,10 +255,10 @@ def test_decode_flops_equal_the_counted(case: str) -> None:
     attention: dict[str, int] = {}
     for form in MLA_FORMS:
         whole, attention[form] = counted_decode(config, context, form)
-        ops = costs.step_ops(config, Batch.decode(1, context), Format(form=form))
+        ops = costs.step_ops(config, BatchShape.decode(1, context), Format(form=form))
         unused = unused_query(config, form)
         assert costs.total(ops).flops == whole - config.num_layers * unused
-        first = costs.layer_ops(config, 0, Batch.decode(1, context), Format(form=form))
+        first = costs.layer_ops(config, 0, BatchShape.decode(1, context), Format(form=form))
         assert costs.total(op for op in first if op.part == "attention").flops == attention[form] - unused
     assert attention["A_CC"] == attention["A_CC_ME"]
     assert len(set(attention.values())) == 4
@@ -280,10 +280,10 @@ def test_one_more_cached_token(name: str, form: str) -> None:
 
 
 def test_prefill_is_causal_and_chunks_add_up() -> None:
-    assert Batch(1, 6).pairs == Batch(1, 4).pairs + Batch(1, 2, 4).pairs == 21
-    assert Batch.decode(3, 10).pairs == Batch.decode(3, 10).entries == 30
+    assert BatchShape(1, 6).pairs == BatchShape(1, 4).pairs + BatchShape(1, 2, 4).pairs == 21
+    assert BatchShape.decode(3, 10).pairs == BatchShape.decode(3, 10).entries == 30
     config = small("deepseek")
-    attention = [op for op in costs.layer_ops(config, 0, Batch(1, 6), Format(form="CC")) if op.name == "attention"]
+    attention = [op for op in costs.layer_ops(config, 0, BatchShape(1, 6), Format(form="CC")) if op.name == "attention"]
     assert attention[0].flops == 21 * costs.attention_flops_per_pair(config, "CC")
 
 

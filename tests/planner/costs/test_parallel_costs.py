@@ -14,17 +14,17 @@ from rorqual.cache.spec import kv_spec
 from rorqual.config.model import GQAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.execution.worker import weight_bytes as engine_bytes
-from rorqual.layers.forward_batch import Step
+from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
-from rorqual.ops.interface import Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, Ops
 from rorqual.parallel.overlap import straight
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch, Format
+from rorqual.planner.costs.costs import BatchShape, Format
 from rorqual.planner.costs.messages import RankMessages
-from rorqual.planner.costs.parallel_costs import Work, rank_step
+from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
 from rorqual.planner.costs.shards import (
     layer_kv_bytes,
     rank_kv_bytes_per_token,
@@ -89,16 +89,16 @@ def test_a_ranks_flops_equal_the_counted(case: str, form: str) -> None:
         random_weights(model, 0)
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             model.logits(straight(model.forward(decode_step(own, model, context, form))))
-        step = rank_step(config, ParallelConfig(tp=ranks), Work(Batch.decode(1, context)), Format(form=form))
+        step = rank_step(config, ParallelConfig(tp=ranks), GroupWork(BatchShape.decode(1, context)), Format(form=form))
         assert step.total("flops") == counter.get_total_flops() - config.num_layers * unused_query(own, form)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("form", ["CD", "CC", "A_CC_ME", "AM_CC_ME"])
-@pytest.mark.parametrize("batch", [Batch.decode(5, 700), Batch.verify(3, 900, 2)])
-def test_one_rank_is_the_whole(name: str, form: str, batch: Batch) -> None:
+@pytest.mark.parametrize("batch", [BatchShape.decode(5, 700), BatchShape.verify(3, 900, 2)])
+def test_one_rank_is_the_whole(name: str, form: str, batch: BatchShape) -> None:
     config, fmt = published(name), Format(form=form)
-    step, whole = rank_step(config, ParallelConfig(), Work(batch), fmt), costs.total(costs.step_ops(config, batch, fmt))
+    step, whole = rank_step(config, ParallelConfig(), GroupWork(batch), fmt), costs.total(costs.step_ops(config, batch, fmt))
     assert step.total("flops") == pytest.approx(whole.flops)
     assert step.total("weight_bytes") == pytest.approx(whole.weight_bytes, rel=1e-6)
     assert step.total("cache_bytes") == pytest.approx(whole.cache_bytes)
@@ -108,11 +108,11 @@ def test_one_rank_is_the_whole(name: str, form: str, batch: Batch) -> None:
 def test_prompts_are_decompressed() -> None:
     config = published("deepseek-v3")
     step, whole = (
-        rank_step(config, ParallelConfig(), Work(None, (Batch(1, 512),))),
-        costs.step_ops(config, Batch(1, 512), Format(form="CC")),
+        rank_step(config, ParallelConfig(), GroupWork(None, (BatchShape(1, 512),))),
+        costs.step_ops(config, BatchShape(1, 512), Format(form="CC")),
     )
     assert step.total("flops") == pytest.approx(costs.total(whole).flops)
-    mixed = rank_step(config, ParallelConfig(), Work(Batch.decode(4, 100), (Batch(1, 60),)))
+    mixed = rank_step(config, ParallelConfig(), GroupWork(BatchShape.decode(4, 100), (BatchShape(1, 60),)))
     assert mixed.total("cache_bytes") == pytest.approx((400 + 60) * costs.kv_bytes_per_token(config))
 
 
@@ -120,11 +120,11 @@ def test_prompts_are_decompressed() -> None:
 def test_no_work_is_lost_between_ranks(sizes: ParallelConfig) -> None:
     """All ranks of a stage together compute what one card would, but for what is on every rank."""
     config, tokens = published("deepseek-v3"), 64
-    work = Work(Batch.decode(tokens // sizes.dp, 300))
+    work = GroupWork(BatchShape.decode(tokens // sizes.dp, 300))
     from rorqual.planner.costs.routing import Routing
 
     step = rank_step(config, sizes, work, routing=Routing(balance="perfect"))
-    one = rank_step(config, ParallelConfig(), Work(Batch.decode(tokens, 300)))
+    one = rank_step(config, ParallelConfig(), GroupWork(BatchShape.decode(tokens, 300)))
     dense, moe = stage_layers(config, sizes)
     for name in ("experts", "attention", "o_proj", "q_b_proj"):
         ours = sum(op.flops * op.layers for op in step.ops if op.name == name) * sizes.stage
@@ -153,13 +153,13 @@ def test_stages() -> None:
 # ---- messages
 
 
-def sent(config: ModelConfig, sizes: ParallelConfig, work: Work) -> dict[str, tuple[str, int, float, int]]:
+def sent(config: ModelConfig, sizes: ParallelConfig, work: GroupWork) -> dict[str, tuple[str, int, float, int]]:
     return {f"{m.name}/{m.layers}": (m.kind, m.ranks, m.bytes, m.layers) for m in rank_step(config, sizes, work).messages}
 
 
 def test_tensor_parallel_messages() -> None:
     config = published("deepseek-v3")
-    found = sent(config, ParallelConfig(tp=8), Work(Batch.decode(64, 1000)))
+    found = sent(config, ParallelConfig(tp=8), GroupWork(BatchShape.decode(64, 1000)))
     whole = 64 * 7168 * 2
     assert found["attention output/58"] == ("all_reduce", 8, whole, 58)
     assert found["attention output/3"] == ("all_reduce", 8, whole, 3)
@@ -172,7 +172,7 @@ def test_tensor_parallel_messages() -> None:
 @pytest.mark.parametrize(("name", "share"), [("deepseek-v3", (1 + 2112 / 7168) / 4), ("deepseek-v2-lite", 1 / 2)])
 def test_dense_data_parallelism_sends_less(name: str, share: float) -> None:
     """Of a dense layer: two all-reduces; a reduce-scatter and an all-gather, of latents where there are latents of queries; nothing."""
-    config, work = published(name), Work(Batch.decode(64, 1000))
+    config, work = published(name), GroupWork(BatchShape.decode(64, 1000))
 
     def dense(sizes: ParallelConfig) -> float:
         return sum(m.wire_bytes for m in RankMessages(config, sizes, work, 2).layer(sparse=False))
@@ -184,7 +184,7 @@ def test_dense_data_parallelism_sends_less(name: str, share: float) -> None:
 def test_sharded_tokens_are_projected_down_once() -> None:
     """Routers and projections to latents see a rank's share; heads, and the merged projection of a model without a query latent, every
     token of the group."""
-    work, sharded = Work(None, (Batch(1, 800),)), ParallelConfig(tp=8, sequence_parallel=True)
+    work, sharded = GroupWork(None, (BatchShape(1, 800),)), ParallelConfig(tp=8, sequence_parallel=True)
     for name, sizes, rows in (
         ("deepseek-v3", sharded, 100),
         ("deepseek-v2-lite", sharded, 800),
@@ -198,7 +198,7 @@ def test_sharded_tokens_are_projected_down_once() -> None:
 
 def test_expert_exchanges() -> None:
     """128 tokens a rank at EP8, top-8: all-gather and reduce-scatter move as much as blocks of rows to every rank."""
-    config, work = published("deepseek-v3"), Work(Batch.decode(128, 1000))
+    config, work = published("deepseek-v3"), GroupWork(BatchShape.decode(128, 1000))
     gather = sent(config, ParallelConfig(dp=8, ep=8, exchange="allgather_ep"), work)
     picks = 8 * 8
     assert gather["experts gather/58"] == ("all_gather", 8, 8 * 128 * (7168 * 2 + picks), 58)
@@ -212,14 +212,14 @@ def test_expert_exchanges() -> None:
 
 
 def test_a_pipeline_sends_hidden_states() -> None:
-    found = sent(published("qwen3-30b-a3b"), ParallelConfig(tp=2, pp=2), Work(Batch.decode(8, 100)))
+    found = sent(published("qwen3-30b-a3b"), ParallelConfig(tp=2, pp=2), GroupWork(BatchShape.decode(8, 100)))
     assert found["stage/1"][:3] == ("p2p", 2, 2 * 8 * 2048 * 2), "hidden states and the residual stream, on every rank of tp"
 
 
 def test_drafts_add_a_layer_and_a_head_each() -> None:
     config = published("deepseek-v3")
-    plain = rank_step(config, ParallelConfig(), Work(Batch.verify(4, 500, 2)))
-    drafted = rank_step(config, ParallelConfig(), Work(Batch.verify(4, 500, 2), drafts=2))
+    plain = rank_step(config, ParallelConfig(), GroupWork(BatchShape.verify(4, 500, 2)))
+    drafted = rank_step(config, ParallelConfig(), GroupWork(BatchShape.verify(4, 500, 2), drafts=2))
     layers = [sum(op.layers for op in step.ops if op.name == "attention") for step in (plain, drafted)]
     heads = [sum(op.name == "lm_head" for op in step.ops) for step in (plain, drafted)]
     assert (layers[1] - layers[0], heads[1] - heads[0]) == (2, 2)
@@ -241,11 +241,13 @@ def test_prompts_cost_what_the_model_counts() -> None:
     pool = KVPool(kv_spec(config, page, config.dtype, "CC"), tokens // page + 1, torch.device("cpu"))
     table, positions = torch.arange(1, tokens // page + 1)[None], torch.arange(tokens)
     slots = table[0, positions // page] * page + positions % page
-    segment = Segment(table, torch.tensor([tokens]), (tokens,), (tokens,))
-    step = Step(torch.arange(tokens), positions, slots, *model.rotary.rows(positions), torch.tensor([tokens - 1]), pool, prefill=segment)
+    segment = AttentionMetadata(table, torch.tensor([tokens]), (tokens,), (tokens,))
+    step = ForwardBatch(
+        torch.arange(tokens), positions, slots, *model.rotary.rows(positions), torch.tensor([tokens - 1]), pool, prefill=segment
+    )
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model.logits(straight(model.forward(step)))
-    ours = rank_step(config, ParallelConfig(), Work(None, (Batch(1, tokens),)))
+    ours = rank_step(config, ParallelConfig(), GroupWork(None, (BatchShape(1, tokens),)))
     square = config.num_layers * costs.attention_flops_per_pair(config, "CC") * tokens * tokens
     attention = sum(op.flops * op.layers for op in ours.ops if op.name == "attention")
     assert ours.total("flops") - attention == counter.get_total_flops() - square

@@ -22,9 +22,9 @@ from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import Ops
 from rorqual.parallel.comm_volume import step_messages
 from rorqual.planner.costs import catalog
-from rorqual.planner.costs.costs import Batch, Format
-from rorqual.planner.costs.messages import Message
-from rorqual.planner.costs.parallel_costs import Work, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.messages import CostedMessage
+from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
 from rorqual.planner.costs.shards import (
     rank_kv_bytes_per_token,
     rank_weight_bytes,
@@ -131,7 +131,7 @@ def test_cache_of_every_rank(name: str) -> None:
 # ---- bytes sent
 
 
-def by_call(messages: tuple[Message, ...]) -> dict[str, Counter[str]]:
+def by_call(messages: tuple[CostedMessage, ...]) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     for message in messages:
         call = "send" if message.kind == "p2p" else message.kind
@@ -140,16 +140,16 @@ def by_call(messages: tuple[Message, ...]) -> dict[str, Counter[str]]:
 
 
 WORKS = {
-    "decode": Work(Batch.decode(24, 100)),
-    "uneven": Work(Batch.decode(13, 100), stage_tokens=40),
-    "prompts": Work(None, (Batch(2, 700),)),
-    "mixed": Work(Batch.decode(5, 100), (Batch(1, 90),), stage_tokens=95),
+    "decode": GroupWork(BatchShape.decode(24, 100)),
+    "uneven": GroupWork(BatchShape.decode(13, 100), stage_tokens=40),
+    "prompts": GroupWork(None, (BatchShape(2, 700),)),
+    "mixed": GroupWork(BatchShape.decode(5, 100), (BatchShape(1, 90),), stage_tokens=95),
 }
 
 
 @pytest.mark.parametrize("work", WORKS.values(), ids=list(WORKS))
 @pytest.mark.parametrize("name", MODELS[:3])
-def test_bytes_sent(name: str, work: Work) -> None:
+def test_bytes_sent(name: str, work: GroupWork) -> None:
     """By axis and call. Of several stages the planner takes the fullest as if it had both ends; what all stages send is what one would."""
     config = model_of(name)
     for sizes in accepted(name, 7):
@@ -171,7 +171,7 @@ def test_bytes_sent(name: str, work: Work) -> None:
 
 def test_nothing_is_sent_where_attention_and_dense_layers_are_data_parallel() -> None:
     config = model_of("deepseek-v3")
-    work = Work(Batch.decode(24, 100))
+    work = GroupWork(BatchShape.decode(24, 100))
     names = {message.name for message in rank_step(config, ParallelConfig(dp=8, ep=8), work).messages}
     assert names == {"experts gather", "experts output"}
     assert not rank_step(replace(config, moe_layers=(False,) * LAYERS), ParallelConfig(dp=8), work).messages
@@ -179,7 +179,7 @@ def test_nothing_is_sent_where_attention_and_dense_layers_are_data_parallel() ->
 
 def test_copies_a_pick_or_blocks() -> None:
     """A low-latency exchange of DeepEP's sends eight copies of a token wherever they go; this engine's one to each of the other ranks."""
-    config, work = model_of("deepseek-v3"), Work(Batch.decode(100, 50))
+    config, work = model_of("deepseek-v3"), GroupWork(BatchShape.decode(100, 50))
     sizes = ParallelConfig(dp=16, ep=16, exchange="low_latency", fp8_dispatch=True)
     row, picks, sparse = 7168 + 56 * 4, 8 * 8, LAYERS - 3
     blocks, copies = ({m.name: m for m in rank_step(config, sizes, work, picks=picks).messages} for picks in (False, True))

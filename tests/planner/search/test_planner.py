@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rorqual.config.hardware import load_card
+from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import IDS, published, shape_of, with_quant
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.search import report
 from rorqual.planner.search.deployments import (
     Goal,
@@ -25,7 +25,7 @@ from rorqual.planner.search.deployments import (
     prompt_seconds,
     together,
 )
-from rorqual.planner.search.planner import Plan, distinct_best, search
+from rorqual.planner.search.planner import DeploymentPlan, distinct_best, search
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.split import SplitStep, split_memory, split_step
 
@@ -33,15 +33,15 @@ R1 = published("deepseek-ai/DeepSeek-R1")
 
 
 def question(card: str = "h200", count: int = 8, profile: str = "sglang", **changes: object) -> Question:
-    return Question(R1, load_card(card), count, load_profile(profile), **changes)  # type: ignore[arg-type]
+    return Question(R1, load_device(card), count, load_profile(profile), **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def node() -> Plan:
-    return search(question(goal=Goal(1024, 1024, ttft=1.0, tpot=0.05), next_n=(0, 1)))
+def node() -> DeploymentPlan:
+    return search(question(goal=Goal(1024, 1024, ttft=1.0, tpot=0.05), num_speculative_tokens=(0, 1)))
 
 
-def test_what_is_offered_fits_and_meets_the_goal(node: Plan) -> None:
+def test_what_is_offered_fits_and_meets_the_goal(node: DeploymentPlan) -> None:
     assert node.options
     for option in node.options:
         assert option.ttft <= 1.0
@@ -53,16 +53,16 @@ def test_what_is_offered_fits_and_meets_the_goal(node: Plan) -> None:
     assert all(option.ttft > 1.0 or option.tpot > 0.05 for option in node.missed)
 
 
-def test_tokens_a_card_are_the_cycle(node: Plan) -> None:
+def test_tokens_a_card_are_the_cycle(node: DeploymentPlan) -> None:
     """A group's requests in turn: every answer's steps and every prompt once."""
-    option = next(option for option in node.options if option.kind == "together" and option.next_n == 0)
+    option = next(option for option in node.options if option.kind == "together" and option.num_speculative_tokens == 0)
     model = node.question.model(option.sizes)
-    step = model.step(Work(Batch.decode(option.batch, 1024 + 512))).seconds
+    step = model.step(GroupWork(BatchShape.decode(option.batch, 1024 + 512))).seconds
     cycle = 1024 * step + option.batch * prompt_seconds(node.question, model)
     assert option.throughput == pytest.approx(option.replicas * option.sizes.dp * option.batch * 1024 / cycle)
 
 
-def test_the_front_is_a_front(node: Plan) -> None:
+def test_the_front_is_a_front(node: DeploymentPlan) -> None:
     front, every = node.pareto(), (*node.options, *node.missed)
     assert front
     for point in front:
@@ -82,9 +82,9 @@ def test_all_ratios_balance() -> None:
 
 
 def test_drafts_that_are_taken_help() -> None:
-    plain, drafted = (next(iter(together(question(next_n=(drafts,)), ParallelConfig(tp=8)))) for drafts in (0, 1))
+    plain, drafted = (next(iter(together(question(num_speculative_tokens=(drafts,)), ParallelConfig(tp=8)))) for drafts in (0, 1))
     assert drafted.tpot < plain.tpot
-    never = next(iter(together(question(next_n=(1,), acceptance=0.0), ParallelConfig(tp=8))))
+    never = next(iter(together(question(num_speculative_tokens=(1,), acceptance=0.0), ParallelConfig(tp=8))))
     assert never.tpot > plain.tpot
 
 
@@ -94,7 +94,7 @@ def test_home_cluster() -> None:
     found = search(question("rtx4090", 32, "roofline"))
     assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
     tight = found.question.model(ParallelConfig(tp=8, pp=4))
-    assert 0 < tight.card.memory * tight.utilisation - tight.weight_bytes < 1.2e9
+    assert 0 < tight.card.memory * tight.utilization - tight.weight_bytes < 1.2e9
     assert any("3 attention : 29 expert cards (whole layers)" in option.detail for option in found.options)
     assert len(found.rejected) > 50
     assert found.rejected[0].short < 3e9
@@ -106,8 +106,12 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="no kernel times for card atlas-a3"):
         question("atlas-a3")
     with pytest.raises(ConfigError, match="has no prediction module"):
-        Question(published("qwen3-30b-a3b"), load_card("h200"), 1, load_profile("rorqual"), next_n=(1,))
-    for changes, message in (({"count": 0}, "count=0"), ({"acceptance": 2.0}, "acceptance=2.0"), ({"next_n": ()}, "next_n=")):
+        Question(published("qwen3-30b-a3b"), load_device("h200"), 1, load_profile("rorqual"), num_speculative_tokens=(1,))
+    for changes, message in (
+        ({"count": 0}, "count=0"),
+        ({"acceptance": 2.0}, "acceptance=2.0"),
+        ({"num_speculative_tokens": ()}, "num_speculative_tokens="),
+    ):
         with pytest.raises(ConfigError, match=message):
             replace(question(), **changes)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="prompt=0"):
@@ -131,7 +135,9 @@ def test_batches_in_flight_hide_the_shorter_stages() -> None:
 
 def test_experts_on_cards_of_their_own() -> None:
     model = question("rtx4090", 32, "roofline").model(ParallelConfig())
-    layers, spread = (split_step(model, Work(Batch.decode(8, 500)), 3, cards, kind) for kind, cards in (("layers", 29), ("experts", 16)))
+    layers, spread = (
+        split_step(model, GroupWork(BatchShape.decode(8, 500)), 3, cards, kind) for kind, cards in (("layers", 29), ("experts", 16))
+    )
     assert layers.expert_card == pytest.approx(layers.experts * 2 / 58)
     assert spread.expert_card == spread.experts < layers.experts, "a layer's experts are read by sixteen cards at once"
     memory = split_memory(model, 29, "layers")
@@ -143,7 +149,7 @@ def test_experts_on_cards_of_their_own() -> None:
 # ---- what is printed and written
 
 
-def test_files(node: Plan, tmp_path: Path) -> None:
+def test_files(node: DeploymentPlan, tmp_path: Path) -> None:
     report.write_csv(node, tmp_path / "all.csv")
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))
     assert len(rows) == len(node.options) + len(node.missed)
@@ -156,19 +162,19 @@ def test_files(node: Plan, tmp_path: Path) -> None:
         report.write_yaml(replace(node, options=()), "m", tmp_path / "none.yaml")
 
 
-def test_the_chart(node: Plan, tmp_path: Path) -> None:
+def test_the_chart(node: DeploymentPlan, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.write_png(node, tmp_path / "front.png")
     assert (tmp_path / "front.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_command(node: Plan) -> None:
+def test_the_command(node: DeploymentPlan) -> None:
     option = next(option for option in node.options if option.sizes == ParallelConfig(tp=8) and option.kind == "together")
     text = report.commands("deepseek-ai/DeepSeek-R1", node.question, option)[0]
     assert text.strip().startswith(f"rorqual serve deepseek-ai/DeepSeek-R1 --tp 8 --max-num-seqs {option.batch}")
 
 
-def test_best_of_each_layout(node: Plan) -> None:
+def test_best_of_each_layout(node: DeploymentPlan) -> None:
     best: list[Option] = distinct_best(node.options, 4)
     assert best[0] is node.options[0]
     assert len({(option.kind, option.sizes, option.detail) for option in best}) == len(best)

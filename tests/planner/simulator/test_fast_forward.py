@@ -42,7 +42,7 @@ def round_of(scheduler: Scheduler, right: list[int], rng: random.Random) -> bool
     decoded = len(step.plan.decode_slots)
     tokens = [[rng.randrange(3) for _ in range(right[row] + 1)] for row in range(decoded)]
     tokens += [[rng.randrange(3)] for _ in step.sampled[decoded:]]
-    drafted = [scheduler.next_n * (row < decoded) for row in range(len(tokens))] if scheduler.next_n else []
+    drafted = [scheduler.num_speculative_tokens * (row < decoded) for row in range(len(tokens))] if scheduler.num_speculative_tokens else []
     scheduler.update(step, StepResult(tokens, drafted))
     return True
 
@@ -56,7 +56,7 @@ def settled(seed: int, **config: Any) -> tuple[Scheduler, random.Random]:
         prompt = tuple(rng.randrange(2) for _ in range(rng.randint(1, 20)))
         scheduler.add(Request(f"r{index}", prompt, SamplingParams(max_tokens=rng.randint(1, 24), seed=index)))
     for _ in range(rng.randint(1, 12)):
-        rights = [rng.randint(0, scheduler.next_n) for _ in range(8)]
+        rights = [rng.randint(0, scheduler.num_speculative_tokens) for _ in range(8)]
         round_of(scheduler, rights, rng)
     return scheduler, rng
 
@@ -65,17 +65,19 @@ def settled(seed: int, **config: Any) -> tuple[Scheduler, random.Random]:
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.sampled_from([1, 2, 4, 8]),
-    next_n=st.integers(0, 2),
+    num_speculative_tokens=st.integers(0, 2),
     lookahead=st.integers(0, 2),
     spare=st.integers(0, 40),
     caching=st.booleans(),
     share=st.floats(0, 1),
 )
 def test_k_steps_at_once_equal_k_single_steps(
-    seed: int, page_size: int, next_n: int, lookahead: int, spare: int, caching: bool, share: float
+    seed: int, page_size: int, num_speculative_tokens: int, lookahead: int, spare: int, caching: bool, share: float
 ) -> None:
     config = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "page_size": page_size, "prefix_caching": caching}
-    fast, _ = settled(seed, **config, num_pages=48 // page_size + 1 + spare, next_n=next_n, lookahead=lookahead)
+    fast, _ = settled(
+        seed, **config, num_pages=48 // page_size + 1 + spare, num_speculative_tokens=num_speculative_tokens, lookahead=lookahead
+    )
     while fast.has_work:
         run = decode_run(fast)
         slow = copy.deepcopy(fast)
@@ -84,7 +86,7 @@ def test_k_steps_at_once_equal_k_single_steps(
             continue
         count = max(1, round(run * share))
         draw = random.Random(seed)
-        accepted = [[draw.randint(0, next_n) for _ in range(count)] for _ in fast.decoding]
+        accepted = [[draw.randint(0, num_speculative_tokens) for _ in range(count)] for _ in fast.decoding]
         new = [[draw.randrange(3) for _ in range(count + sum(right))] for right in accepted]
         todo = [list(tokens) for tokens in new]
         for index in range(count):
@@ -93,7 +95,7 @@ def test_k_steps_at_once_equal_k_single_steps(
             assert not step.plan.chunks
             assert step.plan.decode_slots == [s.slot for s in fast.decoding.values()]
             tokens = [[todo[row].pop(0) for _ in range(right[index] + 1)] for row, right in enumerate(accepted)]
-            outs = slow.update(step, StepResult(tokens, [next_n] * len(tokens) if next_n else []))
+            outs = slow.update(step, StepResult(tokens, [num_speculative_tokens] * len(tokens) if num_speculative_tokens else []))
             assert not any(out.finish for out in outs)
         advance(fast, count, new, accepted)
         assert state(fast) == state(slow)
@@ -115,7 +117,7 @@ def started(scheduler: Scheduler, *outputs: int, **params: Any) -> Scheduler:
 def test_a_run_ends_before_the_first_request_does() -> None:
     """One token came with the prompt; of 19 that are left the last one ends the request."""
     assert decode_run(started(scheduler_of(), 20, 30)) == 18
-    assert decode_run(started(scheduler_of(next_n=2), 20, 30)) == 6
+    assert decode_run(started(scheduler_of(num_speculative_tokens=2), 20, 30)) == 6
     assert decode_run(started(scheduler_of(), 2)) == 0
 
 

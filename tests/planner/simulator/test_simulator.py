@@ -16,11 +16,11 @@ import pytest
 from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator import simulated_rank as rank_module
-from rorqual.planner.simulator.cost_runner import ConstantCosts, Load, MeasuredCosts, StepCost
+from rorqual.planner.simulator.cost_runner import ConstantCosts, MeasuredCosts, StepCost, StepLoad
 from rorqual.planner.simulator.micro_batches import Task
 from rorqual.planner.simulator.results import Outcome, as_json, outcome, spread, weighted_spread
 from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
-from rorqual.planner.simulator.workload import Arrivals, Lengths, SharedPrefix, Workload
+from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, SharedPrefix, Workload
 
 
 def config(**changes: Any) -> SchedulerConfig:
@@ -35,7 +35,9 @@ def pool(costs: Any = None, **changes: Any) -> Pool:
 
 def work(kind: str = "at-once", requests: int = 20, prompt: str = "100", output: str = "20", **changes: Any) -> Workload:
     arrivals = {name: changes.pop(name) for name in ("rate", "burstiness", "clients") if name in changes}
-    return Workload(Arrivals(kind, **arrivals), Lengths.parse(prompt), Lengths.parse(output), requests=requests, **changes)
+    return Workload(
+        Arrivals(kind, **arrivals), LengthDistribution.parse(prompt), LengthDistribution.parse(output), requests=requests, **changes
+    )
 
 
 def play(one: Pool, load: Workload, seed: int = 0, **changes: Any) -> tuple[Simulation, Outcome]:
@@ -50,12 +52,12 @@ class PerToken:
     part: float = 1.0
     resources: ClassVar[tuple[str, ...]] = ("busy",)
 
-    def step(self, loads: Sequence[Load], next_n: int) -> StepCost:
-        seconds = float(max(load.tokens(next_n) for load in loads))
+    def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
+        seconds = float(max(load.tokens(num_speculative_tokens) for load in loads))
         return StepCost(seconds, seconds * self.part, (seconds,))
 
-    def tasks(self, loads: Sequence[Load], next_n: int) -> list[Task]:
-        return [Task("busy", "step", 0, 0.0, self.step(loads, next_n).seconds)]
+    def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
+        return [Task("busy", "step", 0, 0.0, self.step(loads, num_speculative_tokens).seconds)]
 
 
 # ---- queueing
@@ -109,22 +111,22 @@ def test_bursty_arrivals_wait_longer() -> None:
 
 
 def test_a_run_depends_on_its_seed_alone() -> None:
-    one = pool(scheduler=config(next_n=1), acceptance=(0.6,))
+    one = pool(scheduler=config(num_speculative_tokens=1), acceptance=(0.6,))
     load = work("poisson", 60, "uniform:20:200", "lognormal:20:0.5", rate=20.0, prefix=SharedPrefix(3, 32, 1.0))
     first, again, other = (json.dumps(as_json(*play(one, load, seed), {})) for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
 
-@pytest.mark.parametrize("next_n", [0, 2])
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
 @pytest.mark.parametrize("pages", [30, 400])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_counted_steps_change_nothing(next_n: int, pages: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_steps_change_nothing(num_speculative_tokens: int, pages: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step by step through plan and update comes out the same, with preemptions as well."""
     one = pool(
         MeasuredCosts({(0, 100): 0.02, (8, 0): 0.01, (8, 100): 0.03}),
-        scheduler=config(num_pages=pages, max_model_len=300, next_n=next_n, prefill_chunk=64),
-        acceptance=(0.7, 0.4)[:next_n], replicas=2, steps_in_flight=in_flight,
+        scheduler=config(num_pages=pages, max_model_len=300, num_speculative_tokens=num_speculative_tokens, chunked_prefill_size=64),
+        acceptance=(0.7, 0.4)[:num_speculative_tokens], replicas=2, steps_in_flight=in_flight,
     )  # fmt: skip
     load = work("poisson", 80, "uniform:20:110", "uniform:1:140", rate=60.0, prefix=SharedPrefix(4, 40))
     fast = as_json(*play(one, load), {})
@@ -193,7 +195,7 @@ def test_chunked_prefill_bounds_the_step() -> None:
 
 def test_speculation_brings_as_many_tokens_as_its_rates_say() -> None:
     """The second draft counts only where the first is right: 1 + a + a b tokens a step."""
-    one = pool(scheduler=config(next_n=2, max_num_seqs=16), acceptance=(0.8, 0.5))
+    one = pool(scheduler=config(num_speculative_tokens=2, max_num_seqs=16), acceptance=(0.8, 0.5))
     _, found = play(one, work(requests=200, output="200"))
     assert found.accepted == pytest.approx((0.8, 0.4), abs=0.01)
     assert found.tpot is not None
@@ -205,7 +207,7 @@ def test_speculation_brings_as_many_tokens_as_its_rates_say() -> None:
 def test_with_two_steps_in_flight_a_request_joins_a_step_later() -> None:
     """The second request arrives during a step that ends at 4; a step that is planned already runs until 5 first."""
     scheduler = config(max_num_batched_tokens=512)
-    load = Workload(Arrivals("fixed", 1 / 3.5), Lengths(mean=10), Lengths(mean=20), requests=2)
+    load = Workload(Arrivals("fixed", 1 / 3.5), LengthDistribution(mean=10), LengthDistribution(mean=20), requests=2)
     admitted = [play(pool(ConstantCosts(1.0), scheduler=scheduler, steps_in_flight=n), load)[0].records[1].admitted for n in (1, 2)]
     assert admitted == [4.0, 5.0]
 
@@ -216,7 +218,7 @@ def test_with_two_steps_in_flight_a_request_joins_a_step_later() -> None:
 def test_ranks_of_a_replica_step_together_and_replicas_do_not() -> None:
     """A prompt of 100 and one of 50 tokens: together both wait for the longer, apart each for itself."""
     scheduler = config(max_num_batched_tokens=512)
-    load = Workload(Arrivals("at-once"), Lengths("uniform", 75, 50, 100), Lengths(mean=1), requests=2)
+    load = Workload(Arrivals("at-once"), LengthDistribution("uniform", 75, 50, 100), LengthDistribution(mean=1), requests=2)
     prompts = sorted(job.prompt for job in load.jobs(0))
     assert prompts[0] != prompts[1]
     together, _ = play(pool(PerToken(), scheduler=scheduler, ranks=2), load)
@@ -282,7 +284,7 @@ def test_measured_costs_are_linear_between_points() -> None:
     assert costs.at(0, 50) == 1.0
     assert costs.at(5, 50) == pytest.approx(1.75)
     assert costs.at(20, 0) == 2.0, "beyond the last point with its slope"
-    assert costs.step([Load(10, 40), Load(0, 0, 2, 50, 0)], 0).seconds == 2.0, "the slowest rank"
+    assert costs.step([StepLoad(10, 40), StepLoad(0, 0, 2, 50, 0)], 0).seconds == 2.0, "the slowest rank"
     with pytest.raises(ConfigError, match=r"lack .*\(10, 100\)"):
         MeasuredCosts({(0, 100): 2.0, (10, 0): 1.0})
 
@@ -296,13 +298,13 @@ def test_percentiles() -> None:
     assert weighted_spread(Counter({1.0: 89, 2.0: 9, 7.0: 2})).p99 == 7.0
 
 
-def test_utilisation_and_queues_over_time() -> None:
+def test_utilization_and_queues_over_time() -> None:
     """One request every 2 s that takes 1 s: half the time is spent in steps."""
     run = Simulation(Deployment((pool(ConstantCosts(1.0), steps_in_flight=1),)), work("fixed", 100, output="1", rate=0.5), 0, 10.0).run()
     found = outcome(run)
-    assert found.utilisation["all"]["steps"] == pytest.approx(0.5, rel=0.01)
+    assert found.utilization["all"]["steps"] == pytest.approx(0.5, rel=0.01)
     series = run.timelines[0].series()
-    assert series["utilisation"]["busy"][:19] == [0.5] * 19
+    assert series["utilization"]["busy"][:19] == [0.5] * 19
     assert len(series["waiting"]) == len(series["seconds"])
 
 
@@ -352,13 +354,13 @@ def test_traces(tmp_path: Path) -> None:
 
 def test_arrivals_and_lengths_have_their_means() -> None:
     for kind, burstiness in (("poisson", 1.0), ("gamma", 0.5), ("fixed", 1.0)):
-        jobs = list(Workload(Arrivals(kind, 20.0, burstiness), Lengths.parse("lognormal:200:0.8"), seconds=500).jobs(0))
+        jobs = list(Workload(Arrivals(kind, 20.0, burstiness), LengthDistribution.parse("lognormal:200:0.8"), seconds=500).jobs(0))
         assert len(jobs) == pytest.approx(10_000, rel=0.05)
         assert fmean(job.prompt for job in jobs) == pytest.approx(200, rel=0.05)
-    drawn = {Lengths.parse("uniform:3:5").draw(random.Random(seed)) for seed in range(50)}
+    drawn = {LengthDistribution.parse("uniform:3:5").draw(random.Random(seed)) for seed in range(50)}
     assert drawn == {3, 4, 5}
     for text in ("many", "uniform:5:3", "lognormal:10", "0", "beta:1:2"):
         with pytest.raises(ConfigError):
-            Lengths.parse(text)
+            LengthDistribution.parse(text)
     with pytest.raises(ConfigError, match="need a number of requests"):
         Workload(Arrivals("at-once"))

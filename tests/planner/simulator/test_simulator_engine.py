@@ -15,11 +15,11 @@ from rorqual.engine.engine import Engine
 from rorqual.planner.simulator.cost_runner import MeasuredCosts
 from rorqual.planner.simulator.results import outcome
 from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
-from rorqual.planner.simulator.workload import Arrivals, Job, Lengths, Workload
+from rorqual.planner.simulator.workload import Arrival, Arrivals, LengthDistribution, Workload
 from rorqual.request import Request, SamplingParams
 
 ROWS, PROMPTS, PIECE = (0, 1, 4, 12), (0, 16, 64, 124), 40
-WORK = Workload(Arrivals("at-once"), Lengths("uniform", 40, 20, 60), Lengths("uniform", 24, 8, 40), requests=48)
+WORK = Workload(Arrivals("at-once"), LengthDistribution("uniform", 40, 20, 60), LengthDistribution("uniform", 24, 8, 40), requests=48)
 ROUNDS, TRIES = 3, 5  # rounds of measuring and running; further tries add rounds where a busy machine disturbed them
 TOLERANCE = 0.15
 
@@ -61,7 +61,7 @@ class Driver:
             self.engine.abort(name)
         return found
 
-    def run(self, jobs: list[Job]) -> list[float]:
+    def run(self, jobs: list[Arrival]) -> list[float]:
         """Seconds of each step of a whole workload."""
         for job in jobs:
             self.add(job.prompt, job.output)

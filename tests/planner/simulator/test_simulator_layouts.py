@@ -14,21 +14,21 @@ import pytest
 from typer.testing import CliRunner
 
 from rorqual.cli.main import app
-from rorqual.config.hardware import load_card
+from rorqual.config.hardware import load_device
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.simulator import gantt, pools
-from rorqual.planner.simulator.cost_runner import IDLE, Load
+from rorqual.planner.simulator.cost_runner import IDLE, StepLoad
 from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts, coarse, rounded, shared
 from rorqual.planner.simulator.micro_batches import Stage, makespan, play
 from rorqual.planner.simulator.results import Outcome, outcome
 from rorqual.planner.simulator.simulator import Deployment, Simulation
-from rorqual.planner.simulator.workload import Arrivals, Lengths, Workload
+from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, Workload
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import split_step
@@ -38,17 +38,17 @@ WIDE = ParallelConfig(dp=32, ep=32)
 
 
 def model(sizes: ParallelConfig = WIDE, profile: str = "rorqual", **changes: Any) -> StepModel:
-    return StepModel(R1, sizes, load_card("h200"), load_profile(profile), **changes)
+    return StepModel(R1, sizes, load_device("h200"), load_profile(profile), **changes)
 
 
 def simulated(deployment: Deployment, rate: float, seconds: float = 10.0, **lengths: str) -> tuple[Simulation, Outcome]:
-    prompt, output = Lengths.parse(lengths.get("prompt", "1000")), Lengths.parse(lengths.get("output", "100"))
+    prompt, output = LengthDistribution.parse(lengths.get("prompt", "1000")), LengthDistribution.parse(lengths.get("output", "100"))
     run = Simulation(deployment, Workload(Arrivals("poisson", rate), prompt, output, seconds=seconds), 1).run()
     return run, outcome(run)
 
 
-def engine(**changes: Any) -> pools.Engine:
-    return pools.Engine(**{"context": 1100, "max_model_len": 1200, "max_num_batched_tokens": 2048, **changes})
+def engine(**changes: Any) -> pools.PoolSettings:
+    return pools.PoolSettings(**{"context": 1100, "max_model_len": 1200, "max_num_batched_tokens": 2048, **changes})
 
 
 # ---- micro-batches
@@ -64,12 +64,12 @@ def test_two_chains_take_turns_on_two_resources() -> None:
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "one at a time"
 
 
-@pytest.mark.parametrize("load", [Load(64, 1500), Load(24, 1200, 1, 1000, 0)])
-def test_one_batch_in_flight_costs_what_the_cost_model_says(load: Load) -> None:
+@pytest.mark.parametrize("load", [StepLoad(64, 1500), StepLoad(24, 1200, 1, 1000, 0)])
+def test_one_batch_in_flight_costs_what_the_cost_model_says(load: StepLoad) -> None:
     costs, one = ModelCosts(model(), exact=True), model()
-    decode = Batch.decode(load.rows, load.context)
-    prefill = (Batch(1, 1000, 0),) if load.prompts else ()
-    whole = one.step(Work(decode, prefill, stage_tokens=32 * load.tokens(0)))
+    decode = BatchShape.decode(load.rows, load.context)
+    prefill = (BatchShape(1, 1000, 0),) if load.prompts else ()
+    whole = one.step(GroupWork(decode, prefill, stage_tokens=32 * load.tokens(0)))
     found = costs.step([load] * 32, 0)
     assert found.seconds == whole.seconds
     assert found.stage == whole.stage
@@ -79,7 +79,7 @@ def test_one_batch_in_flight_costs_what_the_cost_model_says(load: Load) -> None:
 
 def test_two_batches_in_flight_hide_the_network() -> None:
     """Never faster than either resource alone, nor slower than one after the other."""
-    loads = [Load(256, 1500)] * 32
+    loads = [StepLoad(256, 1500)] * 32
     costs = ModelCosts(model(), micro_batches=2)
     tasks = costs.tasks(loads, 0)
     busy = {name: sum(task.end - task.start for task in tasks if task.resource == name) for name in ("compute", "network")}
@@ -88,16 +88,16 @@ def test_two_batches_in_flight_hide_the_network() -> None:
 
 
 def test_micro_batches_share_the_work() -> None:
-    assert shared(Load(5, 100), 2) == [Load(2, 100), Load(3, 100)]
-    assert shared(Load(1, 100, 2, 10, 30), 2) == [Load(0, 0, 1, 10, 30), Load(1, 100, 1, 10, 35)]
-    assert sum(piece.tokens(0) for piece in shared(Load(7, 9, 3, 11, 0), 4)) == 7 + 33
+    assert shared(StepLoad(5, 100), 2) == [StepLoad(2, 100), StepLoad(3, 100)]
+    assert shared(StepLoad(1, 100, 2, 10, 30), 2) == [StepLoad(0, 0, 1, 10, 30), StepLoad(1, 100, 1, 10, 35)]
+    assert sum(piece.tokens(0) for piece in shared(StepLoad(7, 9, 3, 11, 0), 4)) == 7 + 33
 
 
 def test_as_many_batches_as_needed_fill_the_busiest_resource() -> None:
     """The count that split.py derives: with it the busiest resource is hardly ever idle, with one batch it is."""
     one, cards = model(ParallelConfig(), "roofline"), (32, 32)
-    pass_of = split_step(one, Work(Batch.decode(16, 1536)), *cards)
-    times = {n: SplitCosts(one, *cards, micro_batches=n).step([Load(16 * n, 1536)] * 32, 0) for n in (1, pass_of.needed)}
+    pass_of = split_step(one, GroupWork(BatchShape.decode(16, 1536)), *cards)
+    times = {n: SplitCosts(one, *cards, micro_batches=n).step([StepLoad(16 * n, 1536)] * 32, 0) for n in (1, pass_of.needed)}
     assert pass_of.needed > 1
     assert times[1].seconds == pytest.approx(pass_of.attention + pass_of.experts + pass_of.network)
     full = times[pass_of.needed]
@@ -129,8 +129,8 @@ def test_rounding_costs_little() -> None:
 
 def test_a_slow_rank_holds_up_the_others() -> None:
     """All of its time but the messages' grows by the factor, for every rank of its replica."""
-    loads, one = [Load(64, 1500)] * 32, model()
-    sent = one.step(Work(Batch.decode(64, 1536), stage_tokens=2048)).by("limiter")["network"]
+    loads, one = [StepLoad(64, 1500)] * 32, model()
+    sent = one.step(GroupWork(BatchShape.decode(64, 1536), stage_tokens=2048)).by("limiter")["network"]
     plain, slow = ModelCosts(one).step(loads, 0).seconds, ModelCosts(one, slow={5: 1.5}).step(loads, 0).seconds
     assert slow == pytest.approx(sent + 1.5 * (plain - sent))
     assert ModelCosts(one, slow={40: 2.0}).step(loads, 0).seconds == plain, "no such rank"
@@ -141,7 +141,7 @@ def test_a_slow_rank_holds_up_the_others() -> None:
 def test_uneven_experts_make_steps_longer() -> None:
     counts = tuple(float(1 + (expert < 8) * 40) for expert in range(256))
     seconds = [
-        ModelCosts(model(routing=routing)).step([Load(64, 1500)] * 32, 0).seconds
+        ModelCosts(model(routing=routing)).step([StepLoad(64, 1500)] * 32, 0).seconds
         for routing in (Routing(), Routing("zipf", 0.6), Routing("recorded", counts=counts))
     ]
     assert seconds == sorted(seconds)
@@ -149,10 +149,10 @@ def test_uneven_experts_make_steps_longer() -> None:
 
 
 def test_a_slower_network_makes_steps_longer() -> None:
-    card = load_card("h200")
+    card = load_device("h200")
     slow = replace(card, network=replace(card.network, bandwidth=card.network.bandwidth / 8))
     one = model(profile="roofline")
-    loads = [Load(256, 1500)] * 32
+    loads = [StepLoad(256, 1500)] * 32
     plain, longer = (ModelCosts(replace(one, card=c)).step(loads, 0) for c in (card, slow))
     assert longer.seconds > plain.seconds
     assert longer.busy[2] > 4 * plain.busy[2]
@@ -202,9 +202,9 @@ def test_a_minute_of_sixty_four_cards_takes_seconds() -> None:
 # ---- drawing, and the command
 
 
-def watched(batches: int) -> gantt.Chart:
+def watched(batches: int) -> gantt.GanttChart:
     deployment = pools.together(model(), engine(micro_batches=batches, max_num_seqs=64), 1)
-    work = Workload(Arrivals("at-once"), Lengths(mean=100), Lengths(mean=8), requests=320)
+    work = Workload(Arrivals("at-once"), LengthDistribution(mean=100), LengthDistribution(mean=8), requests=320)
     return gantt.gantt(Simulation(deployment, work, watch=(0.0, 2)).run(), "a <title>")
 
 

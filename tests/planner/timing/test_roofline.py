@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from rorqual.config.hardware import DATA, load_card
+from rorqual.config.hardware import DATA, load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch, Format
-from rorqual.planner.costs.parallel_costs import RankOp, Work, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.parallel_costs import GroupWork, RankOp, rank_step
 from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import (
     LIMITERS,
@@ -33,7 +33,7 @@ TABLE = json.loads((DATA / "kernels_h200_sglang.json").read_text())
 
 
 def model(profile: str = "sglang", card: str = "h200", **sizes: int) -> StepModel:
-    return StepModel(R1, ParallelConfig(**(sizes or {"tp": 8})), load_card(card), load_profile(profile))
+    return StepModel(R1, ParallelConfig(**(sizes or {"tp": 8})), load_device(card), load_profile(profile))
 
 
 # ---- tables
@@ -69,7 +69,9 @@ def test_fused_shared_experts_count_one_by_one() -> None:
     rest = []
     for shared in (0, 1, 2):
         config = replace(R1, moe=replace(R1.moe, num_shared=shared))
-        timed = StepModel(config, ParallelConfig(tp=8), load_card("h200"), load_profile("sglang")).step(Work(Batch.decode(1, 1000)))
+        timed = StepModel(config, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang")).step(
+            GroupWork(BatchShape.decode(1, 1000))
+        )
         rest.append(next(item.seconds for item in timed.items if item.name == "experts"))
     assert rest[2] - rest[1] == pytest.approx(rest[1] - rest[0])
     assert rest[1] > rest[0]
@@ -77,7 +79,7 @@ def test_fused_shared_experts_count_one_by_one() -> None:
 
 def test_no_table_lies_under_the_datasheet() -> None:
     """Products too large for the L2 cache, latent attention over more than it holds, and experts by what their routing reads."""
-    card = load_card("h200")
+    card = load_device("h200")
     for n, k, *times in TABLE["gemm"]["tables"]["fp8"]:
         for m, time in zip(TABLE["gemm"]["m"], times, strict=True):
             floor = max(n * k / card.bandwidth if n * k > 120e6 else 0, 2 * m * n * k / card.peak("fp8"))
@@ -103,8 +105,11 @@ def test_own_kernels_are_ratios_to_the_base() -> None:
 # ---- steps
 
 
-@pytest.mark.parametrize("work", [Work(Batch.decode(16, 2000)), Work(None, (Batch(1, 2048),)), Work(Batch.verify(8, 900, 1), drafts=1)])
-def test_a_step_is_the_sum_of_its_parts_and_above_the_floor(work: Work) -> None:
+@pytest.mark.parametrize(
+    "work",
+    [GroupWork(BatchShape.decode(16, 2000)), GroupWork(None, (BatchShape(1, 2048),)), GroupWork(BatchShape.verify(8, 900, 1), drafts=1)],
+)
+def test_a_step_is_the_sum_of_its_parts_and_above_the_floor(work: GroupWork) -> None:
     timed, bare = model().step(work), model("roofline").step(work)
     assert timed.seconds == pytest.approx(sum(item.seconds for item in timed.items))
     assert set(timed.by("limiter")) <= set(LIMITERS)
@@ -114,63 +119,63 @@ def test_a_step_is_the_sum_of_its_parts_and_above_the_floor(work: Work) -> None:
 
 
 def test_the_bare_roofline_is_bytes_and_operations() -> None:
-    one = StepModel(QWEN, ParallelConfig(), load_card("h200"), load_profile("roofline"))
-    step = one.step(Work(Batch.decode(4, 1000)))
+    one = StepModel(QWEN, ParallelConfig(), load_device("h200"), load_profile("roofline"))
+    step = one.step(GroupWork(BatchShape.decode(4, 1000)))
     floor = costs.decode_floor_seconds(QWEN, 4, 1000, 4.8e12)
     assert floor < step.seconds < floor * 1.02, "activations are all that is more"
     assert step.by("limiter")["memory"] > 0.98 * step.seconds
 
 
 def test_more_work_takes_longer() -> None:
-    found = [model().step(Work(Batch.decode(batch, 2000))).seconds for batch in (1, 4, 16, 64, 256)]
+    found = [model().step(GroupWork(BatchShape.decode(batch, 2000))).seconds for batch in (1, 4, 16, 64, 256)]
     assert found == sorted(found)
-    found = [model().step(Work(Batch.decode(16, context))).seconds for context in (500, 2000, 8000, 32000)]
+    found = [model().step(GroupWork(BatchShape.decode(16, context))).seconds for context in (500, 2000, 8000, 32000)]
     assert found == sorted(found)
 
 
 def test_skewed_routing_reads_fewer_experts() -> None:
     from rorqual.planner.costs.routing import Routing
 
-    even = StepModel(QWEN, ParallelConfig(), load_card("h200"), load_profile("rorqual"))
+    even = StepModel(QWEN, ParallelConfig(), load_device("h200"), load_profile("rorqual"))
     skewed = replace(even, routing=Routing("zipf", 1.2))
-    work = Work(Batch.decode(8, 1000))
+    work = GroupWork(BatchShape.decode(8, 1000))
     assert skewed.step(work).by("name")["experts"] < even.step(work).by("name")["experts"]
 
 
 def test_another_card_is_scaled_by_its_roofline() -> None:
-    work = Work(Batch.decode(64, 4000))
+    work = GroupWork(BatchShape.decode(64, 4000))
     here, there = model().step(work).by("name"), model(card="h100").step(work).by("name")
     assert 1.0 < there["attention"] / here["attention"] <= 4800 / 3350 + 1e-6
     assert there["experts"] > here["experts"]
-    assert model(card="h100").profile.check(load_card("h100")) is False
+    assert model(card="h100").profile.check(load_device("h100")) is False
 
 
 def test_measured_collectives_come_first() -> None:
-    card = load_card("h200-measured")
+    card = load_device("h200-measured")
     own = StepModel(R1, ParallelConfig(tp=8), card, load_profile("sglang"))
-    message = next(m for m in rank_step(R1, own.sizes, Work(Batch.decode(8, 100))).messages if m.kind == "all_reduce")
+    message = next(m for m in rank_step(R1, own.sizes, GroupWork(BatchShape.decode(8, 100))).messages if m.kind == "all_reduce")
     assert own.message_seconds(message, False) == (pytest.approx(14.6e-6, rel=1e-3), True)
-    other = replace(own, card=load_card("h800"))
+    other = replace(own, card=load_device("h800"))
     seconds, measured = other.message_seconds(message, False)
     assert not measured, "other links: no table"
     assert seconds == pytest.approx(2 * 4e-6 + message.wire_bytes / (200e9 * 0.8))
 
 
 def test_messages_beyond_a_node_take_the_network() -> None:
-    wide = StepModel(R1, ParallelConfig(dp=16, ep=16, exchange="allgather_ep"), load_card("h100"), load_profile("sglang"))
-    message = next(m for m in rank_step(R1, wide.sizes, Work(Batch.decode(8, 100))).messages if m.kind == "all_gather")
+    wide = StepModel(R1, ParallelConfig(dp=16, ep=16, exchange="allgather_ep"), load_device("h100"), load_profile("sglang"))
+    message = next(m for m in rank_step(R1, wide.sizes, GroupWork(BatchShape.decode(8, 100))).messages if m.kind == "all_gather")
     assert wide.message_seconds(message, False)[0] > message.wire_bytes / 50e9
 
 
 def test_a_pipeline_passes_through_every_stage() -> None:
-    whole = StepModel(QWEN, ParallelConfig(), load_card("h200"), load_profile("rorqual")).step(Work(Batch.decode(8, 1000)))
-    piped = StepModel(QWEN, ParallelConfig(pp=4), load_card("h200"), load_profile("rorqual")).step(Work(Batch.decode(8, 1000)))
+    whole = StepModel(QWEN, ParallelConfig(), load_device("h200"), load_profile("rorqual")).step(GroupWork(BatchShape.decode(8, 1000)))
+    piped = StepModel(QWEN, ParallelConfig(pp=4), load_device("h200"), load_profile("rorqual")).step(GroupWork(BatchShape.decode(8, 1000)))
     assert piped.seconds == pytest.approx(4 * piped.stage)
     assert whole.seconds / 4 < piped.stage < whole.seconds
 
 
 def test_nothing_takes_no_time() -> None:
-    assert model().step(Work()).seconds == 0
+    assert model().step(GroupWork()).seconds == 0
 
 
 # ---- refusals
@@ -180,7 +185,7 @@ def test_no_data_no_guess() -> None:
     with pytest.raises(ConfigError, match="no kernel times for card rtx4090"):
         model(card="rtx4090")
     with pytest.raises(ConfigError, match="bf16 cache alone"):
-        StepModel(R1, ParallelConfig(tp=8), load_card("h200"), load_profile("sglang"), Format(kv_dtype="float8_e4m3fn"))
+        StepModel(R1, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang"), Format(kv_dtype="float8_e4m3fn"))
     with pytest.raises(ConfigError, match="needs a measured card"):
         model("calibrated")
     with pytest.raises(ConfigError, match="profile 'vllm' is not known"):
@@ -190,7 +195,7 @@ def test_no_data_no_guess() -> None:
 
 
 def test_the_profile_of_a_card() -> None:
-    names = {name: profile_for(load_card(name)).name for name in ("h200", "h100", "rtx4090", "atlas-a3")}
+    names = {name: profile_for(load_device(name)).name for name in ("h200", "h100", "rtx4090", "atlas-a3")}
     assert names == {"h200": "rorqual", "h100": "rorqual", "rtx4090": "roofline", "atlas-a3": "roofline"}
 
 
@@ -208,10 +213,10 @@ def test_memory_adds_up() -> None:
 
 
 def test_critical_sizes() -> None:
-    rows, batch = compute_bound_tokens(R1, load_card("h20-96"))
+    rows, batch = compute_bound_tokens(R1, load_device("h20-96"))
     assert (rows, batch) == (pytest.approx(37), pytest.approx(1184))
-    assert expert_seconds(R1, load_card("rtx4090")) == pytest.approx(44_040_192 / 1008e9)
-    card = with_link(load_card("rtx4090"), 25)
+    assert expert_seconds(R1, load_device("rtx4090")) == pytest.approx(44_040_192 / 1008e9)
+    card = with_link(load_device("rtx4090"), 25)
     assert rpc_seconds(R1, card, 128) == pytest.approx(2 * (30e-6 + 128 * 7168 * 2 / 3.125e9))
     with pytest.raises(ConfigError, match="network=0"):
         with_link(card, 0)

@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from rorqual.config.hardware import load_card
+from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import Batch
-from rorqual.planner.costs.parallel_costs import Work
+from rorqual.planner.costs.costs import BatchShape
+from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.validation.closed_loop import Loop, _State, play
 
-MODEL = StepModel(published("qwen3-30b-a3b"), ParallelConfig(), load_card("h200"), load_profile("sglang"))
+MODEL = StepModel(published("qwen3-30b-a3b"), ParallelConfig(), load_device("h200"), load_profile("sglang"))
 
 
 def test_one_client() -> None:
     result = play(MODEL, Loop(1, 640, 64, requests=3))
-    prompt = MODEL.step(Work(None, (Batch(1, 640),))).seconds
-    steps = [MODEL.step(Work(Batch.verify(1, round((640 + made + 1) / 64) * 64, 0))).seconds for made in range(1, 64)]
+    prompt = MODEL.step(GroupWork(None, (BatchShape(1, 640),))).seconds
+    steps = [MODEL.step(GroupWork(BatchShape.verify(1, round((640 + made + 1) / 64) * 64, 0))).seconds for made in range(1, 64)]
     assert result.ttft == pytest.approx(prompt + MODEL.profile.first_token_us * 1e-6)
     assert result.tpot == pytest.approx(sum(steps) / 63)
     assert result.throughput == pytest.approx(64 / (prompt + sum(steps)))
@@ -58,6 +58,6 @@ def test_more_clients_more_tokens_and_longer_waits() -> None:
 
 def test_accepted_drafts_shorten() -> None:
     config = published("deepseek-ai/DeepSeek-R1")
-    model = StepModel(config, ParallelConfig(tp=8), load_card("h200"), load_profile("sglang"))
-    plain, drafted = play(model, Loop(1, 500, 60, 2)), play(model, Loop(1, 500, 60, 2, next_n=1, accepted=0.85))
+    model = StepModel(config, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang"))
+    plain, drafted = play(model, Loop(1, 500, 60, 2)), play(model, Loop(1, 500, 60, 2, num_speculative_tokens=1, accepted=0.85))
     assert drafted.tpot < plain.tpot < 1.85 * drafted.tpot

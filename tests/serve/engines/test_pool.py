@@ -14,9 +14,9 @@ from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed import worker_process
 from rorqual.errors import ConfigError
 from rorqual.request import Request, SamplingParams
-from rorqual.serve.engines.pool import EXPECTED, SLACK, Fleet
+from rorqual.serve.engines.pool import EXPECTED, SLACK, EnginePool
 from rorqual.serve.launch import ServeConfig, engine_options
-from rorqual.serve.limits import Limits
+from rorqual.serve.limits import ServerLimits
 
 FOLDER = Path("model")
 
@@ -30,7 +30,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, replicas: int, **engine: Any) -> list
     found = []
     for options in engine_options(ServeConfig(replicas=replicas, engine=engine), FOLDER):
         config = EngineConfig.from_dict(options)
-        found.append([worker_process.rank_device(config, config.first_card + rank) for rank in range(config.parallel.world)])
+        found.append([worker_process.rank_device(config, config.first_device + rank) for rank in range(config.parallel.world)])
     return found
 
 
@@ -38,7 +38,7 @@ def test_replicas_take_disjoint_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cards(monkeypatch, 3) == [["cuda:0"], ["cuda:1"], ["cuda:2"]]
     assert cards(monkeypatch, 2, device="cuda", tp=2) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
     assert cards(monkeypatch, 2, tp=2, dp=2, ep=4)[1] == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
-    assert cards(monkeypatch, 2, first_card=4, dp=2) == [["cuda:4", "cuda:5"], ["cuda:6", "cuda:7"]]
+    assert cards(monkeypatch, 2, first_device=4, dp=2) == [["cuda:4", "cuda:5"], ["cuda:6", "cuda:7"]]
     assert cards(monkeypatch, 2, device="cpu", tp=2) == [["cpu", "cpu"], ["cpu", "cpu"]]
     assert cards(monkeypatch, 1, device="cuda:3") == [["cuda:3"]]
 
@@ -75,15 +75,15 @@ class Client:
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    found = Fleet([{}, {}, {}], Limits())
+def fleet() -> Iterator[EnginePool]:
+    found = EnginePool([{}, {}, {}], ServerLimits())
     for engine in found.engines:
         engine.client = Client(engine.index)  # type: ignore[assignment]
     yield found
     found.kill()
 
 
-def sent(fleet: Fleet, start: int, length: int = 200, max_tokens: int | None = 10, salt: str = "") -> int:
+def sent(fleet: EnginePool, start: int, length: int = 200, max_tokens: int | None = 10, salt: str = "") -> int:
     """The engine that a request goes to; prompts with another `start` share nothing."""
     prompt = tuple(range(start, start + length))
     job = SimpleNamespace(placed=[])
@@ -91,7 +91,7 @@ def sent(fleet: Fleet, start: int, length: int = 200, max_tokens: int | None = 1
     return job.placed[0][0].index
 
 
-def test_new_prompts_go_to_the_engine_with_the_fewest_live_tokens(fleet: Fleet) -> None:
+def test_new_prompts_go_to_the_engine_with_the_fewest_live_tokens(fleet: EnginePool) -> None:
     assert sent(fleet, 0, 600) == 0
     assert sent(fleet, 1000, 100) == 1
     assert sent(fleet, 2000, 300) == 2
@@ -99,28 +99,28 @@ def test_new_prompts_go_to_the_engine_with_the_fewest_live_tokens(fleet: Fleet) 
     assert [engine.client.load for engine in fleet.engines] == [610, 220, 310]  # type: ignore[union-attr]
 
 
-def test_a_prompt_goes_where_its_beginning_is_known(fleet: Fleet) -> None:
+def test_a_prompt_goes_where_its_beginning_is_known(fleet: EnginePool) -> None:
     homes = [sent(fleet, 1000 * conversation, 400) for conversation in range(3)]
     assert homes == [0, 1, 2]
     assert [sent(fleet, 1000 * conversation, 500) for conversation in (2, 0, 1, 2)] == [2, 0, 1, 2]
     assert sent(fleet, 2000, 400, salt="another tenant") == 0, "the least loaded: within another salt nothing is known"
 
 
-def test_a_prefix_is_not_worth_any_queue(fleet: Fleet) -> None:
+def test_a_prefix_is_not_worth_any_queue(fleet: EnginePool) -> None:
     home = sent(fleet, 0, 400)
     fleet.engines[home].client.load += SLACK  # type: ignore[union-attr]
     assert sent(fleet, 0, 400) != home
     assert sent(fleet, 0, 400) != home, "and now the other one knows it"
 
 
-def test_a_request_without_a_limit_does_not_drive_its_conversation_away(fleet: Fleet) -> None:
+def test_a_request_without_a_limit_does_not_drive_its_conversation_away(fleet: EnginePool) -> None:
     """It may write to the end of the context, and counts as one that writes as much as many do."""
     home = sent(fleet, 0, 400, max_tokens=None)
     assert fleet.engines[home].client.load == 400 + EXPECTED  # type: ignore[union-attr]
     assert sent(fleet, 0, 500, max_tokens=None) == home
 
 
-def test_an_engine_that_is_gone_gets_nothing(fleet: Fleet) -> None:
+def test_an_engine_that_is_gone_gets_nothing(fleet: EnginePool) -> None:
     home = sent(fleet, 0, 400)
     fleet.engines[home].client = None
     assert sent(fleet, 0, 400) != home

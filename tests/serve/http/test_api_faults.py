@@ -254,11 +254,11 @@ def test_mistakes_at_the_start_are_named(given: dict[str, Any], words: str):
 
 def test_limits_are_checked():
     from rorqual.errors import ConfigError
-    from rorqual.serve.limits import Limits
+    from rorqual.serve.limits import ServerLimits
 
     for given in ({"n": 0}, {"body": 0}, {"waiting": -1}, {"timeout": 0.0}, {"drain": -1.0}):
         with pytest.raises(ConfigError, match=next(iter(given))):
-            Limits(**given)
+            ServerLimits(**given)
 
 
 def test_a_port_in_use_is_said_at_once(small: Running):

@@ -20,13 +20,13 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from rorqual.serve.engines.pool import Fleet
+from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.http import dashboard, history
 from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.dashboard import PAGE, SESSION_SECONDS, Sessions
-from rorqual.serve.http.history import History, Row
-from rorqual.serve.limits import Limits
-from rorqual.serve.messages import Ended, Snapshot
+from rorqual.serve.http.history import History, HistoryRow
+from rorqual.serve.limits import ServerLimits
+from rorqual.serve.messages import RequestTimes, Snapshot
 from tests.serve import browser
 from tests.serve.browser import Browser
 from tests.serve.running import Running
@@ -53,8 +53,8 @@ class Client(SimpleNamespace):
 @pytest.fixture
 def api() -> Iterator[Api]:
     """An API process with room for one engine, in which none serves yet."""
-    fleet = Fleet([{}], Limits())
-    yield Api(SimpleNamespace(names=("model",)), fleet, Limits(), "1.2.3", {"engine": {"next_n": 2}})  # type: ignore[arg-type]
+    fleet = EnginePool([{}], ServerLimits())
+    yield Api(SimpleNamespace(names=("model",)), fleet, ServerLimits(), "1.2.3", {"engine": {"num_speculative_tokens": 2}})  # type: ignore[arg-type]
     fleet.kill()
 
 
@@ -173,15 +173,15 @@ def test_without_an_engine_nothing_is_zero(api: Api):
     assert found["healthy"] is False
     assert found["engines"] == []
     assert found["expert_load"] == []
-    assert found["places"] == [{"engine": 0, "state": "starting", "deaths": 0, "next_n": 2}]
-    assert found["fields"] == list(Row._fields)
-    assert found["rows"][0][1:] == [None] * (len(Row._fields) - 1)
+    assert found["places"] == [{"engine": 0, "state": "starting", "deaths": 0, "num_speculative_tokens": 2}]
+    assert found["fields"] == list(HistoryRow._fields)
+    assert found["rows"][0][1:] == [None] * (len(HistoryRow._fields) - 1)
     assert found["recent"]["ttft"] == {"p50": None, "p90": None, "p95": None, "p99": None}
 
 
 def test_figures_of_engines(api: Api):
     client = engine_client(running=3, waiting=1, pages_total=10, pages_used=4, pages_cached=2, expert_load=[[1, 2], [3, 4]])
-    client.ended.append(Ended(time.monotonic(), 0.5, 0.02, 2.0, 0.1))
+    client.ended.append(RequestTimes(time.monotonic(), 0.5, 0.02, 2.0, 0.1))
     api.fleet.engines[0].client = client  # type: ignore[assignment]
     api.history.sample()
     page = browse(api)
@@ -225,7 +225,7 @@ def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatc
     fleet = SimpleNamespace(clients=[])
     past = History(fleet)  # type: ignore[arg-type]
 
-    def step(seconds: float = 1.0) -> Row:
+    def step(seconds: float = 1.0) -> HistoryRow:
         clock.now += seconds
         past.sample()
         return past.rows[-1]

@@ -28,6 +28,6 @@ def make_launcher(config: EngineConfig) -> Launcher:
 def check_alone(config: EngineConfig) -> None:
     """An engine of one rank starts nobody. Raises ConfigError where torchrun has started others all the same."""
     if config.launcher == "torchrun":
-        from rorqual.engine.distributed.launchers.torchrun import Place
+        from rorqual.engine.distributed.launchers.torchrun import TorchrunPlace
 
-        Place.read().check(config)
+        TorchrunPlace.read().check(config)

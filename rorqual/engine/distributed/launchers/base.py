@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.rendezvous import Meeting
-from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.engine.distributed.rendezvous import Rendezvous
+from rorqual.engine.distributed.worker_handle import JoinedWorker
 
 Check = Callable[[], None]
 
@@ -14,19 +14,19 @@ Check = Callable[[], None]
 class Launcher:
     """`start` once, then `meeting` and `interface` are known; `close` when all members have left, or were ended."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     interface: str  # the network interface rank 0's collectives take
 
     def __init__(self, config: EngineConfig):
         self.config, self.world = config, config.parallel.world
 
-    def start(self) -> list[Joined]:
+    def start(self) -> list[JoinedWorker]:
         """Ranks 1 to world - 1, connected. Raises EngineError when they do not come, ConfigError for what the user can mend."""
         raise AssertionError("launchers say how ranks are started")
 
     def card(self) -> int:
         """Which of its host's cards rank 0 takes."""
-        return self.config.first_card
+        return self.config.first_device
 
     def close(self) -> None:
         """Give back what was taken for the start."""

@@ -11,31 +11,31 @@ from pathlib import Path
 
 from rorqual.config.model import child_environment
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.channel import Link
+from rorqual.engine.distributed.channel import Channel
 from rorqual.engine.distributed.launchers.base import Launcher
-from rorqual.engine.distributed.rendezvous import Meeting
-from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.engine.distributed.rendezvous import Rendezvous
+from rorqual.engine.distributed.worker_handle import JoinedWorker
 
 
 class LocalLauncher(Launcher):
-    """Cards are taken in order from `first_card` on. Process groups meet through a file that only this user can read."""
+    """Cards are taken in order from `first_device` on. Process groups meet through a file that only this user can read."""
 
     interface = "lo"
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
         self.folder = Path(tempfile.mkdtemp(prefix="rorqual-ranks-"))
-        self.meeting = Meeting(file=str(self.folder / "store"))
+        self.rendezvous = Rendezvous(file=str(self.folder / "store"))
 
-    def start(self) -> list[Joined]:
-        return [self._child(self.config.first_card + rank) for rank in range(1, self.world)]
+    def start(self) -> list[JoinedWorker]:
+        return [self._child(self.config.first_device + rank) for rank in range(1, self.world)]
 
-    def _child(self, card: int) -> Joined:
+    def _child(self, card: int) -> JoinedWorker:
         mine, theirs = socket.socketpair()
         command = [sys.executable, "-m", "rorqual.engine.distributed.worker_process", "--fd", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment())
         theirs.close()
-        return Joined(Link(mine), process.pid, process=process, card=card)
+        return JoinedWorker(Channel(mine), process.pid, process=process, card=card)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -8,14 +8,14 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from rorqual.config.model import visible_card
+from rorqual.config.model import visible_device
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.channel import Link
-from rorqual.engine.distributed.handshake import Badge
+from rorqual.engine.distributed.channel import Channel
+from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.launchers.placement import assign
 from rorqual.engine.distributed.launchers.ray_actor import Starter
 from rorqual.engine.distributed.launchers.remote import RemoteLauncher
-from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.engine.distributed.worker_handle import JoinedWorker
 from rorqual.errors import ConfigError, EngineError
 from rorqual.platforms import device_of
 
@@ -58,7 +58,7 @@ class RayLauncher(RemoteLauncher):
         if not self.cards:
             return 0
         (given,) = self.ray.get(self.actors[0].place.remote(), timeout=ANSWER_SECONDS)[1]
-        return visible_card(given)
+        return visible_device(given)
 
     def _announce(self, port: int, secret: bytes | None) -> None:
         self.group, nodes = self._reserve()
@@ -108,8 +108,10 @@ class RayLauncher(RemoteLauncher):
             if status is not None:
                 raise EngineError(f"rank {rank} ended with status {status} before it could reach rank 0 at {self.address}")
 
-    def _joined(self, rank: int, link: Link, badge: Badge) -> Joined:
-        return Joined(link, badge.pid, host=f"{badge.host} ({link.peer})", card=0)  # Ray shows a process its own card alone
+    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
+        return JoinedWorker(
+            channel, identity.pid, host=f"{identity.host} ({channel.peer})", card=0
+        )  # Ray shows a process its own card alone
 
     def close(self) -> None:
         with suppress(self.ray.exceptions.RayError, RuntimeError, ConnectionError):  # the cluster may have gone before

@@ -6,13 +6,13 @@ import secrets
 
 from rorqual.config.model import shared_secret
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.distributed.channel import Link
-from rorqual.engine.distributed.handshake import Badge
+from rorqual.engine.distributed.channel import Channel
+from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.launchers.base import Launcher
 from rorqual.engine.distributed.listener import Listener
 from rorqual.engine.distributed.network import interface_of, is_public, named_address, route_to
-from rorqual.engine.distributed.rendezvous import Meetinghouse
-from rorqual.engine.distributed.worker_handle import Joined
+from rorqual.engine.distributed.rendezvous import RendezvousStore
+from rorqual.engine.distributed.worker_handle import JoinedWorker
 from rorqual.errors import ConfigError
 
 
@@ -25,24 +25,24 @@ class RemoteLauncher(Launcher):
         self.address = own_address(config.interface, self._peer)
         self.interface = interface_to(config.interface, self.address)
 
-    def start(self) -> list[Joined]:
+    def start(self) -> list[JoinedWorker]:
         secret = self.shared or secrets.token_hex(32).encode()
         listener = Listener(self.address, self.world, secret)
         try:
-            self.house = Meetinghouse(self.address, self.world)
-            self.meeting = self.house.meeting
+            self.house = RendezvousStore(self.address, self.world)
+            self.rendezvous = self.house.rendezvous
             self._announce(listener.port, None if self.shared else secret)
             found = listener.gather(self._check)
         except BaseException:
-            for link, _ in list(listener.joined.values()):
-                link.close()
+            for channel, _ in list(listener.joined.values()):
+                channel.close()
             raise
         finally:
             listener.close()
         return [self._joined(rank, *found[rank]) for rank in range(1, self.world)]
 
-    def _joined(self, rank: int, link: Link, badge: Badge) -> Joined:
-        return Joined(link, badge.pid, host=f"{badge.host} ({link.peer})")
+    def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
+        return JoinedWorker(channel, identity.pid, host=f"{identity.host} ({channel.peer})")
 
     @property
     def _peer(self) -> str:

@@ -27,7 +27,7 @@ ENGINES, WHERE = "engines", "where"  # keys in the store
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchrunPlace:
     """What torchrun tells a process. agent: torchrun keeps the store itself; else rank 0 does. attempt: how often ranks were restarted."""
 
     rank: int
@@ -39,7 +39,7 @@ class Place:
     attempt: str
 
     @staticmethod
-    def read() -> Place:
+    def read() -> TorchrunPlace:
         """Raises ConfigError where this process was not started by torchrun."""
         found = torchrun_variables()
         missing = [name for name in NEEDED if name not in found]
@@ -51,7 +51,7 @@ class Place:
             raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be integers: {error}") from None
         rank, world, local, port = numbers
         agent = found.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-        return Place(rank, world, local, found["MASTER_ADDR"], port, agent, found.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return TorchrunPlace(rank, world, local, found["MASTER_ADDR"], port, agent, found.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def check(self, config: EngineConfig) -> None:
         """On every rank, so that all end with the same words."""
@@ -79,7 +79,7 @@ class TorchrunLauncher(RemoteLauncher):
     """Rank 0's side."""
 
     def __init__(self, config: EngineConfig):
-        self.place = Place.read()
+        self.place = TorchrunPlace.read()
         self.place.check(config)
         if self.place.rank:
             raise ConfigError(f"this process is rank {self.place.rank} of torchrun's; accepted: 0 (other ranks call take_part)")
@@ -93,7 +93,7 @@ class TorchrunLauncher(RemoteLauncher):
         return self.place.host
 
     def card(self) -> int:
-        return self.config.first_card + self.place.local_rank
+        return self.config.first_device + self.place.local_rank
 
     def _announce(self, port: int, secret: bytes | None) -> None:
         self.store.set(WHERE, json.dumps([self.address, port, secret.decode() if secret else None]))
@@ -104,7 +104,7 @@ def take_part(config: EngineConfig, model: str | None = None) -> int | None:
 
     config: of this process's own command; sizes must be those of torchrun, `interface` and `secret_file` are this host's, all else comes
     from rank 0. model: as named in the command, found or fetched on each host by itself."""
-    place = Place.read()
+    place = TorchrunPlace.read()
     place.check(config)
     if not place.rank:
         return None
@@ -115,11 +115,11 @@ def take_part(config: EngineConfig, model: str | None = None) -> int | None:
     secret = own or (published.encode() if published else None)
     if secret is None:
         raise ConfigError(f"rank 0 was given a secret, rank {place.rank} was not: set RORQUAL_SECRET or secret_file on every host")
-    link, interface = connected(address, port, secret, (place.rank, place.world), config.interface)
-    return serve(link, interface, config.first_card + place.local_rank, model)
+    channel, interface = connected(address, port, secret, (place.rank, place.world), config.interface)
+    return serve(channel, interface, config.first_device + place.local_rank, model)
 
 
-def _where(place: Place) -> tuple[str, int, str | None]:
+def _where(place: TorchrunPlace) -> tuple[str, int, str | None]:
     store = place.store()
     try:
         store.wait([WHERE], timedelta(seconds=START_SECONDS))

@@ -27,7 +27,7 @@ from rorqual.ops.triton.runtime.launch import (
 
 
 @dataclass(frozen=True)
-class Config:
+class GqaDecodeConfig:
     """block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies, where block_n
     divides a page; finish: of the programs that share a request's head the last one to end puts their parts together, and no second
     kernel runs."""
@@ -41,19 +41,24 @@ class Config:
     finish: bool = False
 
 
-def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> Config:
+def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> GqaDecodeConfig:
     """The configuration for that many requests of that length."""
     shape = {"heads": q.shape[1], "groups": k_plane.shape[2], "width": q.shape[2], "requests": requests, "kv": max_kv_len}
-    return tuning.choose("gqa_decode", Config, q.device, dtype=str(q.dtype)[6:], cached=requests * max_kv_len, **shape)
+    return tuning.config_for("gqa_decode", GqaDecodeConfig, q.device, dtype=str(q.dtype)[6:], cached=requests * max_kv_len, **shape)
 
 
-def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[Config]:
+def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[GqaDecodeConfig]:
     """What is worth trying for that many requests of that length. For the tune command."""
     if dtype == torch.float32:
-        return [Config(16, 4, 1, tma=False)]
-    short = [Config(64, 4, 3, tma=False), Config(32, 4, 3, per_sm=4, tma=False)]
-    many = [Config(64, 4, 5), Config(64, 4, 5, tma=False), Config(64, 4, 5, per_sm=3), Config(64, 4, 3, per_sm=3)]
-    long = [Config(128, 4, 3, tma=False), Config(128, 4, 2, tma=False), Config(128, 8, 3, tma=False)]
+        return [GqaDecodeConfig(16, 4, 1, tma=False)]
+    short = [GqaDecodeConfig(64, 4, 3, tma=False), GqaDecodeConfig(32, 4, 3, per_sm=4, tma=False)]
+    many = [
+        GqaDecodeConfig(64, 4, 5),
+        GqaDecodeConfig(64, 4, 5, tma=False),
+        GqaDecodeConfig(64, 4, 5, per_sm=3),
+        GqaDecodeConfig(64, 4, 3, per_sm=3),
+    ]
+    long = [GqaDecodeConfig(128, 4, 3, tma=False), GqaDecodeConfig(128, 4, 2, tma=False), GqaDecodeConfig(128, 8, 3, tma=False)]
     if max_kv_len > 2048:
         return long + many + short
     short += [replace(config, finish=True) for config in short]
@@ -168,7 +173,7 @@ def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, start
         request += 1
 
 
-def gqa_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, groups: int, width: int, config: Config) -> SplitPlan:
+def gqa_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, groups: int, width: int, config: GqaDecodeConfig) -> SplitPlan:
     """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R], known on the host."""
     tiles = kv_lens.shape[0] * triton.cdiv(max(max_kv_len, 1), config.block_n)
     workers = min(max(1, multiprocessors(kv_lens.device) * config.per_sm // groups), triton.cdiv(tiles, config.min_tiles))
@@ -186,7 +191,7 @@ def _descriptor(plane: Tensor, block_n: int) -> TensorDescriptor:
 
 
 def gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, kv_lens: Tensor, scale: float, max_kv_len: int,
-               plan: SplitPlan | None = None, out: Tensor | None = None, config: Config | None = None) -> Tensor:  # fmt: skip
+               plan: SplitPlan | None = None, out: Tensor | None = None, config: GqaDecodeConfig | None = None) -> Tensor:  # fmt: skip
     """Attention of R requests with the same number of query tokens each (T / R), causal among them.
 
     q [T, H, D] bf16 or fp32, any token and head strides; planes [pages, page, G, D] contiguous, same dtype; tables [R, columns] int,

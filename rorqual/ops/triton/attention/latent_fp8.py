@@ -1,4 +1,4 @@
-"""The rows of an fp8 latent cache (`reference.pack_latent`): how kernels quantise one, write many, and read them back in order.
+"""The rows of an fp8 latent cache (`reference.pack_latent`): how kernels quantize one, write many, and read them back in order.
 
 A row is bytes: latent [C] e4m3 | scales [C / 128] fp32 | rope key [rope] as it is; 656 of them at 512 + 64 columns in bf16. The cache is
 addressed through one pointer to bytes; what lies in a row is found by casting it.
@@ -27,7 +27,7 @@ def supported(rank: int, rope: int) -> bool:
 
 @triton.jit
 def store_row(latent, key, row, write, RANK: tl.constexpr, ROPE: tl.constexpr):
-    """Quantise latent, fp32 [RANK] holding values of the activations' dtype, and store it, its scales and the rope key [ROPE] at `row`.
+    """Quantize latent, fp32 [RANK] holding values of the activations' dtype, and store it, its scales and the rope key [ROPE] at `row`.
 
     Divisions are correctly rounded: these bytes are the reference's, whoever writes them.
     """
@@ -76,7 +76,7 @@ def _read_kernel(plane, slots, out, slot_row, RANK: tl.constexpr, ROPE: tl.const
 
 
 def read(plane: Tensor, slots: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """The entries at flat positions slots [N] of plane [pages, page, bytes], [N, C + rope] in `dtype`: gathered and dequantised at once."""
+    """The entries at flat positions slots [N] of plane [pages, page, bytes], [N, C + rope] in `dtype`: gathered and dequantized at once."""
     rope = (plane.shape[2] - rank - 4 * groups_of(rank)) // dtype.itemsize
     assert plane.is_contiguous()
     out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=plane.device)

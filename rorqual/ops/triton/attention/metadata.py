@@ -11,24 +11,24 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from rorqual.ops.interface import Segment, Share, shares_of
+from rorqual.ops.interface import AttentionMetadata, Share, shares_of
 from rorqual.ops.triton.attention.split_kv import SplitPlan
 
 DECODE_QUERIES = 4  # up to so many query tokens of each request are rows of one decode tile
 
 
 class Derived:
-    """Starts, schedules and gather indices of one Segment. Packed keys lie request after request, `kv_bounds` entries each."""
+    """Starts, schedules and gather indices of one Segment. Packed keys lie request after request, `max_kv_lens` entries each."""
 
-    def __init__(self, segment: Segment):
+    def __init__(self, segment: AttentionMetadata):
         self.segment = segment
         self.device = segment.kv_lens.device
         self.captured = _capturing(self.device)
-        self.longest = max(segment.kv_bounds)
+        self.longest = max(segment.max_kv_lens)
         self.most_queries = max(segment.query_lens)
         self._plans: dict[Hashable, SplitPlan] = {}
         self._kept: dict[Hashable, Tensor] = {}
-        self._by_token: Segment | None = None
+        self._by_token: AttentionMetadata | None = None
         self._shares: dict[tuple[int, int], list[Share]] = {}
 
     @property
@@ -54,7 +54,7 @@ class Derived:
 
     def key_starts(self) -> Tensor:
         """[R + 1] int64"""
-        return self._starts("keys", self.segment.kv_bounds)
+        return self._starts("keys", self.segment.max_kv_lens)
 
     def _starts(self, name: str, lens: tuple[int, ...]) -> Tensor:
         if name not in self._kept:
@@ -68,9 +68,9 @@ class Derived:
         return torch.searchsorted(starts, torch.arange(count, device=self.device), right=True) - 1
 
     def gather_slots(self, page: int) -> Tensor:
-        """The cache position of every packed key, [sum of kv_bounds] int64; 0 (page 0) past a request's end."""
+        """The cache position of every packed key, [sum of max_kv_lens] int64; 0 (page 0) past a request's end."""
         if page not in self._kept:
-            starts, count = self.key_starts(), sum(self.segment.kv_bounds)
+            starts, count = self.key_starts(), sum(self.segment.max_kv_lens)
             owner = self.owners(starts, count)
             position = torch.arange(count, device=self.device) - starts[owner]
             inside = position < self.segment.kv_lens[owner]
@@ -79,18 +79,18 @@ class Derived:
             self._kept[page] = torch.where(inside, slots, 0)
         return self._kept[page]
 
-    def by_token(self) -> Segment:
+    def by_token(self) -> AttentionMetadata:
         """The same queries, each token a request of its own that sees the cache up to itself: any mixture becomes a decode batch."""
         if self._by_token is None:
             where, starts = self.segment, self.query_starts()
             owner = self.owners(starts, where.tokens)
             after = starts[owner + 1] - 1 - torch.arange(where.tokens, device=self.device)
             lens = where.kv_lens[owner] - after
-            self._by_token = Segment(where.tables[owner], lens, (1,) * where.tokens, (self.longest,) * where.tokens)
+            self._by_token = AttentionMetadata(where.tables[owner], lens, (1,) * where.tokens, (self.longest,) * where.tokens)
         return self._by_token
 
 
-def derived(segment: Segment) -> Derived:
+def derived(segment: AttentionMetadata) -> Derived:
     """The segment's, made anew where a graph capture began since: what a graph reads must be computed inside it."""
     found = segment.scratch
     if not isinstance(found, Derived) or found.captured != _capturing(found.device):

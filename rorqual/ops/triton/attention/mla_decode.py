@@ -6,7 +6,7 @@ so speculative tokens share the pass over the cache. Two cache formats:
     bf16 (or fp32 for tests)  plane [pages, page, 512 + 64]
     fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per 128 columns), 64 rope as the queries
 
-With bf16 queries an fp8 latent is dequantised in fp16, times 16, and must stay below 4,094. A normed latent is at most 22.6 (the root of
+With bf16 queries an fp8 latent is dequantized in fp16, times 16, and must stay below 4,094. A normed latent is at most 22.6 (the root of
 512) times its norm's weight.
 """
 
@@ -37,7 +37,7 @@ ASSEMBLER = tl.constexpr(not INTERPRETED)
 
 
 @dataclass(frozen=True)
-class Config:
+class MlaDecodeConfig:
     """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies;
     gluon: the kernel of mla_hopper.py, or mla_hopper_fp8.py, where it takes the call."""
 
@@ -51,46 +51,46 @@ class Config:
     gluon: bool = False
 
 
-def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int) -> Config:
+def config_for(q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int) -> MlaDecodeConfig:
     """The configuration for `rows` = query tokens x heads of a request, and that many requests of that length. Rules that ship name
     "hopper" where theirs would not fit an older card."""
     cache = "fp8" if fp8_cache else "plain"
     shape = {"dtype": str(q.dtype)[6:], "cache": cache, "rows": rows, "requests": requests, "kv": max_kv_len}
-    return tuning.choose("mla_decode", Config, q.device, **shape, hopper=is_hopper(q.device))
+    return tuning.config_for("mla_decode", MlaDecodeConfig, q.device, **shape, hopper=is_hopper(q.device))
 
 
 # What mla_hopper_fp8.py takes; shared memory allows no more stages and programs.
 _HOPPER_FP8 = [
-    Config(16, 64, 4, 2, per_sm=2, gluon=True), Config(16, 64, 4, 1, per_sm=3, gluon=True), Config(16, 64, 4, 4, gluon=True),
-    Config(32, 64, 8, 3, gluon=True), Config(32, 64, 8, 2, gluon=True), Config(32, 64, 4, 1, per_sm=2, gluon=True),
-    Config(32, 64, 4, 3, gluon=True), Config(64, 64, 8, 2, gluon=True),
+    MlaDecodeConfig(16, 64, 4, 2, per_sm=2, gluon=True), MlaDecodeConfig(16, 64, 4, 1, per_sm=3, gluon=True), MlaDecodeConfig(16, 64, 4, 4, gluon=True),
+    MlaDecodeConfig(32, 64, 8, 3, gluon=True), MlaDecodeConfig(32, 64, 8, 2, gluon=True), MlaDecodeConfig(32, 64, 4, 1, per_sm=2, gluon=True),
+    MlaDecodeConfig(32, 64, 4, 3, gluon=True), MlaDecodeConfig(64, 64, 8, 2, gluon=True),
 ]  # fmt: skip
 
 
-def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[Config]:
+def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[MlaDecodeConfig]:
     """What is worth trying for `rows` = query tokens x heads of a request. For the tune command."""
     if dtype == torch.float32:
-        return [Config(16, 16, 4, 1, tma=False)]
+        return [MlaDecodeConfig(16, 16, 4, 1, tma=False)]
     few = 16 if rows <= 16 else 32
     if fp8_cache:
         hopper = [c for c in _HOPPER_FP8 if rows <= 4 * c.block_h and (c.block_h < 2 * rows or c.block_h == 16)]
         hopper += [replace(c, min_tiles=1) for c in hopper[:1]]
-        narrow = [Config(few, 64, 8, 2), Config(few, 64, 8, 3), Config(few, 64, 4, 2), Config(few, 64, 8, 2, tma=False),
-                  Config(few, 32, 4, 3, per_sm=2), Config(few, 32, 4, 4, per_sm=2), Config(few, 32, 4, 2, per_sm=3),
-                  Config(few, 32, 8, 4, per_sm=2), Config(few, 32, 2, 3, per_sm=3), Config(few, 32, 2, 4, per_sm=2),
-                  Config(few, 64, 4, 3), Config(few, 64, 2, 2)]  # fmt: skip
-        wide = [Config(64, 64, 8, 2, tma=False), Config(64, 64, 8, 2)]
+        narrow = [MlaDecodeConfig(few, 64, 8, 2), MlaDecodeConfig(few, 64, 8, 3), MlaDecodeConfig(few, 64, 4, 2), MlaDecodeConfig(few, 64, 8, 2, tma=False),
+                  MlaDecodeConfig(few, 32, 4, 3, per_sm=2), MlaDecodeConfig(few, 32, 4, 4, per_sm=2), MlaDecodeConfig(few, 32, 4, 2, per_sm=3),
+                  MlaDecodeConfig(few, 32, 8, 4, per_sm=2), MlaDecodeConfig(few, 32, 2, 3, per_sm=3), MlaDecodeConfig(few, 32, 2, 4, per_sm=2),
+                  MlaDecodeConfig(few, 64, 4, 3), MlaDecodeConfig(few, 64, 2, 2)]  # fmt: skip
+        wide = [MlaDecodeConfig(64, 64, 8, 2, tma=False), MlaDecodeConfig(64, 64, 8, 2)]
         return hopper + (narrow + wide if rows <= 32 else wide)
-    narrow = [Config(few, 64, 8, 5), Config(few, 64, 8, 2), Config(few, 32, 4, 3, per_sm=2), Config(few, 64, 8, 5, tma=False),
-              Config(few, 64, 8, 5, min_tiles=1), Config(few, 64, 4, 5), Config(few, 64, 8, 3), Config(few, 64, 4, 3),
-              Config(few, 32, 4, 5, per_sm=2), Config(few, 32, 4, 3, per_sm=3), Config(64, 64, 8, 2)]  # fmt: skip
-    wide = [Config(64, 64, 8, 2), Config(64, 64, 8, 2, tma=False), Config(64, 32, 8, 5), Config(64, 32, 8, 7),
-            Config(64, 64, 8, 2, min_tiles=1), Config(64, 64, 8, 2, min_tiles=4), Config(64, 64, 8, 2, gluon=True),
-            Config(64, 64, 8, 2, min_tiles=1, gluon=True)]  # fmt: skip
+    narrow = [MlaDecodeConfig(few, 64, 8, 5), MlaDecodeConfig(few, 64, 8, 2), MlaDecodeConfig(few, 32, 4, 3, per_sm=2), MlaDecodeConfig(few, 64, 8, 5, tma=False),
+              MlaDecodeConfig(few, 64, 8, 5, min_tiles=1), MlaDecodeConfig(few, 64, 4, 5), MlaDecodeConfig(few, 64, 8, 3), MlaDecodeConfig(few, 64, 4, 3),
+              MlaDecodeConfig(few, 32, 4, 5, per_sm=2), MlaDecodeConfig(few, 32, 4, 3, per_sm=3), MlaDecodeConfig(64, 64, 8, 2)]  # fmt: skip
+    wide = [MlaDecodeConfig(64, 64, 8, 2), MlaDecodeConfig(64, 64, 8, 2, tma=False), MlaDecodeConfig(64, 32, 8, 5), MlaDecodeConfig(64, 32, 8, 7),
+            MlaDecodeConfig(64, 64, 8, 2, min_tiles=1), MlaDecodeConfig(64, 64, 8, 2, min_tiles=4), MlaDecodeConfig(64, 64, 8, 2, gluon=True),
+            MlaDecodeConfig(64, 64, 8, 2, min_tiles=1, gluon=True)]  # fmt: skip
     return narrow if rows <= 32 else wide
 
 
-def _workers(config: Config, requests: int, max_kv_len: int, row_blocks: int, device: torch.device) -> int:
+def _workers(config: MlaDecodeConfig, requests: int, max_kv_len: int, row_blocks: int, device: torch.device) -> int:
     """As many as fill the card once, but none that could never find a tile."""
     tiles = requests * triton.cdiv(max(max_kv_len, 1), config.block_n)
     return max(1, min(multiprocessors(device) * config.per_sm // row_blocks, triton.cdiv(tiles, config.min_tiles)))
@@ -128,7 +128,7 @@ def _softmax_step(scores, factor, peak, total):
 
 
 @triton.jit
-def _dequantise(packed, scales, DTYPE: tl.constexpr, GAIN: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr):
+def _dequantize(packed, scales, DTYPE: tl.constexpr, GAIN: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr):
     """GAIN times the values. In fp16 e4m3 is exact and one instruction converts two; in fp32 nothing is rounded before the end.
 
     The conversion is written out because the compiler would make it twice, once for each product's layout, with byte loads for one of
@@ -203,7 +203,7 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                     k = latent_tma.load([here, 0])
                     kr = rope_tma.load([here, 0])
                     if GROUPS > 0:
-                        k = _dequantise(k, scale_tma.load([here, 0]), DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
+                        k = _dequantize(k, scale_tma.load([here, 0]), DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
                 else:
                     if PAGE % BLOCK_N == 0:
                         slots = _row(table, j * BLOCK_N, PAGE) + offsets
@@ -213,7 +213,7 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                     kr = tl.load(rope + slots[:, None] * rope_row + rope_columns[None, :])
                     if GROUPS > 0:
                         s8 = tl.load(scales + slots[:, None] * scale_row + tl.arange(0, GROUPS)[None, :])
-                        k = _dequantise(k, s8, DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
+                        k = _dequantize(k, s8, DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
                 scores = tl.dot(q, k.T, input_precision=PRECISION)
                 scores = tl.dot(qr, kr.T, scores, input_precision=PRECISION)
                 weights, shrink, peak, total = _softmax_step(scores, factor, peak, total)
@@ -227,7 +227,7 @@ def _mla_decode_kernel(q_latent, q_rope, latent, rope, scales, latent_tma, rope_
                 kr = tl.load(rope + slots[:, None] * rope_row + rope_columns[None, :], mask=ok, other=0.0)
                 if GROUPS > 0:
                     s8 = tl.load(scales + slots[:, None] * scale_row + tl.arange(0, GROUPS)[None, :], mask=ok, other=0.0)
-                    k = _dequantise(k, s8, DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
+                    k = _dequantize(k, s8, DTYPE, GAIN, BLOCK_N, RANK, GROUPS)
                 scores = tl.dot(q, k.T, input_precision=PRECISION)
                 scores = tl.dot(qr, kr.T, scores, input_precision=PRECISION)
                 seen = n[None, :] <= (length - QUERIES + query)[:, None]
@@ -250,7 +250,7 @@ def _descriptor(rows: Tensor, block_n: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, rows.shape[1]])
 
 
-def mla_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, rank: int, config: Config) -> SplitPlan:
+def mla_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, rank: int, config: MlaDecodeConfig) -> SplitPlan:
     """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R], known on the host."""
     row_blocks = triton.cdiv(queries * heads, config.block_h)
     workers = _workers(config, kv_lens.shape[0], max_kv_len, row_blocks, kv_lens.device)
@@ -258,7 +258,7 @@ def mla_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, rank: i
 
 
 def mla_decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, kv_lens: Tensor, scale: float, max_kv_len: int,
-               plan: SplitPlan | None = None, out: Tensor | None = None, config: Config | None = None) -> Tensor:  # fmt: skip
+               plan: SplitPlan | None = None, out: Tensor | None = None, config: MlaDecodeConfig | None = None) -> Tensor:  # fmt: skip
     """Latent attention of R requests with the same number of query tokens each (T / R, at most 4 in use), causal among them.
 
     q_latent [T, H, C], q_rope [T, H, rope] in bf16 or fp32, any token and head strides; cache [pages, page, C + rope] in the same dtype or

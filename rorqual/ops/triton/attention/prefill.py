@@ -23,7 +23,7 @@ TO_BASE_2 = tl.constexpr(LOG2E)
 
 
 @dataclass(frozen=True)
-class Config:
+class PrefillConfig:
     """block_m queries by block_n keys a tile; tma: bulk copies (packed keys, or pages of at least block_n)."""
 
     block_m: int
@@ -44,21 +44,27 @@ class SoFar:
     firsts: Tensor
 
 
-def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> Config:
+def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> PrefillConfig:
     """The configuration for that many queries of a request."""
     shape = {"heads": q.shape[1], "groups": groups, "width": q.shape[2], "paged": paged, "queries": queries}
-    return tuning.choose("prefill", Config, q.device, dtype=str(q.dtype)[6:], **shape)
+    return tuning.config_for("prefill", PrefillConfig, q.device, dtype=str(q.dtype)[6:], **shape)
 
 
-def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[Config]:
+def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[PrefillConfig]:
     """What is worth trying for that head size and that many queries of a request. For the tune command."""
     if dtype == torch.float32:
-        return [Config(16, 16, 4, 1, tma=False)]
+        return [PrefillConfig(16, 16, 4, 1, tma=False)]
     if queries <= 16:
-        return [Config(16, 64, 4, 3)]
+        return [PrefillConfig(16, 64, 4, 3)]
     if qk_dim > 128:
-        return [Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 3)]
-    return [Config(64, 64, 4, 3), Config(64, 64, 4, 4), Config(128, 128, 8, 2), Config(64, 64, 4, 2), Config(128, 64, 8, 3)]
+        return [PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 128, 8, 2), PrefillConfig(64, 64, 4, 3)]
+    return [
+        PrefillConfig(64, 64, 4, 3),
+        PrefillConfig(64, 64, 4, 4),
+        PrefillConfig(128, 128, 8, 2),
+        PrefillConfig(64, 64, 4, 2),
+        PrefillConfig(128, 64, 8, 3),
+    ]
 
 
 @triton.jit
@@ -181,7 +187,7 @@ def _descriptor(rows: Tensor, block_n: int, width: int) -> TensorDescriptor:
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, query_starts: Tensor, key_starts: Tensor | None,
             kv_lens: Tensor, max_query_len: int, scale: float, out: Tensor | None,
-            config: Config | None, so_far: SoFar | None = None) -> Tensor:  # fmt: skip
+            config: PrefillConfig | None, so_far: SoFar | None = None) -> Tensor:  # fmt: skip
     """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
     tokens, heads, width = q.shape
     config = config or config_for(q, k.shape[1], tables is not None, max_query_len)
@@ -214,7 +220,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, q
 
 
 def dense_prefill(q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, kv_lens: Tensor, max_query_len: int,
-                  scale: float, out: Tensor | None = None, config: Config | None = None,
+                  scale: float, out: Tensor | None = None, config: PrefillConfig | None = None,
                   so_far: SoFar | None = None) -> Tensor:  # fmt: skip
     """Attention over packed keys. q [T, H, D], k [N, G, D], v [N, G, Dv], bf16 or fp32, any row and head strides; query_starts [R + 1],
     key_starts [R] and kv_lens [R] int on the device: request i owns queries query_starts[i] to [i + 1] and keys from key_starts[i].
@@ -225,7 +231,7 @@ def dense_prefill(q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_sta
 
 
 def paged_prefill(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, query_starts: Tensor, kv_lens: Tensor, max_query_len: int,
-                  scale: float, out: Tensor | None = None, config: Config | None = None) -> Tensor:  # fmt: skip
+                  scale: float, out: Tensor | None = None, config: PrefillConfig | None = None) -> Tensor:  # fmt: skip
     """Attention over cached keys. q [T, H, D]; planes [pages, page, G, D] and [.., Dv]; tables [R, columns] int, entries past a request's
     end are never used; query_starts [R + 1] and kv_lens [R] as in `dense_prefill`. Returns [T, H, Dv]."""
     k, v = k_plane.flatten(0, 1), v_plane.flatten(0, 1)

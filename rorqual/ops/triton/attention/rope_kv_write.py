@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rorqual.ops.triton.attention.latent_fp8 import store_row
 from rorqual.ops.triton.rowwise.norm import normed
-from rorqual.ops.triton.rowwise.quantize import Quantised, store_fp8
+from rorqual.ops.triton.rowwise.quantize import Quantized, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -118,11 +118,11 @@ def _latent_kernel(x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_
 
 
 def latent_epilogue(x: Tensor, q_weight: Tensor | None, kv_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, plane: Tensor,
-                    eps: float, interleaved: bool, quant: bool = False, heads: int = 0) -> Tensor | Quantised | None:  # fmt: skip
+                    eps: float, interleaved: bool, quant: bool = False, heads: int = 0) -> Tensor | Quantized | None:  # fmt: skip
     """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its latent), the kv latent and the rope key.
 
     Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an fp8 one (latent_fp8.py), at slots [T]. With q_weight
-    [query] returns norm(query latent) [T, query], quantised if `quant`; without it None: the query needs no norm, and the last rope
+    [query] returns norm(query latent) [T, query], quantized if `quant`; without it None: the query needs no norm, and the last rope
     columns of each of its `heads` are rotated where they are. rank and rope must be powers of two.
     """
     tokens, rank, rotary, device = x.shape[0], kv_weight.shape[0], 2 * cos.shape[1], x.device
@@ -131,7 +131,7 @@ def latent_epilogue(x: Tensor, q_weight: Tensor | None, kv_weight: Tensor, cos: 
     assert plane.stride(-1) == 1
     assert plane.stride(0) == plane.shape[1] * plane.stride(1)
     normal = torch.empty(tokens, query, dtype=x.dtype, device=device) if q_weight is not None and not quant else None
-    packed = Quantised.empty(tokens, query, device) if q_weight is not None and quant else None
+    packed = Quantized.empty(tokens, query, device) if q_weight is not None and quant else None
     data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
     if tokens:
         block = min(8, next_power(heads))

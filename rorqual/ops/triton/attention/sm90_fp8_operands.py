@@ -6,7 +6,7 @@ bulk copies. The left operand of wgmma may come from registers, and there e4m3 b
 Keys are rows of the operand. A thread reads the 32 bytes of a row and block that its conversion makes into its own part of the operand;
 which column is which is settled by the order in which the queries are put down. Values are the transposed operand, columns by tokens: the
 instruction that transposes 16-bit elements moves pairs of bytes, and each pair becomes two operands, of even and of odd columns. Nothing
-dequantised goes through shared memory.
+dequantized goes through shared memory.
 
 A scale multiplies what came of its 128 columns: sums of keys x queries after they were added up, weights before they meet the values.
 """

@@ -23,7 +23,7 @@ class SplitPlan:
     """One step's schedule, made on the device from `kv_lens`; used by every layer of the step.
 
     starts [R + 1] int32: first tile of each request, then the total. first [workers] int32: the request a worker begins with.
-    partial [2 workers, rows, width] and lse [2 workers, rows] fp32: unfinished outputs (normalised) and their log2-sum-exp2.
+    partial [2 workers, rows, width] and lse [2 workers, rows] fp32: unfinished outputs (normalized) and their log2-sum-exp2.
     """
 
     starts: Tensor

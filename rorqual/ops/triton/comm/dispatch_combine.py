@@ -1,13 +1,13 @@
 """Rows to the ranks that hold their experts, and their sums back, over buffers that every card of a host can read and write.
 
-Four kernels make one exchange: `dispatch` sends, `arrival` waits for what others sent, `give_back` sends partial sums home, `combine` waits
+Four kernels make one exchange: `dispatch` sends, `arrival` waits for what others sent, `send_combine` sends partial sums home, `combine` waits
 for them and adds. A row goes once to each rank that holds any of its experts; the capacity of a block of rows is that of the step's
 longest rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each rank's buffer (peers.py):
 
 | part    | bytes                          | content                                                                               |
 |---------|--------------------------------|---------------------------------------------------------------------------------------|
 | flags   | 2 * 4 * world                  | flags[way, peer]: how many blocks of its kernels that peer has completed; 0 there, 1 back |
-| data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r came from rank r; e4m3 if quantised |
+| data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r came from rank r; e4m3 if quantized |
 | scales  | 4 * world * rows * columns/128 | of e4m3 rows [world, capacity, ceil(columns/128)]                                     |
 | places  | 4 * world * rows * top_k       | int32, places of this rank's experts; -1: not here, or no row came                    |
 | weights | 4 * world * rows * top_k       | fp32                                                                                  |
@@ -16,7 +16,7 @@ longest rank, which the host knows, so nothing is counted on the host and everyt
 Every place of a block is written at each call, those without a row with -1, so what arrived is used where it lies and no count is sent.
 
 Writes go out and nothing is read over the links: a write is on its way while the next one is made, a read waits for a round trip.
-Pulling sums would also need a copy of them in a place that others can read; `give_back` is that copy, made where it is wanted.
+Pulling sums would also need a copy of them in a place that others can read; `send_combine` is that copy, made where it is wanted.
 
 Flags count blocks of kernels and are never reset (a replayed graph goes on where it stopped); `totals` [2], this rank's own, says how
 far every flag must have come. Only the kernel in front of a waiting one moves it, so no two blocks disagree about it.
@@ -25,13 +25,13 @@ Why nobody overwrites what another rank still reads, with no barrier but these f
 on one stream each, and a buffer's next `dispatch` comes after its last `combine`:
 
 - data, scales, places, weights of rank B are written by A's next `dispatch`, which follows A's `combine`, which waited for B's
-  `give_back`, which follows all that B's experts read, and itself read `places` for the last time.
-- sums of A are written by B's next `give_back`, which follows B's `arrival`, which waited for A's next `dispatch`, which follows A's
+  `send_combine`, which follows all that B's experts read, and itself read `places` for the last time.
+- sums of A are written by B's next `send_combine`, which follows B's `arrival`, which waited for A's next `dispatch`, which follows A's
   `combine`, their reader. For this every rank waits in `combine`, also one that has no rows.
 - a flag that is ahead does no harm, since a waiting kernel asks for the least; it cannot stand for a call whose data has not come, since
   its counts of one call all precede those of the next.
 
-Two exchanges under way at once take two buffers. `arrival` and `combine` wait for `dispatch` and `give_back` of other cards alone, which
+Two exchanges under way at once take two buffers. `arrival` and `combine` wait for `dispatch` and `send_combine` of other cards alone, which
 wait for nothing: no kernel needs all its blocks on a card at once.
 """
 
@@ -79,7 +79,7 @@ class Areas:
 
 
 @dataclass(frozen=True)
-class Place:
+class ExpertPlacement:
     """Which experts the ranks of the axis hold: rank r those of part (r * stride + first) // share, `each` slots a part.
 
     The axis may be some of the ranks of a stage (`stride` apart, from `first`), and `share` neighbours hold columns of the same experts."""
@@ -91,7 +91,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Buffer:
+class DispatchBuffer:
     """One exchange at a time. `start`: of this buffer in the memory behind `table`; `totals` [2] int32, zero at first as the flags are;
     `rows` [areas.rows, world] int32: where each token's partial sums come back, -1 where none does."""
 
@@ -229,9 +229,11 @@ def _combine_kernel(table, totals, rows, out, tokens, columns, rank, flags_at, s
         tl.store(out + token * columns + offsets, total.to(kind), mask=offsets < columns)
 
 
-def dispatch(buffer: Buffer, x: Tensor, slots: Tensor, weights: Tensor, capacity: int, place: Place, fp8: bool = False) -> None:
+def dispatch(
+    buffer: DispatchBuffer, x: Tensor, slots: Tensor, weights: Tensor, capacity: int, place: ExpertPlacement, fp8: bool = False
+) -> None:
     """Send x [T, columns] with its picks, slots [T, K] int32 or int64 and weights [T, K] fp32; T at most `capacity`, which is the same on
-    all ranks, at least 1 and at most the buffer's. fp8: as quantise_activation rounds it."""
+    all ranks, at least 1 and at most the buffer's. fp8: as quantize_activation rounds it."""
     areas, (tokens, columns) = buffer.areas, x.shape
     assert tokens <= capacity <= areas.rows, (tokens, capacity, areas)
     assert (columns, slots.shape[1]) == (areas.columns, areas.top_k), (x.shape, slots.shape, areas)
@@ -245,7 +247,7 @@ def dispatch(buffer: Buffer, x: Tensor, slots: Tensor, weights: Tensor, capacity
         next_power(areas.world), TOKENS_AT_ONCE, fp8, num_warps=_warps(size), **dependent(x.device))  # fmt: skip
 
 
-def arrival(buffer: Buffer) -> None:
+def recv_dispatch(buffer: DispatchBuffer) -> None:
     """What all ranks have sent is there for the kernels behind this one."""
     world = buffer.areas.world
     _arrival_kernel[1,](buffer.table, buffer.totals, buffer.rank, buffer.starts[0], world, next_power(world), num_warps=1,
@@ -253,7 +255,7 @@ def arrival(buffer: Buffer) -> None:
 
 
 def arrived(
-    buffer: Buffer, memory: Tensor, capacity: int, dtype: torch.dtype, fp8: bool = False
+    buffer: DispatchBuffer, memory: Tensor, capacity: int, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """(rows [world * capacity, columns] alone or with their scales, places, weights [world * capacity, K]): views of `memory`, all that
     is this rank's behind `table`, as bytes."""
@@ -270,7 +272,7 @@ def arrived(
     return (part(data, areas.columns, FP8), part(scales, blocks, torch.float32)), *picks
 
 
-def give_back(buffer: Buffer, y: Tensor, capacity: int) -> None:
+def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
     """Send the partial sums y [world * capacity, columns] home; rows that stand for no token stay."""
     areas, (flags, _, _, places, _, sums) = buffer.areas, buffer.starts
     assert y.shape == (areas.world * capacity, areas.columns), (y.shape, capacity, areas)
@@ -282,7 +284,7 @@ def give_back(buffer: Buffer, y: Tensor, capacity: int) -> None:
         next_power(areas.top_k), size, areas.world, num_warps=_warps(size), **dependent(y.device))  # fmt: skip
 
 
-def combine(buffer: Buffer, like: Tensor) -> Tensor:
+def combine(buffer: DispatchBuffer, like: Tensor) -> Tensor:
     """The sums of this rank's tokens, [T, columns]: shape and dtype of `like`, their hidden states as they were dispatched."""
     areas, (tokens, columns) = buffer.areas, like.shape
     out = torch.empty(tokens, columns, dtype=like.dtype, device=like.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantised, quantise
+from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     dependent,
@@ -153,19 +153,19 @@ def _store_half(y, bias, acc, token, first, tokens, y_row, ROWS: tl.constexpr, H
 
 def supported(weight: Weight) -> bool:
     """fp8 with one scale a 128x128 block and whole blocks of columns; rows are free."""
-    return weight.quantised and weight.block == (128, 128) and weight.data.shape[1] % 128 == 0
+    return weight.quantized and weight.block == (128, 128) and weight.data.shape[1] % 128 == 0
 
 
 def plan_for(weight: Weight, tokens: int) -> LinearPlan:
     rows, columns = weight.data.shape
-    return tuning.choose("linear_fp8", LinearPlan, weight.data.device, tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for("linear_fp8", LinearPlan, weight.data.device, tokens=tokens, rows=rows, columns=columns)
 
 
-def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
+def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
            plan: LinearPlan | None = None) -> Tensor:  # fmt: skip
-    """x [T, columns], quantised here unless it comes quantised; weight [rows, columns]; returns [T, rows] in `dtype` (x's, or bf16)."""
+    """x [T, columns], quantized here unless it comes quantized; weight [rows, columns]; returns [T, rows] in `dtype` (x's, or bf16)."""
     dtype = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-    x = quantise(x) if isinstance(x, Tensor) else x
+    x = quantize(x) if isinstance(x, Tensor) else x
     tokens, rows, device = x.shape[0], weight.data.shape[0], weight.data.device
     y = torch.empty(tokens, rows, dtype=dtype, device=device)
     if tokens == 0:
@@ -182,7 +182,7 @@ def linear(x: Tensor | Quantised, weight: Weight, bias: Tensor | None = None, dt
     return y
 
 
-def _launch_gluon(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+def _launch_gluon(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
     from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent, fp8_gemm_sm90_streamk
 
     if plan.stream:
@@ -206,7 +206,7 @@ def _programs(tiles: int, plan: LinearPlan, device: torch.device) -> int:
     return min(tiles, plan.waves * multiprocessors(device)) if plan.waves else tiles
 
 
-def _launch_halves(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+def _launch_halves(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
     (tokens, columns), rows = x.shape, weight.data.shape[0]
     assert plan.n == 128
     programs = _programs(triton.cdiv(tokens, plan.m) * triton.cdiv(rows, plan.n), plan, y.device)
@@ -216,7 +216,7 @@ def _launch_halves(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor,
         bias is not None, num_warps=plan.warps, num_stages=plan.stages, **dependent(y.device))  # fmt: skip
 
 
-def _launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+def _launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
     (tokens, columns), rows, device = x.shape, weight.data.shape[0], y.device
     tiles = triton.cdiv(tokens, plan.m) * triton.cdiv(rows, plan.n)
     shares, split = _split(plan, tiles, columns // 128, multiprocessors(device))

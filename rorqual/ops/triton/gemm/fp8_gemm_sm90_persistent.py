@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantised
+from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
 
@@ -207,7 +207,7 @@ def fits(weight: Weight, y: Tensor) -> bool:
     return y.element_size() == 2 and weight.data.shape[0] % 8 == 0
 
 
-def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int, stages: int) -> None:
+def launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, m: int, stages: int) -> None:
     """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: 128 or 256."""
     (tokens, columns), rows, device = x.shape, weight.data.shape[0], y.device
     assert y.is_contiguous()

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantised
+from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.runtime.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
 
@@ -281,7 +281,7 @@ def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple
     return -(-most // chunk), chunk
 
 
-def launch(x: Quantised, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
+def launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
            waves: int) -> None:  # fmt: skip
     """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a block
     (several share the weights through the cache); n: rows a tile, 16 a warp; see `programs` for split and waves."""

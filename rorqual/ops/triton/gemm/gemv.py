@@ -96,7 +96,7 @@ def supported(x: Tensor, weight: Tensor) -> bool:
 
 def plan_for(weight: Tensor, tokens: int) -> SmallPlan:
     rows, columns = weight.shape
-    return tuning.choose("linear_small", SmallPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for("linear_small", SmallPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SmallPlan | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 One token goes by ordinary arithmetic, as in linear_small.py; a few take the tensor cores, as in linear_skinny.py: the matrix has the rows
 of the product, the tokens its 16 columns. Either has its matrices on their way before the kernel waits for the one that makes x, which the
-library's product does not. Where the output product behind is an fp8 one, each head's 128 columns are quantised by the program that made
+library's product does not. Where the output product behind is an fp8 one, each head's 128 columns are quantized by the program that made
 them.
 """
 
@@ -108,7 +108,7 @@ def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
-    """The same on tensor cores, T at most 16, in 16 bits. pack: `quantise` of the result, its heads side by side, is made on the way
+    """The same on tensor cores, T at most 16, in 16 bits. pack: `quantize` of the result, its heads side by side, is made on the way
     (fp8.py); b is 128 then, and the result [T, H b]."""
     (tokens, heads, rows), columns = x.shape, matrices.shape[2]
     assert tokens <= COLUMNS

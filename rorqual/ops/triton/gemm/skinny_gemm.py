@@ -74,7 +74,7 @@ def supported(x: Tensor, weight: Tensor) -> bool:
 
 def plan_for(weight: Tensor, tokens: int) -> SkinnyPlan:
     rows, columns = weight.shape
-    return tuning.choose("linear_skinny", SkinnyPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for("linear_skinny", SkinnyPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SkinnyPlan | None = None) -> Tensor:

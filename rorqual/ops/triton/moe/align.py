@@ -28,7 +28,7 @@ SCAN, CHUNK = 2048, 256
 
 
 @dataclass
-class RowBlocks:
+class ExpertBlocks:
     """A row is a place among `picks` rows, expert after expert; rows beyond the last present pick are nobody's.
     blocks [4, limit] int32: each block's expert, first row, end row of that expert, and how far behind its row a pick stands in order
     [...] int32; count [1] int32: how many blocks there are; rows: of a block."""
@@ -165,12 +165,12 @@ def _place_kernel(ids, starts, before, order, picks, SIZE: tl.constexpr, BINS: t
     tl.store(order + base + rank, index, mask=slot >= 0)
 
 
-def empty_blocks(picks: int, slots: int, rows: int, device: torch.device, buckets: bool) -> RowBlocks:
+def empty_blocks(picks: int, slots: int, rows: int, device: torch.device, buckets: bool) -> ExpertBlocks:
     """Room for `picks` picks among `slots` slots. buckets: every slot has room for all of them in the order."""
     limit = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4
     order = slots * picks if buckets else picks
     work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)  # each part 16-byte aligned
-    return RowBlocks(work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks)
+    return ExpertBlocks(work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks)
 
 
 def takes_buckets(picks: int, slots: int) -> bool:
@@ -182,7 +182,7 @@ def bucket_counts(device: torch.device, bins: int) -> Tensor:
     return zeroed_counters(device, ROUTER_COUNTERS + bins + 1)[ROUTER_COUNTERS:]
 
 
-def sort_picks(ids: Tensor, slots: int, rows: int) -> RowBlocks:
+def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
     """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of one slot."""
     picks, device, bins = ids.numel(), ids.device, next_power(slots)
     buckets = takes_buckets(picks, slots)
@@ -200,7 +200,7 @@ def sort_picks(ids: Tensor, slots: int, rows: int) -> RowBlocks:
     return out
 
 
-def _sort_in_chunks(ids: Tensor, out: RowBlocks, bins: int) -> None:
+def _sort_in_chunks(ids: Tensor, out: ExpertBlocks, bins: int) -> None:
     picks, device = ids.numel(), ids.device
     chunks = triton.cdiv(picks, CHUNK)
     totals = torch.zeros(bins, dtype=torch.int32, device=device)

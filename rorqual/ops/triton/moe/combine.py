@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.deferred_sum import Unsummed
+from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.triton.rowwise.norm import normed, warps_for
 from rorqual.ops.triton.rowwise.quantize import room_beside, store_fp8
 from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power, wait_for_inputs
@@ -118,7 +118,7 @@ def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
     return min(top_k, max(0, (ROW_REGISTERS if warps <= 8 else ROW_REGISTERS // 2) // max(1, each) - 3))
 
 
-def combine_add_norm(gave: Unsummed, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+def combine_add_norm(gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
     """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result with the same `pack`, bit for bit.
     The kernel launched before must not be what writes `weight`: that is read without waiting for it."""
     (tokens, top_k), hidden, y = gave.weights.shape, gave.y.shape[1], gave.y

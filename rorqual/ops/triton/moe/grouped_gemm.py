@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rorqual.ops.deferred_sum import Unsummed
+from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton.moe.align import RowBlocks, sort_picks, takes_buckets
+from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size, takes_buckets
 from rorqual.ops.triton.moe.combine import combine
 from rorqual.ops.triton.moe.small_batch import (
     DIRECT_PICKS,
@@ -35,7 +35,7 @@ from rorqual.ops.triton.moe.small_batch import (
     rows_of,
     tile_of,
 )
-from rorqual.ops.triton.rowwise.quantize import Quantised, quantise
+from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, multiprocessors, wait_for_inputs
 
@@ -58,7 +58,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupedGemmPlan:
     """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of experts_tall.py's kernel, which takes 128 or 256 rows
     of fp8 in their place on Hopper; 0: never."""
 
@@ -73,7 +73,7 @@ JOINS_SHARED = True
 # The kernel that chooses a token's experts sorts the picks as well, where nothing comes between router and experts.
 SORTS_WHILE_ROUTING = True
 # Up to so many tokens their rows go through the grouped products; above, products of whole matrices are faster.
-JOINED_TOKENS = {"bf16": 512, "fp8": 1024, "fp32": 1024}
+FUSED_SHARED_TOKENS = {"bf16": 512, "fp8": 1024, "fp32": 1024}
 
 
 @triton.jit
@@ -195,20 +195,22 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
         tl.store(target, out, mask=valid[:, None] & (columns < HIDDEN)[None, :])
 
 
-def plan_for(down: Weight, picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16) -> Plan:
+def plan_for(down: Weight, picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16) -> GroupedGemmPlan:
     """The plan for so many picks of the experts with these weights; they matter by their mean number an expert. The last `shared` experts
     and their picks do not count: their rows are only more blocks. dtype: of the result. Rules that ship name "tall" where a plan would be
     of no use without experts_tall.py's kernel."""
     slots, hidden, inner = down.data.shape
     slots -= shared
     shape = {"kind": kind_of(down), "mean": picks / slots, "slots": slots, "hidden": hidden, "inner": inner}
-    return tuning.choose("experts", Plan, down.data.device, **shape, tall=dtype.itemsize == 2 and is_hopper(down.data.device))
+    return tuning.config_for(
+        "experts", GroupedGemmPlan, down.data.device, **shape, tall=dtype.itemsize == 2 and is_hopper(down.data.device)
+    )
 
 
 def supported(gate_up: Weight, down: Weight) -> bool:
     """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights have no limits."""
     sizes = down.data.shape[1:]
-    return not gate_up.quantised or (gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes))
+    return not gate_up.quantized or (gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes))
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, expected: int | None = None,
@@ -228,10 +230,10 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
-def grouped_plan(down: Weight, tokens: int, top_k: int, shared: int, dtype: torch.dtype = torch.bfloat16) -> Plan | None:
+def grouped_plan(down: Weight, tokens: int, top_k: int, shared: int, dtype: torch.dtype = torch.bfloat16) -> GroupedGemmPlan | None:
     """The plan for tokens of which each picks top_k routed experts and the `shared` ones. None where another form takes them."""
     kind, picks = kind_of(down), tokens * top_k
-    if picks <= DIRECT_PICKS[kind] or (shared and tokens > JOINED_TOKENS[kind]):
+    if picks <= DIRECT_PICKS[kind] or (shared and tokens > FUSED_SHARED_TOKENS[kind]):
         return None
     return plan_for(down, picks, shared, dtype)
 
@@ -242,25 +244,25 @@ def sorts_while_routing(down: Weight, picks: int) -> bool:
 
 
 def grouped_experts(
-    x: Tensor | Quantised, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan, dtype: torch.dtype | None = None,
+    x: Tensor | Quantized, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: GroupedGemmPlan, dtype: torch.dtype | None = None,
     base: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sort, two grouped GEMMs, weighted sum. x already quantised goes with fp8 weights, and needs the result's dtype."""
+    """Sort, two grouped GEMMs, weighted sum. x already quantized goes with fp8 weights, and needs the result's dtype."""
     kind = x.dtype if isinstance(x, Tensor) else dtype
     assert kind is not None
     assert dtype in (None, kind)
-    blocks = sort_picks(ids, gate_up.data.shape[0], plan.rows)
+    blocks = moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
     return combine(_products(x, gate_up, down, plan, blocks, ids.shape[1], kind), ids, weights, base)
 
 
-def unsummed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: Plan, base: Tensor | None = None,
-                     blocks: RowBlocks | None = None) -> Unsummed:  # fmt: skip
+def experts_deferred(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: GroupedGemmPlan, base: Tensor | None = None,
+                     blocks: ExpertBlocks | None = None) -> DeferredMoESum:  # fmt: skip
     """Everything but the sum, where all picks are here. blocks: they are sorted, into rows of plan.rows."""
-    blocks = blocks or sort_picks(ids, gate_up.data.shape[0], plan.rows)
-    return Unsummed(_products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype), None, weights, base, combine)
+    blocks = blocks or moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
+    return DeferredMoESum(_products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype), None, weights, base, combine)
 
 
-def _products(x: Tensor | Quantised, gate_up: Weight, down: Weight, plan: Plan, blocks: RowBlocks, top_k: int,
+def _products(x: Tensor | Quantized, gate_up: Weight, down: Weight, plan: GroupedGemmPlan, blocks: ExpertBlocks, top_k: int,
               dtype: torch.dtype) -> Tensor:  # fmt: skip
     assert blocks.rows == plan.rows
     if plan.tall:
@@ -270,14 +272,14 @@ def _products(x: Tensor | Quantised, gate_up: Weight, down: Weight, plan: Plan, 
     return down_product(gate_up_product(x, gate_up, blocks, top_k, plan.up), down, blocks, dtype, plan.down)
 
 
-def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, top_k: int, tile: Tile) -> Tensor | Quantised:
-    """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantised when the weights are."""
+def gate_up_product(x: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile) -> Tensor | Quantized:
+    """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the weights are."""
     slots, rows, hidden = weight.data.shape
     inner, picks = rows // 2, blocks.picks
-    packed = quantise(x) if weight.quantised and isinstance(x, Tensor) else x
+    packed = quantize(x) if weight.quantized and isinstance(x, Tensor) else x
     data, scale, strides = _activation(packed)
     device = weight.data.device
-    h = Quantised.empty(picks, inner, device) if weight.quantised else torch.empty(picks, inner, dtype=data.dtype, device=device)
+    h = Quantized.empty(picks, inner, device) if weight.quantized else torch.empty(picks, inner, dtype=data.dtype, device=device)
     h_data, h_scale, h_strides = _activation(h)
     tile = _fitting(tile, weight)
     w = TensorDescriptor.from_tensor(weight.data.view(slots * rows, hidden), [tile.n, tile.k]) if tile.tma else weight.data
@@ -287,7 +289,7 @@ def gate_up_product(x: Tensor | Quantised, weight: Weight, blocks: RowBlocks, to
     return h
 
 
-def down_product(h: Tensor | Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype, tile: Tile) -> Tensor:
+def down_product(h: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, tile: Tile) -> Tensor:
     """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not here stay unwritten."""
     slots, hidden, inner = weight.data.shape
     y = torch.empty(blocks.picks, hidden, dtype=dtype, device=weight.data.device)
@@ -303,8 +305,8 @@ def down_product(h: Tensor | Quantised, weight: Weight, blocks: RowBlocks, dtype
     return y
 
 
-def _activation(x: Tensor | Quantised) -> tuple[Any, Tensor | None, tuple[int, ...]]:
-    return (x.data, x.scale, x.scale.stride()) if isinstance(x, Quantised) else (x, None, (0, 0))
+def _activation(x: Tensor | Quantized) -> tuple[Any, Tensor | None, tuple[int, ...]]:
+    return (x.data, x.scale, x.scale.stride()) if isinstance(x, Quantized) else (x, None, (0, 0))
 
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:
@@ -315,14 +317,14 @@ def _fitting(tile: Tile, weight: Weight) -> Tile:
     return replace(tile, tma=tile.tma and aligned)
 
 
-def _programs(blocks: RowBlocks, tiles: int, tile: Tile, device: torch.device) -> int:
+def _programs(blocks: ExpertBlocks, tiles: int, tile: Tile, device: torch.device) -> int:
     everything = blocks.limit * tiles
     return min(everything, tile.waves * multiprocessors(device)) if tile.waves else everything
 
 
 def _constants(weight: Weight, tile: Tile) -> dict[str, Any]:
-    assert not weight.quantised or (tile.k == 128 and weight.data.dtype == FP8)
+    assert not weight.quantized or (tile.k == 128 and weight.data.dtype == FP8)
     return {
-        "N": tile.n, "K": tile.k, "QUANT": weight.quantised, "SWAP": tile.swap, "TMA": tile.tma,
+        "N": tile.n, "K": tile.k, "QUANT": weight.quantized, "SWAP": tile.swap, "TMA": tile.tma,
         "PRECISION": "ieee", "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip

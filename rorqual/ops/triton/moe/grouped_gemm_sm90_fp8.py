@@ -1,11 +1,11 @@
 """Grouped block-fp8 products of many rows an expert on Hopper: linear_tall.py's, whose tiles of rows each have weights of their own.
 
-Rows are copied into the order of their experts and quantised on the way, so that 64 of them are one bulk copy. They are not padded: a
+Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one bulk copy. They are not padded: a
 tile begins where its block of rows does (picks.py), and its last 64 may be in part the next expert's; those are not stored. Of a tile only
 what is there is copied. Chunks of 64 rows go to the two warpgroups by turns, and one that has none lets the stages pass. How many tiles
 there are the card alone knows.
 
-The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the kernel that joins and quantises
+The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the kernel that joins and quantizes
 them: a tile of both would hold 64 columns of either, half of what one scale stands for. The second stores each row at its pick's place.
 Sums leave through shared memory, from which threads take whole lines.
 
@@ -28,8 +28,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import REGISTERS, SHARED, share, sums, tile_of
-from rorqual.ops.triton.moe.align import RowBlocks
-from rorqual.ops.triton.rowwise.quantize import Quantised, quantise, store_fp8
+from rorqual.ops.triton.moe.align import ExpertBlocks
+from rorqual.ops.triton.rowwise.quantize import Quantized, quantize, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, next_power
 from rorqual.ops.triton.runtime.launch import wait_for_inputs as wait
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
@@ -46,9 +46,9 @@ def _row(blocks, count, limit, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["limit", "xs_block", "scale_block"])
 def _order_kernel(x, x_scale, data, scale, order, blocks, count, limit, columns, x_row, xs_row, xs_block, scale_row, scale_block,
-                  TOP_K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, QUANTISED: tl.constexpr,
+                  TOP_K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Grid: (rows of all blocks, pieces of a row). A row of x to its place in the order, quantised if it is not."""
+    """Grid: (rows of all blocks, pieces of a row). A row of x to its place in the order, quantized if it is not."""
     wait(DEPENDENT)
     column = tl.program_id(1) * SIZE
     block, row, real = _row(blocks, count, limit, ROWS)
@@ -56,7 +56,7 @@ def _order_kernel(x, x_scale, data, scale, order, blocks, count, limit, columns,
         token = (tl.load(order + tl.load(blocks + 3 * limit + block) + row) // TOP_K).to(tl.int64)
         offsets = column + tl.arange(0, SIZE)
         values = tl.load(x + token * x_row + offsets, mask=offsets < columns, other=0.0)
-        if QUANTISED:
+        if QUANTIZED:
             tl.store(data + row * columns + offsets, values, mask=offsets < columns)
             part = column // 128 + tl.arange(0, SIZE // 128)
             factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=part * 128 < columns)
@@ -68,7 +68,7 @@ def _order_kernel(x, x_scale, data, scale, order, blocks, count, limit, columns,
 @triton.jit(do_not_specialize=["limit", "scale_block"])
 def _join_kernel(both, data, scale, blocks, count, limit, columns, scale_row, scale_block, ROWS: tl.constexpr, SIZE: tl.constexpr,
                  DEPENDENT: tl.constexpr):  # fmt: skip
-    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side, quantised."""
+    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side, quantized."""
     wait(DEPENDENT)
     column = tl.program_id(1) * SIZE
     _, row, real = _row(blocks, count, limit, ROWS)
@@ -195,11 +195,11 @@ def _grouped_kernel(x_tma, x_scale, w_tma, w_scale, y, order, blocks, count, lim
     )  # fmt: skip
 
 
-def in_order(x: Tensor | Quantised, blocks: RowBlocks, top_k: int) -> Quantised:
+def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
     """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns]; those behind the last pick stay unwritten."""
-    data, columns, device = (x.data if isinstance(x, Quantised) else x), x.shape[1], blocks.order.device
-    out = Quantised.empty(blocks.picks, columns, device)
-    scale, strides = (x.scale, x.scale.stride()) if isinstance(x, Quantised) else (None, (0, 0))
+    data, columns, device = (x.data if isinstance(x, Quantized) else x), x.shape[1], blocks.order.device
+    out = Quantized.empty(blocks.picks, columns, device)
+    scale, strides = (x.scale, x.scale.stride()) if isinstance(x, Quantized) else (None, (0, 0))
     size = min(4096, max(128, next_power(columns)))
     _order_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
         data, scale, out.data, out.scale, blocks.order, blocks.blocks, blocks.count, blocks.limit, columns, data.stride(0), *strides,
@@ -207,10 +207,10 @@ def in_order(x: Tensor | Quantised, blocks: RowBlocks, top_k: int) -> Quantised:
     return out
 
 
-def joined(both: Tensor, blocks: RowBlocks) -> Quantised:
+def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
     """silu(gate) * up of rows [picks, 2 inner] in the order of `blocks`, [picks, inner]."""
     picks, columns = both.shape[0], both.shape[1] // 2
-    out = Quantised.empty(picks, columns, both.device)
+    out = Quantized.empty(picks, columns, both.device)
     size = min(2048, max(128, next_power(columns)))
     _join_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
         both, out.data, out.scale, blocks.blocks, blocks.count, blocks.limit, columns, *out.scale.stride(), blocks.rows, size, num_warps=4,
@@ -218,7 +218,7 @@ def joined(both: Tensor, blocks: RowBlocks) -> Quantised:
     return out
 
 
-def product(x: Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype, stages: int, scatter: bool) -> Tensor:
+def product(x: Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, stages: int, scatter: bool) -> Tensor:
     """Rows x [picks, columns] in the order of `blocks` with their experts' weights [experts, rows, columns], [picks, rows] in the same
     order or, with scatter, at the picks' own places; dtype of 16 bits. blocks.rows: 128 or 256."""
     experts, rows, columns = weight.data.shape
@@ -237,10 +237,10 @@ def product(x: Quantised, weight: Weight, blocks: RowBlocks, dtype: torch.dtype,
     return y
 
 
-def products(x: Tensor | Quantised, gate_up: Weight, down: Weight, blocks: RowBlocks, top_k: int, dtype: torch.dtype,
+def products(x: Tensor | Quantized, gate_up: Weight, down: Weight, blocks: ExpertBlocks, top_k: int, dtype: torch.dtype,
              stages: int) -> Tensor:  # fmt: skip
     """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see experts.py."""
     if top_k > 1 and isinstance(x, Tensor):
-        x = quantise(x)  # once a token: a copy for each of its picks is half as long then
+        x = quantize(x)  # once a token: a copy for each of its picks is half as long then
     both = product(in_order(x, blocks, top_k), gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), down, blocks, dtype, stages, True)

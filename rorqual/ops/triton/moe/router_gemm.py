@@ -97,7 +97,7 @@ def kind_of(gate: Tensor) -> str:
 
 def plan_for(gate: Tensor, tokens: int) -> GatePlan:
     experts, hidden = gate.shape
-    return tuning.choose("gate", GatePlan, gate.device, kind=kind_of(gate), tokens=tokens, experts=experts, hidden=hidden)
+    return tuning.config_for("gate", GatePlan, gate.device, kind=kind_of(gate), tokens=tokens, experts=experts, hidden=hidden)
 
 
 def partial_logits(x: Tensor, gate: Tensor, plan: GatePlan | None = None) -> Tensor:

@@ -157,19 +157,19 @@ def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.const
 
 
 def kind_of(weight: Weight) -> str:
-    return "fp8" if weight.quantised else "fp32" if weight.data.dtype == torch.float32 else "bf16"
+    return "fp8" if weight.quantized else "fp32" if weight.data.dtype == torch.float32 else "bf16"
 
 
 def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
     """Few picks want small tiles, to have programs enough for the card."""
     hidden, inner = down.data.shape[1:]
-    return tuning.choose("experts_direct", DirectPlan, down.data.device, kind=kind_of(down), picks=picks, hidden=hidden, inner=inner)
+    return tuning.config_for("experts_direct", DirectPlan, down.data.device, kind=kind_of(down), picks=picks, hidden=hidden, inner=inner)
 
 
 def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None,
                    base: Tensor | None = None) -> Tensor:  # fmt: skip
     """Two kernels; every pick reads its expert's weights by itself."""
-    (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantised
+    (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantized
     plan = plan or direct_plan_for(down, tokens * top_k)
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.ops.triton.moe.align import (
     ROUTER_COUNTERS,
-    RowBlocks,
+    ExpertBlocks,
     bucket_counts,
     plan_if_last,
     take_places,
@@ -184,7 +184,7 @@ def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
           rounded: torch.dtype = torch.float32, shared: int = 0, kind: torch.dtype | None = None,
-          into: RowBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+          into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert.
 
     logits may be partial sums [S, T, E] (gate.py), which are added in their order and rounded to the type `kind`. rounded: weights are
@@ -209,7 +209,7 @@ def joint(x: Tensor, gate: Tensor) -> bool:
 
 
 def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-           rounded: torch.dtype = torch.float32, shared: int = 0, into: RowBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+           rounded: torch.dtype = torch.float32, shared: int = 0, into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden] contiguous. A few tokens."""
     (tokens, hidden), experts = x.shape, gate.shape[0]
     assert x.stride(1) == 1
@@ -231,7 +231,7 @@ def _outputs(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -
     return ids, torch.empty(tokens, each, dtype=torch.float32, device=device)
 
 
-def _sorting(into: RowBlocks | None, ids: Tensor, slots: int) -> dict[str, Any]:
+def _sorting(into: ExpertBlocks | None, ids: Tensor, slots: int) -> dict[str, Any]:
     """Arguments for sorting picks as they are chosen."""
     if into is None:
         return {"order": ids, "blocks": ids, "count": ids, "counts": ids, "picks": 0, "limit": 0, "ROWS": 0, "BINS": 1}

@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with the output quantised on the way where an fp8 product follows."""
+"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with the output quantized on the way where an fp8 product follows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.rowwise.quantize import Quantised, room_beside, store_fp8
+from rorqual.ops.triton.rowwise.quantize import Quantized, room_beside, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -63,7 +63,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x itself, not a copy. pack: the norm is
-    quantised on the way, and `quantise` finds it (fp8.py); the compiler then lays rows out for stores of bytes, and squares are added in
+    quantized on the way, and `quantize` finds it (fp8.py); the compiler then lays rows out for stores of bytes, and squares are added in
     another order."""
     out, total = _launch(x, residual, weight, eps, pack)
     return out, x if total is None else total
@@ -90,7 +90,7 @@ def _swiglu_kernel(x, out, data, scale, columns, x_row, scale_row, scale_block, 
         tl.store(out + row * columns + offsets, y, mask=inside)
 
 
-def _swiglu(x: Tensor, out: Tensor | None, packed: Quantised | None) -> None:
+def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
     tokens, columns = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
     data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
@@ -107,8 +107,8 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
-def swiglu_fp8(x: Tensor) -> Quantised:
+def swiglu_fp8(x: Tensor) -> Quantized:
     """The same, in fp8."""
-    out = Quantised.empty(x.shape[0], x.shape[1] // 2, x.device)
+    out = Quantized.empty(x.shape[0], x.shape[1] // 2, x.device)
     _swiglu(x, None, out)
     return out

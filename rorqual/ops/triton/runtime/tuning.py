@@ -37,7 +37,7 @@ log = logging.getLogger("rorqual")
 
 
 @dataclass(frozen=True)
-class Card:
+class TunedDevice:
     """What a tuned configuration depends on besides the kernel and its shape."""
 
     name: str
@@ -77,15 +77,15 @@ def near(size: float) -> list[float]:
 
 
 @cache
-def card_of(device: torch.device) -> Card | None:
+def card_of(device: torch.device) -> TunedDevice | None:
     """None where kernels are interpreted, or only compiled."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return Card(torch.cuda.get_device_name(device), f"{major}.{minor}", torch.__version__, triton.__version__)
+    return TunedDevice(torch.cuda.get_device_name(device), f"{major}.{minor}", torch.__version__, triton.__version__)
 
 
-def choose(kernel: str, config: type[C], device: torch.device, /, **shape: Any) -> C:
+def config_for(kernel: str, config: type[C], device: torch.device, /, **shape: Any) -> C:
     """The configuration, a `config`, for a shape given by name. Found once a shape, then remembered."""
     key: Any = config  # to mypy a class is not hashable
     found: C = _chosen(kernel, key, device, tuple(shape.items()))
@@ -123,7 +123,7 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
 
 
 @cache
-def _own(card: Card | None) -> Rules:
+def _own(card: TunedDevice | None) -> Rules:
     """The user's rules for a card; what cannot be read is passed by, with one line in the log."""
     if card is None or not card.file.exists():
         return {}
@@ -158,7 +158,7 @@ def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
     return kernels
 
 
-def store(card: Card, kernel: str, shape: Mapping[str, Any], config: Any, us: float) -> Path:
+def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any, us: float) -> Path:
     """Put a rule at the head of the user's file for the card, in place of one for the same shape. The file is replaced as a whole, so a
     reader sees the old or the new one."""
     kernels = _load(card.file) if card.file.exists() else {}

@@ -24,15 +24,15 @@ def _part_kernel(logits, peaks, firsts, row_stride, vocab, chunks, parts, CHUNK:
     """Program (row, part): the greatest logit of so many chunks, and the first token that has it. NaN counts as greatest."""
     wait_for_inputs(DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
-    best, at = tl.full((CHUNK,), NEVER, tl.float32), tl.full((CHUNK,), 0, tl.int32) + vocab
+    argmax, at = tl.full((CHUNK,), NEVER, tl.float32), tl.full((CHUNK,), 0, tl.int32) + vocab
     for chunk in range(part * chunks, part * chunks + chunks):
         token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
         x = tl.where(x == x, x, float("inf"))
-        better = (x > best) | ((at == vocab) & (token < vocab))  # the first of equals; -inf where there is nothing else
-        best, at = tl.where(better, x, best), tl.where(better, token, at)
-    peak = tl.max(best, 0)
+        better = (x > argmax) | ((at == vocab) & (token < vocab))  # the first of equals; -inf where there is nothing else
+        argmax, at = tl.where(better, x, argmax), tl.where(better, token, at)
+    peak = tl.max(argmax, 0)
     tl.store(peaks + row * parts + part, peak)
-    tl.store(firsts + row * parts + part, tl.min(tl.where(best == peak, at, vocab), 0))
+    tl.store(firsts + row * parts + part, tl.min(tl.where(argmax == peak, at, vocab), 0))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -44,7 +44,7 @@ def _whole_kernel(peaks, firsts, out, parts, SIZE: tl.constexpr, DEPENDENT: tl.c
     tl.store(out + row, tl.min(tl.where(peak == tl.max(peak, 0), first, 2**31 - 1), 0).to(tl.int64))
 
 
-def best(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """logits [M, V] of any float format, each row dense: [M] int64, the first of a row's greatest."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1

@@ -1,4 +1,4 @@
-"""Sampling: rorqual.ops.reference.distribution, draw, draw_rest and write_probs, and the random numbers of rorqual.ops.rng.
+"""Sampling: rorqual.ops.reference.distribution, draw, sample_residual and write_probs, and the random numbers of rorqual.ops.rng.
 
 A row of the vocabulary is cut into chunks of CHUNK tokens, each read once by a program of its own, so that few rows fill a card as
 well as many. Their sums give peak, mass and the chunk in which a draw falls; only that chunk is read again.
@@ -310,7 +310,7 @@ def _probs_kernel(logits, summary, plane, rows, row_stride, vocab, CHUNK: tl.con
     tl.store(plane + tl.load(rows + row) * vocab + token, weights / mass.to(tl.float32), mask=token < vocab)
 
 
-def distribution(logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
+def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
     """rorqual.ops.reference.distribution. logits [M, V] of any float format, each row dense; two kernels, with cuts four.
 
     Its scratch is [M, chunks] fp64: the masses of each row's chunks.
@@ -325,14 +325,14 @@ def distribution(logits: Tensor, settings: Tensor, cuts: bool) -> Distribution:
     if not rows:
         return Distribution(logits, summary, best, parts)
     peaks, sums, firsts = new(torch.float32, rows, chunks), new(torch.float64, rows, chunks), new(torch.int32, rows, chunks)
-    sets = new(torch.float32, rows, chunks, subsets) if cuts else peaks
+    sets = new(torch.float32, rows, chunks, subsets) if filters else peaks
     bounds = new(torch.float32, rows)
     where = logits.stride(0), vocab, chunks
-    _chunk_kernel[rows, chunks](logits, settings, peaks, sums, firsts, sets, *where, cuts, subsets, chunk, num_warps=8, **late)
+    _chunk_kernel[rows, chunks](logits, settings, peaks, sums, firsts, sets, *where, filters, subsets, chunk, num_warps=8, **late)
     _summary_kernel[rows,](
-        settings, peaks, sums, firsts, sets, summary, parts, best, bounds, vocab, chunks, cuts, subsets, SETS, width, num_warps=4,
+        settings, peaks, sums, firsts, sets, summary, parts, best, bounds, vocab, chunks, filters, subsets, SETS, width, num_warps=4,
         **late)  # fmt: skip
-    if cuts:
+    if filters:
         held, counts = new(torch.float32, rows, chunks, HELD), new(torch.int32, rows, chunks)
         _gather_kernel[rows, chunks](logits, peaks, bounds, held, counts, *where, chunk, HELD, num_warps=8, **late)
         _cut_kernel[rows,](
@@ -345,8 +345,8 @@ def _chunk_size(vocab: int) -> int:
     return min(CHUNK, max(next_power(vocab), SETS))
 
 
-def draw(given: Distribution, numbers: Tensor) -> Tensor:
-    """rorqual.ops.reference.draw."""
+def sample_from(given: Distribution, numbers: Tensor) -> Tensor:
+    """rorqual.ops.reference.sample_from."""
     (rows, vocab), parts = given.logits.shape, given.scratch
     out, chunks = torch.empty_like(given.best), parts.shape[1]
     if rows:
@@ -356,9 +356,9 @@ def draw(given: Distribution, numbers: Tensor) -> Tensor:
     return out
 
 
-def draw_rest(given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None,
+def sample_residual(given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None,
               q_rows: Tensor | None = None) -> Tensor:  # fmt: skip
-    """rorqual.ops.reference.draw_rest; q contiguous."""
+    """rorqual.ops.reference.sample_residual; q contiguous."""
     vocab, count = given.logits.shape[1], rows.shape[0]
     parts, out = torch.empty(count, given.scratch.shape[1], dtype=torch.float64, device=rows.device), torch.empty_like(rows)
     chunks, certain = parts.shape[1], q is None

@@ -29,10 +29,10 @@ def _rows_kernel(length, last_token, drafts, tables, slots, ids, positions, mapp
 
 
 def decode_rows(
-    length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, next_n: int, page_size: int
+    length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As rorqual.ops.reference.decode_rows."""
-    count, width = slots.shape[0], next_n + 1
+    count, width = slots.shape[0], num_speculative_tokens + 1
     ids, positions, mapping = (torch.empty(count * width, dtype=torch.int64, device=slots.device) for _ in range(3))
     lens = torch.empty_like(slots)
     if count:
@@ -43,7 +43,7 @@ def decode_rows(
 
 
 @triton.jit(do_not_specialize=["draft_row"])
-def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, right, drafted, draft_row, ROWS: tl.constexpr, SIZE: tl.constexpr,
+def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, num_accepted, drafted, draft_row, ROWS: tl.constexpr, SIZE: tl.constexpr,
                   TOLD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     request, row = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
@@ -56,29 +56,29 @@ def _judge_kernel(tokens, drafts, num_drafts, slots, taken, out, right, drafted,
     stand = tl.min(first_bad, 0).to(tl.int64)
     token = tl.where(row < stand, draft, tl.where(row == stand, own, -1))
     tl.store(out + request * ROWS + row, token, mask=row < ROWS)
-    tl.store(right + request, stand)
+    tl.store(num_accepted + request, stand)
     tl.store(drafted + request, present)
 
 
-def judge_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """As rorqual.ops.reference.judge_drafts."""
+def verify_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As rorqual.ops.reference.verify_drafts."""
     count, width = tokens.shape
     assert tokens.is_contiguous()
     assert taken is None or taken.is_contiguous()
-    out, right, drafted = torch.empty_like(tokens), torch.empty_like(slots), torch.empty_like(slots)
+    out, num_accepted, drafted = torch.empty_like(tokens), torch.empty_like(slots), torch.empty_like(slots)
     if count:
         _judge_kernel[count,](
-            tokens, drafts, num_drafts, slots, taken, out, right, drafted, drafts.stride(0), width, next_power(width), taken is not None,
+            tokens, drafts, num_drafts, slots, taken, out, num_accepted, drafted, drafts.stride(0), width, next_power(width), taken is not None,
             num_warps=1, **dependent(slots.device))  # fmt: skip
-    return out, right, drafted
+    return out, num_accepted, drafted
 
 
 @triton.jit
-def _move_kernel(last_token, length, slots, lens, tokens, right, following, last, ROWS: tl.constexpr, SIZE: tl.constexpr,
+def _move_kernel(last_token, length, slots, lens, tokens, num_accepted, following, last, ROWS: tl.constexpr, SIZE: tl.constexpr,
                  DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     request, row = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
-    slot, newest = tl.load(slots + request), tl.load(right + request)
+    slot, newest = tl.load(slots + request), tl.load(num_accepted + request)
     token = tl.load(tokens + request * ROWS + row, mask=row < ROWS, other=-1)
     tl.store(following + request * ROWS + row, tl.maximum(token, 0), mask=row < ROWS)
     tl.store(last + request, request * ROWS + newest)
@@ -86,13 +86,15 @@ def _move_kernel(last_token, length, slots, lens, tokens, right, following, last
     tl.store(length + slot, tl.load(lens + request) - ROWS + 1 + newest)
 
 
-def move_rows(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """As rorqual.ops.reference.move_rows."""
+def commit_tokens(
+    last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, num_accepted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As rorqual.ops.reference.commit_tokens."""
     count, width = tokens.shape
     assert tokens.is_contiguous()
     following, last = torch.empty(count * width, dtype=torch.int64, device=slots.device), torch.empty_like(slots)
     if count:
         _move_kernel[count,](
-            last_token, length, slots, lens, tokens, right, following, last, width, next_power(width), num_warps=1,
+            last_token, length, slots, lens, tokens, num_accepted, following, last, width, next_power(width), num_warps=1,
             **dependent(slots.device))  # fmt: skip
     return following, last

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import MLAWeights, Ops, Segment
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from tests.gpu.device_driver import random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK
 
@@ -106,7 +106,7 @@ def layer(dtype: torch.dtype, **changes: Any) -> MLAWeights:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "kv_lora_rank": 256}, {"kv_lora_rank": 36}], ids=["tiny", "wide", "odd"])
 @pytest.mark.parametrize("ops", backends(), ids=named)
-def test_a_prologue_writes_its_own_entries_quantised(ops: Ops, changes: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_prologue_writes_its_own_entries_quantized(ops: Ops, changes: dict[str, Any], dtype: torch.dtype) -> None:
     """Bit for bit what packing the entries of an unquantised cache gives; the queries do not change."""
     w = layer(dtype, **changes)
     rank, width = w.config.kv_lora_rank, w.config.latent_dim
@@ -162,7 +162,7 @@ def test_attention_over_an_fp8_cache(ops: Ops, dtype: torch.dtype, lens: list[in
     rank, rope, heads, scale = 128, 16, 3, 0.05
     plane, tables, entries = cached(lens, rank, rope, dtype)
     bounds = tuple(min(n + slack, tables.shape[1] * PAGE) for n in lens)
-    where = Segment(tables, torch.tensor(lens, device=DEVICE), (queries,) * len(lens), bounds, exact=not slack)
+    where = AttentionMetadata(tables, torch.tensor(lens, device=DEVICE), (queries,) * len(lens), bounds, exact=not slack)
     q = torch.randn(len(lens) * queries, heads, rank + rope, generator=torch.Generator().manual_seed(5)).to(dtype).to(DEVICE) / 100
     got = ops.latent_attention(q[..., :rank].contiguous(), q[..., rank:].contiguous(), plane, where, scale)
     expected = torch.cat([exact(part, own, rank, scale) for part, own in zip(q.split(queries), entries, strict=True)])
@@ -177,13 +177,13 @@ def test_attention_over_an_fp8_cache(ops: Ops, dtype: torch.dtype, lens: list[in
 
 @pytest.mark.parametrize("ops", backends(), ids=named)
 def test_absorbed_attention(ops: Ops) -> None:
-    """With the products around it; the CPU's compiled kernel works on pages that are dequantised for it."""
+    """With the products around it; the CPU's compiled kernel works on pages that are dequantized for it."""
     w = layer(FP32)
     lens, rank = [20, 3, 33], w.config.kv_lora_rank
     plane, tables, _ = cached(lens, rank, 16, FP32)
-    where = Segment(tables, torch.tensor(lens, device=DEVICE), (1, 1, 1), tuple(lens))
+    where = AttentionMetadata(tables, torch.tensor(lens, device=DEVICE), (1, 1, 1), tuple(lens))
     x, angle = torch.randn(3, 64, generator=torch.Generator().manual_seed(6)).to(DEVICE), torch.zeros(3, 8, device=DEVICE)
     slots = torch.tensor([tables[i, (n - 1) // PAGE] * PAGE + (n - 1) % PAGE for i, n in enumerate(lens)], device=DEVICE)
     _, q, _ = ops.mla_prologue(x, w, angle.cos(), angle.sin(), plane, slots)
-    expected = Ops().mla_absorbed(q, w, plane, Segment(tables, where.kv_lens, (1, 1, 1), tuple(lens)), 0.1)
+    expected = Ops().mla_absorbed(q, w, plane, AttentionMetadata(tables, where.kv_lens, (1, 1, 1), tuple(lens)), 0.1)
     assert (ops.mla_absorbed(q, w, plane, where, 0.1) - expected).norm() < 1e-5 * expected.norm()

@@ -44,7 +44,7 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
     tokens = requests * queries
     q_latent, q_rope = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
     kv_lens, scale = torch.tensor(lens, dtype=torch.int32), 192**-0.5
-    config = mla.Config(64, 64, 8, 2, min_tiles=min_tiles, gluon=True)
+    config = mla.MlaDecodeConfig(64, 64, 8, 2, min_tiles=min_tiles, gluon=True)
     plan = mla.split_plan(kv_lens, workers, config.block_n, min_tiles, queries * heads, 512)
     out = torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16)
     latent, rope = cache.flatten(0, 1)[:, :512], cache.flatten(0, 1)[:, 512:]
@@ -104,7 +104,7 @@ from rorqual.ops.triton import mla_decode as mla
 m = lambda *s: torch.empty(*s, dtype=torch.bfloat16)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)
 for heads, queries in ((128, 1), (128, 2), (16, 4)):
-    config = mla.Config(64, 64, 8, 2, gluon=True)
+    config = mla.MlaDecodeConfig(64, 64, 8, 2, gluon=True)
     mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=config)
 launched[:] = [kernel for kernel in launched if kernel.name.startswith("_mla")]
 """

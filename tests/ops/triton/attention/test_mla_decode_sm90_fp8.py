@@ -44,7 +44,7 @@ STAND_INS = {"_widen": widen, "_widen_pairs": widen_pairs, "_log2": torch.log2, 
 
 
 def decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, lens: list[int], scale: float, workers: int,
-           config: mla.Config, compiled: Path | None = None) -> Tensor:  # fmt: skip
+           config: mla.MlaDecodeConfig, compiled: Path | None = None) -> Tensor:  # fmt: skip
     """As mla_decode, with every program emulated, from the kernel's Python or from what it was compiled to."""
     (tokens, heads, _), requests, kv_lens = q_latent.shape, len(lens), torch.tensor(lens, dtype=torch.int32)
     queries, page = tokens // requests, cache.shape[1]
@@ -107,7 +107,9 @@ CASES = [
 ]
 
 
-def check(lens: list[int], heads: int, queries: int, page: int, workers: int, config: mla.Config, compiled: Path | None = None) -> None:
+def check(
+    lens: list[int], heads: int, queries: int, page: int, workers: int, config: mla.MlaDecodeConfig, compiled: Path | None = None
+) -> None:
     torch.manual_seed(1)
     rows = [reference.pack_latent(torch.randn(n, 576).bfloat16(), 512) for n in lens]
     cache, tables = filled(rows, page)
@@ -131,7 +133,7 @@ def check(lens: list[int], heads: int, queries: int, page: int, workers: int, co
 def test_emulated_result(
     lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, form: tuple[int, int, int, int], page: int
 ) -> None:
-    check(lens, heads, queries, page, workers, mla.Config(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True))
+    check(lens, heads, queries, page, workers, mla.MlaDecodeConfig(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True))
 
 
 SIZES = {
@@ -158,7 +160,7 @@ def test_any_scales(case: str, peaked: bool) -> None:
     size = (5.0 if peaked else 0.5) / entries[..., :512].norm(dim=-1).amax().item()  # scores of about that size
     sizes = torch.logspace(-2, 1, heads)[:, None]
     q_latent, q_rope = (torch.randn(1, heads, 512) * size * sizes).bfloat16(), torch.randn(1, heads, 64).bfloat16()
-    out = decode(q_latent, q_rope, cache, tables, [length], 1.0, 2, mla.Config(16, 64, 4, 2, min_tiles=1, gluon=True))
+    out = decode(q_latent, q_rope, cache, tables, [length], 1.0, 2, mla.MlaDecodeConfig(16, 64, 4, 2, min_tiles=1, gluon=True))
     expected = attend(torch.cat((q_latent, q_rope), -1), entries, entries[..., :512], 1.0)
     for g in range(0, 512, 128):
         part = expected[..., g : g + 128]
@@ -174,7 +176,7 @@ def test_rows_of_queries_do_not_touch_each_other() -> None:
     q_latent, q_rope = torch.randn(4, 4, 512).bfloat16(), torch.randn(4, 4, 64).bfloat16()
     for token, garbage in ((0, float("inf")), (1, float("nan")), (2, 3e38)):
         q_latent[token], q_rope[token] = garbage, garbage
-    out = decode(q_latent, q_rope, cache, tables, [100], 192**-0.5, 2, mla.Config(16, 64, 4, 2, min_tiles=1, gluon=True))
+    out = decode(q_latent, q_rope, cache, tables, [100], 192**-0.5, 2, mla.MlaDecodeConfig(16, 64, 4, 2, min_tiles=1, gluon=True))
     entries = exact_entries(rows)[:, None]
     expected = attend(torch.cat((q_latent, q_rope), -1)[3:], entries, entries[..., :512], 192**-0.5)
     assert (out[3:].double() - expected).norm() < 2e-3 * expected.norm()
@@ -190,7 +192,7 @@ shapes = (16, 1, (16, 4, 2, 2)), (16, 1, (16, 4, 1, 3)), (128, 1, (64, 8, 2, 1))
 with compiling(90) as launched:
     for heads, queries, form in shapes:
         mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 656, t=torch.uint8), i(4, 9), i(4), 0.1, 512,
-                       config=mla.Config(form[0], 64, *form[1:], gluon=True))
+                       config=mla.MlaDecodeConfig(form[0], 64, *form[1:], gluon=True))
 kernels = [k for k in launched if k.name == "_mla_hopper_fp8_kernel"]
 for kernel, (heads, queries, (rows, warps, stages, per_sm)) in zip(kernels, shapes, strict=True):
     found = kernel.resources()
@@ -237,7 +239,7 @@ def test_products_overlap_and_nothing_is_spilled_between_them(compiled: list[Pat
 def test_compiled_code_is_right_and_free_of_races(compiled: list[Path]) -> None:
     for path, heads, form in zip(compiled, (16, 16, 128), ((16, 4, 2, 2), (16, 4, 1, 3), (64, 8, 2, 1)), strict=True):
         lens = [150, 0, 3]
-        check(lens, heads, 1, 64, 2, mla.Config(form[0], 64, *form[1:], min_tiles=1, gluon=True), path)
+        check(lens, heads, 1, 64, 2, mla.MlaDecodeConfig(form[0], 64, *form[1:], min_tiles=1, gluon=True), path)
 
 
 BROKEN = {  # what is changed, one place at a time, once the kernel has begun; by what; how many of the places matter at least
@@ -259,6 +261,6 @@ def test_races_are_found(compiled: list[Path], what: str, tmp_path: Path) -> Non
 
     def execute(text: str) -> None:
         path.write_text(start + wait + text)
-        check([150, 0, 3], 16, 1, 64, 2, mla.Config(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True), path)
+        check([150, 0, 3], 16, 1, 64, 2, mla.MlaDecodeConfig(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True), path)
 
     assert caught(changed, execute) >= matter, what

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rorqual.ops.interface import Ops, Segment, shares_of
+from rorqual.ops.interface import AttentionMetadata, Ops, shares_of
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
 
 if SKIP_REASON is None:
@@ -41,8 +41,8 @@ def paged(values: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
     return plane.to(DEVICE), tables.to(DEVICE)
 
 
-def segment(tables: Tensor, lens: list[int], query_lens: list[int]) -> Segment:
-    return Segment(tables, torch.tensor(lens, device=DEVICE), tuple(query_lens), tuple(lens))
+def segment(tables: Tensor, lens: list[int], query_lens: list[int]) -> AttentionMetadata:
+    return AttentionMetadata(tables, torch.tensor(lens, device=DEVICE), tuple(query_lens), tuple(lens))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,7 +75,7 @@ LENS = [37, 0, 64, 5, 130]
 @pytest.mark.parametrize(("queries", "heads", "page"), [(1, 16, 64), (2, 20, 16), (4, 3, 32)])
 def test_mla_decode_fp32(queries: int, heads: int, page: int) -> None:
     q_latent, q_rope, plane, where = latent_case(LENS, queries, heads, 64, 16, page, torch.float32)
-    config = mla.Config(16, 32, 4, 1, tma=False)
+    config = mla.MlaDecodeConfig(16, 32, 4, 1, tma=False)
     out = poisoned(*q_latent.shape, dtype=torch.float32)
     mla.mla_decode(q_latent, q_rope, plane, where.tables, where.kv_lens, 0.2, 999, out=out, config=config)
     check(out, Ops().latent_attention(q_latent, q_rope, plane, where, 0.2))
@@ -85,7 +85,7 @@ def test_mla_decode_fp32(queries: int, heads: int, page: int) -> None:
 def test_mla_decode_bf16_at_model_width(tma: bool) -> None:
     q_latent, q_rope, plane, where = latent_case([150, 0, 64], 2, 16, 512, 64, 64, torch.bfloat16)
     out = poisoned(*q_latent.shape, dtype=torch.bfloat16)
-    config = mla.Config(32, 32, 4, 2, tma=tma)
+    config = mla.MlaDecodeConfig(32, 32, 4, 2, tma=tma)
     mla.mla_decode(q_latent, q_rope, plane, where.tables, where.kv_lens, 0.05, 150, out=out, config=config)
     check(out, Ops().latent_attention(q_latent, q_rope, plane, where, 0.05))
 
@@ -95,7 +95,7 @@ def test_mla_decode_takes_strided_queries_and_any_split() -> None:
     by_head = q_latent.transpose(0, 1).contiguous().transpose(0, 1)
     expected = Ops().latent_attention(q_latent, q_rope, plane, where, 0.2)
     for min_tiles in (1, 3, 100):
-        config = mla.Config(16, 16, 4, 1, min_tiles=min_tiles, tma=False)
+        config = mla.MlaDecodeConfig(16, 16, 4, 1, min_tiles=min_tiles, tma=False)
         check(mla.mla_decode(by_head, q_rope, plane, where.tables, where.kv_lens, 0.2, 300, config=config), expected)
 
 
@@ -112,7 +112,7 @@ def fp8_cache(lens: list[int], rank: int, page: int) -> tuple[Tensor, Tensor, li
     return plane, tables, entries
 
 
-def dequantised(plane: Tensor, rank: int) -> Tensor:
+def dequantized(plane: Tensor, rank: int) -> Tensor:
     rows = plane.flatten(0, 1)
     scales = rows.view(torch.float32)[:, rank // 4 : rank // 4 + rank // 128].repeat_interleave(128, 1)
     latent = rows[:, :rank].view(torch.float8_e4m3fn).float() * scales
@@ -123,7 +123,7 @@ def dequantised(plane: Tensor, rank: int) -> Tensor:
 def test_fp8_rows_read_back_within_e4m3_rounding() -> None:
     plane, tables, entries = fp8_cache([20, 33], 256, 16)
     assert plane.shape[-1] == 256 + 8 + 128
-    wide = dequantised(plane, 256)
+    wide = dequantized(plane, 256)
     for i, values in enumerate(entries):
         back = wide[tables[i, : -(-len(values) // 16)]].flatten(0, 1)[: len(values)].cpu()
         assert torch.equal(back[:, 256:], values[:, 256:].float())
@@ -139,10 +139,10 @@ def test_mla_decode_fp8_cache(queries: int, page: int, rank: int, tma: bool) -> 
     q_latent, q_rope = (random(len(lens) * queries, heads, n, dtype=torch.bfloat16) / 100 for n in (rank, 64))
     where = segment(tables, lens, [queries] * len(lens))
     out = poisoned(*q_latent.shape, dtype=torch.bfloat16)
-    config = mla.Config(16, 32, 4, 2, tma=tma)
+    config = mla.MlaDecodeConfig(16, 32, 4, 2, tma=tma)
     mla.mla_decode(q_latent, q_rope, plane, tables, where.kv_lens, 0.1, 70, out=out, config=config)
     assert out.isfinite().all()
-    expected = Ops().latent_attention(q_latent.float(), q_rope.float(), dequantised(plane, rank).bfloat16().float(), where, 0.1)
+    expected = Ops().latent_attention(q_latent.float(), q_rope.float(), dequantized(plane, rank).bfloat16().float(), where, 0.1)
     assert (out.float() - expected).norm() < 5e-3 * expected.norm()
 
 
@@ -155,7 +155,7 @@ def test_gqa_decode(dtype: torch.dtype, queries: int, heads: int, groups: int, p
     v_plane = torch.where(k_plane.isnan(), k_plane, torch.randn_like(k_plane))
     q, where = random(len(LENS) * queries, heads, 64, dtype=dtype), segment(tables, LENS, [queries] * len(LENS))
     out = poisoned(*q.shape, dtype=dtype)
-    gqa.gqa_decode(q, k_plane, v_plane, tables, where.kv_lens, 0.1, 200, out=out, config=gqa.Config(32, 4, 2, tma=tma))
+    gqa.gqa_decode(q, k_plane, v_plane, tables, where.kv_lens, 0.1, 200, out=out, config=gqa.GqaDecodeConfig(32, 4, 2, tma=tma))
     check(out, Ops().attention(q, k_plane, v_plane, where, 0.1))
 
 
@@ -170,7 +170,7 @@ def test_the_last_program_of_a_request_puts_it_together(lens: list[int], dtype: 
     q, where = random(len(lens) * queries, heads, width, dtype=dtype), segment(tables, lens, [queries] * len(lens))
     expected, found = Ops().attention(q, k_plane, v_plane, where, 0.1), []
     for min_tiles in (1, 1, 3, 100):
-        config = gqa.Config(16, 4, 1, min_tiles=min_tiles, tma=False, finish=True)
+        config = gqa.GqaDecodeConfig(16, 4, 1, min_tiles=min_tiles, tma=False, finish=True)
         out = poisoned(*q.shape, dtype=dtype)
         gqa.gqa_decode(q, k_plane, v_plane, tables, where.kv_lens, 0.1, 200, out=out, config=config)
         check(out, expected)
@@ -182,7 +182,7 @@ def test_the_last_program_of_a_request_puts_it_together(lens: list[int], dtype: 
 def test_more_requests_than_counters_take_the_second_kernel() -> None:
     k_plane, tables = paged([random(20, 1, 16).cpu()] * 3, 16)
     q, where = random(3, 2, 16), segment(tables, [20] * 3, [1] * 3)
-    config = gqa.Config(16, 4, 1, tma=False, finish=True)
+    config = gqa.GqaDecodeConfig(16, 4, 1, tma=False, finish=True)
     with mock.patch.object(gqa, "COUNTERS", 2):
         out = gqa.gqa_decode(q, k_plane, k_plane.nan_to_num(), tables, where.kv_lens, 0.1, 20, config=config)
     check(out, Ops().attention(q, k_plane, k_plane.nan_to_num(), where, 0.1))
@@ -202,7 +202,7 @@ def test_dense_prefill_of_192_column_heads(dtype: torch.dtype, tma: bool) -> Non
     where = segment(torch.zeros(4, 1, dtype=torch.int64, device=DEVICE), KEY_LENS, QUERY_LENS)
     out = poisoned(sum(QUERY_LENS), 2, 128, dtype=dtype)
     prefill.dense_prefill(q, k, v, starts_of(QUERY_LENS), starts_of(KEY_LENS), where.kv_lens, 33, 0.07, out=out,
-                          config=prefill.Config(32, 16, 4, 2, tma=tma))  # fmt: skip
+                          config=prefill.PrefillConfig(32, 16, 4, 2, tma=tma))  # fmt: skip
     check(out, Ops().dense_attention(q, k, v, where, 0.07))
 
 
@@ -213,7 +213,7 @@ def test_paged_prefill_behind_a_cached_prefix(dtype: torch.dtype, page: int, tma
     q, where = random(sum(QUERY_LENS), 4, 64, dtype=dtype), segment(tables, KEY_LENS, QUERY_LENS)
     out = poisoned(*q.shape, dtype=dtype)
     prefill.paged_prefill(q, k_plane, v_plane, tables, starts_of(QUERY_LENS), where.kv_lens, 33, 0.1, out=out,
-                          config=prefill.Config(16, 32, 4, 2, tma=tma))  # fmt: skip
+                          config=prefill.PrefillConfig(16, 32, 4, 2, tma=tma))  # fmt: skip
     check(out, Ops().attention(q, k_plane, v_plane, where, 0.1))
 
 
@@ -226,12 +226,12 @@ def test_prefill_goes_on_from_earlier_stretches(dtype: torch.dtype, tma: bool, s
     q = random(queries, 2, 192, dtype=dtype)
     k = random(length, 2, 192, dtype=dtype)
     v = random(length, 2, 128, dtype=dtype)
-    where = Segment(torch.zeros(1, 12), torch.tensor([length], device=DEVICE), (queries,), (bound,))
+    where = AttentionMetadata(torch.zeros(1, 12), torch.tensor([length], device=DEVICE), (queries,), (bound,))
     (share,) = shares_of(where, size, 8)
     out = torch.zeros(queries, 2, 128, device=DEVICE)
     total = torch.full((queries, 2), float("-inf"), device=DEVICE)
     wanted = (out.clone(), total.clone())
-    config = prefill.Config(16, 16, 4, 2, tma=tma)
+    config = prefill.PrefillConfig(16, 16, 4, 2, tma=tma)
     for number, stretch in enumerate(share.segments):
         own = slice(number * size, (number + 1) * size)
         beyond = poisoned(size, 2, 192, dtype=dtype)
@@ -263,14 +263,14 @@ def everything(mla_config, gqa_config, prefill_config, fp8):
         latent_fp8.write(m(9, 64, 656, t=torch.uint8), i(4), m(4, 576), 512)
         latent_fp8.read(m(9, 64, 656, t=torch.uint8), i(4), 512, torch.bfloat16)
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=gqa_config)
-    joint = replace(gqa_config or gqa.Config(64, 4, 3), finish=True)
+    joint = replace(gqa_config or gqa.GqaDecodeConfig(64, 4, 3), finish=True)
     gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=joint)
     prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1, config=prefill_config)
     so_far = prefill.SoFar(m(4, 8, 128, t=torch.float32), m(4, 8, t=torch.float32), i(1))
     packed = m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1)
     prefill.dense_prefill(*packed, 4096, 0.1, config=prefill_config, so_far=so_far)
     prefill.paged_prefill(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(1, 9), i(2), i(1), 4096, 0.1, config=prefill_config)
-older = mla.Config(16, 16, 4, 2, tma=False), gqa.Config(32, 4, 2, tma=False), prefill.Config(64, 32, 4, 2, tma=False)
+older = mla.MlaDecodeConfig(16, 16, 4, 2, tma=False), gqa.GqaDecodeConfig(32, 4, 2, tma=False), prefill.PrefillConfig(64, 32, 4, 2, tma=False)
 capability = int(sys.argv[1])
 with compiling(capability) as launched:
     everything(*(older if capability < 90 else (None, None, None)), fp8=capability >= 89)

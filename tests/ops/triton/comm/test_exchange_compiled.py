@@ -12,7 +12,7 @@ from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, changes, compiled
 
 COLUMNS, CAPACITY, TOP_K, EACH, RANKS, ROWS = 528, 3, 2, 4, 2, 4  # two warps a row
-NAMES = ("dispatch", "arrival", "give_back", "combine")
+NAMES = ("dispatch", "arrival", "send_combine", "combine")
 LAUNCHES = f"""
 from rorqual.ops.triton import dispatch as kernels
 for rank in range({RANKS}):
@@ -22,7 +22,7 @@ for rank in range({RANKS}):
     x = torch.empty(3, {COLUMNS}, dtype=torch.bfloat16)
     kernels.dispatch(buffer, x, i(3, {TOP_K}), torch.empty(3, {TOP_K}), {CAPACITY}, kernels.Place({EACH}))
     kernels.arrival(buffer)
-    kernels.give_back(buffer, torch.empty({RANKS} * {CAPACITY}, {COLUMNS}, dtype=torch.bfloat16), {CAPACITY})
+    kernels.send_combine(buffer, torch.empty({RANKS} * {CAPACITY}, {COLUMNS}, dtype=torch.bfloat16), {CAPACITY})
     kernels.combine(buffer, x)
 """
 
@@ -86,8 +86,8 @@ BROKEN = {  # what is changed, and in which kernels
     "dispatch releases": (0, r"(atom|red)(\S*)\.release", r"\1\2.relaxed"),
     "dispatch meets": (0, r"bar\.sync[^;]*;(?=(?s:(?!bar\.sync).)*\.release)", ""),
     "arrival acquires": (1, r"atom(\S*)\.acquire", r"atom\1.relaxed"),
-    "give_back releases": (2, r"(atom|red)(\S*)\.release", r"\1\2.relaxed"),
-    "give_back meets": (2, r"bar\.sync[^;]*;(?=(?s:(?!bar\.sync).)*\.release)", ""),
+    "send_combine releases": (2, r"(atom|red)(\S*)\.release", r"\1\2.relaxed"),
+    "send_combine meets": (2, r"bar\.sync[^;]*;(?=(?s:(?!bar\.sync).)*\.release)", ""),
     "combine acquires": (3, r"atom(\S*)\.acquire", r"atom\1.relaxed"),
 }
 

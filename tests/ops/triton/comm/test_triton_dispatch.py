@@ -12,7 +12,7 @@ from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
-from rorqual.ops.reference import dequantise_activation, quantise_activation
+from rorqual.ops.reference import dequantize_activation, quantize_activation
 from rorqual.ops.triton.comm import dispatch_combine as kernels
 
 EXPERTS = 16
@@ -22,7 +22,7 @@ class Ranks:
     """Their buffers hold NaN and absurd numbers at first."""
 
     def __init__(self, world: int, rows: int, columns: int, top_k: int, dtype: torch.dtype):
-        self.world, self.dtype, self.place = world, dtype, kernels.Place(EXPERTS // world)
+        self.world, self.dtype, self.place = world, dtype, kernels.ExpertPlacement(EXPERTS // world)
         self.areas = kernels.Areas(world, rows, columns, top_k, dtype.itemsize)
         self.memory = [torch.full((self.areas.size,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(world)]
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=DEVICE == "cuda")
@@ -32,7 +32,7 @@ class Ranks:
             memory[: 8 * world].zero_()
             rows_back = torch.empty(rows, world, dtype=torch.int32, device=DEVICE)
             totals = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-            self.buffers.append(kernels.Buffer(table, 0, self.areas, rank, totals, rows_back))
+            self.buffers.append(kernels.DispatchBuffer(table, 0, self.areas, rank, totals, rows_back))
 
     def dispatch(
         self, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], fp8: bool
@@ -41,13 +41,13 @@ class Ranks:
         for rank, buffer in enumerate(self.buffers):
             kernels.dispatch(buffer, x[rank], slots[rank], weights[rank], capacity, self.place, fp8)
         for buffer in self.buffers:
-            kernels.arrival(buffer)
+            kernels.recv_dispatch(buffer)
         found = zip(self.buffers, self.memory, strict=True)
         return [kernels.arrived(buffer, memory, capacity, self.dtype, fp8) for buffer, memory in found]
 
     def combine(self, y: list[Tensor], x: list[Tensor]) -> list[Tensor]:
         for buffer, part in zip(self.buffers, y, strict=True):
-            kernels.give_back(buffer, part, max(map(len, x)))
+            kernels.send_combine(buffer, part, max(map(len, x)))
         return [kernels.combine(buffer, like) for buffer, like in zip(self.buffers, x, strict=True)]
 
 
@@ -70,7 +70,7 @@ def expected(ranks: Ranks, me: int, x: Tensor, slots: Tensor, weights: Tensor) -
     ("world", "counts", "columns", "top_k"), [(2, [5, 2], 48, 3), (4, [1, 0, 3, 2], 256, 3), (8, [2, 1, 0, 0, 2, 2, 1, 2], 160, 6)]
 )
 def test_what_arrives(world: int, counts: list[int], columns: int, top_k: int, fp8: bool) -> None:
-    """Rows once, in the order of tokens, exact or as quantise_activation rounds them; places without a row say so."""
+    """Rows once, in the order of tokens, exact or as quantize_activation rounds them; places without a row say so."""
     ranks, capacity = Ranks(world, 6, columns, top_k, torch.bfloat16), max(counts)
     for _ in range(2):  # what the first call left lies where the second writes
         x, slots, weights = draw(counts, columns, top_k, torch.bfloat16)
@@ -78,7 +78,7 @@ def test_what_arrives(world: int, counts: list[int], columns: int, top_k: int, f
             for source in range(world):
                 rows, place, weight = expected(ranks, me, x[source], slots[source], weights[source])
                 block = slice(source * capacity, source * capacity + len(rows))
-                want = quantise_activation(rows) if fp8 else (rows,)
+                want = quantize_activation(rows) if fp8 else (rows,)
                 assert all(torch.equal(part[block].float(), one.float()) for part, one in zip(parts, want, strict=True))
                 assert torch.equal(places[block], place)
                 assert torch.equal(factors[block], weight)
@@ -90,7 +90,7 @@ def sums_of(ranks: Ranks, x: list[Tensor], slots: list[Tensor], weights: list[Te
     """Rank d's experts multiply by d + 1, and make NaN of what is no row."""
     y = []
     for me, (parts, places, _) in enumerate(ranks.dispatch(x, slots, weights, fp8)):
-        rows = dequantise_activation(*parts, ranks.dtype) if fp8 else parts[0]
+        rows = dequantize_activation(*parts, ranks.dtype) if fp8 else parts[0]
         y.append(torch.where((places >= 0).any(1, keepdim=True), rows * (me + 1), torch.nan))
     return ranks.combine(y, x)
 
@@ -99,7 +99,7 @@ def wanted_sums(ranks: Ranks, x: list[Tensor], slots: list[Tensor], fp8: bool) -
     found = []
     for rows, slot in zip(x, slots, strict=True):
         total = torch.zeros(rows.shape, device=DEVICE)
-        sent = dequantise_activation(*quantise_activation(rows), ranks.dtype) if fp8 else rows
+        sent = dequantize_activation(*quantize_activation(rows), ranks.dtype) if fp8 else rows
         for me in range(ranks.world):
             here = (slot // ranks.place.each == me).any(1, keepdim=True)
             total += torch.where(here, (sent * (me + 1)).float(), 0)
@@ -141,7 +141,7 @@ def test_a_wait_for_a_rank_that_never_comes_ends_with_the_stop_word() -> None:
     x, slots, weights = draw([3, 3], 128, 2, torch.float32)
     kernels.dispatch(ranks.buffers[0], x[0], slots[0], weights[0], 3, ranks.place, False)
     ranks.stop.fill_(1)
-    kernels.arrival(ranks.buffers[0])
+    kernels.recv_dispatch(ranks.buffers[0])
     flags = ranks.memory[0][:8].view(torch.int32).tolist()
     assert flags[0] == int(ranks.buffers[0].totals[0])
     assert flags[1] < flags[0], "rank 1 has not come"

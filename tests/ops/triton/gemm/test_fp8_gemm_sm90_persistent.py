@@ -1,4 +1,4 @@
-"""The warp-specialised block-fp8 product: its Python over torch tensors, partitions as threads, against fp64; and what it compiles to."""
+"""The warp-specialized block-fp8 product: its Python over torch tensors, partitions as threads, against fp64; and what it compiles to."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
 PLANS = [(2112, LinearPlan(256, 128, 4, 4, tall=True)), (4096, LinearPlan(256, 128, 4, 4, tall=True)),
          (4096, LinearPlan(128, 128, 4, 6, tall=True))]
 for rows, plan in PLANS:
-    linear(quantised(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
+    linear(quantized(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
 """
 CHECKS = """
 assert [k.name for k in launched] == ["_tall_kernel"] * len(launched), launched
@@ -77,7 +77,7 @@ SMALL = f"""
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import launch
 for tokens, rows, columns, m, stages, _, bias in {FORMS}:
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
-    launch(quantised(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y, m, stages)
+    launch(quantized(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y, m, stages)
 """
 
 

@@ -107,7 +107,7 @@ from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
 PLANS = [(1, LinearPlan(8, 128, 8, 6, split=64, stream=True)), (64, LinearPlan(64, 64, 4, 8, split=1, stream=True)),
          (64, LinearPlan(64, 128, 8, 4, split=64, stream=True)), (128, LinearPlan(128, 128, 8, 4, split=64, stream=True))]
 for tokens, plan in PLANS:
-    linear(quantised(tokens, 7168), block_fp8(2112, 7168), dtype=torch.bfloat16, plan=plan)
+    linear(quantized(tokens, 7168), block_fp8(2112, 7168), dtype=torch.bfloat16, plan=plan)
 """
 CHECKS = """
 assert [k.name for k in launched] == ["_stream_kernel"] * len(launched), launched
@@ -136,7 +136,7 @@ for tokens, rows, columns, m, n, warps, stages, split, programs, bias in {FORMS}
     linear_stream.multiprocessors = lambda device: programs * -(-tokens // m)  # room for their scales is a constant
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     biases = y[0].clone() if bias else None
-    linear_stream.launch(quantised(tokens, columns), block_fp8(rows, columns), biases, y, m, n, warps, stages, split, 1)
+    linear_stream.launch(quantized(tokens, columns), block_fp8(rows, columns), biases, y, m, n, warps, stages, split, 1)
 """
 
 

@@ -1,4 +1,4 @@
-"""MLA's absorb products on tensor cores, as compiled for Hopper: the values, and the bytes of heads quantised where they are made."""
+"""MLA's absorb products on tensor cores, as compiled for Hopper: the values, and the bytes of heads quantized where they are made."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ PLANS = [(256, 4), (128, 6)]
 def launch(counts, m, rows, columns, stages, scatter, picks):
     blocks = empty_blocks(picks, len(counts), m, torch.device("cpu"), buckets=True)
     weight = Weight(torch.empty(len(counts), rows, columns, dtype=FP8), torch.empty(len(counts), rows // 128, columns // 128))
-    experts_tall.product(quantised(picks, columns), weight, blocks, torch.bfloat16, stages, scatter)
+    experts_tall.product(quantized(picks, columns), weight, blocks, torch.bfloat16, stages, scatter)
 for m, stages in PLANS:
     launch([0] * 32, m, 4096, 7168, stages, False, 8192)
     launch([0] * 32, m, 7168, 2048, stages, True, 8192)

@@ -16,13 +16,13 @@ if SKIP_REASON is not None:
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.deferred_sum import Unsummed, summed
+from rorqual.ops.deferred_sum import DeferredMoESum, summed
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.moe import combine, grouped_gemm
 from rorqual.ops.triton.rowwise import norm
-from rorqual.ops.triton.rowwise.quantize import quantise
+from rorqual.ops.triton.rowwise.quantize import quantize
 from rorqual.ops.triton.runtime.launch import takes_fp8
 from tests.gpu.device_driver import all_logits, random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK, QWEN
@@ -31,7 +31,7 @@ EPS = 1e-6
 NAN = float("nan")
 
 
-def made(tokens: int, hidden: int, top_k: int, dtype: torch.dtype, base: bool, absent: bool) -> tuple[Unsummed, Tensor, Tensor]:
+def made(tokens: int, hidden: int, top_k: int, dtype: torch.dtype, base: bool, absent: bool) -> tuple[DeferredMoESum, Tensor, Tensor]:
     """(what experts gave, residual whose rows lie apart, weight of the norm); rows of absent picks are NaN."""
     torch.manual_seed(tokens + hidden + top_k)
     y, ids = torch.randn(tokens * top_k, hidden).to(dtype), None
@@ -40,11 +40,11 @@ def made(tokens: int, hidden: int, top_k: int, dtype: torch.dtype, base: bool, a
         y[ids.flatten() < 0] = NAN
     beside = torch.randn(tokens, hidden).to(DEVICE, dtype) if base else None
     ids = None if ids is None else ids.to(DEVICE)
-    gave = Unsummed(y.to(DEVICE), ids, torch.rand(tokens, top_k).to(DEVICE), beside, combine.combine)
+    gave = DeferredMoESum(y.to(DEVICE), ids, torch.rand(tokens, top_k).to(DEVICE), beside, combine.combine)
     return gave, torch.randn(tokens, hidden + 16).to(DEVICE, dtype)[:, :hidden], (torch.rand(hidden) + 0.5).to(DEVICE, dtype)
 
 
-def exact(gave: Unsummed) -> Tensor:
+def exact(gave: DeferredMoESum) -> Tensor:
     """The sum in fp64."""
     part = gave.y.double().view(gave.tokens, -1, gave.y.shape[1]) * gave.weights.double()[..., None]
     total = part.nan_to_num().sum(1)
@@ -74,7 +74,7 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(hidden: int, top_k: int, bas
             assert torch.equal(found, norm.add_norm(total, residual, weight, EPS, pack=True)[0])
             # Squares may be added in another order than without `pack`, and a norm is rounded before its weight and after.
             assert ((found.float() - normed.float()).abs() <= 2 * step * normed.float().abs() + 1e-6).all()
-            beside, behind = quantise(found), quantise(found.clone())  # by the joint kernel, by one of its own
+            beside, behind = quantize(found), quantize(found.clone())  # by the joint kernel, by one of its own
             assert torch.equal(beside.data.view(torch.uint8), behind.data.view(torch.uint8))
             assert torch.equal(beside.scale, behind.scale)
 
@@ -108,7 +108,7 @@ def test_in_a_graph_behind_the_kernels_it_waits_for() -> None:
         stream, out = residual, []
         for part in fresh:
             made = norm.norm(part, weight, EPS)  # y, by a kernel that ends just before
-            given = Unsummed(made, None, gave.weights, gave.base, combine.combine)
+            given = DeferredMoESum(made, None, gave.weights, gave.base, combine.combine)
             both = TritonOps().sum_add_norm if joint else Ops.sum_add_norm.__get__(TritonOps())
             normed, stream = both(given, stream, weight, EPS)
             out += [normed, stream]
@@ -134,7 +134,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     plain = combine.combine_add_norm
 
-    def counted(gave: Unsummed, *rest: Any) -> tuple[Tensor, Tensor]:
+    def counted(gave: DeferredMoESum, *rest: Any) -> tuple[Tensor, Tensor]:
         calls.append(gave.tokens)
         return plain(gave, *rest)
 
@@ -165,13 +165,13 @@ def test_models_give_the_same_bits(config: dict[str, Any], dtype: str, joins: bo
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("most", "kind"), [(4, Unsummed), (3, Tensor)])
+@pytest.mark.parametrize(("most", "kind"), [(4, DeferredMoESum), (3, Tensor)])
 def test_steps_of_many_tokens_are_summed_at_once(most: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(combine, "NORM_SUMS_TOKENS", most)
     x, gate = torch.randn(4, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
     weights = Weight(torch.randn(8, 64, 64, device=DEVICE)), Weight(torch.randn(8, 64, 32, device=DEVICE))
     arguments = (x, gate, None, MoEConfig(8, 2, 32), *weights)
-    found = TritonOps().unsummed_experts(*arguments)
+    found = TritonOps().experts_deferred(*arguments)
     assert isinstance(found, kind)
     assert torch.equal(summed(found), TritonOps().routed_experts(*arguments))
 
@@ -179,7 +179,7 @@ def test_steps_of_many_tokens_are_summed_at_once(most: int, kind: type, monkeypa
 def test_a_token_whose_picks_take_the_direct_kernels_is_summed_there() -> None:
     x, gate = torch.randn(1, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
     weights = Weight(torch.randn(8, 64, 64, device=DEVICE)), Weight(torch.randn(8, 64, 32, device=DEVICE))
-    assert isinstance(TritonOps().unsummed_experts(x, gate, None, MoEConfig(8, 2, 32), *weights), Tensor)
+    assert isinstance(TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights), Tensor)
 
 
 @pytest.mark.parametrize("sorts", [True, False])
@@ -188,7 +188,7 @@ def test_whoever_sorts_the_picks(sorts: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(grouped_gemm, "SORTS_WHILE_ROUTING", sorts)
     x, gate = torch.randn(4, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
     weights = Weight(torch.randn(8, 64, 64, device=DEVICE)), Weight(torch.randn(8, 64, 32, device=DEVICE))
-    found = TritonOps().unsummed_experts(x, gate, None, MoEConfig(8, 2, 32), *weights)
-    assert isinstance(found, Unsummed)
+    found = TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights)
+    assert isinstance(found, DeferredMoESum)
     ids, chosen = TritonOps().router(x, gate, None, MoEConfig(8, 2, 32))
     torch.testing.assert_close(found.total(), reference.experts(x, ids, chosen, *weights), rtol=1e-4, atol=1e-3)

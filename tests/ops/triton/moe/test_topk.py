@@ -1,4 +1,4 @@
-"""Routing against a plain-Python reading of the formulas, for every combination of scores, methods and normalisation."""
+"""Routing against a plain-Python reading of the formulas, for every combination of scores, methods and normalization."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_ties_between_groups_and_experts_are_broken_alike(method: str):
     assert torch.equal(ids, Ops().router(x, gate, bias, moe)[0])
 
 
-def test_v2_scales_only_what_it_does_not_normalise():
+def test_v2_scales_only_what_it_does_not_normalize():
     fields = {
         "architectures": ["DeepseekV2ForCausalLM"],
         "vocab_size": 64,

@@ -107,7 +107,7 @@ def test_experts_that_every_token_picks(kind: str, tokens: int, top_k: int, shar
     x = random(tokens, hidden, dtype=KINDS[kind])
     expected = reference.experts(x, ids, weights, gate_up, down)
     for most in (0, 1024):
-        monkeypatch.setattr(experts, "JOINED_TOKENS", dict.fromkeys(KINDS, most))
+        monkeypatch.setattr(experts, "FUSED_SHARED_TOKENS", dict.fromkeys(KINDS, most))
         assert difference(TritonOps().experts(x, ids, weights, gate_up, down, shared=shared), expected) < LIMITS[kind]
 
 
@@ -157,13 +157,13 @@ def test_direct_form_takes_any_number_of_picks() -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [2, 37])
 def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
-    """With fp8 weights the grouped form is that of the rows before they were quantised, bit for bit: nothing is rounded twice."""
+    """With fp8 weights the grouped form is that of the rows before they were quantized, bit for bit: nothing is rounded twice."""
     hidden, inner, slots = SIZES[kind]
     gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
     x, (ids, weights) = random(tokens, hidden, dtype=torch.bfloat16), draw(tokens, 3, slots)
-    data, scale = reference.quantise_activation(x)
+    data, scale = reference.quantize_activation(x)
     got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, gate_up, down)
-    wide = reference.dequantise_activation(data, scale, torch.bfloat16)
+    wide = reference.dequantize_activation(data, scale, torch.bfloat16)
     assert difference(got, reference.experts(wide, ids, weights, gate_up, down)) < LIMITS[kind]
     if kind == "fp8" and ids.numel() > small_batch.DIRECT_PICKS["fp8"]:
         assert torch.equal(got, experts.experts(x, ids, weights, gate_up, down))
@@ -184,7 +184,7 @@ def test_sorting(way: tuple[str, ...], tokens: int, top_k: int, slots: int, rows
         monkeypatch.setattr(align, name, 8192 if name in way else 0)
     ids, _ = draw(tokens, min(top_k, slots), slots)
     ids[:, 0] = torch.where(torch.arange(tokens, device=DEVICE) % 3 == 0, 1, ids[:, 0])  # one slot far more often than the others
-    out = align.sort_picks(ids, slots, rows)
+    out = align.moe_align_block_size(ids, slots, rows)
     flat, found = ids.flatten().tolist(), []
     assert int(out.count) <= out.limit
     taken = []
@@ -200,16 +200,16 @@ def test_sorting(way: tuple[str, ...], tokens: int, top_k: int, slots: int, rows
 
 def test_sorting_leaves_its_counters_zero() -> None:
     ids, _ = draw(90, 4, 33)
-    first, again = (align.sort_picks(ids, 33, 16) for _ in range(2))
+    first, again = (align.moe_align_block_size(ids, 33, 16) for _ in range(2))
     assert align.zeroed_counters(ids.device, 65).eq(0).all()
     assert torch.equal(first.blocks[:, : int(first.count)], again.blocks[:, : int(again.count)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantise(dtype: torch.dtype) -> None:
+def test_quantize(dtype: torch.dtype) -> None:
     x = random(5, 384, dtype=dtype) * torch.rand(5, 1, device=DEVICE) * 10
     x[1] = 0
-    got, (data, scale) = quantize.quantise(x), reference.quantise_activation(x)
+    got, (data, scale) = quantize.quantize(x), reference.quantize_activation(x)
     assert torch.equal(got.scale, scale)
     assert torch.equal(got.data.float(), data.float())
 
@@ -223,7 +223,7 @@ def test_linear(dtype: torch.dtype, rows: int, columns: int) -> None:
         x = random(tokens, columns, dtype=dtype)
         expected = reference.linear(x, matrix, bias)
         assert difference(fp8_gemm.linear(x, matrix, bias, plan=plan), expected) < 1e-5
-        assert difference(fp8_gemm.linear(quantize.quantise(x), matrix, bias, dtype, replace(plan, waves=1)), expected) < 1e-5
+        assert difference(fp8_gemm.linear(quantize.quantize(x), matrix, bias, dtype, replace(plan, waves=1)), expected) < 1e-5
     assert fp8_gemm.linear(random(0, columns), matrix).shape == (0, rows)
 
 
@@ -297,7 +297,7 @@ def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.Monk
 def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept in bf16 and give the same bits as in fp32; any other stays as it is."""
     ops, moe, exact = TritonOps(), ROUTERS[0], random(16, 160).bfloat16().float()
-    x, narrow = random(tokens, 160, dtype=torch.bfloat16), ops.held_gate(exact, torch.bfloat16)
+    x, narrow = random(tokens, 160, dtype=torch.bfloat16), ops.prepare_router_weight(exact, torch.bfloat16)
     assert narrow.dtype == torch.bfloat16
     for most in (EVERY, {}):
         monkeypatch.setattr(gating, "TOKENS", most)
@@ -308,15 +308,15 @@ def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
         (exact, torch.float16),
         (exact.to("meta"), torch.bfloat16),
     ):
-        assert ops.held_gate(gate, dtype) is gate
+        assert ops.prepare_router_weight(gate, dtype) is gate
     ids, _ = Ops().router(x, narrow, None, moe)
     assert torch.equal(ids.sort(1).values, Ops().router(x, exact, None, moe)[0].sort(1).values), "logits are fp32"
 
 
-def same_sorting(found: align.RowBlocks, want: align.RowBlocks) -> bool:
+def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
     """Of whatever order inside an expert's rows."""
 
-    def rows(out: align.RowBlocks) -> list[tuple[int, list[int]]]:
+    def rows(out: align.ExpertBlocks) -> list[tuple[int, list[int]]]:
         return [(slot, sorted(out.order[start + shift : stop + shift].tolist()))
                 for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist()]  # fmt: skip
 
@@ -336,7 +336,7 @@ def test_picks_are_sorted_as_they_are_chosen(tokens: int, moe: MoEConfig, shared
         into = align.empty_blocks(tokens * (moe.top_k + shared), slots, 16, down.data.device, buckets=True)
         way = routing.router if tokens <= 8 else lambda x, gate, *rest, **more: routing.route(gating.partial_logits(x, gate), *rest, **more)
         ids, _ = way(x, gate, bias, moe, shared=shared, into=into)
-        assert same_sorting(into, align.sort_picks(ids, slots, 16))
+        assert same_sorting(into, align.moe_align_block_size(ids, slots, 16))
     assert align.zeroed_counters(ids.device, 512).eq(0).all()
 
 
@@ -363,7 +363,7 @@ def test_router_and_experts_in_one(kind: str, tokens: int, shared: int, monkeypa
 
 @pytest.mark.parametrize("shared", [1, 2])
 def test_picks_that_every_token_makes(shared: int) -> None:
-    """Behind the others, neither scaled nor normalised with them nor rounded."""
+    """Behind the others, neither scaled nor normalized with them nor rounded."""
     moe = ROUTERS[1]
     x, gate = random(3, 72, dtype=torch.bfloat16), random(moe.num_experts, 72) * 0.3
     for choose in (
@@ -470,11 +470,11 @@ def test_absorb_products(tokens: int, product: Callable[[Tensor, Tensor], Tensor
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
-def test_heads_quantised_where_they_are_made(tokens: int) -> None:
+def test_heads_quantized_where_they_are_made(tokens: int) -> None:
     latent, matrices = random(tokens, 3, 256, dtype=torch.bfloat16), random(3, 256, 128, dtype=torch.bfloat16)
     out = per_head_gemm.heads_dot(latent, matrices, pack=True)
     assert torch.equal(out, per_head_gemm.heads_dot(latent, matrices).flatten(1))
-    made, behind = quantize.quantise(out), quantize.quantise(out.clone())
+    made, behind = quantize.quantize(out), quantize.quantize(out.clone())
     assert torch.equal(made.scale, behind.scale)
     assert torch.equal(made.data.float(), behind.data.float())
 
@@ -491,10 +491,10 @@ def test_norms(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, expected, **close)
     kept, _ = norm.add_norm(x, residual, factor, 1e-6, pack=True)
     assert torch.equal(kept, got)
-    packed = quantize.quantise(kept)
-    assert packed is quantize.quantise(kept), "made once"
-    assert quantize.quantise(kept[:]) is not packed, "of this tensor alone"
-    data, scale = reference.quantise_activation(kept)
+    packed = quantize.quantize(kept)
+    assert packed is quantize.quantize(kept), "made once"
+    assert quantize.quantize(kept[:]) is not packed, "of this tensor alone"
+    data, scale = reference.quantize_activation(kept)
     assert torch.equal(packed.scale, scale)
     assert torch.equal(packed.data.float(), data.float())
 
@@ -541,8 +541,8 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
     wanted = reference.norm(first, q_weight, 1e-6)
     torch.testing.assert_close(got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
     packed = rope_kv_write.latent_epilogue(x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True)
-    assert isinstance(packed, quantize.Quantised)
-    assert torch.equal(packed.data.float(), reference.quantise_activation(got)[0].float())
+    assert isinstance(packed, quantize.Quantized)
+    assert torch.equal(packed.data.float(), reference.quantize_activation(got)[0].float())
     assert rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved) is None
     heads, width, before = 5, query // 5, first.clone()
     rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, heads=heads)
@@ -583,25 +583,25 @@ def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
     """Only cards with bulk copies choose this kernel: here it is launched by hand."""
     x, w, bias = random(tokens, 256, dtype=torch.bfloat16), weight("fp8", rows, 256), random(rows) if biased else None
     y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=DEVICE)
-    fp8_gemm._launch_halves(quantize.quantise(x), w, bias, y, fp8_gemm.LinearPlan(64, 128, 4, 2, tma=True, halves=True))
+    fp8_gemm._launch_halves(quantize.quantize(x), w, bias, y, fp8_gemm.LinearPlan(64, 128, 4, 2, tma=True, halves=True))
     assert difference(y, reference.linear(x, w, bias)) < 1e-5
 
 
 @pytest.mark.parametrize("picks_first", [30, 5000])  # sorted into buckets, and in chunks
-@pytest.mark.parametrize("quantised", [False, True])
-def test_rows_in_the_order_of_their_experts(picks_first: int, quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantized", [False, True])
+def test_rows_in_the_order_of_their_experts(picks_first: int, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if picks_first < 4096 else 0)
     tokens, slots, inner = 40, 6, 256
     ids = torch.stack([torch.randperm(slots)[:2] for _ in range(tokens)]).int().to(DEVICE)
     ids[3], ids[7, 1] = -1, -1
-    blocks = align.sort_picks(ids, slots, 128)
+    blocks = align.moe_align_block_size(ids, slots, 128)
     x = random(tokens, 384, dtype=torch.bfloat16)
-    given = quantize.quantise(x) if quantised else x
-    found, expected = grouped_gemm_sm90_fp8.in_order(given, blocks, 2), quantize.quantise(x)
+    given = quantize.quantize(x) if quantized else x
+    found, expected = grouped_gemm_sm90_fp8.in_order(given, blocks, 2), quantize.quantize(x)
     here = int((ids >= 0).sum())
     both = random(blocks.picks, 2 * inner, dtype=torch.bfloat16)
     joined = grouped_gemm_sm90_fp8.joined(both, blocks)
-    truth = quantize.quantise(torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float())
+    truth = quantize.quantize(torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float())
     seen = 0
     for block in range(int(blocks.count)):
         expert, start, end, shift = blocks.blocks[:, block].tolist()

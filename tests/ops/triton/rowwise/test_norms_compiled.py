@@ -1,5 +1,5 @@
 """Norms as compiled for Hopper: the kernel that adds up what experts gave leaves the bits of the two kernels it stands for, and what either
-quantises on the way is what a kernel of its own makes of the rows."""
+quantizes on the way is what a kernel of its own makes of the rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.emulation.ptx_kernels import Kernel, compiled
 TOKENS, COLUMNS, TOP_K = 2, 1152, 3
 LAUNCHES = f"""
 from rorqual.ops.triton import expert_sums, fp8, norm
-from rorqual.ops.deferred_sum import Unsummed
+from rorqual.ops.deferred_sum import DeferredMoESum
 expert_sums.ROW_REGISTERS = 0  # without assembler text, which changes no value
 x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 rows = x({TOKENS}, {COLUMNS})
-gave = Unsummed(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None, expert_sums.combine)
+gave = DeferredMoESum(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None, expert_sums.combine)
 for pack in (False, True):
     norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, pack)
     expert_sums.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, pack)
 gave.total()
-fp8.quantise(rows)
+fp8.quantize(rows)
 """
-ALONE, JOINT, SUM, QUANTISE = (0, 2), (1, 3), 4, 5  # those that quantise second
+ALONE, JOINT, SUM, QUANTIZE = (0, 2), (1, 3), 4, 5  # those that quantize second
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def packed() -> list[Tensor]:
     return [torch.zeros(TOKENS, COLUMNS, dtype=torch.uint8), torch.zeros(COLUMNS // 128, TOKENS)]
 
 
-@pytest.mark.parametrize("pack", [False, True], ids=["", "quantised"])
+@pytest.mark.parametrize("pack", [False, True], ids=["", "quantized"])
 def test_norms_leave_the_same_bits(kernels: list[Kernel], pack: bool) -> None:
     torch.manual_seed(0)
     y, residual = torch.randn(TOKENS * TOP_K, COLUMNS).bfloat16(), torch.randn(TOKENS, COLUMNS).bfloat16()
@@ -70,7 +70,7 @@ def test_norms_leave_the_same_bits(kernels: list[Kernel], pack: bool) -> None:
     assert ((normed.double() - exact).abs() <= 2**-7 * exact.abs()).all()
     if pack:
         behind = packed()
-        run(kernels[QUANTISE], (TOKENS, 2), normed, *behind, COLUMNS, COLUMNS, *strides)
+        run(kernels[QUANTIZE], (TOKENS, 2), normed, *behind, COLUMNS, COLUMNS, *strides)
         for mine, other, own in zip(beside, joint, behind, strict=True):
             assert torch.equal(mine, own)
             assert torch.equal(other, own)

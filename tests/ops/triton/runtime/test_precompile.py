@@ -19,7 +19,7 @@ from triton.runtime import driver
 from tests.emulation.cross_compile import AbsentDriver
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton import ahead, linear_fp8, linear_stream, norm
-from rorqual.ops.triton.rowwise.quantize import Quantised
+from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan
 
 driver.set_active(AbsentDriver(90))
@@ -38,7 +38,7 @@ def kept(kernel):
 
 with ahead.compiling():
     normed, total = norm.add_norm(x, x, x[0], 1e-6)
-    packed = Quantised(torch.empty(3, 256, dtype=FP8), torch.ones(2, 3).t())
+    packed = Quantized(torch.empty(3, 256, dtype=FP8), torch.ones(2, 3).t())
     weight = Weight(torch.empty(256, 256, dtype=FP8), torch.ones(2, 2))
     for n in (64, 128):
         y = linear_fp8.linear(packed, weight, dtype=torch.bfloat16, plan=LinearPlan(8, n, n // 16, 2, stream=True))

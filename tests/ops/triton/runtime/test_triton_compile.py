@@ -28,7 +28,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     import torch
 
     from rorqual.config.model import MoEConfig
-    from rorqual.ops.deferred_sum import Unsummed
+    from rorqual.ops.deferred_sum import DeferredMoESum
     from rorqual.ops.reference import FP8, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
@@ -75,7 +75,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 router_gemm.partial_logits(x(t, c), x(r, c, dtype=k)), x(r, dtype=wide), replace(moe, num_experts=r), kind=k)  # fmt: skip
     yield "router fp32", lambda: topk.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
 
-    def sorting(tokens: int, each: int, slots: int) -> picks_kernels.RowBlocks:
+    def sorting(tokens: int, each: int, slots: int) -> picks_kernels.ExpertBlocks:
         return picks_kernels.empty_blocks(tokens * each, slots, 16, torch.device("cpu"), buckets=True)
 
     yield "route and sort", lambda: topk.route(x(64, 256, dtype=wide), x(256, dtype=wide), moe, shared=1, into=sorting(64, 9, 257))
@@ -99,8 +99,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             index, index, x(9, 3, dtype=torch.int64), x(4, 20, dtype=torch.int64), index[:4], n, 64)  # fmt: skip
     tokens = x(4, 4, dtype=torch.int64)
     for taken in (None, x(4, 3, dtype=torch.bool)):
-        yield f"drafts judged {taken is None}", lambda t=taken: spec_decode.judge_drafts(tokens, tokens[:, :3], index[:4], index[:4], t)
-    yield "rows move", lambda: spec_decode.move_rows(index, index, index[:4], index[:4], tokens, index[:4])
+        yield f"drafts judged {taken is None}", lambda t=taken: spec_decode.verify_drafts(tokens, tokens[:, :3], index[:4], index[:4], t)
+    yield "rows move", lambda: spec_decode.commit_tokens(index, index, index[:4], index[:4], tokens, index[:4])
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     for hidden, each, kind in (
@@ -114,7 +114,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
             def both(h: int = hidden, k: int = each, d: torch.dtype = kind, b: bool = beside, s: bool = some) -> None:
                 ids, weights = picks(4, k)
-                gave = Unsummed(x(4 * k, h, dtype=d), ids if s else None, weights, x(4, h, dtype=d) if b else None, combine.combine)
+                gave = DeferredMoESum(x(4 * k, h, dtype=d), ids if s else None, weights, x(4, h, dtype=d) if b else None, combine.combine)
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
                 combine.combine_add_norm(gave, *rest, pack=v3)
                 norm.add_norm(gave.total(), *rest, pack=v3)
@@ -139,11 +139,11 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     exact, index = x(4, dtype=torch.float64), x(4, dtype=torch.int64)
     for vocab in (4096, 151936):
         logits = x(4, vocab, dtype=wide)
-        yield f"best {vocab}", lambda t=logits: argmax.best(t)
+        yield f"best {vocab}", lambda t=logits: argmax.argmax(t)
         yield f"distribution {vocab}", lambda t=logits: sampling.distribution(t, x(4, 4, dtype=torch.float64), True)
     given = sampling.Distribution(logits, x(4, 4, dtype=torch.float64), index, x(4, 38, dtype=torch.float64))
-    yield "draw", lambda: sampling.draw(given, exact)
-    yield "draw rest", lambda: sampling.draw_rest(given, index, exact, index, x(9, 151936, dtype=wide), index)
+    yield "draw", lambda: sampling.sample_from(given, exact)
+    yield "draw rest", lambda: sampling.sample_residual(given, index, exact, index, x(9, 151936, dtype=wide), index)
     yield "write probs", lambda: sampling.write_probs(given, x(9, 151936, dtype=wide), index)
     yield "uniform", lambda: rng.uniform(index, index, 1)
     for kind in (torch.bfloat16, *([FP8] if v3 else [])):

@@ -36,11 +36,11 @@ from rorqual.ops.triton.runtime.launch import keep_compiled
 pytestmark = needs_triton
 
 KINDS = {
-    "experts": grouped_gemm.Plan, "experts_direct": small_batch.DirectPlan, "linear_fp8": LinearPlan, "linear_small": gemv.SmallPlan,
+    "experts": grouped_gemm.GroupedGemmPlan, "experts_direct": small_batch.DirectPlan, "linear_fp8": LinearPlan, "linear_small": gemv.SmallPlan,
     "linear_skinny": skinny_gemm.SkinnyPlan, "gate": router_gemm.GatePlan,
-    "gqa_decode": gqa_decode.Config, "mla_decode": mla_decode.Config, "prefill": prefill.Config,
+    "gqa_decode": gqa_decode.GqaDecodeConfig, "mla_decode": mla_decode.MlaDecodeConfig, "prefill": prefill.PrefillConfig,
 }  # fmt: skip
-CARD = tuning.Card("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
+CARD = tuning.TunedDevice("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
 FOUND = LinearPlan(16, 64, 8, 3, split=2)
 SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=3, stream=True)  # what ships for a token and 2112 x 7168
 
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Kernels believe they are on this card."""
 
-    def put(card: tuning.Card = CARD) -> None:
+    def put(card: tuning.TunedDevice = CARD) -> None:
         forget()
         monkeypatch.setattr(tuning, "card_of", lambda device: card)
 
@@ -71,7 +71,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def linear_plan(tokens: int, rows: int = 2112, columns: int = 7168) -> LinearPlan:
-    return tuning.choose("linear_fp8", LinearPlan, torch.device(DEVICE), tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for("linear_fp8", LinearPlan, torch.device(DEVICE), tokens=tokens, rows=rows, columns=columns)
 
 
 # ---- what ships
@@ -104,15 +104,15 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     down = Weight(torch.empty(128, 64, 32, dtype=torch.bfloat16))
     assert [grouped_gemm.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)] == [16, 16, 32, 32, 64, 128]
     assert grouped_gemm.plan_for(down, 5).up == grouped_gemm.Tile(128, 128, 4, 3, tma=True)
-    quantised = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
-    assert [grouped_gemm.plan_for(quantised, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)] == [32, 64, 64]
+    quantized = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
+    assert [grouped_gemm.plan_for(quantized, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)] == [32, 64, 64]
     monkeypatch.setattr(grouped_gemm, "is_hopper", lambda device: True)
-    many = [grouped_gemm.plan_for(quantised, 32 * mean) for mean in (56, 57)]
+    many = [grouped_gemm.plan_for(quantized, 32 * mean) for mean in (56, 57)]
     assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), (256, 4)]
-    assert grouped_gemm.plan_for(quantised, 32 * 97, dtype=torch.float32).tall == 0
-    assert [small_batch.direct_plan_for(quantised, picks).up_rows for picks in (2, 3)] == [16, 4]
+    assert grouped_gemm.plan_for(quantized, 32 * 97, dtype=torch.float32).tall == 0
+    assert [small_batch.direct_plan_for(quantized, picks).up_rows for picks in (2, 3)] == [16, 4]
     assert [small_batch.direct_plan_for(down, picks).up_rows for picks in (8, 9)] == [8, 16]
-    assert [grouped_gemm.plan_for(quantised, picks).up.stages for picks in (2, 3)] == [2, 4]
+    assert [grouped_gemm.plan_for(quantized, picks).up.stages for picks in (2, 3)] == [2, 4]
     wide = Weight(torch.empty(32, 128, 640, dtype=FP8), torch.empty(32, 1, 5))
     assert small_batch.direct_plan_for(wide, 8).down_rows == 64
     q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)
@@ -121,11 +121,11 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [gqa_decode.config_for(q, plane, *at).finish for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024))] == [False, True] * 2
     assert [mla_decode.config_for(q, 16, False, *at).block_n for at in ((128, 1024), (256, 1024), (256, 4096))] == [64, 32, 64]
     assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [16, 32, 64]
-    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.Config(64, 64, 8, 2)  # where there is no Hopper
+    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.MlaDecodeConfig(64, 64, 8, 2)  # where there is no Hopper
     assert mla_decode.config_for(q, 128, False, 1, 99).gluon
     assert mla_decode.config_for(q.float(), 128, True, 1, 99).block_n == 16
-    assert prefill.config_for(q, 4, True, 16) == prefill.Config(16, 64, 4, 3)
-    assert prefill.config_for(torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096) == prefill.Config(128, 64, 8, 3)
+    assert prefill.config_for(q, 4, True, 16) == prefill.PrefillConfig(16, 64, 4, 3)
+    assert prefill.config_for(torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096) == prefill.PrefillConfig(128, 64, 8, 3)
 
 
 # ---- a user's own
@@ -139,7 +139,7 @@ def test_a_stored_configuration_is_for_its_shape_card_and_versions(on_card: Call
     assert [linear_plan(t) == FOUND for t in (45, 46, 64, 89, 90)] == [False, True, True, True, False]
     assert linear_plan(64, rows=2048) == before
     for other in ("name", "capability", "torch", "triton"):
-        on_card(tuning.Card(**{**vars(CARD), other: "9.9"}))
+        on_card(tuning.TunedDevice(**{**vars(CARD), other: "9.9"}))
         assert linear_plan(64) == before, other
     on_card(CARD)
     assert linear_plan(64) == FOUND
@@ -148,7 +148,7 @@ def test_a_stored_configuration_is_for_its_shape_card_and_versions(on_card: Call
 def test_a_second_search_takes_the_place_of_the_first(on_card: Callable[..., None]) -> None:
     shape = {"rows": 2112, "columns": 7168, "tokens": [1, 4]}
     tuning.store(CARD, "linear_fp8", shape, FOUND, 12.0)
-    tuning.store(CARD, "mla_decode", {"rows": 16}, mla_decode.Config(16, 32, 4, 2), 9.0)
+    tuning.store(CARD, "mla_decode", {"rows": 16}, mla_decode.MlaDecodeConfig(16, 32, 4, 2), 9.0)
     tuning.store(CARD, "linear_fp8", shape, LinearPlan(16, 128, 4, 4), 11.0)
     assert linear_plan(1) == LinearPlan(16, 128, 4, 4)
     assert {kernel: len(rules) for kernel, rules in tuning.read(CARD.file).items()} == {"linear_fp8": 1, "mla_decode": 1}

@@ -10,7 +10,7 @@ from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
-from rorqual.ops.triton.sampling.argmax import best
+from rorqual.ops.triton.sampling.argmax import argmax
 
 LEAST = float("-inf")
 
@@ -22,7 +22,7 @@ def test_best_token(rows: int, vocab: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows + vocab)
     wide = torch.randn(rows, vocab + 5).to(DEVICE, dtype)
     logits = wide[:, 2 : 2 + vocab]
-    found = best(logits)
+    found = argmax(logits)
     assert found.dtype == torch.int64
     assert torch.equal(found, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
 
@@ -35,4 +35,4 @@ def test_hostile_rows() -> None:
     logits[3, :] = 2.0
     logits[3, 5000] = float("nan")
     logits[4, 5999] = 0.0
-    assert best(logits.to(DEVICE)).tolist() == [0, 0, 4321, 5000, 5999]
+    assert argmax(logits.to(DEVICE)).tolist() == [0, 0, 4321, 5000, 5999]

@@ -58,9 +58,9 @@ def weights_of(logits: Tensor, temperature: float) -> Tensor:
     return ((wide - wide.max()) / max(temperature, 1e-5)).exp()
 
 
-def check_kept(logits: Tensor, settings: list[float], floor: float, cuts: bool, tolerance: float) -> None:
+def check_kept(logits: Tensor, settings: list[float], floor: float, filters: bool, tolerance: float) -> None:
     """One row: what reaches `floor` is what the cuts keep, but for limits met within the tolerance."""
-    temperature, top_p, min_p, top_k = settings if cuts else (settings[0], *OFF)
+    temperature, top_p, min_p, top_k = settings if filters else (settings[0], *OFF)
     weights = weights_of(logits, temperature)
     among = weights > 0
     if 0 < top_k < logits.numel():
@@ -87,15 +87,15 @@ def check_draw(weights: Tensor, number: float, token: int, tolerance: float) -> 
     assert before - tolerance <= number <= passed[token] + tolerance
 
 
-def check_distribution(ops: Ops, logits: Tensor, settings: Tensor, numbers: Tensor, cuts: bool) -> Distribution:
+def check_distribution(ops: Ops, logits: Tensor, settings: Tensor, numbers: Tensor, filters: bool) -> Distribution:
     tolerance = TOLERANCE[ops.name]
-    given = ops.distribution(logits, settings, cuts)
-    tokens = ops.draw(given, numbers)
+    given = ops.distribution(logits, settings, filters)
+    tokens = ops.sample_from(given, numbers)
     assert given.best.tolist() == logits.argmax(-1).tolist()
     assert given.summary.isfinite()[:, [0, 1, 3]].all()
     for row, asked in enumerate(settings.tolist()):
         floor, token = float(given.summary[row, 2]), int(tokens[row])
-        check_kept(logits[row], asked, floor, cuts, tolerance)
+        check_kept(logits[row], asked, floor, filters, tolerance)
         weights = weights_of(logits[row], asked[0]).masked_fill(logits[row] < floor, 0)
         assert float(given.summary[row, 3]) == pytest.approx(float(weights.sum()), rel=tolerance)
         if asked[0] < 1e-5:
@@ -119,14 +119,14 @@ NAMES = ["reference", "torch", "native", "triton"]
 def test_draws_follow_the_definition(ops: Ops, kind: str, vocab: int) -> None:
     for seed in range(3 if vocab == 50 else 1):
         case = drawing_case(kind, vocab, seed)
-        check_distribution(ops, *case, cuts=True)
-        check_distribution(ops, *case, cuts=False)
+        check_distribution(ops, *case, filters=True)
+        check_distribution(ops, *case, filters=False)
 
 
 @on_cpu
 def test_native_draws_over_a_real_vocabulary() -> None:
     for kind, settings in (("random", SETTINGS[1:5]), ("ties", SETTINGS[3:4]), ("random", SETTINGS[7:8])):
-        check_distribution(CpuOps(), *drawing_case(kind, 129_280, settings=settings), cuts=True)
+        check_distribution(CpuOps(), *drawing_case(kind, 129_280, settings=settings), filters=True)
 
 
 @needs_triton
@@ -135,15 +135,15 @@ def test_kernels_draws_follow_the_definition(kind: str, vocab: int) -> None:
     ops = ops_for("cuda")
     settings = SETTINGS if kind == "random" else SETTINGS[1::3]
     case = drawing_case(kind, vocab, seed=4, settings=settings)
-    check_distribution(ops, *case, cuts=True)
-    check_distribution(ops, *case, cuts=False)
+    check_distribution(ops, *case, filters=True)
+    check_distribution(ops, *case, filters=False)
 
 
 @needs_triton
 def test_kernels_draws_over_a_real_vocabulary() -> None:
     """The last row's candidates do not fit their places, and are searched where they lie."""
-    check_distribution(ops_for("cuda"), *drawing_case("random", 129_280, settings=[SETTINGS[3], SETTINGS[1]]), cuts=True)
-    check_distribution(ops_for("cuda"), *drawing_case("equal", 9000, settings=[SETTINGS[7], SETTINGS[2]]), cuts=True)
+    check_distribution(ops_for("cuda"), *drawing_case("random", 129_280, settings=[SETTINGS[3], SETTINGS[1]]), filters=True)
+    check_distribution(ops_for("cuda"), *drawing_case("equal", 9000, settings=[SETTINGS[7], SETTINGS[2]]), filters=True)
 
 
 @pytest.mark.parametrize("ops", EVERY, ids=NAMES)
@@ -153,9 +153,9 @@ def test_a_row_without_cuts_is_drawn_alike_beside_rows_with_cuts(ops: Ops) -> No
     settings = torch.tensor([(0.9, *OFF), (0.9, 0.7, 0, 9), (0.9, *OFF)], dtype=torch.float64, device=DEVICE)
     for _ in range(4):
         numbers = torch.rand(3, dtype=torch.float64, generator=generator).to(DEVICE)
-        mixed, plain = (ops.draw(ops.distribution(logits, settings, cuts), numbers) for cuts in (True, False))
+        mixed, plain = (ops.sample_from(ops.distribution(logits, settings, filters), numbers) for filters in (True, False))
         assert mixed[[0, 2]].tolist() == plain[[0, 2]].tolist()
-        alone = ops.draw(ops.distribution(logits[2:], settings[2:], False), numbers[2:])
+        alone = ops.sample_from(ops.distribution(logits[2:], settings[2:], False), numbers[2:])
         assert alone.tolist() == mixed[2:].tolist()
 
 
@@ -165,14 +165,14 @@ def test_a_number_on_a_boundary_draws_the_token_behind_it(ops: Ops) -> None:
     logits = torch.zeros(len(places), 8192, device=DEVICE)
     settings = torch.tensor([(1.0, *OFF)] * len(places), dtype=torch.float64, device=DEVICE)
     numbers = torch.tensor(places, dtype=torch.float64, device=DEVICE) / 8192
-    assert ops.draw(ops.distribution(logits, settings, False), numbers).tolist() == places
+    assert ops.sample_from(ops.distribution(logits, settings, False), numbers).tolist() == places
 
 
 def test_native_and_reference_agree_token_by_token() -> None:
     for seed in range(6):
         logits, settings, numbers = (t.cpu() for t in drawing_case("random", 1000, seed))
-        for cuts in (False, True):
-            draws = [ops.draw(ops.distribution(logits, settings, cuts), numbers).tolist() for ops in ON_CPU]
+        for filters in (False, True):
+            draws = [ops.sample_from(ops.distribution(logits, settings, filters), numbers).tolist() for ops in ON_CPU]
             assert draws[0] == draws[1] == draws[2]
 
 
@@ -220,7 +220,7 @@ def test_what_a_refused_draft_leaves(ops: Ops, certain: bool, vocab: int) -> Non
     refused, p = torch.tensor([int(logits[5].argmax()), 4, 7, 1], device=DEVICE), given.probs()
     for number in (LOWEST, 0.3, 0.8, HIGHEST):
         numbers = torch.full((4,), number, dtype=torch.float64, device=DEVICE)
-        found = ops.draw_rest(given, rows, numbers, refused, *(() if certain else (q, q_rows)))
+        found = ops.sample_residual(given, rows, numbers, refused, *(() if certain else (q, q_rows)))
         assert found[2:].tolist() == [-1, -1]
         for i in range(2):
             rest = p[rows[i]] - (torch.nn.functional.one_hot(refused[i], vocab) if certain else q[q_rows[i]].double())

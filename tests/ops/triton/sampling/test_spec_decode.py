@@ -27,13 +27,21 @@ def some(count: int) -> Tensor:
     return torch.randperm(SLOTS)[:count].to(DEVICE)
 
 
-@pytest.mark.parametrize("next_n", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_speculative_tokens", [0, 1, 2, 4])
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_rows_to_compute(count: int, next_n: int) -> None:
-    torch.manual_seed(count + next_n)
+def test_rows_to_compute(count: int, num_speculative_tokens: int) -> None:
+    torch.manual_seed(count + num_speculative_tokens)
     pages = 5
-    length, slots = numbers(pages * PAGE - next_n, SLOTS), some(count)
-    arguments = length, numbers(99, SLOTS), numbers(99, SLOTS, MOST), numbers(50, SLOTS, pages + 2)[:count, :pages], slots, next_n, PAGE
+    length, slots = numbers(pages * PAGE - num_speculative_tokens, SLOTS), some(count)
+    arguments = (
+        length,
+        numbers(99, SLOTS),
+        numbers(99, SLOTS, MOST),
+        numbers(50, SLOTS, pages + 2)[:count, :pages],
+        slots,
+        num_speculative_tokens,
+        PAGE,
+    )
     for found, expected in zip(spec_decode.decode_rows(*arguments), reference.decode_rows(*arguments), strict=True):
         assert torch.equal(found, expected)
 
@@ -47,25 +55,30 @@ def test_rows_past_the_table_go_to_the_null_page() -> None:
     assert lens.tolist() == [18]
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 3])
+@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 9])
-def test_drafts_are_judged_and_rows_move_on(count: int, told: bool, next_n: int) -> None:
+def test_drafts_are_judged_and_rows_move_on(count: int, told: bool, num_speculative_tokens: int) -> None:
     """Few different tokens, so that every number of drafts stands somewhere."""
     seen = set()
     for seed in range(8):
         torch.manual_seed(seed)
-        tokens, drafts, there, slots = numbers(2, count, next_n + 1), numbers(2, SLOTS, MOST), numbers(MOST + 1, SLOTS), some(count)
-        taken = numbers(2, count, next_n).bool() if told else None
-        judged = spec_decode.judge_drafts(tokens, drafts, there, slots, taken)
-        for found, expected in zip(judged, reference.judge_drafts(tokens, drafts, there, slots, taken), strict=True):
+        tokens, drafts, there, slots = (
+            numbers(2, count, num_speculative_tokens + 1),
+            numbers(2, SLOTS, MOST),
+            numbers(MOST + 1, SLOTS),
+            some(count),
+        )
+        taken = numbers(2, count, num_speculative_tokens).bool() if told else None
+        judged = spec_decode.verify_drafts(tokens, drafts, there, slots, taken)
+        for found, expected in zip(judged, reference.verify_drafts(tokens, drafts, there, slots, taken), strict=True):
             assert torch.equal(found, expected)
         stand, right, _ = judged
         seen |= set(right.tolist())
         lens, state = numbers(30, count) + 10, (numbers(99, SLOTS), numbers(99, SLOTS))
         mine, theirs = [x.clone() for x in state], [x.clone() for x in state]
-        moved = spec_decode.move_rows(*mine, slots, lens, stand, right)
-        for found, expected in zip(moved, reference.move_rows(*theirs, slots, lens, stand, right), strict=True):
+        moved = spec_decode.commit_tokens(*mine, slots, lens, stand, right)
+        for found, expected in zip(moved, reference.commit_tokens(*theirs, slots, lens, stand, right), strict=True):
             assert torch.equal(found, expected)
         assert all(map(torch.equal, mine, theirs))
-    assert count < 9 or seen == set(range(next_n + 1))
+    assert count < 9 or seen == set(range(num_speculative_tokens + 1))
