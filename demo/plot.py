@@ -23,7 +23,8 @@ Row = dict[str, str]
 
 
 def thin(rows: list[Row]) -> list[Row]:
-    """At most ROWS rows: those with held-out losses, the last included, and every so many of the rest."""
+    """At most ROWS rows: those with held-out losses, the last included, and every so many of the
+    rest."""
     measured = [row for row in rows if row["heldout_loss"]]
     rest = [row for row in rows if not row["heldout_loss"]]
     step = -(-len(rest) // max(1, ROWS - len(measured)))
@@ -41,8 +42,19 @@ def draw(rows: list[Row], path: Path) -> None:
     for column, label, colour, width in LOSSES:
         shown = [row for row in rows if row[column]]
         millions = [int(row["tokens"]) / 1e6 for row in shown]
-        axes.plot(millions, [float(row[column]) for row in shown], label=label, color=colour, linewidth=width)
-    axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)", ylim=(2.3, 5), xlim=(0, None))
+        axes.plot(
+            millions,
+            [float(row[column]) for row in shown],
+            label=label,
+            color=colour,
+            linewidth=width,
+        )
+    axes.set(
+        xlabel="training tokens (millions)",
+        ylabel="loss (nats per token)",
+        ylim=(2.3, 5),
+        xlim=(0, None),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path)

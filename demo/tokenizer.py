@@ -2,8 +2,9 @@
 
     python demo/tokenizer.py WORK OUT
 
-reads WORK/train.txt and WORK/heldout.txt as corpus.py writes them, and writes OUT/tokenizer/ (tokenizer.json and
-tokenizer_config.json), OUT/train-<kind>.npy.xz and OUT/heldout.npy.xz (uint16 token numbers) and OUT/data.json.
+reads WORK/train.txt and WORK/heldout.txt as corpus.py writes them, and writes OUT/tokenizer/
+(tokenizer.json and tokenizer_config.json), OUT/train-<kind>.npy.xz and OUT/heldout.npy.xz (uint16
+token numbers) and OUT/data.json.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY = 4096
-BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+BEGIN = "<|begin_of_text|>"
+END = "<|end_of_text|>"
+PAD = "<|pad|>"
 BATCH = 256  # documents encoded at a time
 SAMPLE_BYTES = 36_000_000  # BPE merges settle long before the whole corpus has been counted
 
-# Words with their leading space, contractions, single digits, runs of punctuation, line ends, other space.
+# Words with their leading space, contractions, single digits, runs of punctuation, line ends, other
+# space.
 PIECES = r"'(?:s|t|m|d|re|ve|ll)\b| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"
 
 
@@ -37,7 +41,8 @@ def documents(path: Path) -> Iterator[tuple[str, str]]:
             if line.startswith("\f"):
                 if lines:
                     yield kind, "".join(lines)
-                kind, lines = line[1:].split(" ", 1)[0], []
+                kind = line[1:].split(" ", 1)[0]
+                lines = []
             else:
                 lines.append(line)
     if lines:
@@ -111,7 +116,8 @@ def check_round_trip(tokenizer: Tokenizer) -> None:
 
 
 def encode(tokenizer: Tokenizer, path: Path) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Token streams by kind of document, each document as BEGIN text END, and the text bytes of each kind."""
+    """Token streams by kind of document, each document as BEGIN text END, and the text bytes of
+    each kind."""
     streams: dict[str, list[np.ndarray]] = defaultdict(list)
     sizes: dict[str, int] = defaultdict(int)
     batches: dict[str, list[str]] = defaultdict(list)
@@ -131,9 +137,12 @@ def encode(tokenizer: Tokenizer, path: Path) -> tuple[dict[str, np.ndarray], dic
 
 
 def store(job: tuple[Path, np.ndarray]) -> None:
-    """Save one array compressed: a token stream shrinks to about half, which matters where it has to travel."""
+    """Save one array compressed: a token stream shrinks to about half, which matters where it
+    has to travel."""
     path, array = job
-    with lzma.open(path, "wb", filters=[{"id": lzma.FILTER_LZMA2, "preset": 4, "lc": 0, "lp": 1, "pb": 1}]) as out:
+    with lzma.open(
+        path, "wb", filters=[{"id": lzma.FILTER_LZMA2, "preset": 4, "lc": 0, "lp": 1, "pb": 1}]
+    ) as out:
         np.save(out, array)
 
 

@@ -1,10 +1,12 @@
-"""Typed errors. A user's mistake raises one of these with the offending value and the accepted range; `assert` is for our own bugs."""
+"""Typed errors. A user's mistake raises one of these with the offending value and the accepted
+range; `assert` is for our own bugs."""
 
 from __future__ import annotations
 
 
 class RorqualError(Exception):
-    """Base of every error a user can cause; the CLI prints it as one sentence and exits with status 2."""
+    """Base of every error a user can cause; the CLI prints it as one sentence and exits with
+    status 2."""
 
 
 class ConfigError(RorqualError):
@@ -12,11 +14,13 @@ class ConfigError(RorqualError):
 
 
 class LoadError(RorqualError):
-    """A checkpoint that is damaged, incomplete, of the wrong shape, or that holds tensors nobody asked for."""
+    """A checkpoint that is damaged, incomplete, of the wrong shape, or that holds tensors nobody
+    asked for."""
 
 
 class RequestError(RorqualError):
-    """A request that can never be served: impossible sampling parameters, an over-long prompt, an unknown token id."""
+    """A request that can never be served: impossible sampling parameters, an over-long prompt,
+    an unknown token id."""
 
 
 class EngineError(RorqualError):

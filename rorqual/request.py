@@ -43,8 +43,9 @@ STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar", "struc
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the text must look like. `value`: nothing for json_object, the schema as JSON text, the regular expression, the choices
-    as a JSON list of strings, a grammar in EBNF, or an xgrammar structural tag as JSON text."""
+    """What the text must look like. `value`: nothing for json_object, the schema as JSON text,
+    the regular expression, the choices as a JSON list of strings, a grammar in EBNF, or an
+    xgrammar structural tag as JSON text."""
 
     kind: str
     value: str = ""
@@ -55,11 +56,13 @@ class StructuredOutput:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and natural-log probabilities.
+    """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and
+    natural-log probabilities.
 
-    temperature 0 is greedy. top_k 0 or -1 is off. seed None takes a fresh one. The random number of a token depends on
-    (seed, position) alone, so a seeded request repeats itself whatever else is in the batch. max_tokens None: as many as the context, and
-    the cache if it is smaller, have room for.
+    temperature 0 is greedy. top_k 0 or -1 is off. seed None takes a fresh one. The random number of
+    a token depends on (seed, position) alone, so a seeded request repeats itself whatever else is
+    in the batch. max_tokens None: as many as the context, and the cache if it is smaller, have room
+    for.
     """
 
     n: int = 1
@@ -97,7 +100,14 @@ class SamplingParams:
         self._check_structured()
 
     def _check_ranges(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             _number(name, getattr(self, name))
         for name in ("n", "top_k", "min_tokens"):
             _check(isinstance(getattr(self, name), int), name, getattr(self, name), "an integer")
@@ -106,26 +116,73 @@ class SamplingParams:
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
         _check(self.top_k >= 0, "top_k", self.top_k, "-1 or 0 (off), or at least 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
-        _check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2")
-        _check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "-2 to 2")
-        _check(0 < self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, "above 0, up to 100")
-        _check(self.seed is None or (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63), "seed", self.seed, "a 64-bit integer")
+        _check(
+            -2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2"
+        )
+        _check(
+            -2 <= self.frequency_penalty <= 2,
+            "frequency_penalty",
+            self.frequency_penalty,
+            "-2 to 2",
+        )
+        _check(
+            0 < self.repetition_penalty <= 100,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0, up to 100",
+        )
+        _check(
+            self.seed is None or (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**63),
+            "seed",
+            self.seed,
+            "a 64-bit integer",
+        )
         tokens = self.max_tokens
-        _check(tokens is None or (isinstance(tokens, int) and tokens >= 1), "max_tokens", tokens, "at least 1, or None")
+        _check(
+            tokens is None or (isinstance(tokens, int) and tokens >= 1),
+            "max_tokens",
+            tokens,
+            "at least 1, or None",
+        )
         most = math.inf if tokens is None else tokens
-        _check(0 <= self.min_tokens <= most, "min_tokens", self.min_tokens, f"0 to max_tokens={tokens}")
-        _check(self.n == 1 or not self.greedy, "n", self.n, "1 when temperature is 0: every sample would be the same")
+        _check(
+            0 <= self.min_tokens <= most, "min_tokens", self.min_tokens, f"0 to max_tokens={tokens}"
+        )
+        _check(
+            self.n == 1 or not self.greedy,
+            "n",
+            self.n,
+            "1 when temperature is 0: every sample would be the same",
+        )
 
     def _check_lists(self) -> None:
         _check(len(self.stop) <= MAX_STOP, "stop", len(self.stop), f"at most {MAX_STOP} strings")
-        _check(all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "strings that are not empty")
+        _check(
+            all(isinstance(text, str) and text for text in self.stop),
+            "stop",
+            self.stop,
+            "strings that are not empty",
+        )
         ids = self.stop_token_ids
         _check(
-            len(ids) <= MAX_STOP and all(isinstance(i, int) and i >= 0 for i in ids), "stop_token_ids", ids, f"up to {MAX_STOP} token ids"
+            len(ids) <= MAX_STOP and all(isinstance(i, int) and i >= 0 for i in ids),
+            "stop_token_ids",
+            ids,
+            f"up to {MAX_STOP} token ids",
         )
-        _check(self.detokenize or not self.stop, "stop", self.stop, "no stop strings when detokenize is False")
+        _check(
+            self.detokenize or not self.stop,
+            "stop",
+            self.stop,
+            "no stop strings when detokenize is False",
+        )
         count = self.logprobs
-        _check(count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS), "logprobs", count, f"0 to {MAX_LOGPROBS}, or None")
+        _check(
+            count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS),
+            "logprobs",
+            count,
+            f"0 to {MAX_LOGPROBS}, or None",
+        )
         for token, bias in (self.logit_bias or {}).items():
             _check(isinstance(token, int) and token >= 0, "logit_bias", token, "token ids as keys")
             _check(-100 <= _number("logit_bias", bias) <= 100, "logit_bias", bias, "-100 to 100")
@@ -156,13 +213,16 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """True where logits are changed before sampling."""
-        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        penalties = (
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
         return bool(penalties or self.logit_bias or self.min_tokens)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to continue. `eos_token_ids` comes from the model; `arrival` is seconds on a monotonic clock."""
+    """One sequence to continue. `eos_token_ids` comes from the model; `arrival` is seconds on a
+    monotonic clock."""
 
     id: str
     prompt: tuple[int, ...]
@@ -179,7 +239,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural-log probability of one token under the model's unmodified distribution; rank 1 is the most likely."""
+    """Natural-log probability of one token under the model's unmodified distribution; rank 1 is
+    the most likely."""
 
     logprob: float
     rank: int | None = None
@@ -188,7 +249,8 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """drafted and accepted count speculative tokens by their place in the draft; empty without speculation."""
+    """drafted and accepted count speculative tokens by their place in the draft; empty without
+    speculation."""
 
     index: int
     text: str

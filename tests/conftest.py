@@ -1,5 +1,6 @@
-"""One thread a process: the tests' models are tiny, and several test processes share the machine. Without a card, kernels run in
-Triton's interpreter, which must be asked for before anything imports Triton."""
+"""One thread a process: the tests' models are tiny, and several test processes share the
+machine. Without a card, kernels run in Triton's interpreter, which must be asked for before
+anything imports Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full_matrix: every valid combination of parallel sizes (make test-parallel)")
+    config.addinivalue_line(
+        "markers", "full_matrix: every valid combination of parallel sizes (make test-parallel)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -137,7 +137,8 @@ def inline_code(path: Path) -> Iterator[tuple[int, str]]:
 
 def shell_lines(block: Block) -> Iterator[tuple[int, str]]:
     """Lines joined where they go on, without what stands behind three spaces and explains."""
-    joined, start = "", 0
+    joined = ""
+    start = 0
     for number, line in enumerate(block.text.split("\n"), block.line):
         said = re.split(r"\s{3,}", line.strip())[0]
         start = start if joined else number
@@ -179,7 +180,8 @@ def snippets() -> Iterator[tuple[str, str]]:
 def find(words: list[str]) -> tuple[str, Any, list[str]]:
     """(name, command, its arguments) of what follows `rorqual`."""
     command: Any = get_command(app)
-    name, rest = [], list(words)
+    name = []
+    rest = list(words)
     while hasattr(command, "commands"):
         assert rest, f"{' '.join(words)!r} names no command"
         assert rest[0] in command.commands, f"rorqual has no command {rest[0]!r}"
@@ -599,7 +601,10 @@ def test_a_wrong_name_is_found(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("# A title\n[a](none.md) [b](#a-title) [c](#another)\n")
     assert broken_links(path) == ["none.md", "#another"]
-    text = "`planner/costs/weights.py`, perf/none.py and none.py, `ops/none/`, --no-such, rorqual.none.x"
+    text = (
+        "`planner/costs/weights.py`, perf/none.py and none.py, `ops/none/`, --no-such, "
+        "rorqual.none.x"
+    )
     assert missing_paths(path, text) == ["none.py", "ops/none/", "perf/none.py"]
     assert unknown_options(text) == ["--no-such"]
     assert missing_modules(text) == ["rorqual.none.x"]

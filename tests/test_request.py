@@ -1,4 +1,5 @@
-"""What a caller may ask for: every bad value is refused with its name, the value and what is accepted."""
+"""What a caller may ask for: every bad value is refused with its name, the value and what is
+accepted."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{name}={str(value)[:20]}" for name, value in BAD])
+@pytest.mark.parametrize(
+    ("name", "value"), BAD, ids=[f"{name}={str(value)[:20]}" for name, value in BAD]
+)
 def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"^{name}"):
         SamplingParams(**{name: value})
@@ -132,7 +135,9 @@ def test_several_greedy_samples_are_refused() -> None:
         ({"min_tokens": 1}, False, False, True),
     ],
 )
-def test_which_variant_of_the_sampler_is_needed(params: dict[str, Any], greedy: bool, filters: bool, edits: bool) -> None:
+def test_which_variant_of_the_sampler_is_needed(
+    params: dict[str, Any], greedy: bool, filters: bool, edits: bool
+) -> None:
     found = SamplingParams(**params)
     assert (found.greedy, found.filters, found.edits_logits) == (greedy, filters, edits)
 

@@ -1,8 +1,9 @@
 """`rorqual bench calibrate`: measure this machine's card and write the YAML that the planner reads.
 
-Bandwidth is a large copy (read and write counted), arithmetic the products of real layers at several row counts, each the median of
-repeated calls over more data than any cache holds; the shortest kernel and the gap between launches come from trains of tiny kernels;
-collectives run where several ranks were started (torchrun). All data is random: products of zeros run faster.
+Bandwidth is a large copy (read and write counted), arithmetic the products of real layers at
+several row counts, each the median of repeated calls over more data than any cache holds; the
+shortest kernel and the gap between launches come from trains of tiny kernels; collectives run where
+several ranks were started (torchrun). All data is random: products of zeros run faster.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ ROTATED = 256 * 2**20  # bytes of weights that take turns, above every cache
 
 @dataclass
 class Clock:
-    """Median seconds of a call, by events on a card and by the host's clock elsewhere; a call over `repeats` runs in one measurement."""
+    """Median seconds of a call, by events on a card and by the host's clock elsewhere; a call
+    over `repeats` runs in one measurement."""
 
     platform: Platform
     samples: int = 7
@@ -52,7 +55,9 @@ class Clock:
         for call in calls[:2]:
             call()
         self.platform.synchronize()
-        return statistics.median(self._once(calls, repeats) for _ in range(self.samples)) / (repeats * len(calls))
+        return statistics.median(self._once(calls, repeats) for _ in range(self.samples)) / (
+            repeats * len(calls)
+        )
 
     def _once(self, calls: list[Callable[[], Any]], repeats: int) -> float:
         if self.platform.name != "cuda":
@@ -61,7 +66,8 @@ class Clock:
                 for call in calls:
                     call()
             return time.perf_counter() - start
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first = torch.cuda.Event(enable_timing=True)
+        last = torch.cuda.Event(enable_timing=True)
         first.record()
         for _ in range(repeats):
             for call in calls:
@@ -73,7 +79,8 @@ class Clock:
 
 @dataclass
 class Calibration:
-    """What was measured: bytes a second, operations a second by dtype, seconds, products in us, collectives in us."""
+    """What was measured: bytes a second, operations a second by dtype, seconds, products in us,
+    collectives in us."""
 
     bandwidth: float = 0.0
     flops: dict[str, float] = field(default_factory=dict)
@@ -85,21 +92,34 @@ class Calibration:
 
 
 def measure(platform: Platform, limit: float = 240.0) -> Calibration:
-    """Everything, in the order of what the planner needs most; products stop after `limit` seconds."""
-    clock, found = Clock(platform), Calibration()
+    """Everything, in the order of what the planner needs most; products stop after `limit`
+    seconds."""
+    clock = Clock(platform)
+    found = Calibration()
     began = time.monotonic()
     found.bandwidth = bandwidth(clock)
     found.launch_gap = launch_gap(clock)
     found.kernel = kernel_seconds(clock)
     on_card = platform.name == "cuda"
     shapes, found.rows = (CARD_SHAPES, CARD_ROWS) if on_card else (HOST_SHAPES, HOST_ROWS)
-    for dtype in ("bfloat16", "fp8") if on_card and has_fp8() else ("bfloat16",) if on_card else ("bfloat16", "float32"):
+    for dtype in (
+        ("bfloat16", "fp8")
+        if on_card and has_fp8()
+        else ("bfloat16",)
+        if on_card
+        else ("bfloat16", "float32")
+    ):
         for rows, columns in shapes:
             if time.monotonic() - began > limit:
                 break
             times = [product(clock, dtype, count, rows, columns) for count in found.rows]
-            found.gemm.setdefault(dtype, []).append([rows, columns, *(round(seconds * 1e6, 3) for seconds in times)])
-            best = max(2.0 * count * rows * columns / seconds for count, seconds in zip(found.rows, times, strict=True))
+            found.gemm.setdefault(dtype, []).append(
+                [rows, columns, *(round(seconds * 1e6, 3) for seconds in times)]
+            )
+            best = max(
+                2.0 * count * rows * columns / seconds
+                for count, seconds in zip(found.rows, times, strict=True)
+            )
             found.flops[dtype] = max(found.flops.get(dtype, 0.0), best)
     found.collectives = collectives(clock)
     return found
@@ -120,7 +140,8 @@ def launch_gap(clock: Clock) -> float:
 
 
 def kernel_seconds(clock: Clock) -> float:
-    """The shortest kernel in a recorded train; where nothing can be recorded it is the launch gap."""
+    """The shortest kernel in a recorded train; where nothing can be recorded it is the launch
+    gap."""
     if not clock.platform.has_graphs:
         return launch_gap(clock)
     data = torch.zeros(16, device=clock.platform.device)
@@ -139,18 +160,19 @@ def has_fp8() -> bool:
 
 def product(clock: Clock, dtype: str, count: int, rows: int, columns: int) -> float:
     """Seconds of [count, columns] x [rows, columns]^T."""
-    device, kind = clock.platform.device, torch.float32 if dtype == "float32" else torch.bfloat16
+    device = clock.platform.device
+    kind = torch.float32 if dtype == "float32" else torch.bfloat16
     copies = max(1, min(16, ROTATED // max(rows * columns * kind.itemsize, 1)))
     x = torch.randn(count, columns, device=device, dtype=kind)
     held = [torch.randn(rows, columns, device=device, dtype=kind) for _ in range(copies)]
     if dtype != "fp8":
-        return clock.seconds([lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in held])  # type: ignore[misc]
+        return clock.seconds([partial(torch.nn.functional.linear, x, weight) for weight in held])
     one = torch.ones((), device=device)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % 16)).to(torch.float8_e4m3fn)  # this product wants multiples of 16 rows
+    # this product wants multiples of 16 rows
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % 16)).to(torch.float8_e4m3fn)
     narrow = [weight.to(torch.float8_e4m3fn).t() for weight in held]
-    return clock.seconds(
-        [lambda weight=weight: torch._scaled_mm(padded, weight, scale_a=one, scale_b=one, out_dtype=torch.bfloat16) for weight in narrow]  # type: ignore[misc]
-    )
+    scaled_mm = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return clock.seconds([partial(scaled_mm, padded, weight) for weight in narrow])
 
 
 def collectives(clock: Clock) -> dict[str, dict[int, list[list[float]]]]:
@@ -163,10 +185,19 @@ def collectives(clock: Clock) -> dict[str, dict[int, list[list[float]]]]:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if clock.platform.name == "cuda" else "gloo")
     found: dict[str, dict[int, list[list[float]]]] = {}
-    sizes = [2**power for power in ((12, 14, 17, 20, 23, 26) if clock.platform.name == "cuda" else (10, 14, 18, 22))]
+    sizes = [
+        2**power
+        for power in (
+            (12, 14, 17, 20, 23, 26) if clock.platform.name == "cuda" else (10, 14, 18, 22)
+        )
+    ]
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         with suppress(RuntimeError, NotImplementedError):  # gloo lacks some of them
-            found[kind] = {world: [[size, round(_collective(clock, kind, size, world) * 1e6, 2)] for size in sizes]}
+            found[kind] = {
+                world: [
+                    [size, round(_collective(clock, kind, size, world) * 1e6, 2)] for size in sizes
+                ]
+            }
     return found
 
 
@@ -188,18 +219,30 @@ def _collective(clock: Clock, kind: str, size: int, world: int) -> float:
 # ---- the file
 
 
-def as_card(found: Calibration, platform: Platform, name: str, base: DeviceSpec | None) -> dict[str, Any]:
-    """The entry for a cards file. With a `base` card, peaks and links are its data and the measured figures fractions of them; without
-    one the measured figures stand as peaks, and links are loopback's until a user's edit says better."""
+def as_card(
+    found: Calibration, platform: Platform, name: str, base: DeviceSpec | None
+) -> dict[str, Any]:
+    """The entry for a cards file. With a `base` card, peaks and links are its data and the
+    measured figures fractions of them; without one the measured figures stand as peaks, and
+    links are loopback's until a user's edit says better."""
     today = datetime.date.today().isoformat()
     what = f"rorqual bench calibrate, {device_name(platform)}, torch {torch.__version__}, {today}"
-    entry: dict[str, Any] = {"title": f"{device_name(platform)} as measured", "measured": base.name if base else name}
+    entry: dict[str, Any] = {
+        "title": f"{device_name(platform)} as measured",
+        "measured": base.name if base else name,
+    }
     entry["memory_gib"] = round(platform.total_memory() / 2**30, 2)
     entry["kernel_us"] = round(found.kernel * 1e6, 3)
     entry["launch_gap_us"] = round(found.launch_gap * 1e6, 3)
     if base:
-        entry |= {"based_on": base.name, "achieved_bandwidth": round(min(found.bandwidth / base.bandwidth, 1.0), 3)}
-        entry["achieved_flops"] = {dtype: round(min(rate / base.peak(dtype), 1.0), 3) for dtype, rate in found.flops.items()}
+        entry |= {
+            "based_on": base.name,
+            "achieved_bandwidth": round(min(found.bandwidth / base.bandwidth, 1.0), 3),
+        }
+        entry["achieved_flops"] = {
+            dtype: round(min(rate / base.peak(dtype), 1.0), 3)
+            for dtype, rate in found.flops.items()
+        }
     else:
         entry |= {"bandwidth_gb_s": round(found.bandwidth / 1e9, 1), "achieved_bandwidth": 1.0}
         entry["tflops"] = {dtype: round(rate / 1e12, 4) for dtype, rate in found.flops.items()}
@@ -211,7 +254,13 @@ def as_card(found: Calibration, platform: Platform, name: str, base: DeviceSpec 
         entry["collectives"] = found.collectives
     links = base.sources["link"] if base else "not measured: loopback assumed"
     network = base.sources["network"] if base else "not measured: 10 Gb/s Ethernet assumed"
-    entry["sources"] = {"memory": what, "bandwidth": what, "flops": what, "link": links, "network": network}
+    entry["sources"] = {
+        "memory": what,
+        "bandwidth": what,
+        "flops": what,
+        "link": links,
+        "network": network,
+    }
     return {name: entry}
 
 
@@ -225,8 +274,15 @@ def device_name(platform: Platform) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def run(device: str = "auto", name: str = "local", based_on: str | None = None, out: Path | None = None, limit: float = 240.0) -> Path:
-    """Measure and write; rank 0 writes where there are several. Returns the file. Raises ConfigError for a bad name or card."""
+def run(
+    device: str = "auto",
+    name: str = "local",
+    based_on: str | None = None,
+    out: Path | None = None,
+    limit: float = 240.0,
+) -> Path:
+    """Measure and write; rank 0 writes where there are several. Returns the file. Raises
+    ConfigError for a bad name or card."""
     import yaml
 
     if not name or not name.replace("-", "").replace("_", "").isalnum():
@@ -236,5 +292,12 @@ def run(device: str = "auto", name: str = "local", based_on: str | None = None, 
     found = measure(platform, limit)
     path = out or Path(f"{name}.yaml")
     if int(os.environ.get("RANK", "0")) == 0:
-        path.write_text(yaml.safe_dump(as_card(found, platform, name, base), sort_keys=False, default_flow_style=None, width=140))
+        path.write_text(
+            yaml.safe_dump(
+                as_card(found, platform, name, base),
+                sort_keys=False,
+                default_flow_style=None,
+                width=140,
+            )
+        )
     return path

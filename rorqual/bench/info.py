@@ -1,4 +1,5 @@
-"""`rorqual info`: what a model holds, what it weighs, what a token of its cache costs, and what fits where. One screen, no weights read."""
+"""`rorqual info`: what a model holds, what it weighs, what a token of its cache costs, and what
+fits where. One screen, no weights read."""
 
 from __future__ import annotations
 
@@ -23,20 +24,34 @@ LABELS = {"lm_head": "LM head", "dense_ffn": "dense FFN"}
 
 
 def info(
-    model: str | None = None, memory_gib: float | None = None, ignore_fields: Iterable[str] = (), console: Console | None = None
+    model: str | None = None,
+    memory_gib: float | None = None,
+    ignore_fields: Iterable[str] = (),
+    console: Console | None = None,
 ) -> None:
-    """Print a model given by folder or Hugging Face id (None: the bundled one); `memory_gib` adds a card of that size."""
+    """Print a model given by folder or Hugging Face id (None: the bundled one); `memory_gib`
+    adds a card of that size."""
     folder = model_folder(model, weights=False)
-    (console or Console()).print(render(ModelConfig.from_file(folder, ignore_fields), folder, memory_gib))
+    (console or Console()).print(
+        render(ModelConfig.from_file(folder, ignore_fields), folder, memory_gib)
+    )
 
 
-def render(config: ModelConfig, folder: str | Path, memory_gib: float | None = None) -> RenderableType:
+def render(
+    config: ModelConfig, folder: str | Path, memory_gib: float | None = None
+) -> RenderableType:
     sections = {
         "Weights": parts_table(config),
         "Cache of all layers, attention of one": cache_table(config),
-        f"Tokens of cache beside weights, at most ({USABLE:.0%} of each card, spread evenly)": fit_table(config, memory_gib),
+        f"Tokens of cache beside weights, at most ({USABLE:.0%} of each card, spread evenly)": fit_table(
+            config, memory_gib
+        ),
     }
-    titled = [item for title, table in sections.items() for item in (Text(f"\n{title}", style="bold"), table)]
+    titled = [
+        item
+        for title, table in sections.items()
+        for item in (Text(f"\n{title}", style="bold"), table)
+    ]
     return Group(heading(config, folder), *titled)
 
 
@@ -56,13 +71,20 @@ def size(value: float) -> str:
 
 
 def heading(config: ModelConfig, folder: str | Path) -> Text:
-    moe, sparse = config.moe, sum(config.moe_layers)
+    moe = config.moe
+    sparse = sum(config.moe_layers)
     shared = f" + {moe.num_shared} shared" if moe.num_shared else ""
-    attention = f"MLA, {config.attention.num_heads} heads" if config.is_mla else f"GQA, {config.attention.num_heads} heads"
+    attention = (
+        f"MLA, {config.attention.num_heads} heads"
+        if config.is_mla
+        else f"GQA, {config.attention.num_heads} heads"
+    )
     held = config.dtype if config.quant is None else f"fp8 weights, {config.dtype}"
     facts = (
-        f"{config.num_layers} layers ({config.num_layers - sparse} dense, {sparse} MoE), hidden {config.hidden_size}, {attention}, "
-        f"{moe.num_experts} experts top-{moe.top_k}{shared}, {config.max_position:,} positions, {held}"
+        f"{config.num_layers} layers ({config.num_layers - sparse} dense, {sparse} MoE), "
+        f"hidden {config.hidden_size}, {attention}, "
+        f"{moe.num_experts} experts top-{moe.top_k}{shared}, {config.max_position:,} "
+        f"positions, {held}"
     )
     return Text.assemble((config.architecture, "bold"), f"  {folder}\n{facts}")
 
@@ -75,16 +97,36 @@ def _table(*columns: str) -> Table:
 
 
 def parts_table(config: ModelConfig) -> Table:
-    """Parameters and weight bytes by part; `a token uses` counts the whole embedding table, as the models' authors do."""
-    parts, disk, held = costs.parameters(config), costs.weight_bytes(config, "checkpoint"), costs.weight_bytes(config)
+    """Parameters and weight bytes by part; `a token uses` counts the whole embedding table, as
+    the models' authors do."""
+    parts = costs.parameters(config)
+    disk = costs.weight_bytes(config, "checkpoint")
+    held = costs.weight_bytes(config)
     table = _table("part", "parameters", "a token uses", "checkpoint", "in memory")
     for name in (item.name for item in fields(parts)):
         value = getattr(parts, name)
         if value and name != "mtp":
-            used = value * config.moe.top_k / config.moe.num_experts if name == "routed_experts" else value
+            used = (
+                value * config.moe.top_k / config.moe.num_experts
+                if name == "routed_experts"
+                else value
+            )
             label = LABELS.get(name, name.replace("_", " "))
-            table.add_row(label, count(value), count(used), size(getattr(disk, name)), size(getattr(held, name)))
-    table.add_row("total", count(parts.total), count(costs.active_parameters(config)), size(disk.total), size(held.total), style="bold")
+            table.add_row(
+                label,
+                count(value),
+                count(used),
+                size(getattr(disk, name)),
+                size(getattr(held, name)),
+            )
+    table.add_row(
+        "total",
+        count(parts.total),
+        count(costs.active_parameters(config)),
+        size(disk.total),
+        size(held.total),
+        style="bold",
+    )
     if parts.mtp:  # not loaded for plain decoding
         table.add_row("multi-token prediction", count(parts.mtp), "", size(disk.mtp), "")
     return table
@@ -95,8 +137,12 @@ def cache_table(config: ModelConfig) -> Table:
     table = _table("form", "bytes a token", "tokens a GiB", "FLOPs a cached token", "parameters")
     for form in MLA_FORMS if isinstance(config.attention, MLAConfig) else ("GQA",):
         fmt = Format(form=form)
-        flops, held = costs.decode_flops_per_cached_token(config, form), costs.attention_parameters(config, form)
-        cache = f"{costs.kv_bytes_per_token(config, fmt):,}", f"{costs.kv_tokens(config, 2**30, fmt):,}"
+        flops = costs.decode_flops_per_cached_token(config, form)
+        held = costs.attention_parameters(config, form)
+        cache = (
+            f"{costs.kv_bytes_per_token(config, fmt):,}",
+            f"{costs.kv_tokens(config, 2**30, fmt):,}",
+        )
         table.add_row(form, *cache, count(flops), count(held))
     return table
 

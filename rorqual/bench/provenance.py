@@ -1,4 +1,5 @@
-"""Where a figure comes from: versions, machine, card, commit and command line of the process that measured."""
+"""Where a figure comes from: versions, machine, card, commit and command line of the process
+that measured."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def client_facts(packages: Sequence[str] = ("aiohttp", "numpy")) -> dict[str, An
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in packages},
-        "host": {"system": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()},
+        "host": {
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+        },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.argv),
     }
@@ -42,7 +47,8 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 
 def git_commit() -> str | None:
-    """Of the checkout the package runs from, `+` added where it has changes; None for an installed package."""
+    """Of the checkout the package runs from, `+` added where it has changes; None for an
+    installed package."""
     if not (REPOSITORY / ".git").exists():
         return None
     commit = _output("git", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD")

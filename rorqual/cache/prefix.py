@@ -1,7 +1,9 @@
-"""Prefix cache: full pages of tokens, found again by the SHA-256 chain of everything before them. Least recently used goes first.
+"""Prefix cache: full pages of tokens, found again by the SHA-256 chain of everything before them.
+Least recently used goes first.
 
-A key covers the page's tokens, its predecessor's key and the tenant's salt, so equal keys mean equal prefixes and tenants with
-different salts share nothing. The cache is one holder of its pages; pages that only the cache holds can be given back. No torch.
+A key covers the page's tokens, its predecessor's key and the tenant's salt, so equal keys mean
+equal prefixes and tenants with different salts share nothing. The cache is one holder of its pages;
+pages that only the cache holds can be given back. No torch.
 """
 
 from __future__ import annotations
@@ -25,17 +27,24 @@ def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
 class PrefixCache:
     """Maps chain keys to pages. `enabled` False makes a cache that never finds and never keeps.
 
-    `lookahead`: a page's entries depend on so many tokens after it as well (those of a prediction module on one), so its key covers them.
+    `lookahead`: a page's entries depend on so many tokens after it as well (those of a prediction
+    module on one), so its key covers them.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int, enabled: bool = True, lookahead: int = 0):
-        self.allocator, self.page_size, self.enabled, self.lookahead = allocator, page_size, enabled, lookahead
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, enabled: bool = True, lookahead: int = 0
+    ):
+        self.allocator = allocator
+        self.page_size = page_size
+        self.enabled = enabled
+        self.lookahead = lookahead
         self.pages: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}
-        # Pages held by the cache alone, oldest first. A chain's later pages are released first and so stand before its earlier
-        # ones: eviction eats a chain from its end.
+        # Pages held by the cache alone, oldest first. A chain's later pages are released first and
+        # so stand before its earlier ones: eviction eats a chain from its end.
         self.idle: OrderedDict[int, None] = OrderedDict()
-        self.queries = 0  # prompt tokens of admitted requests, and how many of them were found: the scheduler counts
+        # prompt tokens of admitted requests, and how many of them were found: the scheduler counts
+        self.queries = 0
         self.hits = 0
 
     @property
@@ -44,7 +53,8 @@ class PrefixCache:
         return len(self.allocator.free) + len(self.idle)
 
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], bytes]:
-        """Pages of the longest cached prefix that leaves at least one token to compute, now held for the caller, and its key."""
+        """Pages of the longest cached prefix that leaves at least one token to compute, now held
+        for the caller, and its key."""
         key = root_key(salt)
         pages: list[int] = []
         while (candidate := self.following(tokens, len(pages), key)) is not None:
@@ -87,8 +97,8 @@ class PrefixCache:
         self.allocator.release(page)
 
     def insert(self, previous: bytes, tokens: Sequence[int], page: int) -> bytes:
-        """Keep a full page, whose key covers `tokens`; returns the key. Where a page with the same content is kept already, this one
-        is not."""
+        """Keep a full page, whose key covers `tokens`; returns the key. Where a page with the
+        same content is kept already, this one is not."""
         if not self.enabled:
             return previous
         key = next_key(previous, tokens)

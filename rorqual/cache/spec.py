@@ -1,4 +1,5 @@
-"""What one token costs to remember: plain data that the pool, page transfer and the planner's memory model all read. No torch."""
+"""What one token costs to remember: plain data that the pool, page transfer and the planner's
+memory model all read. No torch."""
 
 from __future__ import annotations
 
@@ -11,15 +12,22 @@ from rorqual.errors import ConfigError
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 FP8 = "float8_e4m3fn"
 KV_DTYPES = {
-    "auto": None, "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "fp8": FP8, "fp8_e4m3": FP8, "float8_e4m3fn": FP8,
-}  # fmt: skip
+    "auto": None,
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "float32": "float32",
+    "fp8": FP8,
+    "fp8_e4m3": FP8,
+    "float8_e4m3fn": FP8,
+}
 LATENT_GROUP = 128  # latent columns that share a scale in an fp8 cache
 MLA_FORMS = ("CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME")
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One tensor of a layer's cache: `shape` is per token; `shard_axis` indexes shape, or is None where every rank holds it all."""
+    """One tensor of a layer's cache: `shape` is per token; `shard_axis` indexes shape, or is
+    None where every rank holds it all."""
 
     name: str
     dtype: str
@@ -31,7 +39,8 @@ class Plane:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def shard(self, ranks: int) -> Plane:
-        """What each of `ranks` ranks holds: its share of the shard axis, at least one entry (which several ranks then hold alike)."""
+        """What each of `ranks` ranks holds: its share of the shard axis, at least one entry
+        (which several ranks then hold alike)."""
         if self.shard_axis is None:
             return self
         shape = list(self.shape)
@@ -55,46 +64,68 @@ class KVSpec:
         return self.bytes_per_token * self.page_size
 
     def shard(self, tp: int, layers: range | None = None) -> KVSpec:
-        """The cache of one rank: `tp` ranks share the heads, and a pipeline stage holds the planes of its `layers` alone."""
+        """The cache of one rank: `tp` ranks share the heads, and a pipeline stage holds the
+        planes of its `layers` alone."""
         held = self.layers if layers is None else self.layers[layers.start : layers.stop]
-        return replace(self, layers=tuple(tuple(plane.shard(tp) for plane in layer) for layer in held))
+        return replace(
+            self, layers=tuple(tuple(plane.shard(tp) for plane in layer) for layer in held)
+        )
 
 
 def kv_dtype(name: str | None) -> str | None:
-    """The cache's dtype by any of its names; None where it is the model's (`auto`). Raises ConfigError for a name that is none."""
+    """The cache's dtype by any of its names; None where it is the model's (`auto`). Raises
+    ConfigError for a name that is none."""
     if name is not None and name not in KV_DTYPES:
-        raise ConfigError(f"kv_cache_dtype={name!r} is not supported; accepted: {', '.join(KV_DTYPES)}")
+        raise ConfigError(
+            f"kv_cache_dtype={name!r} is not supported; accepted: {', '.join(KV_DTYPES)}"
+        )
     return KV_DTYPES[name or "auto"]
 
 
 def check_fp8_cache(model: ModelConfig, form: str) -> None:
     """Raises ConfigError where the cache cannot be fp8: it is a format of MLA's latents."""
-    mla, others = model.attention, "auto, bfloat16, float16, float32"
+    mla = model.attention
+    others = "auto, bfloat16, float16, float32"
     if not isinstance(mla, MLAConfig):
         reason = "is for the latent cache of MLA models, and this one has grouped-query attention"
         raise ConfigError(f"kv_cache_dtype=fp8 {reason}; accepted: {others}")
     if form == "CD":
-        raise ConfigError("kv_cache_dtype=fp8 does not go with MLA form CD, which caches no latent; accepted: CC, A_CC, A_CC_ME, AM_CC_ME")
+        raise ConfigError(
+            "kv_cache_dtype=fp8 does not go with MLA form CD, which caches no latent; "
+            "accepted: CC, A_CC, A_CC_ME, AM_CC_ME"
+        )
     if mla.kv_lora_rank % 4 or mla.rope_dim % 2:
         sizes = f"kv_lora_rank={mla.kv_lora_rank} and qk_rope_head_dim={mla.rope_dim}"
-        raise ConfigError(f"kv_cache_dtype=fp8 wants a latent of a multiple of 4 columns, not {sizes}; accepted here: {others}")
+        raise ConfigError(
+            f"kv_cache_dtype=fp8 wants a latent of a multiple of 4 columns, not {sizes}; "
+            f"accepted here: {others}"
+        )
 
 
 def fp8_latent_plane(mla: MLAConfig, rope_dtype: str) -> Plane:
-    """One token as one row of bytes: latent [C] e4m3 | scales [C / 128, rounded up] fp32 | rope key [rope] in the activations' dtype.
+    """One token as one row of bytes: latent [C] e4m3 | scales [C / 128, rounded up] fp32 | rope key
+    [rope] in the activations' dtype.
 
-    656 bytes at 512 + 64 columns in bf16, the row of FlashMLA: a page is one piece of memory, moved and addressed as one.
+    656 bytes at 512 + 64 columns in bf16, the row of FlashMLA: a page is one piece of memory, moved
+    and addressed as one.
     """
     scales = -(-mla.kv_lora_rank // LATENT_GROUP) * DTYPE_BYTES["float32"]
-    return Plane("latent", "uint8", (mla.kv_lora_rank + scales + mla.rope_dim * DTYPE_BYTES[rope_dtype],))
+    return Plane(
+        "latent", "uint8", (mla.kv_lora_rank + scales + mla.rope_dim * DTYPE_BYTES[rope_dtype],)
+    )
 
 
 def mla_planes(mla: MLAConfig, form: str, dtype: str, activations: str) -> tuple[Plane, ...]:
-    """CD keeps decompressed keys and values for each head, the other forms the latent and the shared rope key in one row."""
+    """CD keeps decompressed keys and values for each head, the other forms the latent and the
+    shared rope key in one row."""
     if form == "CD":
         heads = mla.num_heads
         return Plane("k", dtype, (heads, mla.qk_dim), 0), Plane("v", dtype, (heads, mla.v_dim), 0)
-    return (fp8_latent_plane(mla, activations) if dtype == FP8 else Plane("latent", dtype, (mla.latent_dim,)),)
+    return (
+        fp8_latent_plane(mla, activations)
+        if dtype == FP8
+        else Plane("latent", dtype, (mla.latent_dim,)),
+    )
 
 
 def gqa_planes(gqa: GQAConfig, dtype: str) -> tuple[Plane, ...]:
@@ -105,21 +136,38 @@ def gqa_planes(gqa: GQAConfig, dtype: str) -> tuple[Plane, ...]:
 def check_forms(prefill: str, decode: str) -> None:
     for name, form in (("mla_prefill", prefill), ("mla_decode", decode)):
         if form not in MLA_FORMS:
-            raise ConfigError(f"{name}={form!r} is not an MLA form; accepted: {', '.join(MLA_FORMS)}")
+            raise ConfigError(
+                f"{name}={form!r} is not an MLA form; accepted: {', '.join(MLA_FORMS)}"
+            )
     if (prefill == "CD") != (decode == "CD"):
-        raise ConfigError(f"mla_prefill={prefill} and mla_decode={decode} keep different caches; CD goes with CD alone")
+        raise ConfigError(
+            f"mla_prefill={prefill} and mla_decode={decode} keep different caches; CD goes "
+            "with CD alone"
+        )
 
 
 def kv_spec(
-    model: ModelConfig, page_size: int, dtype: str | None, mla_form: str = "A_CC_ME", mtp_layers: int = 0, activations: str | None = None
+    model: ModelConfig,
+    page_size: int,
+    dtype: str | None,
+    mla_form: str = "A_CC_ME",
+    mtp_layers: int = 0,
+    activations: str | None = None,
 ) -> KVSpec:
-    """The cache of every layer of `model`, then of `mtp_layers` prediction modules; `mla_form` matters to MLA models only.
+    """The cache of every layer of `model`, then of `mtp_layers` prediction modules; `mla_form`
+    matters to MLA models only.
 
-    dtype: any name in KV_DTYPES; `auto` or None is that of the `activations`, and these are the model's dtype unless it was overridden.
+    dtype: any name in KV_DTYPES; `auto` or None is that of the `activations`, and these are the
+    model's dtype unless it was overridden.
     """
-    attention, activations = model.attention, activations or model.dtype
+    attention = model.attention
+    activations = activations or model.dtype
     dtype = kv_dtype(dtype) or activations
     if dtype == FP8:
         check_fp8_cache(model, mla_form)
-    planes = mla_planes(attention, mla_form, dtype, activations) if isinstance(attention, MLAConfig) else gqa_planes(attention, dtype)
+    planes = (
+        mla_planes(attention, mla_form, dtype, activations)
+        if isinstance(attention, MLAConfig)
+        else gqa_planes(attention, dtype)
+    )
     return KVSpec((planes,) * (model.num_layers + mtp_layers), page_size)

@@ -52,43 +52,71 @@ def bench_offline(
     compare: Annotated[
         str | None,
         typer.Option(
-            help="transformers, transformers-compiled (minutes to compile), or vllm (on a card, where installed): measured in the same run."
+            help="transformers, transformers-compiled (minutes to compile), or vllm (on a "
+            "card, where installed): measured in the same run."
         ),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; random tokens if left out.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A text file to take prompts from; random tokens if left out."),
+    ] = None,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvDtype = "auto",
     device: Device = "auto",
     weights: Weights = "checkpoint",
     threads: Threads = None,
     max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
-    layers: Annotated[int | None, typer.Option(help="Cut a random model to this many layers.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Cut a random model to this many layers.")
+    ] = None,
     exe_mode: Mode = "auto",
     embed_device: Embed = "auto",
-    groups: Annotated[int, typer.Option(help="Batches of different prompts, one after the other.")] = 1,
+    groups: Annotated[
+        int, typer.Option(help="Batches of different prompts, one after the other.")
+    ] = 1,
     temperature: Annotated[float, typer.Option()] = 0.0,
     num_speculative_tokens: Annotated[
-        str, typer.Option("--next-n", help="Speculative drafts a step; several, comma-separated, are compared.")
+        str,
+        typer.Option(
+            "--next-n", help="Speculative drafts a step; several, comma-separated, are compared."
+        ),
     ] = "0",
     drafter: Drafter = "auto",
     speculative_policy: Policy = "fixed",
-    draft_window: Annotated[bool, typer.Option(help="The prediction module sees every row of a step, not the last alone.")] = True,
+    draft_window: Annotated[
+        bool,
+        typer.Option(help="The prediction module sees every row of a step, not the last alone."),
+    ] = True,
     simulated_acceptance: Annotated[
-        str | None, typer.Option(help="Probabilities by place that a draft is taken whatever it says, for random weights.")
+        str | None,
+        typer.Option(
+            help="Probabilities by place that a draft is taken whatever it says, for random "
+            "weights."
+        ),
     ] = None,
     tp: Tp = 1,
     dp: Dp = 1,
     pp: Pp = 1,
     ep: Ep = 1,
     single_rank_bench: Annotated[
-        bool, typer.Option("--lone-rank", help="Compute what one rank of the layout computes, without the others: nothing is sent.")
+        bool,
+        typer.Option(
+            "--lone-rank",
+            help="Compute what one rank of the layout computes, without the others: nothing is "
+            "sent.",
+        ),
     ] = False,
     launcher: Launcher = "local",
     interface: Interface = None,
     secret_file: SecretFile = None,
     config: Recipe = None,
     settings: Settings = None,
-    profile: Annotated[int, typer.Option(min=0, help="Decode steps to look at in a profiler: time by kernel, waits between them.")] = 0,
+    profile: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Decode steps to look at in a profiler: time by kernel, waits between them."
+        ),
+    ] = 0,
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
@@ -99,16 +127,22 @@ def bench_offline(
         raise typer.BadParameter(f"{compare!r}; accepted: {', '.join(offline.IN_PROCESS)}, vllm")
     if compare == "vllm":
         vllm_baseline.check_installed()
-    batches, rates = numbers(concurrency), shares(simulated_acceptance)
-    report, work = offline.Report(), offline.OfflineWork(prompt_len, output_len, repeats, data, groups, temperature, profile)
+    batches = numbers(concurrency)
+    rates = shares(simulated_acceptance)
+    report = offline.Report()
+    work = offline.OfflineWork(prompt_len, output_len, repeats, data, groups, temperature, profile)
     counts = numbers(num_speculative_tokens, least=0)
     if launcher == "torchrun" and len(counts) > 1:
         raise typer.BadParameter(
-            f"num_speculative_tokens={num_speculative_tokens}: torchrun starts the ranks of one engine; accepted: one number"
+            f"num_speculative_tokens={num_speculative_tokens}: torchrun starts the ranks "
+            "of one engine; accepted: one number"
         )
     uneven = [count for count in batches if single_rank_bench and count % dp]
     if uneven:
-        raise ConfigError(f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and needs a multiple of it")
+        raise ConfigError(
+            f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and "
+            "needs a multiple of it"
+        )
     for count in counts:
         most = -(-max(batches) // dp)
         llm = load(
@@ -145,7 +179,8 @@ def bench_offline(
             vllm_baseline.check(llm.engine.config)
         offline.run(report, llm, batches, work, compare if not report.rows else None)
         llm.engine.close()
-        platform, measured = llm.engine.platform, (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
+        platform = llm.engine.platform
+        measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
         del llm
         gc.collect()  # engines hold themselves in circles
         platform.release_memory()  # for the next one
@@ -160,14 +195,29 @@ def bench_offline(
 
 @app.command("kernels")
 def bench_kernels(
-    only: Annotated[str | None, typer.Option(help="Comma-separated beginnings of row names.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Comma-separated beginnings of row names.")
+    ] = None,
     check: Annotated[bool, typer.Option(help="Compare every result with the reference.")] = True,
-    tune: Annotated[bool, typer.Option(help="Search each row's configurations; print the best, and keep it for this card.")] = False,
-    peer: Annotated[bool, typer.Option(help="Run vLLM's kernels, where it is installed, on the same data in the same process.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further row is started.")] = 540.0,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            help="Search each row's configurations; print the best, and keep it for this card."
+        ),
+    ] = False,
+    peer: Annotated[
+        bool,
+        typer.Option(
+            help="Run vLLM's kernels, where it is installed, on the same data in the same process."
+        ),
+    ] = False,
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which no further row is started.")
+    ] = 540.0,
     json_file: Json = None,
 ) -> None:
-    """Time the card's kernels on the shapes of the real models, beside their floors and their peers' figures."""
+    """Time the card's kernels on the shapes of the real models, beside their floors and their
+    peers' figures."""
     from rorqual.platforms import make_platform
 
     make_platform("cuda")  # says clearly when there is no card; the kernels' own imports would not
@@ -179,15 +229,20 @@ def bench_kernels(
 @app.command("layers")
 def bench_layers(
     model: Model = None,
-    modules: Annotated[str | None, typer.Option(help="Comma-separated: embed_tokens, mlp, mla, gqa, dense_layer, moe, backbone.")] = None,
+    modules: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: embed_tokens, mlp, mla, gqa, dense_layer, moe, backbone."
+        ),
+    ] = None,
     tokens: Annotated[str | None, typer.Option(help="Comma-separated token counts.")] = None,
     repeats: Annotated[int, typer.Option()] = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
-    """Time each module by itself: embedding (on a card with its table there and in host memory), MLPs, attention in all forms, experts
-    under three kinds of routing."""
+    """Time each module by itself: embedding (on a card with its table there and in host memory),
+    MLPs, attention in all forms, experts under three kinds of routing."""
     from rorqual.bench.layers import run as layers
 
     rows = layers.bench(
@@ -206,12 +261,20 @@ def bench_layers(
 @app.command("calibrate")
 def bench_calibrate(
     name: Annotated[str, typer.Option(help="What the card is called in the file.")] = "local",
-    based_on: Annotated[str | None, typer.Option(help="A card that ships, for peaks and links; this run says what is reached.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The file to write; NAME.yaml if left out.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further product is measured.")] = 240.0,
+    based_on: Annotated[
+        str | None,
+        typer.Option(help="A card that ships, for peaks and links; this run says what is reached."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; NAME.yaml if left out.")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which no further product is measured.")
+    ] = 240.0,
     device: Device = "auto",
 ) -> None:
-    """Measure this card: launch gap, bandwidth, products, collectives under torchrun. Writes what `rorqual plan --gpu FILE` reads."""
+    """Measure this card: launch gap, bandwidth, products, collectives under torchrun. Writes
+    what `rorqual plan --gpu FILE` reads."""
     from rorqual.bench import calibrate
 
     print(calibrate.run(device, name, based_on, out, limit))

@@ -10,7 +10,12 @@ from rorqual.cli.options import Device, Json, numbers
 
 
 def bench_comm(
-    ranks: Annotated[int, typer.Option(help="Processes to start on this host; torchrun's number where it started them.")] = 2,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Processes to start on this host; torchrun's number where it started them."
+        ),
+    ] = 2,
     rows: Annotated[str, typer.Option(help="Comma-separated rows of each rank.")] = "1,16,128",
     hidden: Annotated[int, typer.Option(help="Columns of a row.")] = 7168,
     experts: Annotated[int, typer.Option()] = 256,
@@ -26,7 +31,9 @@ def bench_comm(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r}; accepted: bfloat16, float16, float32")
-    setup = comm.CommSetup(ranks, device_of(device).type, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype)
+    setup = comm.CommSetup(
+        ranks, device_of(device).type, tuple(numbers(rows)), hidden, experts, top_k, repeats, dtype
+    )
     found = comm.bench(setup)
     comm.print_table(found, setup)
     if json_file and found:

@@ -42,7 +42,9 @@ from rorqual.cli.serve import serve
 from rorqual.cli.simulate import simulate
 from rorqual.errors import RorqualError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
+)
 app.add_typer(bench.app, name="bench")
 app.command()(serve)
 app.command()(plan)
@@ -74,15 +76,25 @@ def version() -> None:
 @app.command()
 def generate(
     model: Model = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; '-' reads standard input.")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="Text to continue; '-' reads standard input."),
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's default if left out.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; the model's default if left out.")
+    ] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text alone, without the line of figures.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
+    ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print the text alone, without the line of figures."),
+    ] = False,
     dtype: Dtype = "auto",
     kv_cache_dtype: KvDtype = "auto",
     device: Device = "auto",
@@ -107,14 +119,38 @@ def generate(
 ) -> None:
     """Continue a prompt, streaming."""
     start = time.perf_counter()
-    common = {"dtype": dtype, "device": device, "weights": weights, "max_model_len": max_model_len, "threads": threads}
-    forms = {"mla_prefill": mla_prefill, "mla_decode": mla_decode, "ignore_config_fields": ignore_config_field or ()}
+    common = {
+        "dtype": dtype,
+        "device": device,
+        "weights": weights,
+        "max_model_len": max_model_len,
+        "threads": threads,
+    }
+    forms = {
+        "mla_prefill": mla_prefill,
+        "mla_decode": mla_decode,
+        "ignore_config_fields": ignore_config_field or (),
+    }
     sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
     launch = {"launcher": launcher, "interface": interface, "secret_file": secret_file}
-    chosen = {"max_num_seqs": 8, "num_speculative_tokens": num_speculative_tokens, "drafter": drafter, "tokenizer": tokenizer}
+    chosen = {
+        "max_num_seqs": 8,
+        "num_speculative_tokens": num_speculative_tokens,
+        "drafter": drafter,
+        "tokenizer": tokenizer,
+    }
     llm = load(model, config, settings, **chosen, **common, **forms, **sizes, **launch)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
-    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop)
+    params = sampling(
+        llm,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+    )
     loaded = time.perf_counter()
     deltas = llm.stream(text, params)
     print(text, end="", flush=True)
@@ -129,7 +165,8 @@ def generate(
 
 def _print_stream(deltas: Any) -> tuple[int, float]:
     """Print as it comes; returns the number of tokens and the time of the first."""
-    count, first = 0, time.perf_counter()
+    count = 0
+    first = time.perf_counter()
     for delta in deltas:
         if not count:
             first = time.perf_counter()
@@ -142,8 +179,13 @@ def _print_stream(deltas: Any) -> tuple[int, float]:
 @app.command()
 def chat(
     model: Model = None,
-    url: Annotated[str | None, typer.Option(help="Talk with a server of the OpenAI API instead of loading a model.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="RORQUAL_API_KEY", help="The server's key.")] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk with a server of the OpenAI API instead of loading a model."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RORQUAL_API_KEY", help="The server's key.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 512,
     temperature: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option()] = None,
@@ -153,9 +195,14 @@ def chat(
     tokenizer: TokenizerName = None,
     max_model_len: Length = None,
 ) -> None:
-    """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the conversation as plain text."""
+    """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the
+    conversation as plain text."""
     if url is not None:
-        _chat_with_server(url, api_key, {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed})
+        _chat_with_server(
+            url,
+            api_key,
+            {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed},
+        )
         return
     llm = load(
         model,
@@ -169,7 +216,11 @@ def chat(
     params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
     base = llm.get_tokenizer().template is None
     if base:
-        print("This is a base model: it has no chat template and continues text rather than answering.", file=sys.stderr)
+        print(
+            "This is a base model: it has no chat template and continues text rather than "
+            "answering.",
+            file=sys.stderr,
+        )
     messages: list[dict[str, str]] = []
     while line := _read_line():
         messages.append({"role": "user", "content": line})
@@ -187,7 +238,9 @@ def _chat_with_server(url: str, key: str | None, settings: dict[str, Any]) -> No
     messages: list[dict[str, str]] = []
     while line := _read_line():
         messages.append({"role": "user", "content": line})
-        text = "".join(_echo(piece) for piece in answer(url, {**settings, "messages": messages}, key))
+        text = "".join(
+            _echo(piece) for piece in answer(url, {**settings, "messages": messages}, key)
+        )
         print()
         messages.append({"role": "assistant", "content": text})
 
@@ -207,7 +260,10 @@ def _echo(text: str) -> str:
 @app.command()
 def info(
     model: Model = None,
-    memory: Annotated[float | None, typer.Option(help="Device memory in GiB to plan for; common cards if left out.")] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="Device memory in GiB to plan for; common cards if left out."),
+    ] = None,
     ignore_config_field: Ignored = None,
 ) -> None:
     """Parameters, bytes, cache per token, and what fits in how much memory."""

@@ -14,12 +14,20 @@ TIMEOUT = 600.0
 
 
 def answer(url: str, body: dict[str, Any], key: str | None = None) -> Iterator[str]:
-    """The pieces of a chat answer as they come. `url` is the server's, with or without /v1. Raises TargetError."""
+    """The pieces of a chat answer as they come. `url` is the server's, with or without /v1.
+    Raises TargetError."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
-        raise TargetError(f"url={url!r} is no address of a server; accepted: http://... or https://...")
-    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-    request = urllib.request.Request(f"{base}/v1/chat/completions", json.dumps({**body, "stream": True}).encode(), headers)
+        raise TargetError(
+            f"url={url!r} is no address of a server; accepted: http://... or https://..."
+        )
+    headers = {
+        "content-type": "application/json",
+        **({"authorization": f"Bearer {key}"} if key else {}),
+    }
+    request = urllib.request.Request(
+        f"{base}/v1/chat/completions", json.dumps({**body, "stream": True}).encode(), headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as stream:
             yield from _pieces(stream)
@@ -51,11 +59,15 @@ def _message(data: bytes) -> str:
 def served_model(url: str, key: str | None = None) -> str:
     """The first model a server names. Raises TargetError."""
     base = url.rstrip("/").removesuffix("/v1")
-    request = urllib.request.Request(f"{base}/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(
+        f"{base}/v1/models", headers={"authorization": f"Bearer {key}"} if key else {}
+    )
     try:
         with urllib.request.urlopen(request, timeout=30) as found:
             return str(json.load(found)["data"][0]["id"])
     except urllib.error.HTTPError as error:
         raise TargetError(f"{base} answers {error.code}: {_message(error.read())}") from None
     except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
-        raise TargetError(f"{base} is no server of the OpenAI API: {getattr(error, 'reason', error)}") from None
+        raise TargetError(
+            f"{base} is no server of the OpenAI API: {getattr(error, 'reason', error)}"
+        ) from None

@@ -38,8 +38,16 @@ from rorqual.cli.options import (
 )
 from rorqual.errors import ConfigError
 
-Key = Annotated[str | None, typer.Option("--api-key", envvar="RORQUAL_API_KEY", help="Needed on every route but /live and /health.")]
-Names = Annotated[list[str] | None, typer.Option("--served-model-name", help="A name to answer to; may be repeated.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", envvar="RORQUAL_API_KEY", help="Needed on every route but /live and /health."
+    ),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--served-model-name", help="A name to answer to; may be repeated."),
+]
 
 
 def serve(
@@ -48,43 +56,80 @@ def serve(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     api_key: Key = None,
     served_model_name: Names = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Start a dead engine again; else the server ends.")] = False,
-    replicas: Annotated[int, typer.Option(help="Engine processes behind this server, each with the whole model.")] = 1,
-    tool_format: Annotated[str, typer.Option(help="auto, hermes, deepseek_v3 or deepseek_v31.")] = "auto",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start a dead engine again; else the server ends.")
+    ] = False,
+    replicas: Annotated[
+        int, typer.Option(help="Engine processes behind this server, each with the whole model.")
+    ] = 1,
+    tool_format: Annotated[
+        str, typer.Option(help="auto, hermes, deepseek_v3 or deepseek_v31.")
+    ] = "auto",
     reasoning: Annotated[str, typer.Option(help="Split <think> off: auto, on or off.")] = "auto",
-    structured_output: Annotated[bool, typer.Option(help="Offer grammars; needs xgrammar and a process to compile in.")] = True,
+    structured_output: Annotated[
+        bool, typer.Option(help="Offer grammars; needs xgrammar and a process to compile in.")
+    ] = True,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; beyond, 429.")] = 1024,
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may take.")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(help="Seconds open requests have after SIGTERM.")] = 30.0,
-    stall_seconds: Annotated[float, typer.Option(help="Seconds without a word after which a working engine counts as dead.")] = 300.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Seconds open requests have after SIGTERM.")
+    ] = 30.0,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(help="Seconds without a word after which a working engine counts as dead."),
+    ] = 300.0,
     max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 << 20,
     max_header_bytes: Annotated[int, typer.Option(help="Bytes of a request's headers.")] = 64 << 10,
     max_n: Annotated[int, typer.Option(help="Completions of one prompt.")] = 32,
     max_choices: Annotated[int, typer.Option(help="Completions of one request.")] = 256,
     max_logprobs: Annotated[int, typer.Option(help="Most likely tokens to list.")] = 20,
     max_tools: Annotated[int, typer.Option(help="Functions of one request.")] = 128,
-    max_buffered_tokens: Annotated[int, typer.Option(help="Tokens kept for a slow reader before its request is cancelled.")] = 4096,
-    client_seconds: Annotated[float, typer.Option(help="Seconds a client has to send its request.")] = 30.0,
-    max_grammar_size: Annotated[int, typer.Option(help="Characters of a schema, grammar or list of choices.")] = 65_536,
-    max_regex_size: Annotated[int, typer.Option(help="Characters of a regular expression.")] = 4_096,
-    grammar_seconds: Annotated[float, typer.Option(help="Processor seconds to compile one.")] = 10.0,
+    max_buffered_tokens: Annotated[
+        int, typer.Option(help="Tokens kept for a slow reader before its request is cancelled.")
+    ] = 4096,
+    client_seconds: Annotated[
+        float, typer.Option(help="Seconds a client has to send its request.")
+    ] = 30.0,
+    max_grammar_size: Annotated[
+        int, typer.Option(help="Characters of a schema, grammar or list of choices.")
+    ] = 65_536,
+    max_regex_size: Annotated[
+        int, typer.Option(help="Characters of a regular expression.")
+    ] = 4_096,
+    grammar_seconds: Annotated[
+        float, typer.Option(help="Processor seconds to compile one.")
+    ] = 10.0,
     grammar_memory: Annotated[int, typer.Option(help="MiB to compile one.")] = 1024,
     dtype: Dtype = "auto",
     device: Device = "auto",
     weights: Weights = "checkpoint",
     tokenizer: TokenizerName = None,
     max_model_len: Length = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once in one engine.")] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Sequences that run at once in one engine.")
+    ] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
-    chunked_prefill_size: Annotated[int | None, typer.Option(help="Most prompt tokens of one request in a step.")] = None,
-    memory_utilization: Annotated[float, typer.Option(help="Share of a card's memory to use.")] = 0.9,
-    prefix_caching: Annotated[bool, typer.Option(help="Keep and find pages of common prefixes.")] = True,
-    record_expert_load: Annotated[bool, typer.Option("--record-expert-load", help="Count tokens by layer and expert.")] = False,
-    num_speculative_tokens: Annotated[int, typer.Option("--next-n", help="Speculative drafts a step; 0 for none.")] = 0,
+    chunked_prefill_size: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of one request in a step.")
+    ] = None,
+    memory_utilization: Annotated[
+        float, typer.Option(help="Share of a card's memory to use.")
+    ] = 0.9,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Keep and find pages of common prefixes.")
+    ] = True,
+    record_expert_load: Annotated[
+        bool, typer.Option("--record-expert-load", help="Count tokens by layer and expert.")
+    ] = False,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--next-n", help="Speculative drafts a step; 0 for none.")
+    ] = 0,
     drafter: Drafter = "auto",
     speculative_policy: Policy = "fixed",
     kv_cache_dtype: KvDtype = "auto",
-    num_pages: Annotated[int | None, typer.Option(help="Pages of the cache; as many as fit if left out.")] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages of the cache; as many as fit if left out.")
+    ] = None,
     exe_mode: Mode = "auto",
     threads: Threads = None,
     tp: Tp = 1,
@@ -159,7 +204,9 @@ def serve(
             drain=drain_seconds,
             buffered=max_buffered_tokens,
             patience=client_seconds,
-            grammar=grammar.GrammarLimits(max_grammar_size, max_regex_size, grammar_seconds, grammar_memory << 20),
+            grammar=grammar.GrammarLimits(
+                max_grammar_size, max_regex_size, grammar_seconds, grammar_memory << 20
+            ),
         ),
     )
     logging.getLogger("rorqual").setLevel(logging.INFO)
@@ -172,5 +219,7 @@ def _server() -> tuple[Any, Any, Any]:
         from rorqual.serve import launch, limits
         from rorqual.text import grammar
     except ModuleNotFoundError as error:
-        raise ConfigError(f"rorqual serve needs the package {error.name!r}; install rorqual[serve]") from None
+        raise ConfigError(
+            f"rorqual serve needs the package {error.name!r}; install rorqual[serve]"
+        ) from None
     return launch, limits, grammar

@@ -1,7 +1,8 @@
 """What a card can do and how cards are joined: frozen data read from YAML. No torch.
 
-The cards that ship stand in planner/data/devices.yaml, measured ones beside it; a user's file has the same form. Units in the file are
-those of datasheets (GiB, GB/s, TFLOP/s, us), here they are bytes, bytes a second, operations a second and seconds.
+The cards that ship stand in planner/data/devices.yaml, measured ones beside it; a user's file has
+the same form. Units in the file are those of datasheets (GiB, GB/s, TFLOP/s, us), here they are
+bytes, bytes a second, operations a second and seconds.
 """
 
 from __future__ import annotations
@@ -16,15 +17,41 @@ from typing import Any
 from rorqual.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[1] / "planner" / "data"
-FIELDS = {"title", "memory_gib", "bandwidth_gb_s", "tflops", "link", "network", "host_link_gb_s", "ranks_per_chip", "sources"}
-FIELDS |= {"achieved_bandwidth", "achieved_flops", "launch_gap_us", "kernel_us", "collectives", "based_on", "measured", "gemm"}
-SOURCED = {"memory_gib": "memory", "bandwidth_gb_s": "bandwidth", "tflops": "flops", "link": "link", "network": "network"}
+FIELDS = {
+    "title",
+    "memory_gib",
+    "bandwidth_gb_s",
+    "tflops",
+    "link",
+    "network",
+    "host_link_gb_s",
+    "ranks_per_chip",
+    "sources",
+}
+FIELDS |= {
+    "achieved_bandwidth",
+    "achieved_flops",
+    "launch_gap_us",
+    "kernel_us",
+    "collectives",
+    "based_on",
+    "measured",
+    "gemm",
+}
+SOURCED = {
+    "memory_gib": "memory",
+    "bandwidth_gb_s": "bandwidth",
+    "tflops": "flops",
+    "link": "link",
+    "network": "network",
+}
 DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4")
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """One direction, for one card: `bandwidth` in bytes a second, `latency` of a small message in seconds; `span` cards are joined."""
+    """One direction, for one card: `bandwidth` in bytes a second, `latency` of a small message
+    in seconds; `span` cards are joined."""
 
     bandwidth: float
     latency: float
@@ -33,10 +60,12 @@ class Interconnect:
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One rank's device. `flops` by the dtype that is multiplied; a dtype that is missing is not multiplied at all.
+    """One rank's device. `flops` by the dtype that is multiplied; a dtype that is missing is not
+    multiplied at all.
 
-    achieved_bandwidth, achieved_flops: fractions of the peaks that a large copy and a large product reach, where measured. launch_gap:
-    seconds between two kernels launched one by one. collectives: measured seconds, {kind: {ranks: [[bytes, seconds], ...]}}.
+    achieved_bandwidth, achieved_flops: fractions of the peaks that a large copy and a large product
+    reach, where measured. launch_gap: seconds between two kernels launched one by one. collectives:
+    measured seconds, {kind: {ranks: [[bytes, seconds], ...]}}.
     """
 
     name: str
@@ -58,14 +87,17 @@ class DeviceSpec:
     measured: str | None = None
 
     def peak(self, dtype: str) -> float:
-        """Operations a second; fp8 weights on a card without fp8 are widened and multiplied as bf16."""
+        """Operations a second; fp8 weights on a card without fp8 are widened and multiplied as
+        bf16."""
         if dtype in self.flops:
             return self.flops[dtype]
         if dtype in ("fp8", "float16", "fp4", "int8"):
             return self.peak("bfloat16")
         if dtype == "bfloat16":
             return self.peak("float32")
-        raise ConfigError(f"card {self.name} has no {dtype} arithmetic; known: {', '.join(self.flops)}")
+        raise ConfigError(
+            f"card {self.name} has no {dtype} arithmetic; known: {', '.join(self.flops)}"
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory, self.bandwidth, self.measured))
@@ -79,10 +111,15 @@ def _number(name: str, key: str, value: Any) -> float:
 
 def _table(name: str, key: str, value: Any, allowed: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
-        raise ConfigError(f"card {name}: {key}={value!r} must be a table of {', '.join(sorted(allowed))}")
+        raise ConfigError(
+            f"card {name}: {key}={value!r} must be a table of {', '.join(sorted(allowed))}"
+        )
     unknown = sorted(str(item) for item in value if item not in allowed)
     if unknown:
-        raise ConfigError(f"card {name}: {key} has unknown entries {', '.join(unknown)}; accepted: {', '.join(sorted(allowed))}")
+        raise ConfigError(
+            f"card {name}: {key} has unknown entries {', '.join(unknown)}; accepted: "
+            f"{', '.join(sorted(allowed))}"
+        )
     return value
 
 
@@ -91,42 +128,70 @@ def _link(name: str, key: str, value: Any) -> Interconnect:
     missing = {"gb_s", "latency_us"} - set(table)
     if missing:
         raise ConfigError(f"card {name}: {key} lacks {', '.join(sorted(missing))}")
-    gb_s, latency = _number(name, f"{key}.gb_s", table["gb_s"]), _number(name, f"{key}.latency_us", table["latency_us"])
-    return Interconnect(gb_s * 1e9, latency * 1e-6, int(_number(name, f"{key}.span", table.get("span", 1))))
+    gb_s = _number(name, f"{key}.gb_s", table["gb_s"])
+    latency = _number(name, f"{key}.latency_us", table["latency_us"])
+    return Interconnect(
+        gb_s * 1e9, latency * 1e-6, int(_number(name, f"{key}.span", table.get("span", 1)))
+    )
 
 
 def _check_fields(name: str, data: Mapping[str, Any]) -> None:
     unknown = sorted(set(data) - FIELDS)
     if unknown:
-        raise ConfigError(f"card {name}: unknown fields {', '.join(unknown)}; accepted: {', '.join(sorted(FIELDS))}")
+        raise ConfigError(
+            f"card {name}: unknown fields {', '.join(unknown)}; accepted: "
+            f"{', '.join(sorted(FIELDS))}"
+        )
     missing = sorted(key for key in SOURCED if key not in data)
     if missing:
         raise ConfigError(f"card {name} lacks {', '.join(missing)}")
     sources = data.get("sources")
     unsourced = sorted(set(SOURCED.values()) - set(sources if isinstance(sources, dict) else ()))
     if unsourced:
-        raise ConfigError(f"card {name}: sources lacks {', '.join(unsourced)}; each figure says where it comes from")
+        raise ConfigError(
+            f"card {name}: sources lacks {', '.join(unsourced)}; each figure says where it "
+            "comes from"
+        )
 
 
 def read_device(name: str, data: Any) -> DeviceSpec:
-    """One entry of a cards file. Raises ConfigError naming the card, the field and what is accepted."""
+    """One entry of a cards file. Raises ConfigError naming the card, the field and what is
+    accepted."""
     if not isinstance(data, dict):
         raise ConfigError(f"card {name} must be a table of fields, not {type(data).__name__}")
     if "based_on" in data:
-        data = {**_raw(str(data["based_on"])), **{key: value for key, value in data.items() if key != "based_on"}}
+        data = {
+            **_raw(str(data["based_on"])),
+            **{key: value for key, value in data.items() if key != "based_on"},
+        }
     _check_fields(name, data)
     flops = _table(name, "tflops", data["tflops"], set(DTYPES))
-    optional = {key: _number(name, key, data[key]) for key in ("achieved_bandwidth", "launch_gap_us", "kernel_us") if key in data}
-    achieved = _table(name, "achieved_flops", data["achieved_flops"], set(DTYPES)) if "achieved_flops" in data else {}
-    for key, value in [("achieved_bandwidth", optional.get("achieved_bandwidth", 1.0)), *achieved.items()]:
+    optional = {
+        key: _number(name, key, data[key])
+        for key in ("achieved_bandwidth", "launch_gap_us", "kernel_us")
+        if key in data
+    }
+    achieved = (
+        _table(name, "achieved_flops", data["achieved_flops"], set(DTYPES))
+        if "achieved_flops" in data
+        else {}
+    )
+    for key, value in [
+        ("achieved_bandwidth", optional.get("achieved_bandwidth", 1.0)),
+        *achieved.items(),
+    ]:
         if _number(name, f"achieved {key}", value) > 1.05:
-            raise ConfigError(f"card {name}: achieved {key}={value} is a fraction of the peak; accepted: 0 to 1")
+            raise ConfigError(
+                f"card {name}: achieved {key}={value} is a fraction of the peak; accepted: 0 to 1"
+            )
     return DeviceSpec(
         name=name,
         title=str(data.get("title", name)),
         memory=_number(name, "memory_gib", data["memory_gib"]) * 2**30,
         bandwidth=_number(name, "bandwidth_gb_s", data["bandwidth_gb_s"]) * 1e9,
-        flops=MappingProxyType({key: _number(name, f"tflops.{key}", value) * 1e12 for key, value in flops.items()}),
+        flops=MappingProxyType(
+            {key: _number(name, f"tflops.{key}", value) * 1e12 for key, value in flops.items()}
+        ),
         link=_link(name, "link", data["link"]),
         network=_link(name, "network", data["network"]),
         host_link=_number(name, "host_link_gb_s", data.get("host_link_gb_s", 25)) * 1e9,
@@ -164,7 +229,10 @@ def _shipped() -> dict[str, Any]:
 
 def _raw(name: str) -> dict[str, Any]:
     if name not in _shipped():
-        raise ConfigError(f"card {name!r} is not known; known: {', '.join(sorted(_shipped()))}; or give a YAML file of your own")
+        raise ConfigError(
+            f"card {name!r} is not known; known: {', '.join(sorted(_shipped()))}; or give a "
+            "YAML file of your own"
+        )
     return dict(_shipped()[name])
 
 
@@ -173,14 +241,17 @@ def known_devices() -> list[str]:
 
 
 def load_device(name: str, file: str | Path | None = None) -> DeviceSpec:
-    """A card that ships, by name; or one of a YAML `file`: `name` may be that file's path where it holds one card."""
+    """A card that ships, by name; or one of a YAML `file`: `name` may be that file's path where
+    it holds one card."""
     path = Path(file) if file else Path(name) if name.endswith((".yaml", ".yml")) else None
     if path is None:
         return read_device(name, _raw(name))
     cards = _load(path)
     if file is None:
         if len(cards) != 1:
-            raise ConfigError(f"{path} holds {len(cards)} cards; name one of {', '.join(cards)} beside the file")
+            raise ConfigError(
+                f"{path} holds {len(cards)} cards; name one of {', '.join(cards)} beside the file"
+            )
         name = next(iter(cards))
     if name not in cards:
         raise ConfigError(f"{path} holds no card {name!r}; it holds {', '.join(cards)}")

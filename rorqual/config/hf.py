@@ -1,9 +1,10 @@
 """Read a Hugging Face `config.json` into a ModelConfig, validating everything once.
 
-Both spellings are read: transformers 4 (`rope_scaling` + `rope_theta`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`).
-A field that would change the mathematics and is not supported is refused by name; so is a field never heard of, unless the
-caller lists it in `ignore_fields`. So are the fields of rope_scaling, rope_parameters and
-quantization_config, which `ignore_fields` calls by both names: quantization_config.scale_fmt.
+Both spellings are read: transformers 4 (`rope_scaling` + `rope_theta`, `torch_dtype`) and 5
+(`rope_parameters`, `dtype`). A field that would change the mathematics and is not supported is
+refused by name; so is a field never heard of, unless the caller lists it in `ignore_fields`. So are
+the fields of rope_scaling, rope_parameters and quantization_config, which `ignore_fields` calls by
+both names: quantization_config.scale_fmt.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _fields(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# Fields without effect on inference results: bookkeeping, training, and generation defaults that live elsewhere.
+# Fields without effect on inference results: bookkeeping, training, and generation defaults that
+# live elsewhere.
 HARMLESS = _fields(
     """architectures model_type transformers_version auto_map _name_or_path name_or_path use_cache initializer_range attention_dropout
     pretraining_tp ep_size num_mtp_layers aux_loss_alpha seq_aux router_aux_loss_coef output_router_logits bos_token_id eos_token_id
@@ -147,19 +149,26 @@ class _Reader:
                 continue
             if name in UNSUPPORTED:
                 if value not in UNSUPPORTED[name] and not self._harmless_list(name, value):
-                    raise ConfigError(f"config field {name}={value!r} changes the result and is not supported for {self.family}")
+                    raise ConfigError(
+                        f"config field {name}={value!r} changes the result and is not "
+                        f"supported for {self.family}"
+                    )
                 continue
             raise ConfigError(
-                f"config field {name}={value!r} is unknown for {self.family} and may change the result; "
+                f"config field {name}={value!r} is unknown for {self.family} and may "
+                "change the result; "
                 "ignore_config_fields takes fields to skip"
             )
         if self.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"hidden_act={self.data['hidden_act']!r} is not supported; accepted: silu")
+            raise ConfigError(
+                f"hidden_act={self.data['hidden_act']!r} is not supported; accepted: silu"
+            )
 
     def _harmless_list(self, name: str, value: Any) -> bool:
         if name == "layer_types":
             return isinstance(value, list) and all(kind == "full_attention" for kind in value)
-        return name == "mlp_layer_types" and isinstance(value, list)  # compared with moe_layers by the caller
+        # compared with moe_layers by the caller
+        return name == "mlp_layer_types" and isinstance(value, list)
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.data.get(name)
@@ -170,7 +179,9 @@ class _Reader:
             value = self.data.get(name)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise ConfigError(f"config field {name}={value!r} must be an integer of at least {least}")
+                    raise ConfigError(
+                        f"config field {name}={value!r} must be an integer of at least {least}"
+                    )
                 return value
         if default is None:
             raise ConfigError(f"config field {names[0]} is missing")
@@ -178,14 +189,20 @@ class _Reader:
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+        ):
             raise ConfigError(f"config field {name}={value!r} must be a finite number")
         return float(value)
 
     def one_of(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
         value = self.get(name, default)
         if value not in accepted:
-            raise ConfigError(f"config field {name}={value!r} is not supported; accepted: {', '.join(accepted)}")
+            raise ConfigError(
+                f"config field {name}={value!r} is not supported; accepted: {', '.join(accepted)}"
+            )
         return str(value)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
@@ -198,8 +215,13 @@ class _Reader:
         """A list of integers; with `single`, one alone will do."""
         value = self.get(name, [])
         found = [value] if single and not isinstance(value, list) else value
-        if not isinstance(found, list) or not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
-            raise ConfigError(f"config field {name}={value!r} must be {'an integer or ' if single else ''}a list of integers")
+        if not isinstance(found, list) or not all(
+            isinstance(item, int) and not isinstance(item, bool) for item in found
+        ):
+            raise ConfigError(
+                f"config field {name}={value!r} must be "
+                f"{'an integer or ' if single else ''}a list of integers"
+            )
         return tuple(found)
 
     def refuse_nested(
@@ -291,7 +313,10 @@ class _Reader:
         if not isinstance(truncate, bool):
             raise ConfigError(f"rope field {places['truncate']}={truncate!r} must be true or false")
         if values.get("partial_rotary_factor", 1.0) != 1:
-            raise ConfigError(f"partial_rotary_factor={values['partial_rotary_factor']!r} is not supported; accepted: 1.0")
+            raise ConfigError(
+                f"partial_rotary_factor={values['partial_rotary_factor']!r} is not "
+                "supported; accepted: 1.0"
+            )
 
     def _scaled_rope(self, base: RopeConfig, values: Mapping[str, Any], place: str) -> RopeConfig:
         given = values.get("original_max_position_embeddings")
@@ -321,13 +346,17 @@ class _Reader:
         values = self.mapping(name)
         if not values:
             return None
-        method, fmt = values.get("quant_method"), values.get("fmt", "e4m3")
+        method = values.get("quant_method")
+        fmt = values.get("fmt", "e4m3")
         block = values.get("weight_block_size")
         if method != "fp8" or fmt != "e4m3" or not block:
             given = f"quant_method={method!r} fmt={fmt!r} weight_block_size={block!r}"
             raise ConfigError(f"{name} {given} is not supported; accepted: fp8, e4m3, [128, 128]")
         if values.get("activation_scheme", "dynamic") != "dynamic":
-            raise ConfigError(f"activation_scheme={values['activation_scheme']!r} is not supported; accepted: dynamic")
+            raise ConfigError(
+                f"activation_scheme={values['activation_scheme']!r} is not supported; "
+                "accepted: dynamic"
+            )
         if list(block) != [128, 128]:
             raise ConfigError(f"weight_block_size={block!r} is not supported; accepted: [128, 128]")
         self.refuse_nested(name, values, QUANT, QUANT_OFF, f"quant_method {method}")
@@ -338,9 +367,13 @@ class _Reader:
     def common(self, rope: RopeConfig) -> dict[str, Any]:
         dtype = str(self.get("dtype", self.get("torch_dtype", "bfloat16"))).removeprefix("torch.")
         if dtype not in ("bfloat16", "float16", "float32"):
-            raise ConfigError(f"dtype={dtype!r} is not supported; accepted: bfloat16, float16, float32")
+            raise ConfigError(
+                f"dtype={dtype!r} is not supported; accepted: bfloat16, float16, float32"
+            )
         return {
-            "architecture": next(name for name, family in ARCHITECTURES.items() if family == self.family),
+            "architecture": next(
+                name for name, family in ARCHITECTURES.items() if family == self.family
+            ),
             "family": self.family,
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": self.integer("hidden_size"),
@@ -362,7 +395,10 @@ def _read_deepseek(reader: _Reader) -> ModelConfig:
     third = reader.family == "deepseek_v3"
     heads = reader.integer("num_attention_heads")
     if reader.integer("num_key_value_heads", default=heads) != heads:
-        raise ConfigError(f"num_key_value_heads={reader.get('num_key_value_heads')} must equal num_attention_heads={heads} for MLA")
+        raise ConfigError(
+            f"num_key_value_heads={reader.get('num_key_value_heads')} must equal "
+            f"num_attention_heads={heads} for MLA"
+        )
     # A missing q_lora_rank takes the published default; an explicit null means a single q_proj.
     q_lora = reader.data.get("q_lora_rank", 1536)
     attention = MLAConfig(
@@ -388,14 +424,23 @@ def _read_deepseek(reader: _Reader) -> ModelConfig:
 
 
 def _deepseek_moe(reader: _Reader, third: bool) -> MoEConfig:
-    norm, scaling = bool(reader.get("norm_topk_prob", third)), reader.number("routed_scaling_factor", 2.5 if third else 1.0)
-    method = reader.one_of("topk_method", "noaux_tc" if third else "greedy", ("greedy", "group_limited_greedy", "noaux_tc"))
+    norm = bool(reader.get("norm_topk_prob", third))
+    scaling = reader.number("routed_scaling_factor", 2.5 if third else 1.0)
+    method = reader.one_of(
+        "topk_method",
+        "noaux_tc" if third else "greedy",
+        ("greedy", "group_limited_greedy", "noaux_tc"),
+    )
     moe = MoEConfig(
-        num_experts=reader.integer("n_routed_experts", "num_experts", "num_local_experts", default=256 if third else 64),
+        num_experts=reader.integer(
+            "n_routed_experts", "num_experts", "num_local_experts", default=256 if third else 64
+        ),
         top_k=reader.integer("num_experts_per_tok", default=8 if third else None),
         intermediate_size=reader.integer("moe_intermediate_size"),
         num_shared=reader.integer("n_shared_experts", default=0, least=0),
-        scoring=reader.one_of("scoring_func", "sigmoid" if third else "softmax", ("sigmoid", "softmax")),
+        scoring=reader.one_of(
+            "scoring_func", "sigmoid" if third else "softmax", ("sigmoid", "softmax")
+        ),
         method=method,
         n_group=reader.integer("n_group", default=8 if third else 1),
         topk_group=reader.integer("topk_group", default=4 if third else 1),
@@ -412,11 +457,20 @@ def _check_groups(moe: MoEConfig) -> None:
     if moe.top_k > moe.num_experts:
         raise ConfigError(f"num_experts_per_tok={moe.top_k} exceeds the {moe.num_experts} experts")
     if grouped and (moe.num_experts % moe.n_group or not 1 <= moe.topk_group <= moe.n_group):
-        raise ConfigError(f"n_group={moe.n_group}, topk_group={moe.topk_group} do not divide {moe.num_experts} experts")
+        raise ConfigError(
+            f"n_group={moe.n_group}, topk_group={moe.topk_group} do not divide "
+            f"{moe.num_experts} experts"
+        )
     if grouped and moe.topk_group * (moe.num_experts // moe.n_group) < moe.top_k:
-        raise ConfigError(f"topk_group={moe.topk_group} groups hold fewer than num_experts_per_tok={moe.top_k} experts")
+        raise ConfigError(
+            f"topk_group={moe.topk_group} groups hold fewer than "
+            f"num_experts_per_tok={moe.top_k} experts"
+        )
     if moe.method == "noaux_tc" and moe.num_experts // moe.n_group < 2:
-        raise ConfigError(f"noaux_tc needs two experts a group; n_group={moe.n_group} of {moe.num_experts} experts leaves one")
+        raise ConfigError(
+            f"noaux_tc needs two experts a group; n_group={moe.n_group} of {moe.num_experts} "
+            "experts leaves one"
+        )
 
 
 def _deepseek_layers(reader: _Reader, num_layers: int, third: bool) -> tuple[bool, ...]:
@@ -424,7 +478,9 @@ def _deepseek_layers(reader: _Reader, num_layers: int, third: bool) -> tuple[boo
     frequency = reader.get("moe_layer_freq", 1)
     if isinstance(frequency, list):
         if len(frequency) != num_layers:
-            raise ConfigError(f"moe_layer_freq lists {len(frequency)} layers, num_hidden_layers is {num_layers}")
+            raise ConfigError(
+                f"moe_layer_freq lists {len(frequency)} layers, num_hidden_layers is {num_layers}"
+            )
         layers = tuple(bool(flag) and i >= first for i, flag in enumerate(frequency))
     else:
         step = reader.integer("moe_layer_freq", default=1)
@@ -449,7 +505,10 @@ def _read_qwen(reader: _Reader) -> ModelConfig:
     )
     common = reader.common(reader.rope(attention.head_dim, interleaved=False))
     if heads % attention.num_kv_heads:
-        raise ConfigError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={attention.num_kv_heads}")
+        raise ConfigError(
+            f"num_attention_heads={heads} is no multiple of "
+            f"num_key_value_heads={attention.num_kv_heads}"
+        )
     moe = MoEConfig(
         num_experts=reader.integer("num_experts", "num_local_experts"),
         top_k=reader.integer("num_experts_per_tok"),
@@ -458,7 +517,8 @@ def _read_qwen(reader: _Reader) -> ModelConfig:
         router_fp32=False,
     )
     _check_groups(moe)
-    step, dense = reader.integer("decoder_sparse_step", default=1), set(reader.integers("mlp_only_layers"))
+    step = reader.integer("decoder_sparse_step", default=1)
+    dense = set(reader.integers("mlp_only_layers"))
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(common["num_layers"]))
     return ModelConfig(
         **common,

@@ -1,6 +1,8 @@
-"""What a model is: frozen data with the formulas that belong to it. No torch. `hf_config` reads it from a config.json.
+"""What a model is: frozen data with the formulas that belong to it. No torch. `hf_config` reads it
+from a config.json.
 
-Also the few things the environment decides: where caches live, which compiler there is, and what whoever started this process says of it.
+Also the few things the environment decides: where caches live, which compiler there is, and what
+whoever started this process says of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ SHORTEST_SECRET = 16
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of `dim` columns. YaRN after arXiv 2309.00071 with DeepSeek's two mscales (arXiv 2405.04434)."""
+    """Rotary embedding of `dim` columns. YaRN after arXiv 2309.00071 with DeepSeek's two mscales
+    (arXiv 2405.04434)."""
 
     dim: int
     theta: float
@@ -59,7 +62,9 @@ class RopeConfig:
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self.yarn_mscale(self.factor, self.mscale) / self.yarn_mscale(self.factor, self.mscale_all_dim)
+            return self.yarn_mscale(self.factor, self.mscale) / self.yarn_mscale(
+                self.factor, self.mscale_all_dim
+            )
         return self.yarn_mscale(self.factor, 1.0)
 
     @property
@@ -124,7 +129,10 @@ class QuantConfig:
     ignored: tuple[str, ...] = ()
 
     def covers(self, module: str) -> bool:
-        return not any(module == name or module.startswith(name + ".") or module.endswith("." + name) for name in self.ignored)
+        return not any(
+            module == name or module.startswith(name + ".") or module.endswith("." + name)
+            for name in self.ignored
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,11 @@ class ModelConfig:
         return isinstance(self.attention, MLAConfig)
 
     @staticmethod
-    def from_file(folder: str | Path, ignore_fields: Iterable[str] = (), overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_file(
+        folder: str | Path,
+        ignore_fields: Iterable[str] = (),
+        overrides: Mapping[str, Any] | None = None,
+    ) -> ModelConfig:
         """The config.json of a folder, with `overrides` in place of its fields."""
         path = Path(folder) / "config.json"
         try:
@@ -169,63 +181,90 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], ignore_fields: Iterable[str] = ()) -> ModelConfig:
-        """Raises ConfigError, naming the field, for what is invalid or would be computed wrongly."""
+        """Raises ConfigError, naming the field, for what is invalid or would be computed
+        wrongly."""
         from rorqual.config.hf import read_config  # reads into the classes above
 
         return read_config(data, ignore_fields)
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and tuned configurations live: RORQUAL_CACHE, else the user's cache folder."""
+    """Where compiled kernels and tuned configurations live: RORQUAL_CACHE, else the user's cache
+    folder."""
     given = os.environ.get("RORQUAL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(base) / "rorqual"
 
 
 def triton_cache_folder() -> Path | None:
-    """Where Triton is to keep compiled kernels. None where TRITON_CACHE_DIR or TRITON_HOME say so themselves."""
-    return None if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys() else cache_folder() / "triton"
+    """Where Triton is to keep compiled kernels. None where TRITON_CACHE_DIR or TRITON_HOME say
+    so themselves."""
+    return (
+        None
+        if {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys()
+        else cache_folder() / "triton"
+    )
 
 
 def child_environment() -> dict[str, str]:
-    """What a process started by this one inherits: the same environment, and the folder this package was imported from."""
+    """What a process started by this one inherits: the same environment, and the folder this
+    package was imported from."""
     folder = str(Path(__file__).resolve().parents[2])
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{known}" if known else folder}
 
 
 def collectives_on(interface: str) -> None:
-    """Collectives between ranks take this network interface, unless the environment names another."""
+    """Collectives between ranks take this network interface, unless the environment names
+    another."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign NCCL takes all names that begin so
+    # without the sign NCCL takes all names that begin so
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def visible_device(number: int) -> int:
-    """Where the host's card `number` stands among those that this process sees (CUDA_VISIBLE_DEVICES)."""
+    """Where the host's card `number` stands among those that this process sees
+    (CUDA_VISIBLE_DEVICES)."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else []
     return names.index(str(number)) if str(number) in names else number
 
 
 def torchrun_variables() -> dict[str, str]:
-    """What torchrun, or whoever starts ranks in its way, tells a process about its place; those that are set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+    """What torchrun, or whoever starts ranks in its way, tells a process about its place; those
+    that are set."""
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def shared_secret(file: str | None) -> bytes | None:
-    """What all ranks of an engine on several hosts know: the content of `file`, else RORQUAL_SECRET, else None. Raises ConfigError."""
+    """What all ranks of an engine on several hosts know: the content of `file`, else
+    RORQUAL_SECRET, else None. Raises ConfigError."""
     text = os.environ.get("RORQUAL_SECRET", "")
     if file is not None:
         try:
             if Path(file).stat().st_mode & 0o077:
-                raise ConfigError(f"secret_file={file!r} can be read by other users; accepted: mode 600 or 400")
+                raise ConfigError(
+                    f"secret_file={file!r} can be read by other users; accepted: mode 600 or 400"
+                )
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"secret_file={file!r} cannot be read: {getattr(error, 'strerror', error)}") from None
+            raise ConfigError(
+                f"secret_file={file!r} cannot be read: {getattr(error, 'strerror', error)}"
+            ) from None
     secret = text.strip().encode()
     if (secret or file is not None) and len(secret) < SHORTEST_SECRET:
-        raise ConfigError(f"the secret has {len(secret)} bytes; accepted: at least {SHORTEST_SECRET}")
+        raise ConfigError(
+            f"the secret has {len(secret)} bytes; accepted: at least {SHORTEST_SECRET}"
+        )
     return secret or None
 
 
@@ -237,8 +276,9 @@ def die_with_parent() -> None:
 
 @contextmanager
 def compiler_caches_in(folder: Path) -> Iterator[None]:
-    """torch.compile reads and writes its caches in `folder` meanwhile. torch takes that place from the environment and from nowhere
-    else, so the variable is set for as long as something is compiled. The folder is the user's alone: what torch finds there, it runs."""
+    """torch.compile reads and writes its caches in `folder` meanwhile. torch takes that place
+    from the environment and from nowhere else, so the variable is set for as long as something
+    is compiled. The folder is the user's alone: what torch finds there, it runs."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     before = os.environ.get(TORCH_CACHE)
     os.environ[TORCH_CACHE] = str(folder)

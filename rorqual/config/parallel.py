@@ -1,7 +1,8 @@
-"""How a model is spread over ranks: independent sizes for its parts, validated in one place. No torch.
+"""How a model is spread over ranks: independent sizes for its parts, validated in one place. No
+torch.
 
-A world of `pp` pipeline stages, each of `stage = tp * dp` ranks. Within a stage a rank's number is dp_rank * tp + tp_rank. The same
-ranks are cut anew for each part of a layer:
+A world of `pp` pipeline stages, each of `stage = tp * dp` ranks. Within a stage a rank's number is
+dp_rank * tp + tp_rank. The same ranks are cut anew for each part of a layer:
 
 | part          | groups of a stage                                             | what a group shares                         |
 |---------------|---------------------------------------------------------------|---------------------------------------------|
@@ -11,7 +12,8 @@ ranks are cut anew for each part of a layer:
 | embedding     | groups of embed_tp ranks                                      | rows of the vocabulary                      |
 | LM head       | groups of head_tp ranks                                       | rows of the vocabulary                      |
 
-Groups are blocks of neighbouring ranks, so groups of dense_tp, embed_tp or head_tp lie inside an attention group or consist of whole ones.
+Groups are blocks of neighbouring ranks, so groups of dense_tp, embed_tp or head_tp lie inside an
+attention group or consist of whole ones.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_l
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """None follows attention: dense_tp, embed_tp and head_tp are tp, ep is 1 (experts split by columns over the whole stage).
+    """None follows attention: dense_tp, embed_tp and head_tp are tp, ep is 1 (experts split by
+    columns over the whole stage).
 
-    micro_batches: how many a pipeline keeps under way (None: pp). exchange: how tokens reach experts (`auto` picks by phase and size, see
-    parallel/exchange_policy.py). sequence_parallel: between attention and feed-forward each rank of an attention group keeps its share of the tokens
-    (reduce-scatter and all-gather in place of all-reduces); implied where dense_tp is smaller than tp, or a step's exchange needs it.
-    fp8_dispatch: the low-latency exchange sends hidden states as e4m3 with one scale for 128 columns, which rounds them.
+    micro_batches: how many a pipeline keeps under way (None: pp). exchange: how tokens reach
+    experts (`auto` picks by phase and size, see parallel/exchange_policy.py). sequence_parallel:
+    between attention and feed-forward each rank of an attention group keeps its share of the tokens
+    (reduce-scatter and all-gather in place of all-reduces); implied where dense_tp is smaller than
+    tp, or a step's exchange needs it. fp8_dispatch: the low-latency exchange sends hidden states as
+    e4m3 with one scale for 128 columns, which rounds them.
     """
 
     tp: int = 1
@@ -49,36 +54,58 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name in ("exchange", "sequence_parallel", "fp8_dispatch") or (value is None and item.default is None):
+            if item.name in ("exchange", "sequence_parallel", "fp8_dispatch") or (
+                value is None and item.default is None
+            ):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{item.name}={value!r} must be an integer of at least 1")
         if self.exchange not in EXCHANGES:
-            raise ConfigError(f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}")
+            raise ConfigError(
+                f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}"
+            )
         for name in ("dense_tp", "embed_tp", "head_tp", "micro_batches"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.pp if name == "micro_batches" else self.tp)
         for name in ("ep", "dense_tp", "embed_tp", "head_tp"):
             if self.stage % getattr(self, name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} does not divide the {self.stage} ranks of a stage (tp={self.tp} x dp={self.dp})"
+                    f"{name}={getattr(self, name)} does not divide the {self.stage} "
+                    f"ranks of a stage (tp={self.tp} x dp={self.dp})"
                 )
         for name in ("dense_tp", "embed_tp", "head_tp"):
             size = getattr(self, name)
             if size % self.tp and self.tp % size:
-                raise ConfigError(f"{name}={size} neither divides nor is a multiple of tp={self.tp}")
+                raise ConfigError(
+                    f"{name}={size} neither divides nor is a multiple of tp={self.tp}"
+                )
         self._check_exchange()
 
     def _check_exchange(self) -> None:
         name = self.exchange
         if name == "local" and self.dp > 1:
-            raise ConfigError(f"exchange='local' needs dp=1, got dp={self.dp}: tokens of other ranks must reach this rank's experts")
-        if name == "local" and self.tp > 1 and (self.sequence_parallel or (self.dense_tp or 1) < self.tp):
-            raise ConfigError("exchange='local' needs every token on every rank: not with sequence_parallel, nor with dense_tp below tp")
+            raise ConfigError(
+                f"exchange='local' needs dp=1, got dp={self.dp}: tokens of other ranks must "
+                "reach this rank's experts"
+            )
+        if (
+            name == "local"
+            and self.tp > 1
+            and (self.sequence_parallel or (self.dense_tp or 1) < self.tp)
+        ):
+            raise ConfigError(
+                "exchange='local' needs every token on every rank: not with "
+                "sequence_parallel, nor with dense_tp below tp"
+            )
         if name == "allgather_tp" and self.ep > 1:
-            raise ConfigError(f"exchange='allgather_tp' cuts every expert and needs ep=1, got ep={self.ep}; allgather_ep takes whole ones")
+            raise ConfigError(
+                "exchange='allgather_tp' cuts every expert and needs ep=1, got "
+                f"ep={self.ep}; allgather_ep takes whole ones"
+            )
         if name in ("allgather_ep", "alltoall", "low_latency") and self.ep == 1:
-            raise ConfigError(f"exchange={name!r} sends tokens to whole experts and needs ep of at least 2")
+            raise ConfigError(
+                f"exchange={name!r} sends tokens to whole experts and needs ep of at least 2"
+            )
 
     @property
     def stage(self) -> int:
@@ -99,7 +126,8 @@ class ParallelConfig:
         return self.world == 1
 
     def stage_layers(self, num_layers: int, pp_rank: int) -> range:
-        """The layers of one pipeline stage: as equal as possible, longer stages first (the last one has the head as well)."""
+        """The layers of one pipeline stage: as equal as possible, longer stages first (the last
+        one has the head as well)."""
         each, more = divmod(num_layers, self.pp)
         start = pp_rank * each + min(pp_rank, more)
         return range(start, start + each + (pp_rank < more))
@@ -112,18 +140,36 @@ def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
         if count % size:
             raise ConfigError(f"{name}={size} does not divide the model's {count} {what}")
 
-    attention, moe = model.attention, model.moe
+    attention = model.attention
+    moe = model.moe
     divides("tp", sizes.tp, "attention heads", attention.num_heads)
-    if isinstance(attention, GQAConfig) and sizes.tp % attention.num_kv_heads and attention.num_kv_heads % sizes.tp:
-        raise ConfigError(f"tp={sizes.tp} neither divides nor is a multiple of the model's {attention.num_kv_heads} key-value heads")
+    if (
+        isinstance(attention, GQAConfig)
+        and sizes.tp % attention.num_kv_heads
+        and attention.num_kv_heads % sizes.tp
+    ):
+        raise ConfigError(
+            f"tp={sizes.tp} neither divides nor is a multiple of the model's "
+            f"{attention.num_kv_heads} key-value heads"
+        )
     divides("ep", sizes.ep, "experts", moe.num_experts)
     divides("expert_tp", sizes.expert_tp, "columns of an expert", moe.intermediate_size)
     if moe.num_shared:
-        divides("dense_tp", sizes.dense_tp or 1, "columns of the shared experts", moe.num_shared * moe.intermediate_size)
+        divides(
+            "dense_tp",
+            sizes.dense_tp or 1,
+            "columns of the shared experts",
+            moe.num_shared * moe.intermediate_size,
+        )
     if not all(model.moe_layers):
-        divides("dense_tp", sizes.dense_tp or 1, "columns of a dense layer", model.dense_intermediate)
+        divides(
+            "dense_tp", sizes.dense_tp or 1, "columns of a dense layer", model.dense_intermediate
+        )
     if model.tie_embeddings and sizes.embed_tp != sizes.head_tp:
-        raise ConfigError(f"the model's head is its embedding: embed_tp={sizes.embed_tp} and head_tp={sizes.head_tp} must be equal")
+        raise ConfigError(
+            f"the model's head is its embedding: embed_tp={sizes.embed_tp} and "
+            f"head_tp={sizes.head_tp} must be equal"
+        )
     if sizes.pp > model.num_layers:
         raise ConfigError(f"pp={sizes.pp} exceeds the model's {model.num_layers} layers")
     if model.quant is not None:
@@ -135,13 +181,24 @@ def _check_blocks(model: ModelConfig, sizes: ParallelConfig) -> None:
     assert model.quant is not None
     rows = model.quant.block[0]
     attention = model.attention
-    outputs = attention.num_heads * (attention.head_dim if isinstance(attention, GQAConfig) else attention.v_dim)
+    outputs = attention.num_heads * (
+        attention.head_dim if isinstance(attention, GQAConfig) else attention.v_dim
+    )
     cuts = [("tp", sizes.tp, "the attention output", outputs)]
     cuts += [("expert_tp", sizes.expert_tp, "an expert", model.moe.intermediate_size)]
     if model.moe.num_shared:
-        cuts.append(("dense_tp", sizes.dense_tp or 1, "the shared experts", model.moe.num_shared * model.moe.intermediate_size))
+        cuts.append(
+            (
+                "dense_tp",
+                sizes.dense_tp or 1,
+                "the shared experts",
+                model.moe.num_shared * model.moe.intermediate_size,
+            )
+        )
     if not all(model.moe_layers):
         cuts.append(("dense_tp", sizes.dense_tp or 1, "a dense layer", model.dense_intermediate))
     for name, size, what, columns in cuts:
         if size > 1 and (columns // size) % rows:
-            raise ConfigError(f"{name}={size} cuts {what} of {columns} columns inside an fp8 block of {rows}")
+            raise ConfigError(
+                f"{name}={size} cuts {what} of {columns} columns inside an fp8 block of {rows}"
+            )

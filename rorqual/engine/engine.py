@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Stats:
-    """Counts since the engine started, and seconds of start-up by phase. allreduce_backend, all2all_backend: of decode
-    steps, in words.
+    """Counts since the engine started, and seconds of start-up by phase. allreduce_backend,
+    all2all_backend: of decode steps, in words.
 
-    drafted and accepted count speculative tokens by their position in the draft (element 0 is the first token guessed).
+    drafted and accepted count speculative tokens by their position in the draft (element 0 is the
+    first token guessed).
     """
 
     steps: int = 0
@@ -50,38 +51,55 @@ class Stats:
 
 
 class Engine:
-    """add requests, call `step` until nothing is left; each call returns the tokens that became known.
+    """add requests, call `step` until nothing is left; each call returns the tokens that became
+    known.
 
-    With several ranks this process is rank 0: it starts the others, schedules for all, and computes its own share; a lone rank schedules
-    for itself and takes the others to do the same.
+    With several ranks this process is rank 0: it starts the others, schedules for all, and computes
+    its own share; a lone rank schedules for itself and takes the others to do the same.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
         sizes = config.parallel
-        self.group = None if sizes.is_single or config.single_rank_bench else DistributedExecutor(config)
+        self.group = (
+            None if sizes.is_single or config.single_rank_bench else DistributedExecutor(config)
+        )
         if self.group is None:
             check_alone(config)
             mesh = Mesh.fake(sizes) if config.single_rank_bench else Mesh.single()
-            self.rank = Worker(config, make_platform(rank_device(config, config.first_device)), mesh)
+            self.rank = Worker(
+                config, make_platform(rank_device(config, config.first_device)), mesh
+            )
             self.scheduler: Scheduler | DataParallelScheduler = Scheduler(self._scheduler_config())
         else:
             self.rank = self.group.start()
             self.scheduler = DataParallelScheduler(self._scheduler_config(), sizes.dp)
         rank = self.rank
-        self.platform, self.model, self.model_config, self.runner = rank.platform, rank.model, rank.model_config, rank.runner
-        self.dtype, self.max_model_len, self.depth = rank.dtype, rank.max_model_len, rank.depth
-        self.speculation, self.mtp_layers = rank.speculation, rank.mtp_layers
-        self.controller = DraftController(config.num_speculative_tokens, adaptive=config.speculative_policy == "adaptive")
-        self.stats = Stats(drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=rank.startup)
-        self.stats.allreduce_backend, self.stats.all2all_backend = rank.allreduce_backend, rank.all2all_backend
+        self.platform = rank.platform
+        self.model = rank.model
+        self.model_config = rank.model_config
+        self.runner = rank.runner
+        self.dtype = rank.dtype
+        self.max_model_len = rank.max_model_len
+        self.depth = rank.depth
+        self.speculation = rank.speculation
+        self.mtp_layers = rank.mtp_layers
+        self.controller = DraftController(
+            config.num_speculative_tokens, adaptive=config.speculative_policy == "adaptive"
+        )
+        self.stats = Stats(
+            drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=rank.startup
+        )
+        self.stats.allreduce_backend = rank.allreduce_backend
+        self.stats.all2all_backend = rank.all2all_backend
         self.stats.compiled = rank.compiled.stats if rank.compiled else None
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self._collected = 0.0
         self._whole = True
 
     def _scheduler_config(self) -> SchedulerConfig:
-        config, rank = self.config, self.rank
+        config = self.config
+        rank = self.rank
         return SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -98,7 +116,8 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars | None:
-        """Makes matchers for requests with structured output; whoever owns a tokenizer sets it. With several ranks: SharedGrammars."""
+        """Makes matchers for requests with structured output; whoever owns a tokenizer sets it.
+        With several ranks: SharedGrammars."""
         return self.runner.rows.grammars
 
     @grammars.setter
@@ -116,7 +135,10 @@ class Engine:
         if wrong is not None:
             raise RequestError(f"the prompt holds token id {wrong}; accepted: 0 to {vocab - 1}")
         params = request.params
-        for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (
+            ("logit_bias", params.logit_bias or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
             wrong = next((token for token in ids if token >= vocab), None)
             if wrong is not None:
                 raise RequestError(f"{name}={wrong} is no token id; accepted: 0 to {vocab - 1}")
@@ -204,10 +226,13 @@ class Engine:
         return found
 
     def launch(self) -> bool:
-        """Plan a step and launch it; False when there is nothing to plan before a step in flight is taken in."""
+        """Plan a step and launch it; False when there is nothing to plan before a step in flight
+        is taken in."""
         with self._changing():
             if self.config.num_speculative_tokens:
-                self.scheduler.num_speculative_tokens = self.controller.next_count(len(self.scheduler.decoding))
+                self.scheduler.num_speculative_tokens = self.controller.next_count(
+                    len(self.scheduler.decoding)
+                )
             planned = self.scheduler.plan()
             if planned is None:
                 return False
@@ -232,8 +257,15 @@ class Engine:
             return outs
 
     def _observe(self, planned: InFlight | DataParallelInFlight, tokens: int) -> None:
-        """Tell the controller what a step of decoding alone brought, and how long it took since the one before was read."""
-        now, before = time.perf_counter(), self._collected
+        """Tell the controller what a step of decoding alone brought, and how long it took since
+        the one before was read."""
+        now = time.perf_counter()
+        before = self._collected
         self._collected = now
         if before and planned.plan.decode_slots and not planned.plan.chunks:
-            self.controller.observe(len(planned.plan.decode_slots), planned.plan.num_speculative_tokens, tokens, now - before)
+            self.controller.observe(
+                len(planned.plan.decode_slots),
+                planned.plan.num_speculative_tokens,
+                tokens,
+                now - before,
+            )

@@ -16,22 +16,31 @@ from rorqual.parallel.shard import Shard
 
 
 def kv_cut(tp: Shard, groups: int) -> Shard:
-    """Which key-value heads belong to the query heads of a rank: its share, or one that several ranks hold where tp exceeds them."""
+    """Which key-value heads belong to the query heads of a rank: its share, or one that several
+    ranks hold where tp exceeds them."""
     return tp if groups >= tp.count else Shard(tp.index * groups // tp.count, groups)
 
 
 class GQA:
-    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the step's tokens, a partial sum over tp;
-    writes the step's keys and values to the cache before attending."""
+    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the
+    step's tokens, a partial sum over tp; writes the step's keys and values to the cache before
+    attending."""
 
     def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str):
         assert isinstance(config.attention, GQAConfig)
-        self.config, self.index, self.ops = config.attention, index, build.ops
-        heads, groups, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        self.config = config.attention
+        self.index = index
+        self.ops = build.ops
+        heads = self.config.num_heads
+        groups = self.config.num_kv_heads
+        dim = self.config.head_dim
         shard = build.mesh.tp.shard
         shared = kv_cut(shard, groups)
         names = (("q_proj", heads, shard), ("k_proj", groups, shared), ("v_proj", groups, shared))
-        parts = [Part(f"{prefix}.{name}", count * dim, self.config.bias, held) for name, count, held in names]
+        parts = [
+            Part(f"{prefix}.{name}", count * dim, self.config.bias, held)
+            for name, count, held in names
+        ]
         self.qkv = Linear(build, parts, config.hidden_size, merged=f"{prefix}.qkv_proj")
         out = Part(f"{prefix}.o_proj", config.hidden_size, self.config.bias)
         self.out = Linear(build, [out], heads * dim, gain=build.residual_gain, shard=shard)
@@ -43,10 +52,17 @@ class GQA:
         if not step.segments:  # an idle rank
             return x
         planes = step.pool.layers[self.index]
-        qkv = self.qkv.forward(step.layout.gather(x)).view(step.num_tokens, -1, self.config.head_dim)
+        qkv = self.qkv.forward(step.layout.gather(x)).view(
+            step.num_tokens, -1, self.config.head_dim
+        )
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = self.ops.gqa_prologue(qkv, *norms, step.cos, step.sin, (planes["k"], planes["v"]), step.slot_mapping)
-        outs = [self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale) for segment, part in step.segments]
+        q = self.ops.gqa_prologue(
+            qkv, *norms, step.cos, step.sin, (planes["k"], planes["v"]), step.slot_mapping
+        )
+        outs = [
+            self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale)
+            for segment, part in step.segments
+        ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return self.out.forward(out.flatten(1))
 

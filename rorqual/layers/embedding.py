@@ -17,8 +17,10 @@ class Embedding:
     """forward: token ids [T] to [T, hidden], complete on every rank of the attention group."""
 
     def __init__(self, build: Build, name: str, vocabulary: int, hidden: int, axis: str = "embed"):
-        self.ops, self.mesh = build.ops, build.mesh
-        self.name, self.whole = name, (vocabulary, hidden)
+        self.ops = build.ops
+        self.mesh = build.mesh
+        self.name = name
+        self.whole = (vocabulary, hidden)
         self.shard = build.mesh.axes[axis].shard
         self.start, self.stop = self.shard.span(vocabulary)
         self.table = build.embedding(self.stop - self.start, hidden)
@@ -27,7 +29,8 @@ class Embedding:
         if self.shard.count == 1:
             return self.ops.embed(ids, self.table)
         assert isinstance(layout, MultiRankLayout)
-        group, others = self.mesh.axes["embed"], self.mesh.axes["embed_dp"]
+        group = self.mesh.axes["embed"]
+        others = self.mesh.axes["embed_dp"]
         if others.size == 1:
             return group.all_reduce(self._partial(ids))
         counts = layout.embed_counts()
@@ -38,20 +41,26 @@ class Embedding:
         """Rows of the tokens whose entries are here, zero for the others."""
         place = ids - self.start
         outside = (place < 0) | (place >= self.stop - self.start)
-        return self.ops.embed(place.masked_fill(outside, 0), self.table).masked_fill_(outside[:, None], 0)
+        return self.ops.embed(place.masked_fill(outside, 0), self.table).masked_fill_(
+            outside[:, None], 0
+        )
 
     def targets(self) -> Iterator[Target]:
         yield Target(self.name, self.table, std=1.0, whole=self.whole, start=(self.start, 0))
 
 
 class Head:
-    """Logits over the whole vocabulary, or its best entry, from hidden states that every rank of the attention group holds.
+    """Logits over the whole vocabulary, or its best entry, from hidden states that every rank of
+    the attention group holds.
 
-    `counts` are the rows of each data-parallel rank, needed where head_tp exceeds tp. A tied head takes the embedding's table.
+    `counts` are the rows of each data-parallel rank, needed where head_tp exceeds tp. A tied head
+    takes the embedding's table.
     """
 
     def __init__(self, build: Build, vocabulary: int, hidden: int, tied: Embedding | None):
-        self.mesh, self.tied, self.vocabulary = build.mesh, tied, vocabulary
+        self.mesh = build.mesh
+        self.tied = tied
+        self.vocabulary = vocabulary
         self.shard = build.mesh.axes["head"].shard
         # fp8 checkpoints keep embedding and head in their wide format.
         part = Part("lm_head", vocabulary, shard=self.shard)
@@ -63,23 +72,30 @@ class Head:
         assert self.tied is not None
         return torch.nn.functional.linear(hidden, self.tied.table)
 
-    def forward(self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True) -> Tensor:
-        """[N, hidden] to [N, vocabulary], fp32 where `wide`; else it may be the activations' dtype, in which the product comes: enough to
-        find the largest."""
+    def forward(
+        self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True
+    ) -> Tensor:
+        """[N, hidden] to [N, vocabulary], fp32 where `wide`; else it may be the activations'
+        dtype, in which the product comes: enough to find the largest."""
         if self.shard.count == 1:
             logits = self._local(hidden)
             return logits.float() if wide else logits
         rows, own = head_rows(self.mesh, hidden, counts)
-        return return_logits(self.mesh, self._local(rows).float(), own, self.shard.lengths(self.vocabulary))
+        return return_logits(
+            self.mesh, self._local(rows).float(), own, self.shard.lengths(self.vocabulary)
+        )
 
     def best(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """The entry with the largest logit, [N] int64, the lowest of equal ones: each rank sends one pair a row, not its logits."""
+        """The entry with the largest logit, [N] int64, the lowest of equal ones: each rank sends
+        one pair a row, not its logits."""
         rows, own = head_rows(self.mesh, hidden, counts)
         logits = self._local(rows).float()
         if not logits.shape[1]:  # more ranks than entries
             logits = logits.new_full((logits.shape[0], 1), float("-inf"))
         value, place = logits.max(-1)
-        pair = torch.stack((value.double(), (place + self.shard.span(self.vocabulary)[0]).double()), 1)
+        pair = torch.stack(
+            (value.double(), (place + self.shard.span(self.vocabulary)[0]).double()), 1
+        )
         pairs = return_logits(self.mesh, pair, own, (2,) * self.shard.count).unflatten(1, (-1, 2))
         values, entries = pairs.unbind(-1)
         tied = values == values.amax(1, keepdim=True)

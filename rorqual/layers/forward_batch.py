@@ -15,11 +15,13 @@ from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 @dataclass
 class ForwardBatch:
-    """Packed tokens of several requests, decoding requests first, then those with a chunk of prompt.
+    """Packed tokens of several requests, decoding requests first, then those with a chunk of
+    prompt.
 
-    token_ids, positions, slot_mapping [T] int64; cos, sin [T, rope/2] fp32. `slot_mapping` is page * page_size + offset.
-    `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None where a kind is absent;
-    both, on a rank that has no token. `layout` says where tokens are on several ranks: Transformer.layout makes it.
+    token_ids, positions, slot_mapping [T] int64; cos, sin [T, rope/2] fp32. `slot_mapping` is page
+    * page_size + offset. `logit_rows` [N] int64 picks the tokens whose next token is wanted.
+    Segments are None where a kind is absent; both, on a rank that has no token. `layout` says where
+    tokens are on several ranks: Transformer.layout makes it.
     """
 
     token_ids: Tensor

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (arXiv 2405.04434) in five forms that compute the same thing at different costs.
+"""Multi-head latent attention (arXiv 2405.04434) in five forms that compute the same thing at
+different costs.
 
 | form     | cached per token          | how a query meets the cache                                                         |
 |----------|---------------------------|-------------------------------------------------------------------------------------|
@@ -28,23 +29,37 @@ from rorqual.ops.interface import AttentionMetadata, MLAWeights, Stretch
 from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.exchange_policy import gathers_latents
 
-LATENT_NORM_EPS = 1e-6  # the published models norm both latents with this, whatever rms_norm_eps says
+# the published models norm both latents with this, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6
 
 
 class MLA:
-    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the step's tokens, a partial sum over tp;
-    writes the step's cache entries before attending.
+    """forward: [rows, hidden] of this rank's part of the residual stream to [T, hidden] of the
+    step's tokens, a partial sum over tp; writes the step's cache entries before attending.
 
-    Over tp the heads are split; the projections to latents, and the latent cache, are on every rank. `config` counts this rank's heads.
+    Over tp the heads are split; the projections to latents, and the latent cache, are on every
+    rank. `config` counts this rank's heads.
     """
 
-    def __init__(self, build: Build, config: ModelConfig, index: int, prefix: str, prefill: str = "CC", decode: str = "A_CC_ME"):
+    def __init__(
+        self,
+        build: Build,
+        config: ModelConfig,
+        index: int,
+        prefix: str,
+        prefill: str = "CC",
+        decode: str = "A_CC_ME",
+    ):
         assert isinstance(config.attention, MLAConfig)
         check_forms(prefill, decode)
-        self.shard, heads = build.mesh.tp.shard, config.attention.num_heads
+        self.shard = build.mesh.tp.shard
+        heads = config.attention.num_heads
         mla = replace(config.attention, num_heads=heads // self.shard.count)
-        self.config, self.index, self.ops = mla, index, build.ops
-        self.prefill_form, self.decode_form = prefill, decode
+        self.config = mla
+        self.index = index
+        self.ops = build.ops
+        self.prefill_form = prefill
+        self.decode_form = decode
         self.interleaved = config.rope.interleaved
         self.gathers_latents = gathers_latents(config)
         self.scale = mla.qk_dim**-0.5 * config.rope.softmax_scale
@@ -53,21 +68,30 @@ class MLA:
         up = Part(f"{prefix}.kv_b_proj", heads * (mla.nope_dim + mla.v_dim), shard=self.shard)
         self.kv_b = Linear(build, [up], mla.kv_lora_rank)
         out = Part(f"{prefix}.o_proj", config.hidden_size, mla.bias)
-        self.out = Linear(build, [out], heads * mla.v_dim, gain=build.residual_gain, shard=self.shard)
+        self.out = Linear(
+            build, [out], heads * mla.v_dim, gain=build.residual_gain, shard=self.shard
+        )
         self.dtype = build.dtype
 
     def _make_query(self, build: Build, config: ModelConfig, prefix: str) -> None:
-        """One GEMM takes the hidden state to [query or its latent | key-value latent | rope key]."""
+        """One GEMM takes the hidden state to [query or its latent | key-value latent | rope
+        key]."""
         mla = config.attention
         assert isinstance(mla, MLAConfig)
         rows = mla.num_heads * mla.qk_dim
         latent = Part(f"{prefix}.kv_a_proj_with_mqa", mla.latent_dim, mla.bias)
         rank = mla.q_lora_rank
-        queries = Part(f"{prefix}.{'q_proj' if rank is None else 'q_b_proj'}", rows, shard=self.shard)
+        queries = Part(
+            f"{prefix}.{'q_proj' if rank is None else 'q_b_proj'}", rows, shard=self.shard
+        )
         first = queries if rank is None else Part(f"{prefix}.q_a_proj", rank, mla.bias)
         self.query_rows = first.local
-        self.down = Linear(build, [first, latent], config.hidden_size, merged=f"{prefix}.fused_qkv_a_proj_with_mqa")
-        self.q_norm = None if rank is None else Norm(build, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
+        self.down = Linear(
+            build, [first, latent], config.hidden_size, merged=f"{prefix}.fused_qkv_a_proj_with_mqa"
+        )
+        self.q_norm = (
+            None if rank is None else Norm(build, f"{prefix}.q_a_layernorm", rank, LATENT_NORM_EPS)
+        )
         self.q_b = None if rank is None else Linear(build, [queries], rank)
 
     def targets(self) -> Iterator[Target]:
@@ -76,10 +100,13 @@ class MLA:
                 yield from layer.targets()
 
     def finalize(self) -> None:
-        """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16: absorbed products read it head by head."""
+        """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16:
+        absorbed products read it head by head."""
         self.kv_b.weight = Weight(dequantize(self.kv_b.weight, self.dtype))
         materialized = "AM_CC_ME" in (self.prefill_form, self.decode_form)
-        q_norm, q_b = (self.q_norm.weight, self.q_b.weight) if self.q_norm and self.q_b else (None, None)
+        q_norm, q_b = (
+            (self.q_norm.weight, self.q_b.weight) if self.q_norm and self.q_b else (None, None)
+        )
         self.weights = MLAWeights(
             self.config,
             self.down.weight,
@@ -102,12 +129,18 @@ class MLA:
         """[H, qk, q_lora or hidden]: the matrix that makes per-head queries."""
         weight = self.q_b.weight if self.q_b is not None else self.down.weight
         rows = self.config.num_heads * self.config.qk_dim
-        return dequantize(weight, torch.float32)[:rows].view(self.config.num_heads, self.config.qk_dim, -1)
+        return dequantize(weight, torch.float32)[:rows].view(
+            self.config.num_heads, self.config.qk_dim, -1
+        )
 
     def _materialize(self) -> tuple[Weight, Weight, Weight]:
-        """(W_UK^T W_UQ [H C, q_in], the rope rows of W_UQ [H rope, q_in], W_O W_UV [hidden, H C])."""
-        mla, matrix = self.config, self.query_matrix()
-        absorbed = torch.einsum("hnc,hnq->hcq", self.weights.w_uk.float(), matrix[:, : mla.nope_dim]).flatten(0, 1)
+        """(W_UK^T W_UQ [H C, q_in], the rope rows of W_UQ [H rope, q_in], W_O W_UV [hidden, H
+        C])."""
+        mla = self.config
+        matrix = self.query_matrix()
+        absorbed = torch.einsum(
+            "hnc,hnq->hcq", self.weights.w_uk.float(), matrix[:, : mla.nope_dim]
+        ).flatten(0, 1)
         rope = matrix[:, mla.nope_dim :].flatten(0, 1)
         out = dequantize(self.out.weight, torch.float32).view(-1, mla.num_heads, mla.v_dim)
         merged = torch.einsum("ohv,hcv->ohc", out, self.weights.w_uv.float()).flatten(1)
@@ -115,11 +148,19 @@ class MLA:
 
     def form_weights(self, form: str) -> list[Tensor]:
         """The matrices the form multiplies by: what must be held, and read at each step."""
-        first = [self.down.weight.data] if self.q_b is not None else [self.down.weight.data[self.query_rows :]]
+        first = (
+            [self.down.weight.data]
+            if self.q_b is not None
+            else [self.down.weight.data[self.query_rows :]]
+        )
         if form == "AM_CC_ME":
             assert self.materialized is not None
             return first + [weight.data for weight in self.materialized]
-        query = self.q_b.weight.data if self.q_b is not None else self.down.weight.data[: self.query_rows]
+        query = (
+            self.q_b.weight.data
+            if self.q_b is not None
+            else self.down.weight.data[: self.query_rows]
+        )
         return [*first, query, self.kv_b.weight.data, self.out.weight.data]
 
     def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
@@ -131,7 +172,8 @@ class MLA:
             k, v = self.decompress(entries)
             self.ops.write_cache(planes["k"], step.slot_mapping, k)
             self.ops.write_cache(planes["v"], step.slot_mapping, v)
-        if step.prefill is None and step.decode is not None:  # the usual step: nothing to slice, nothing to join
+        # the usual step: nothing to slice, nothing to join
+        if step.prefill is None and step.decode is not None:
             return self.attend(self.decode_form, query_in, q, step, step.decode, slice(None))
         outs = []
         for segment, part in step.segments:
@@ -139,25 +181,42 @@ class MLA:
             outs.append(self.attend(form, query_in[part], q[part], step, segment, part))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _prologue(self, x: Tensor, step: ForwardBatch, plane: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and the latents are gathered."""
-        w, layout, tables = self.weights, step.layout, (step.cos, step.sin)
+    def _prologue(
+        self, x: Tensor, step: ForwardBatch, plane: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and
+        the latents are gathered."""
+        w = self.weights
+        layout = step.layout
+        tables = (step.cos, step.sin)
         if not (layout.sharded and self.gathers_latents):
             return self.ops.mla_prologue(layout.gather(x), w, *tables, plane, step.slot_mapping)
         own = self.ops.mla_down(x, w, *map(layout.enter, tables))
-        query, entries = layout.gather(torch.cat(own, -1)).split([part.shape[1] for part in own], -1)
+        query, entries = layout.gather(torch.cat(own, -1)).split(
+            [part.shape[1] for part in own], -1
+        )
         return query, *self.ops.mla_up(query, entries, w, *tables, plane, step.slot_mapping)
 
     def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Cache entries [N, C + rope] to keys [N, H, qk] and values [N, H, v]."""
         mla = self.config
         latent, k_rope = entries.split((mla.kv_lora_rank, mla.rope_dim), -1)
-        up = self.kv_b.forward(latent.contiguous()).view(-1, mla.num_heads, mla.nope_dim + mla.v_dim)
+        up = self.kv_b.forward(latent.contiguous()).view(
+            -1, mla.num_heads, mla.nope_dim + mla.v_dim
+        )
         k_nope, v = up.split((mla.nope_dim, mla.v_dim), -1)
         k_rope = k_rope[:, None].expand(-1, mla.num_heads, -1)
         return torch.cat((k_nope, k_rope), -1), v
 
-    def attend(self, form: str, query_in: Tensor, q: Tensor, step: ForwardBatch, segment: AttentionMetadata, part: slice) -> Tensor:
+    def attend(
+        self,
+        form: str,
+        query_in: Tensor,
+        q: Tensor,
+        step: ForwardBatch,
+        segment: AttentionMetadata,
+        part: slice,
+    ) -> Tensor:
         planes = step.pool.layers[self.index]
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
@@ -167,9 +226,12 @@ class MLA:
             return self.out.forward(heads.flatten(1))
         if form == "AM_CC_ME":
             return self._attend_materialized(query_in, planes["latent"], step, segment, part)
-        if form == "A_CC" and planes["latent"].dtype != torch.uint8:  # an fp8 cache keeps latent and rope key apart
+        # an fp8 cache keeps latent and rope key apart
+        if form == "A_CC" and planes["latent"].dtype != torch.uint8:
             return self._attend_joined(q, planes["latent"], segment)
-        return self.out.forward(self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale))
+        return self.out.forward(
+            self.ops.mla_absorbed(q, self.weights, planes["latent"], segment, self.scale)
+        )
 
     def _attend_decompressed(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """Never more of the cache decompressed at once than cache/stretch.py allows: keys and
@@ -205,15 +267,26 @@ class MLA:
         return self.decompress(self.ops.latent_entries(plane, segment, rank, dtype))
 
     def _attend_joined(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
-        nope, rank = self.config.nope_dim, self.config.kv_lora_rank
-        joined = torch.cat((self.ops.heads_matmul(q[..., :nope], self.weights.w_uk), q[..., nope:]), -1)
+        nope = self.config.nope_dim
+        rank = self.config.kv_lora_rank
+        joined = torch.cat(
+            (self.ops.heads_matmul(q[..., :nope], self.weights.w_uk), q[..., nope:]), -1
+        )
         key = plane[:, :, None]
         latent = self.ops.attention(joined, key, key[..., :rank], segment, self.scale)
         return self.out.forward(self.ops.joined_heads(latent, self.weights))
 
-    def _attend_materialized(self, query_in: Tensor, plane: Tensor, step: ForwardBatch, segment: AttentionMetadata, part: slice) -> Tensor:
+    def _attend_materialized(
+        self,
+        query_in: Tensor,
+        plane: Tensor,
+        step: ForwardBatch,
+        segment: AttentionMetadata,
+        part: slice,
+    ) -> Tensor:
         assert self.materialized is not None
-        mla, (absorbed, rope_rows, merged) = self.config, self.materialized
+        mla = self.config
+        (absorbed, rope_rows, merged) = self.materialized
         q_latent = self.ops.linear(query_in, absorbed).view(-1, mla.num_heads, mla.kv_lora_rank)
         q_rope = self.ops.linear(query_in, rope_rows).view(-1, mla.num_heads, mla.rope_dim)
         q_rope = self.ops.rope(q_rope, step.cos[part], step.sin[part], self.interleaved)

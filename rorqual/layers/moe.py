@@ -25,13 +25,23 @@ DeferredPass = Generator[None, None, Tensor] | Generator[None, None, NormInput]
 
 
 class DenseMLP:
-    """SwiGLU of `intermediate` columns, split over the dense group: [T, hidden] to [T, hidden], both as the layout says."""
+    """SwiGLU of `intermediate` columns, split over the dense group: [T, hidden] to [T, hidden],
+    both as the layout says."""
 
     def __init__(self, build: Build, prefix: str, hidden: int, intermediate: int):
-        self.ops, shard = build.ops, build.mesh.axes["dense"].shard
-        parts = [Part(f"{prefix}.{name}", intermediate, shard=shard) for name in ("gate_proj", "up_proj")]
+        self.ops = build.ops
+        shard = build.mesh.axes["dense"].shard
+        parts = [
+            Part(f"{prefix}.{name}", intermediate, shard=shard) for name in ("gate_proj", "up_proj")
+        ]
         self.gate_up = Linear(build, parts, hidden, merged=f"{prefix}.gate_up_proj")
-        self.down = Linear(build, [Part(f"{prefix}.down_proj", hidden)], intermediate, gain=build.residual_gain, shard=shard)
+        self.down = Linear(
+            build,
+            [Part(f"{prefix}.down_proj", hidden)],
+            intermediate,
+            gain=build.residual_gain,
+            shard=shard,
+        )
 
     def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
@@ -57,46 +67,82 @@ class DenseMLP:
 class MoE:
     """Routed experts behind an Exchange, plus shared experts.
 
-    Where `joined` is not 0, shared experts stand behind the routed ones in the same tensors, a shared MLP of S times an expert's columns
-    as S experts, and every token picks them: no kernels of their own. Else they are a layer beside the exchange, computed while it is
-    under way, on rows that it gathered where these are the rows they need."""
+    Where `joined` is not 0, shared experts stand behind the routed ones in the same tensors, a
+    shared MLP of S times an expert's columns as S experts, and every token picks them: no
+    kernels of their own. Else they are a layer beside the exchange, computed while it is under
+    way, on rows that it gathered where these are the rows they need."""
 
-    def __init__(self, build: Build, prefix: str, hidden: int, moe: MoEConfig, slots: SlotMap | None = None):
-        self.ops, self.moe, self.prefix, self.hidden = build.ops, moe, prefix, hidden
+    def __init__(
+        self, build: Build, prefix: str, hidden: int, moe: MoEConfig, slots: SlotMap | None = None
+    ):
+        self.ops = build.ops
+        self.moe = moe
+        self.prefix = prefix
+        self.hidden = hidden
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
         self.gate = build.empty(moe.num_experts, hidden, dtype=gate_dtype)
         self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None
         self.block = build.quant.block if build.quant else (128, 128)
         self.fused_shared_experts = self._fused_shared(build, slots)
         shared = 0 if self.fused_shared_experts else moe.num_shared * moe.intermediate_size
-        self.shared = DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
+        self.shared = (
+            DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
+        )
         self.slots = slots or SlotMap.identity(moe.num_experts)
         self.held = self.slots.local(build.mesh.axes["ep"].shard)
         self.columns = range(*build.mesh.axes["expert_tp"].shard.span(moe.intermediate_size))
         gate_up, down = self._expert_weights(build, hidden)
         shard = build.mesh.axes["ep"].shard
-        compute, compute_fp8 = self.ops.experts, self.ops.experts_fp8
+        compute = self.ops.experts
+        compute_fp8 = self.ops.experts_fp8
         if shard.count > 1:
-            compute, compute_fp8 = partial(compute, share=1 / shard.count), partial(compute_fp8, share=1 / shard.count)
-        store = ExpertStore(self.slots, gate_up, down, compute, build.device, shard, compute_fp8, self.fused_shared_experts)
+            compute = partial(compute, share=1 / shard.count)
+            compute_fp8 = partial(compute_fp8, share=1 / shard.count)
+        store = ExpertStore(
+            self.slots,
+            gate_up,
+            down,
+            compute,
+            build.device,
+            shard,
+            compute_fp8,
+            self.fused_shared_experts,
+        )
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
-        self.fused_shared_std = (hidden**-0.5, build.residual_gain * (self.fused_shared_experts * moe.intermediate_size or 1) ** -0.5)
+        self.fused_shared_std = (
+            hidden**-0.5,
+            build.residual_gain * (self.fused_shared_experts * moe.intermediate_size or 1) ** -0.5,
+        )
 
     def _fused_shared(self, build: Build, slots: SlotMap | None) -> int:
-        """How many shared experts stand among the routed ones: all or none. All, where the backend asks for it and a rank holds of them
-        what it holds of every routed expert (the same columns, in the same format) for the same tokens (none travels)."""
-        moe, sizes = self.moe, build.mesh.sizes
+        """How many shared experts stand among the routed ones: all or none. All, where the
+        backend asks for it and a rank holds of them what it holds of every routed expert (the
+        same columns, in the same format) for the same tokens (none travels)."""
+        moe = self.moe
+        sizes = build.mesh.sizes
         here = slots is None and possible_exchanges(sizes, moe) == ("local",)
         alike = (sizes.ep, sizes.expert_tp) == (1, sizes.dense_tp)
-        parts = ("experts", *(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")))
+        parts = (
+            "experts",
+            *(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+        )
         formats = {build.is_quantized(f"{self.prefix}.{part}") for part in parts}
-        whole = moe.num_shared == 1 or formats == {False} or not any(moe.intermediate_size % size for size in self.block)
-        return moe.num_shared if build.ops.fuses_shared_experts and here and alike and len(formats) == 1 and whole else 0
+        whole = (
+            moe.num_shared == 1
+            or formats == {False}
+            or not any(moe.intermediate_size % size for size in self.block)
+        )
+        return (
+            moe.num_shared
+            if build.ops.fuses_shared_experts and here and alike and len(formats) == 1 and whole
+            else 0
+        )
 
     def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
-        stack, size = (len(self.held) + self.fused_shared_experts,), len(self.columns)
+        stack = (len(self.held) + self.fused_shared_experts,)
+        size = len(self.columns)
         quantized = build.is_quantized(f"{self.prefix}.experts")
         aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
         gate_up = empty_weight(build, 2 * size, hidden, quantized, aligned, stack)
@@ -107,11 +153,13 @@ class MoE:
         self.gate = self.ops.prepare_router_weight(self.gate, self.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert ids [T, K + joined], weights [T, K + joined] fp32) of hidden states [T, hidden]."""
+        """(expert ids [T, K + joined], weights [T, K + joined] fp32) of hidden states [T,
+        hidden]."""
         return self.ops.router(x, self.gate, self.bias, self.moe, self.fused_shared_experts)
 
     def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
-        """submit | run_experts beside the shared expert | wait. Yields at each hand-over, of which there is none where nothing travels."""
+        """submit | run_experts beside the shared expert | wait. Yields at each hand-over, of
+        which there is none where nothing travels."""
         if self.at_once:
             return self._at_once(x)
         ticket = self.dispatch(x, layout)
@@ -121,7 +169,8 @@ class MoE:
         return self.wait(ticket, shared)
 
     def forward_deferred(self, x: Tensor, layout: Layout) -> DeferredPass:
-        """`stages`, of which a norm takes the result, and nobody else before it: the sum over each token's experts may be left to that."""
+        """`stages`, of which a norm takes the result, and nobody else before it: the sum over
+        each token's experts may be left to that."""
         if self.at_once and layout.norm_sums and x.shape[0]:
             return self.ops.experts_deferred(x, *self._routed(x))
         return (yield from self.stages(x, layout))
@@ -135,17 +184,33 @@ class MoE:
 
     @property
     def at_once(self) -> bool:
-        """Whether router and experts are one op: the exchange would pass on the picks as they are."""
+        """Whether router and experts are one op: the exchange would pass on the picks as they
+        are."""
         exchange = self.exchange
-        return isinstance(exchange, LocalExchange) and exchange.store.plain and not exchange.record_load
+        return (
+            isinstance(exchange, LocalExchange)
+            and exchange.store.plain
+            and not exchange.record_load
+        )
 
     def _at_once(self, x: Tensor) -> Tensor:
         return self.ops.routed_experts(x, *self._routed(x)) if x.shape[0] else x
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor | None, MoEConfig, Weight, Weight, Tensor | None, int]:
+    def _routed(
+        self, x: Tensor
+    ) -> tuple[Tensor, Tensor | None, MoEConfig, Weight, Weight, Tensor | None, int]:
         """What `routed_experts` takes beside x."""
-        base, exchange = self.shared.partial(x) if self.shared else None, self.exchange
-        return self.gate, self.bias, self.moe, exchange.gate_up, exchange.down, base, self.fused_shared_experts
+        base = self.shared.partial(x) if self.shared else None
+        exchange = self.exchange
+        return (
+            self.gate,
+            self.bias,
+            self.moe,
+            exchange.gate_up,
+            exchange.down,
+            base,
+            self.fused_shared_experts,
+        )
 
     def dispatch(self, x: Tensor, layout: Layout) -> Any:
         ids, weights = self.route(x)
@@ -173,10 +238,18 @@ class MoE:
         yield from self._expert_targets()
 
     def _expert_targets(self) -> Iterator[Target]:
-        gate_up, down = self.exchange.gate_up, self.exchange.down
+        gate_up = self.exchange.gate_up
+        down = self.exchange.down
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
         for place, slot in enumerate(self.held):
-            yield from self._slot_targets(names[self.slots.logical[slot]], gate_up[place], down[place], self.columns.start, 1, self.std)
+            yield from self._slot_targets(
+                names[self.slots.logical[slot]],
+                gate_up[place],
+                down[place],
+                self.columns.start,
+                1,
+                self.std,
+            )
         for number in range(self.fused_shared_experts):
             place = len(self.held) + number
             yield from self._fused_shared_targets(number, gate_up[place], down[place])
@@ -188,10 +261,17 @@ class MoE:
             yield from self._stacked_targets(names)
 
     def _slot_targets(
-        self, name: str, gate_up: Weight, down: Weight, start: int, experts: int, std: tuple[float, float]
+        self,
+        name: str,
+        gate_up: Weight,
+        down: Weight,
+        start: int,
+        experts: int,
+        std: tuple[float, float],
     ) -> Iterator[Target]:
         """One expert: the columns from `start` on of an MLP as wide as so many experts."""
-        size, width = len(self.columns), experts * self.moe.intermediate_size
+        size = len(self.columns)
+        width = experts * self.moe.intermediate_size
         for index, part in enumerate(("gate_proj", "up_proj")):
             window = Window((width, self.hidden), row=start)
             rows = self._half(gate_up, index, size)
@@ -200,15 +280,23 @@ class MoE:
         yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, self.block)
 
     def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
-        """One of the shared experts among the routed ones; also from a checkpoint that holds their gates and ups in one tensor."""
-        name, each, size = f"{self.prefix}.shared_experts", self.moe.intermediate_size, len(self.columns)
-        start, width = number * each + self.columns.start, self.fused_shared_experts * each
-        yield from self._slot_targets(name, gate_up, down, start, self.fused_shared_experts, self.fused_shared_std)
+        """One of the shared experts among the routed ones; also from a checkpoint that holds
+        their gates and ups in one tensor."""
+        name = f"{self.prefix}.shared_experts"
+        each = self.moe.intermediate_size
+        size = len(self.columns)
+        start = number * each + self.columns.start
+        width = self.fused_shared_experts * each
+        yield from self._slot_targets(
+            name, gate_up, down, start, self.fused_shared_experts, self.fused_shared_std
+        )
         covers = tuple(f"{name}.{part}.weight" for part in ("gate_proj", "up_proj"))
         for index in range(2):
             window = Window((2 * width, self.hidden), row=index * width + start)
             rows = self._half(gate_up, index, size)
-            yield from matrix_targets(f"{name}.gate_up_proj.weight", rows, self.std[0], window, self.block, covers)
+            yield from matrix_targets(
+                f"{name}.gate_up_proj.weight", rows, self.std[0], window, self.block, covers
+            )
 
     def _half(self, gate_up: Weight, index: int, size: int) -> Weight:
         """The gate's or the up projection's rows of one expert."""
@@ -216,19 +304,46 @@ class MoE:
 
     def _absent(self, name: str) -> Iterator[Target]:
         weight = self.exchange.gate_up
-        empty, block, size = weight.data.new_empty(0), self.block if weight.quantized else None, self.moe.intermediate_size
+        empty = weight.data.new_empty(0)
+        block = self.block if weight.quantized else None
+        size = self.moe.intermediate_size
         for part in ("gate_proj", "up_proj"):
             yield from absent_targets(f"{name}.{part}.weight", empty, (size, self.hidden), block)
         yield from absent_targets(f"{name}.down_proj.weight", empty, (self.hidden, size), block)
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
-        experts, size, total, first = self.moe.num_experts, len(self.columns), self.moe.intermediate_size, self.held.start
-        gate_up, down = (weight.data[: len(self.held)] for weight in (self.exchange.gate_up, self.exchange.down))
+        experts = self.moe.num_experts
+        size = len(self.columns)
+        total = self.moe.intermediate_size
+        first = self.held.start
+        gate_up, down = (
+            weight.data[: len(self.held)] for weight in (self.exchange.gate_up, self.exchange.down)
+        )
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))
-        halves = [(0, 0, 2 * size)] if size == total else [(half * total + self.columns.start, half * size, size) for half in range(2)]
+        halves = (
+            [(0, 0, 2 * size)]
+            if size == total
+            else [(half * total + self.columns.start, half * size, size) for half in range(2)]
+        )
         for row, at, rows in halves:
-            view, whole = gate_up[:, at : at + rows], (experts, 2 * total, self.hidden)
-            yield Target(f"{self.prefix}.experts.gate_up_proj", view, self.std[0], covers=up, whole=whole, start=(first, row, 0))
-        outs, whole = tuple(f"{name}.down_proj.weight" for name in names), (experts, self.hidden, total)
-        yield Target(f"{self.prefix}.experts.down_proj", down, self.std[1], covers=outs, whole=whole, start=(first, 0, self.columns.start))
+            view = gate_up[:, at : at + rows]
+            whole = (experts, 2 * total, self.hidden)
+            yield Target(
+                f"{self.prefix}.experts.gate_up_proj",
+                view,
+                self.std[0],
+                covers=up,
+                whole=whole,
+                start=(first, row, 0),
+            )
+        outs = tuple(f"{name}.down_proj.weight" for name in names)
+        whole = (experts, self.hidden, total)
+        yield Target(
+            f"{self.prefix}.experts.down_proj",
+            down,
+            self.std[1],
+            covers=outs,
+            whole=whole,
+            start=(first, 0, self.columns.start),
+        )

@@ -12,9 +12,12 @@ from rorqual.parallel.collectives import Axis
 
 
 class Norm:
-    """pack: only products of the layer's own weights follow, so that where these are fp8 the rows are wanted in fp8."""
+    """pack: only products of the layer's own weights follow, so that where these are fp8 the
+    rows are wanted in fp8."""
 
-    def __init__(self, build: Build, name: str, size: int, eps: float, quantize_output: bool = False):
+    def __init__(
+        self, build: Build, name: str, size: int, eps: float, quantize_output: bool = False
+    ):
         self.ops = build.ops
         self.quantize_output = quantize_output and build.quant is not None
         self.name = name
@@ -24,12 +27,17 @@ class Norm:
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.norm(x, self.weight, self.eps)
 
-    def add(self, x: NormInput, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place where all-reduce, addition and norm fuse, or
-        the sum over a token's experts, addition and norm."""
+    def add(
+        self, x: NormInput, residual: Tensor | None, axis: Axis | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place
+        where all-reduce, addition and norm fuse, or the sum over a token's experts, addition and
+        norm."""
         if isinstance(x, DeferredMoESum):
             if residual is not None and (axis is None or axis.size == 1):
-                return self.ops.sum_add_norm(x, residual, self.weight, self.eps, self.quantize_output)
+                return self.ops.sum_add_norm(
+                    x, residual, self.weight, self.eps, self.quantize_output
+                )
             x = x.total()
         if axis is None:
             return self.ops.add_norm(x, residual, self.weight, self.eps, self.quantize_output)

@@ -11,7 +11,8 @@ from rorqual.config.model import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
-    """[dim/2] fp32. YaRN blends interpolated and original frequencies by wavelength (arXiv 2309.00071, section 3.2)."""
+    """[dim/2] fp32. YaRN blends interpolated and original frequencies by wavelength (arXiv
+    2309.00071, section 3.2)."""
     powers = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     plain = 1.0 / rope.theta**powers
     if rope.kind == "default":
@@ -19,17 +20,25 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
     if rope.kind == "linear":
         return plain / rope.factor
     low, high = _correction_range(rope)
-    ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = (
+        (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ).clamp(0, 1)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
 def _correction_range(rope: RopeConfig) -> tuple[float, float]:
     def column(rotations: float) -> float:
-        return rope.dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim
+            * math.log(rope.original_max_position / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
-    low, high = column(rope.beta_fast), column(rope.beta_slow)
+    low = column(rope.beta_fast)
+    high = column(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
+        low = math.floor(low)
+        high = math.ceil(high)
     return max(low, 0), min(high, rope.dim - 1)
 
 

@@ -171,7 +171,8 @@ class SharedEngine:
 
     def _step(self) -> list[TokenOut]:
         engine = self.engine
-        nothing, steps = not engine.in_flight, engine.stats.steps
+        nothing = not engine.in_flight
+        steps = engine.stats.steps
         outs = engine.step()
         if nothing and engine.stats.steps == steps:
             names = ", ".join(self.calls)
@@ -202,7 +203,8 @@ class Deltas(Iterator[Delta]):
     what is left; so does an exception raised while it waits."""
 
     def __init__(self, engine: SharedEngine, call: OpenCall):
-        self._engine, self._call = engine, call
+        self._engine = engine
+        self._call = call
 
     def __next__(self) -> Delta:
         call = self._call
@@ -218,7 +220,8 @@ class Deltas(Iterator[Delta]):
         except BaseException:
             self.close()
             raise
-        error, call.error = call.error, None
+        error = call.error
+        call.error = None
         if error is not None:
             known = isinstance(error, EngineError)
             what = str(error) if known else f"a step shared with other requests ended in {error!r}"

@@ -1,4 +1,5 @@
-"""The offline API, with vLLM's names and result shapes: LLM(...).generate(prompts, SamplingParams(...))."""
+"""The offline API, with vLLM's names and result shapes: LLM(...).generate(prompts,
+SamplingParams(...))."""
 
 from __future__ import annotations
 
@@ -40,23 +41,31 @@ ALIASES = {
     "pipeline_parallel_size": "pp",
     "data_parallel_size": "dp",
 }
-# Accepted so that scripts run: no remote code is ever run here, and the others choose nothing that exists.
+# Accepted so that scripts run: no remote code is ever run here, and the others choose nothing that
+# exists.
 WITHOUT_EFFECT = frozenset(("trust_remote_code", "disable_log_stats", "swap_space"))
 
 
 class LLM:
-    """A model ready to generate. `model` is a folder, a Hugging Face id, or None for the bundled checkpoint.
+    """A model ready to generate. `model` is a folder, a Hugging Face id, or None for the bundled
+    checkpoint.
 
-    Keyword arguments are the fields of EngineConfig, or vLLM's names for them (gpu_memory_utilization, block_size,
-    load_format="dummy"). With skip_tokenizer_init prompts are token ids and outputs have no text.
-    `tokenizer` is a folder or an id, in place of the model's own; see tokenizer_of.
+    Keyword arguments are the fields of EngineConfig, or vLLM's names for them
+    (gpu_memory_utilization, block_size, load_format="dummy"). With skip_tokenizer_init prompts are
+    token ids and outputs have no text. `tokenizer` is a folder or an id, in place of the model's
+    own; see tokenizer_of.
 
     Any number of calls may be open at once, in one thread or several, and each gets its own tokens.
     A step that fails ends them all: those that did not compute it raise EngineError.
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, tokenizer: str | Path | None = None, skip_tokenizer_init: bool = False, **options: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        skip_tokenizer_init: bool = False,
+        **options: Any,
     ):
         folder = model_folder(model)
         self.engine = Engine(EngineConfig(str(folder), **_engine_options(options)))
@@ -81,9 +90,14 @@ class LLM:
         return self.defaults.params()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}); results in the prompts' order."""
+        """Continue each prompt (text, token ids, or {"prompt": ...} / {"prompt_token_ids":
+        ...}); results in the prompts' order."""
         results, deltas = self._submit(_as_list(prompts), sampling_params)
         total = sum(len(result.outputs) for result in results)
         with closing(deltas), _progress(total, use_tqdm) as done:
@@ -93,7 +107,8 @@ class LLM:
         return results
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> Deltas:
-        """Yield what each step adds, completion by completion. Closing the iterator cancels what is left."""
+        """Yield what each step adds, completion by completion. Closing the iterator cancels what
+        is left."""
         _, deltas = self._submit(_as_list(prompts), sampling_params)
         return deltas
 
@@ -107,7 +122,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
         several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts = [self.get_tokenizer().apply_chat_template(m, add_generation_prompt) for m in several]  # type: ignore[arg-type]
+        render = self.get_tokenizer().apply_chat_template
+        prompts = [render(m, add_generation_prompt) for m in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     # ---- requests
@@ -130,7 +146,8 @@ class LLM:
                 raise RequestError(f"sampling_params={what}; accepted: SamplingParams, or a list")
             results.append(self._prepare(number, prompt, wanted, work))
         call = OpenCall()
-        deltas = Deltas(self._shared, call)  # first: however this ends, it takes back what is queued
+        # first: however this ends, it takes back what is queued
+        deltas = Deltas(self._shared, call)
         self._shared.submit(call, work)
         return results, deltas
 
@@ -148,8 +165,11 @@ class LLM:
         for sample in range(params.n):
             child = params
             if params.n > 1:
-                child = replace(params, n=1, seed=None if params.seed is None else params.seed + sample)
-            name, eos = f"{result.request_id}-{sample}", self.defaults.eos_token_ids
+                child = replace(
+                    params, n=1, seed=None if params.seed is None else params.seed + sample
+                )
+            name = f"{result.request_id}-{sample}"
+            eos = self.defaults.eos_token_ids
             completion = Completion(number, sample, child, self.tokenizer)
             completion.result = result
             result.outputs.append(completion.out)
@@ -181,7 +201,9 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name == "load_format":
             if value not in ("auto", "safetensors", "dummy"):
-                raise ConfigError(f"load_format={value!r} is not supported; accepted: auto, safetensors, dummy")
+                raise ConfigError(
+                    f"load_format={value!r} is not supported; accepted: auto, safetensors, dummy"
+                )
             found["weights"] = "random" if value == "dummy" else "checkpoint"
         elif name == "enforce_eager":
             found["exe_mode"] = "eager" if value else "auto"

@@ -15,7 +15,8 @@ from rorqual.models.transformer import Layer, Transformer
 
 
 class Deepseek(Transformer):
-    """`with_mtp` makes the multi-token prediction modules too: `mtp`, one for each depth the checkpoint was trained for."""
+    """`with_mtp` makes the multi-token prediction modules too: `mtp`, one for each depth the
+    checkpoint was trained for."""
 
     def __init__(
         self,
@@ -26,10 +27,18 @@ class Deepseek(Transformer):
         mla_decode: str = "A_CC_ME",
         with_mtp: bool = False,
     ):
-        self.forms, self.with_mtp = (mla_prefill, mla_decode), with_mtp
+        self.forms = (mla_prefill, mla_decode)
+        self.with_mtp = with_mtp
         super().__init__(config, build, max_len)
-        depths = range(config.num_layers, config.num_layers + config.num_mtp_layers * self.embeds_drafts(build))
-        self.modules = [MTPModule(build, config, f"model.layers.{i}", self.make_layer(build, i, f"model.layers.{i}")) for i in depths]
+        depths = range(
+            config.num_layers, config.num_layers + config.num_mtp_layers * self.embeds_drafts(build)
+        )
+        self.modules = [
+            MTPModule(
+                build, config, f"model.layers.{i}", self.make_layer(build, i, f"model.layers.{i}")
+            )
+            for i in depths
+        ]
         self.mtp = self.modules
 
     def embeds_drafts(self, build: Build) -> bool:
@@ -37,12 +46,14 @@ class Deepseek(Transformer):
         return self.with_mtp and build.mesh.last_stage
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
-        attention = MLA(build, self.config, index - self.held.start, f"{prefix}.self_attn", *self.forms)
+        attention = MLA(
+            build, self.config, index - self.held.start, f"{prefix}.self_attn", *self.forms
+        )
         return Layer(build, prefix, self.config, attention, self.make_mlp(build, index, prefix))
 
     def skips(self, name: str) -> bool:
-        """The multi-token prediction modules stand after the last layer; without speculation they are not loaded, with it their
-        copies of embedding and head are not."""
+        """The multi-token prediction modules stand after the last layer; without speculation
+        they are not loaded, with it their copies of embedding and head are not."""
         first = self.config.num_layers
         modules = [f"model.layers.{i}." for i in range(first, first + self.config.num_mtp_layers)]
         copies = ("embed_tokens.weight", "shared_head.head.weight")
@@ -55,7 +66,9 @@ class Deepseek(Transformer):
             yield from module.targets()
 
     def moe_layers(self) -> list[MoE]:
-        return super().moe_layers() + [module.layer.mlp for module in self.modules if isinstance(module.layer.mlp, MoE)]
+        return super().moe_layers() + [
+            module.layer.mlp for module in self.modules if isinstance(module.layer.mlp, MoE)
+        ]
 
     def attentions(self) -> list[MLA]:
         layers = self.layers + [module.layer for module in self.modules]
@@ -67,4 +80,8 @@ class Deepseek(Transformer):
             attention.finalize()
 
     def derived(self) -> list[Tensor]:
-        return [weight.data for attention in self.attentions() for weight in attention.materialized or ()]
+        return [
+            weight.data
+            for attention in self.attentions()
+            for weight in attention.materialized or ()
+        ]

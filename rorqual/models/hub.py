@@ -1,4 +1,5 @@
-"""Where a model lives: the bundled checkpoint, a local folder, or a Hugging Face id (where there is a network)."""
+"""Where a model lives: the bundled checkpoint, a local folder, or a Hugging Face id (where there
+is a network)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def model_folder(name: str | Path | None, weights: bool = True) -> Path:
-    """The folder of a model; None is the bundled one, and a published shape's name (deepseek-v3, ...) a
-    folder with its config.json alone. Fetches from the hub at most what loading needs."""
+    """The folder of a model; None is the bundled one, and a published shape's name (deepseek-v3,
+    ...) a folder with its config.json alone. Fetches from the hub at most what loading needs."""
     if name is None:
         return BUNDLED
     path = Path(name).expanduser()
@@ -35,4 +36,7 @@ def _fetch(repo: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(repo, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: the library has a class for each
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LoadError(f"{repo!r} is no local folder and could not be fetched from the Hugging Face hub: {first}") from None
+        raise LoadError(
+            f"{repo!r} is no local folder and could not be fetched from the Hugging Face "
+            f"hub: {first}"
+        ) from None

@@ -1,7 +1,8 @@
 """Fill a model from safetensors files, streamed, or from a seed.
 
-Every checkpoint tensor must be used or be skipped by design, and every parameter must be filled; anything else is an error that
-names the tensors. At most WINDOW bytes of a file are mapped at a time, so loading never holds two copies of the model.
+Every checkpoint tensor must be used or be skipped by design, and every parameter must be filled;
+anything else is an error that names the tensors. At most WINDOW bytes of a file are mapped at a
+time, so loading never holds two copies of the model.
 """
 
 from __future__ import annotations
@@ -41,17 +42,27 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 
 
 def random_weights(model: Transformer, seed: int) -> None:
-    """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the layout, then finalize it."""
+    """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the
+    layout, then finalize it."""
     for target in model.targets():
         if target.covers or not target.view.numel():
             continue
         if target.std is None:
             target.view.fill_(target.fill)
         else:
-            # What is kept in fp32 all the same (a router) has the values that a checkpoint in the model's dtype would give it.
+            # What is kept in fp32 all the same (a router) has the values that a checkpoint in the
+            # model's dtype would give it.
             narrow = target.view.dtype == torch.float32 and model.dtype != torch.float32
             view = torch.empty_like(target.view, dtype=model.dtype) if narrow else target.view
-            fill_normal(view, target.name, seed, target.std, target.shape, target.origin, model.ops.draw_normal)
+            fill_normal(
+                view,
+                target.name,
+                seed,
+                target.std,
+                target.shape,
+                target.origin,
+                model.ops.draw_normal,
+            )
             if narrow:
                 target.view.copy_(view)
     model.finalize()
@@ -64,7 +75,13 @@ def checkpoint_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             outside = any("/" in name or name.startswith(".") for name in names)
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+        except (
+            json.JSONDecodeError,
+            KeyError,
+            AttributeError,
+            TypeError,
+            UnicodeDecodeError,
+        ) as error:
             raise LoadError(f"{index} is not a valid index: {error!r}") from None
         if outside:
             raise LoadError(f"{index} names files outside its folder")
@@ -73,32 +90,44 @@ def checkpoint_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     missing = [path.name for path in files if not path.exists()]
     if missing or not files:
-        raise LoadError(f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}")
+        raise LoadError(
+            f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}"
+        )
     return files
 
 
 class TensorReader:
-    """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped pages are given back."""
+    """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped
+    pages are given back."""
 
     def __init__(self, path: Path, name: str):
-        self.path, self.name = path, name
+        self.path = path
+        self.name = name
 
     def chunks(self, target: Target) -> Iterator[tuple[slice, Tensor]]:
-        """(rows of the target's view, what belongs there): the file's pages outside the target's window are not touched."""
+        """(rows of the target's view, what belongs there): the file's pages outside the target's
+        window are not touched."""
         if not target.shape:
             yield slice(0, 1), self._read(())
             return
-        count, (first, *rest) = target.view.shape[0], target.origin
-        inner = tuple(slice(start, start + length) for start, length in zip(rest, target.view.shape[1:], strict=True))
+        count = target.view.shape[0]
+        (first, *rest) = target.origin
+        inner = tuple(
+            slice(start, start + length)
+            for start, length in zip(rest, target.view.shape[1:], strict=True)
+        )
         row = math.prod(target.view.shape[1:]) * max(4, target.view.element_size())
         step = max(1, WINDOW // max(1, row) // target.repeat) * target.repeat
         start = 0
         while start < count:
-            stop = min(count, (first + start) // target.repeat * target.repeat + step - first)  # ends where a row of the file ends
+            # ends where a row of the file ends
+            stop = min(count, (first + start) // target.repeat * target.repeat + step - first)
             rows = slice((first + start) // target.repeat, -(-(first + stop) // target.repeat))
             data = self._read((rows, *inner))
             if target.repeat > 1:
-                data = data.repeat_interleave(target.repeat, 0)[first + start - rows.start * target.repeat :][: stop - start]
+                data = data.repeat_interleave(target.repeat, 0)[
+                    first + start - rows.start * target.repeat :
+                ][: stop - start]
             yield slice(start, stop), data
             start = stop
 
@@ -133,7 +162,10 @@ class TargetsByName:
     def fill(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
         for target in self.by_name[name]:
             if target.shape != shape:
-                raise LoadError(f"{name} in {path.name} has shape {list(shape)}, the configuration asks for {list(target.shape)}")
+                raise LoadError(
+                    f"{name} in {path.name} has shape {list(shape)}, the configuration asks "
+                    f"for {list(target.shape)}"
+                )
         again = self.filled.intersection(self.by_name[name][0].stands_for)
         if again:
             raise LoadError(f"{name} in {path.name} fills {sorted(again)[0]} a second time")
@@ -145,8 +177,13 @@ class TargetsByName:
             for target in self.by_name[name]:
                 for part, data in rows.chunks(target) if target.view.numel() else ():
                     view = target.view[part] if shape else target.view
-                    if data.dtype != view.dtype and not (data.dtype in FLOATS and view.dtype in FLOATS):
-                        raise LoadError(f"{name} in {path.name} is {data.dtype}, the configuration asks for {view.dtype}")
+                    if data.dtype != view.dtype and not (
+                        data.dtype in FLOATS and view.dtype in FLOATS
+                    ):
+                        raise LoadError(
+                            f"{name} in {path.name} is {data.dtype}, the configuration asks "
+                            f"for {view.dtype}"
+                        )
                     view.copy_(data)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path} is damaged or truncated: {error}") from None
@@ -157,7 +194,10 @@ class TargetsByName:
         if missing:
             raise LoadError(f"the checkpoint lacks {_listing(missing)}")
         if self.surplus:
-            raise LoadError(f"the checkpoint holds tensors the model does not use: {_listing(sorted(self.surplus))}")
+            raise LoadError(
+                "the checkpoint holds tensors the model does not use: "
+                f"{_listing(sorted(self.surplus))}"
+            )
 
 
 def _listing(names: list[str]) -> str:
@@ -174,9 +214,11 @@ def fill_normal(
     start: tuple[int, ...] | None = None,
     draw: Draw = rng.draw_normal,
 ) -> None:
-    """A draw that every device and every shard makes alike. `view` is a whole checkpoint tensor, or the window of a matrix of shape
-    `whole` that begins at `start`."""
-    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True)
+    """A draw that every device and every shard makes alike. `view` is a whole checkpoint tensor,
+    or the window of a matrix of shape `whole` that begins at `start`."""
+    key = int.from_bytes(
+        hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little", signed=True
+    )
     columns = view.shape[-1]
     rows = view.view(-1, columns) if view.is_contiguous() else view.flatten(0, -2)
     width = columns if whole is None else whole[-1]

@@ -11,13 +11,19 @@ from rorqual.models.transformer import Transformer
 
 
 def make_model(
-    config: ModelConfig, build: Build, max_len: int, mla_prefill: str = "CC", mla_decode: str = "A_CC_ME", with_mtp: bool = False
+    config: ModelConfig,
+    build: Build,
+    max_len: int,
+    mla_prefill: str = "CC",
+    mla_decode: str = "A_CC_ME",
+    with_mtp: bool = False,
 ) -> Transformer:
-    """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where `with_mtp` asks for modules that the
-    model does not have."""
+    """Parameters are allocated on `build.device` and not yet filled. Raises ConfigError where
+    `with_mtp` asks for modules that the model does not have."""
     if with_mtp and not config.num_mtp_layers:
         raise ConfigError(
-            f"{config.architecture} has no multi-token prediction module; speculate with drafter='ngram', or set num_speculative_tokens=0"
+            f"{config.architecture} has no multi-token prediction module; speculate with "
+            "drafter='ngram', or set num_speculative_tokens=0"
         )
     if config.is_mla:
         return Deepseek(config, build, max_len, mla_prefill, mla_decode, with_mtp)

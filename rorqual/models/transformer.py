@@ -1,4 +1,5 @@
-"""The chain every supported model shares: embedding, layers of attention and feed-forward, norm, head."""
+"""The chain every supported model shares: embedding, layers of attention and feed-forward, norm,
+head."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Attention(Protocol):
 
 
 class Predictor(Protocol):
-    """A module that looks one token further than the model, or module, before it (models/mtp.py)."""
+    """A module that looks one token further than the model, or module, before it
+    (models/mtp.py)."""
 
     def forward(self, embedded: Tensor, hidden: Tensor, step: ForwardBatch) -> Pass: ...
 
@@ -37,22 +39,49 @@ class Predictor(Protocol):
 class Layer:
     """norm, attention, norm, feed-forward, on a residual stream that the norms carry along."""
 
-    def __init__(self, build: Build, prefix: str, config: ModelConfig, attention: Attention, mlp: DenseMLP | MoE):
-        self.attention, self.mlp = attention, mlp
-        self.input_norm = Norm(build, f"{prefix}.input_layernorm", config.hidden_size, config.norm_eps, quantize_output=True)
-        self.post_norm = Norm(build, f"{prefix}.post_attention_layernorm", config.hidden_size, config.norm_eps, quantize_output=True)
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        config: ModelConfig,
+        attention: Attention,
+        mlp: DenseMLP | MoE,
+    ):
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = Norm(
+            build,
+            f"{prefix}.input_layernorm",
+            config.hidden_size,
+            config.norm_eps,
+            quantize_output=True,
+        )
+        self.post_norm = Norm(
+            build,
+            f"{prefix}.post_attention_layernorm",
+            config.hidden_size,
+            config.norm_eps,
+            quantize_output=True,
+        )
 
-    def forward(self, x: NormInput, residual: Tensor | None, step: ForwardBatch) -> Generator[None, None, tuple[NormInput, Tensor]]:
-        """What it returns goes into a norm, of the next layer or of the end, by way of step.layout."""
+    def forward(
+        self, x: NormInput, residual: Tensor | None, step: ForwardBatch
+    ) -> Generator[None, None, tuple[NormInput, Tensor]]:
+        """What it returns goes into a norm, of the next layer or of the end, by way of
+        step.layout."""
         h, residual = self.attend(x, residual, step)
         return (yield from self.mlp.forward_deferred(h, step.layout)), residual
 
-    def straight(self, x: Tensor, residual: Tensor | None, step: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def straight(
+        self, x: Tensor, residual: Tensor | None, step: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
         """forward without hand-overs."""
         h, residual = self.attend(x, residual, step)
         return self.mlp.straight(h, step.layout), residual
 
-    def attend(self, x: NormInput, residual: Tensor | None, step: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, x: NormInput, residual: Tensor | None, step: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
         """(input of the feed-forward part, residual stream)"""
         h, residual = step.layout.to_attention(self.input_norm, x, residual)
         h = self.attention.forward(h, step)
@@ -64,12 +93,17 @@ class Layer:
 
 
 class Transformer:
-    """Subclasses say which attention and which feed-forward a layer has. On several ranks this is one rank's part: its shards, and of a
-    pipeline its stage's layers, the first stage with the embedding and the last with norm and head."""
+    """Subclasses say which attention and which feed-forward a layer has. On several ranks this
+    is one rank's part: its shards, and of a pipeline its stage's layers, the first stage with
+    the embedding and the last with norm and head."""
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int):
-        self.config, self.ops, self.dtype, self.mesh = config, build.ops, build.dtype, build.mesh
-        mesh, sizes = build.mesh, (config.vocab_size, config.hidden_size)
+        self.config = config
+        self.ops = build.ops
+        self.dtype = build.dtype
+        self.mesh = build.mesh
+        mesh = build.mesh
+        sizes = (config.vocab_size, config.hidden_size)
         self.held = mesh.sizes.stage_layers(config.num_layers, mesh.pp_rank)
         tied = mesh.last_stage and config.tie_embeddings
         embeds = mesh.first_stage or tied or self.embeds_drafts(build)
@@ -86,7 +120,8 @@ class Transformer:
 
     @property
     def cache_layers(self) -> range:
-        """Those of the whole model's cache (cache/spec.py) that this rank holds; the prediction modules stand behind the last layer."""
+        """Those of the whole model's cache (cache/spec.py) that this rank holds; the prediction
+        modules stand behind the last layer."""
         return range(self.held.start, self.held.stop + len(self.mtp))
 
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
@@ -94,15 +129,18 @@ class Transformer:
 
     def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
         config = self.config
-        if index >= config.num_layers or config.moe_layers[index]:  # prediction modules stand behind the layers and are sparse
+        # prediction modules stand behind the layers and are sparse
+        if index >= config.num_layers or config.moe_layers[index]:
             return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:
-        """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens, [T, hidden]. Yields at every hand-over
-        of an MoE layer."""
+        """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens,
+        [T, hidden]. Yields at every hand-over of an MoE layer."""
         layout = step.layout
-        assert layout.mesh is self.mesh, "a step of a model on several ranks needs Transformer.layout"
+        assert layout.mesh is self.mesh, (
+            "a step of a model on several ranks needs Transformer.layout"
+        )
         x: NormInput
         x, residual = yield from self._enter(step)
         for layer in self.layers:
@@ -115,19 +153,22 @@ class Transformer:
     def straight(self, step: ForwardBatch) -> Tensor:
         """`forward` of every row on one device, as one chain of calls: what a compiler traces."""
         assert self.embed is not None
-        x, residual = self.embed.forward(step.token_ids, step.layout), None
+        x = self.embed.forward(step.token_ids, step.layout)
+        residual = None
         for layer in self.layers:
             x, residual = layer.straight(x, residual, step)
         assert residual is not None
         return step.layout.leave(self.norm, x, residual, None)
 
     def _enter(self, step: ForwardBatch) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Embedded tokens, or what the stage before sends: (hidden, residual) as its last layer left them."""
+        """Embedded tokens, or what the stage before sends: (hidden, residual) as its last layer
+        left them."""
         if self.mesh.first_stage:
             assert self.embed is not None
             return step.layout.enter(self.embed.forward(step.token_ids, step.layout)), None
         assert isinstance(step.layout, MultiRankLayout)
-        shape, device = (2, step.layout.rows, self.config.hidden_size), step.token_ids.device
+        shape = (2, step.layout.rows, self.config.hidden_size)
+        device = step.token_ids.device
         pending = self.mesh.pp.receive(shape, self.dtype, device, self.mesh.pp_rank - 1)
         yield  # with or without rows: ranks of a stage interleave their micro-batches alike
         x, residual = pending.wait().unbind(0)
@@ -139,13 +180,15 @@ class Transformer:
         return x[:0]
 
     def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:
-        """The layout of a step: `tokens` of each data-parallel rank, padded rows included, the same on every rank of the world; `decode`
-        where no rank brings a chunk of prompt."""
+        """The layout of a step: `tokens` of each data-parallel rank, padded rows included, the
+        same on every rank of the world; `decode` where no rank brings a chunk of prompt."""
         return self.mesh.layout(tokens, decode, self.config.moe)
 
-    def logits(self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True) -> Tensor:
-        """[N, hidden] to [N, vocabulary], on the last stage; `wide`: in fp32. `counts`: rows of each data-parallel rank, where head_tp
-        exceeds tp."""
+    def logits(
+        self, hidden: Tensor, counts: Sequence[int] | None = None, wide: bool = True
+    ) -> Tensor:
+        """[N, hidden] to [N, vocabulary], on the last stage; `wide`: in fp32. `counts`: rows of
+        each data-parallel rank, where head_tp exceeds tp."""
         assert self.head is not None, "logits are made on the last stage"
         return self.head.forward(hidden, counts, wide)
 
@@ -173,7 +216,9 @@ class Transformer:
         first, *rest = name.removeprefix("model.").split(".")
         if first == "layers" and rest and rest[0].isdigit():
             return int(rest[0]) not in self.held and int(rest[0]) < self.config.num_layers
-        return (first == "embed_tokens" and self.embed is None) or (first in ("norm", "lm_head") and self.head is None)
+        return (first == "embed_tokens" and self.embed is None) or (
+            first in ("norm", "lm_head") and self.head is None
+        )
 
     def finalize(self) -> None:
         """Called once after loading."""

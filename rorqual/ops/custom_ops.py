@@ -1,12 +1,15 @@
-"""An op table that torch.compile can trace: plain torch where inductor fuses it, operators where tracing must stop.
+"""An op table that torch.compile can trace: plain torch where inductor fuses it, operators where
+tracing must stop.
 
-Made only for `exe_mode: compile`, so that an engine without it pays no dispatch. A call outside of compilation (a step with prompt
-tokens, a prediction module) goes straight to the backend. Inside, the entries for which a backend says so (`Ops.opaque`) become
-torch.library operators that call the backend back; the others are traced from the reference. Attention is always an operator.
+Made only for `exe_mode: compile`, so that an engine without it pays no dispatch. A call outside of
+compilation (a step with prompt tokens, a prediction module) goes straight to the backend. Inside,
+the entries for which a backend says so (`Ops.opaque`) become torch.library operators that call the
+backend back; the others are traced from the reference. Attention is always an operator.
 
-An operator's arguments are tensors and numbers, and its effects those its schema names. What they cannot carry they find in the
-table that a step runs with (`attending`): the backend, the weights of an MLA layer, the router's configuration, and the step's own segment,
-from which backends derive masks and schedules once a step.
+An operator's arguments are tensors and numbers, and its effects those its schema names. What they
+cannot carry they find in the table that a step runs with (`attending`): the backend, the weights of
+an MLA layer, the router's configuration, and the step's own segment, from which backends derive
+masks and schedules once a step.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ def entry(method: Method) -> Method:
 
 
 class TracedMetadata(AttentionMetadata):
-    """The decoding half of a step as it is traced: how many packed tokens it has. Operators read the real one."""
+    """The decoding half of a step as it is traced: how many packed tokens it has. Operators read
+    the real one."""
 
     def __init__(self, tokens: int):
         self.tokens = tokens
@@ -55,7 +59,9 @@ class TracedOps(Ops):
     """`inner` is the backend; `moe` the configuration of the model's routers."""
 
     def __init__(self, inner: Ops, moe: MoEConfig):
-        self.inner, self.moe, self.name = inner, moe, inner.name
+        self.inner = inner
+        self.moe = moe
+        self.name = inner.name
         self.segment: AttentionMetadata | None = None
         self.mla: dict[int, MLAWeights] = {}
 
@@ -108,7 +114,9 @@ class TracedOps(Ops):
         return torch.ops.rorqual.embed(ids, table)
 
     @entry
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if residual is None or not self.inner.opaque("add_norm", weight):
             return super().add_norm(x, residual, weight, eps)
         return torch.ops.rorqual.add_norm(x, residual, weight, eps)
@@ -133,7 +141,8 @@ class TracedOps(Ops):
 
     @entry
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Quantized in an operator, so that a compiled step writes the very bytes that others write."""
+        """Quantized in an operator, so that a compiled step writes the very bytes that others
+        write."""
         if plane.dtype != torch.uint8:
             return super().write_latent(plane, slots, entries, rank)
         torch.ops.rorqual.write_latent(plane, slots, entries, rank)
@@ -142,22 +151,37 @@ class TracedOps(Ops):
 
     @entry
     def mla_prologue(
-        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+        self,
+        x: Tensor,
+        w: MLAWeights,
+        cos: Tensor,
+        sin: Tensor,
+        plane: Tensor | None,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         weights = [weight.data for weight in (w.down, w.kv_b, w.q_b) if weight is not None]
         if plane is None or w.keep_query_input or not self.inner.opaque("mla_prologue", *weights):
             return super().mla_prologue(x, w, cos, sin, plane, slots)
-        heads, width = w.config.num_heads, w.config.qk_dim
-        return x, torch.ops.rorqual.mla_prologue(w.layer, x, cos, sin, plane, slots, heads, width), None
+        heads = w.config.num_heads
+        width = w.config.qk_dim
+        return (
+            x,
+            torch.ops.rorqual.mla_prologue(w.layer, x, cos, sin, plane, slots, heads, width),
+            None,
+        )
 
     mla_down = entry(Ops.mla_down)
     mla_up = entry(Ops.mla_up)
 
     @entry
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+    def mla_absorbed(
+        self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
         if not self.inner.opaque("mla_absorbed", w.kv_b.data):
             return super().mla_absorbed(q, w, plane, segment, scale)
-        return torch.ops.rorqual.mla_absorbed(w.layer, q, plane, w.config.num_heads * w.config.v_dim, scale)
+        return torch.ops.rorqual.mla_absorbed(
+            w.layer, q, plane, w.config.num_heads * w.config.v_dim, scale
+        )
 
     joined_heads = entry(Ops.joined_heads)
 
@@ -178,17 +202,28 @@ class TracedOps(Ops):
         return torch.ops.rorqual.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, *planes, slots)
 
     @entry
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+    def attention(
+        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
         return torch.ops.rorqual.attention(q, k_plane, v_plane, scale)
 
     @entry
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+    def latent_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
         return torch.ops.rorqual.latent_attention(q_latent, q_rope, plane, scale)
 
     # ---- experts
 
     @entry
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
+    ) -> tuple[Tensor, Tensor]:
         if not self.inner.opaque("router", gate):
             return super().router(x, gate, bias, moe, shared)
         assert moe == self.moe, "one router configuration a model"
@@ -270,7 +305,9 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
     f"(Tensor x, {_WEIGHT.format('w')}, Tensor? bias) -> Tensor",
     lambda x, w, scale, block, bias: _columns(x, w.shape[0]),
 )
-def _linear(x: Tensor, w: Tensor, scale: Tensor | None, block: list[int], bias: Tensor | None) -> Tensor:
+def _linear(
+    x: Tensor, w: Tensor, scale: Tensor | None, block: list[int], bias: Tensor | None
+) -> Tensor:
     return _table().inner.linear(x, _weight(w, scale, block), bias)
 
 
@@ -282,22 +319,39 @@ def _mlp(x: Tensor, *weights: Any) -> Tensor:
     return _table().inner.mlp(x, _weight(*weights[:3]), _weight(*weights[3:]))
 
 
-@_operator("(Tensor(a!) plane, Tensor slots, Tensor values) -> ()", lambda plane, slots, values: None)
+@_operator(
+    "(Tensor(a!) plane, Tensor slots, Tensor values) -> ()", lambda plane, slots, values: None
+)
 def _write_cache(plane: Tensor, slots: Tensor, values: Tensor) -> None:
     _table().inner.write_cache(plane, slots, values)
 
 
-@_operator("(Tensor(a!) plane, Tensor slots, Tensor entries, int rank) -> ()", lambda plane, slots, entries, rank: None)
+@_operator(
+    "(Tensor(a!) plane, Tensor slots, Tensor entries, int rank) -> ()",
+    lambda plane, slots, entries, rank: None,
+)
 def _write_latent(plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
     _table().inner.write_latent(plane, slots, entries, rank)
 
 
 @_operator(
-    "(int layer, Tensor x, Tensor cos, Tensor sin, Tensor(a!) plane, Tensor slots, int heads, int width) -> Tensor",
+    "(int layer, Tensor x, Tensor cos, Tensor sin, Tensor(a!) plane, Tensor slots, int "
+    "heads, int width) -> Tensor",
     lambda layer, x, cos, sin, plane, slots, heads, width: x.new_empty(x.shape[0], heads, width),
 )
-def _mla_prologue(layer: int, x: Tensor, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor, heads: int, width: int) -> Tensor:
-    return _table().inner.mla_prologue(x, _table().mla[layer], cos, sin, plane, slots)[1].contiguous()
+def _mla_prologue(
+    layer: int,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    plane: Tensor,
+    slots: Tensor,
+    heads: int,
+    width: int,
+) -> Tensor:
+    return (
+        _table().inner.mla_prologue(x, _table().mla[layer], cos, sin, plane, slots)[1].contiguous()
+    )
 
 
 @_operator(
@@ -305,16 +359,32 @@ def _mla_prologue(layer: int, x: Tensor, cos: Tensor, sin: Tensor, plane: Tensor
     lambda layer, q, plane, width, scale: q.new_empty(q.shape[0], width),
 )
 def _mla_absorbed(layer: int, q: Tensor, plane: Tensor, width: int, scale: float) -> Tensor:
-    return _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale).contiguous()
+    return (
+        _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale).contiguous()
+    )
 
 
 @_operator(
-    "(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos, Tensor sin, Tensor(a!) k, Tensor(b!) v, Tensor slots) -> Tensor",
-    lambda qkv, q_norm, k_norm, eps, cos, sin, k, v, slots: qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * k.shape[2], qkv.shape[2]),
+    "(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps, Tensor cos, Tensor sin, "
+    "Tensor(a!) k, Tensor(b!) v, Tensor slots) -> Tensor",
+    lambda qkv, q_norm, k_norm, eps, cos, sin, k, v, slots: qkv.new_empty(
+        qkv.shape[0], qkv.shape[1] - 2 * k.shape[2], qkv.shape[2]
+    ),
 )
-def _gqa_prologue(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor,
-                  slots: Tensor) -> Tensor:  # fmt: skip
-    return _table().inner.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, (k, v), slots).contiguous()
+def _gqa_prologue(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    return (
+        _table().inner.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, (k, v), slots).contiguous()
+    )
 
 
 @_operator(
@@ -342,16 +412,21 @@ def _picks(x: Tensor, each: int) -> tuple[Tensor, Tensor]:
     "(Tensor x, Tensor gate, Tensor? bias, int top_k, int shared) -> (Tensor, Tensor)",
     lambda x, gate, bias, top_k, shared: _picks(x, top_k + shared),
 )
-def _router(x: Tensor, gate: Tensor, bias: Tensor | None, top_k: int, shared: int) -> tuple[Tensor, Tensor]:
+def _router(
+    x: Tensor, gate: Tensor, bias: Tensor | None, top_k: int, shared: int
+) -> tuple[Tensor, Tensor]:
     return _table().inner.router(x, gate, bias, _table().moe, shared)
 
 
 @_operator(
-    f"(Tensor x, Tensor ids, Tensor weights, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}, int shared) -> Tensor",
+    f"(Tensor x, Tensor ids, Tensor weights, {_WEIGHT.format('gate_up')}, "
+    f"{_WEIGHT.format('down')}, int shared) -> Tensor",
     lambda x, ids, weights, *experts: torch.empty_like(x),
 )
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, *experts: Any) -> Tensor:
-    return _table().inner.experts(x, ids, weights, _weight(*experts[:3]), _weight(*experts[3:6]), shared=experts[6])
+    return _table().inner.experts(
+        x, ids, weights, _weight(*experts[:3]), _weight(*experts[3:6]), shared=experts[6]
+    )
 
 
 def _weight(data: Tensor, scale: Tensor | None, block: list[int]) -> Weight:

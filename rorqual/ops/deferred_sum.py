@@ -1,4 +1,5 @@
-"""What a token's experts gave, each by itself: a value that an MoE layer may return for a norm to add up where it reads it."""
+"""What a token's experts gave, each by itself: a value that an MoE layer may return for a norm
+to add up where it reads it."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ Combine = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class DeferredMoESum:
-    """Stands for the tensor [T, hidden] that `total` makes: out[t] = sum over k of weights[t, k] * y[t K + k], + base[t].
+    """Stands for the tensor [T, hidden] that `total` makes: out[t] = sum over k of weights[t, k]
+    * y[t K + k], + base[t].
 
-    y [T K, hidden]; weights [T, K] fp32; ids [T, K], -1 where an expert is not here and its row of y was never written, or None: all are
-    here. base [T, hidden] or None. `combine` is the backend's sum of (y, ids, weights, base)."""
+    y [T K, hidden]; weights [T, K] fp32; ids [T, K], -1 where an expert is not here and its row
+    of y was never written, or None: all are here. base [T, hidden] or None. `combine` is the
+    backend's sum of (y, ids, weights, base)."""
 
     y: Tensor
     ids: Tensor | None

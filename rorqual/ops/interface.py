@@ -1,8 +1,10 @@
-"""The op table: the pieces a backend may replace. The base class composes the reference; a backend overrides what it can.
+"""The op table: the pieces a backend may replace. The base class composes the reference; a backend
+overrides what it can.
 
-Entries are as coarse as the largest piece some backend fuses (a whole attention prologue, a whole expert layer), so that models
-never change when a kernel arrives. Attention entries come in two shapes: `decode`, where every request has the same small
-number of query tokens, and `prefill`, where each request brings its own chunk.
+Entries are as coarse as the largest piece some backend fuses (a whole attention prologue, a whole
+expert layer), so that models never change when a kernel arrives. Attention entries come in two
+shapes: `decode`, where every request has the same small number of query tokens, and `prefill`,
+where each request brings its own chunk.
 """
 
 from __future__ import annotations
@@ -22,14 +24,23 @@ from rorqual.ops.reference import Distribution, Weight
 
 
 class AttentionMetadata:
-    """Where some requests of a step find their queries and their cache. Built once a step, used by every layer.
+    """Where some requests of a step find their queries and their cache. Built once a step, used by
+    every layer.
 
-    tables [R, pages] int64 block tables; kv_lens [R] int64 cached entries after this step's tokens are written;
-    query_lens, max_kv_lens host tuples: exact query lengths, and KV lengths: equal to kv_lens where `exact`, else upper bounds (while
-    speculative steps are in flight nobody but the device knows how many tokens were accepted).
+    tables [R, pages] int64 block tables; kv_lens [R] int64 cached entries after this step's tokens
+    are written; query_lens, max_kv_lens host tuples: exact query lengths, and KV lengths: equal to
+    kv_lens where `exact`, else upper bounds (while speculative steps are in flight nobody but the
+    device knows how many tokens were accepted).
     """
 
-    def __init__(self, tables: Tensor, kv_lens: Tensor, query_lens: tuple[int, ...], max_kv_lens: tuple[int, ...], exact: bool = True):
+    def __init__(
+        self,
+        tables: Tensor,
+        kv_lens: Tensor,
+        query_lens: tuple[int, ...],
+        max_kv_lens: tuple[int, ...],
+        exact: bool = True,
+    ):
         self.tables = tables
         self.kv_lens = kv_lens
         self.query_lens = query_lens
@@ -42,18 +53,27 @@ class AttentionMetadata:
         return len(self.query_lens)
 
     def by_token(self) -> AttentionMetadata:
-        """The same queries, each token a request of its own that sees the cache up to itself. All requests have equally many."""
+        """The same queries, each token a request of its own that sees the cache up to itself.
+        All requests have equally many."""
         each = self.query_lens[0]
         assert self.tokens == each * len(self), "requests bring different numbers of queries"
         lens = self.kv_lens[:, None] + torch.arange(1 - each, 1, device=self.kv_lens.device)
         bounds = tuple(bound for bound in self.max_kv_lens for _ in range(each))
-        return AttentionMetadata(self.tables.repeat_interleave(each, 0), lens.flatten(), (1,) * self.tokens, bounds, exact=False)
+        return AttentionMetadata(
+            self.tables.repeat_interleave(each, 0),
+            lens.flatten(),
+            (1,) * self.tokens,
+            bounds,
+            exact=False,
+        )
 
     def part(self, requests: slice) -> AttentionMetadata:
         """Some of the requests, as a segment of their own."""
         bounds = self.max_kv_lens[requests]
         lens = self.kv_lens[requests]
-        return AttentionMetadata(self.tables[requests], lens, self.query_lens[requests], bounds, self.exact)
+        return AttentionMetadata(
+            self.tables[requests], lens, self.query_lens[requests], bounds, self.exact
+        )
 
 
 class Stretch(AttentionMetadata):
@@ -109,7 +129,9 @@ def shares_of(segment: AttentionMetadata, tokens: int, page: int) -> list[Share]
     return shares
 
 
-def _stretches(segment: AttentionMetadata, request: int, tokens: int, page: int) -> list[AttentionMetadata]:
+def _stretches(
+    segment: AttentionMetadata, request: int, tokens: int, page: int
+) -> list[AttentionMetadata]:
     bound = segment.max_kv_lens[request]
     starts = range(0, bound, tokens)
     return [Stretch(segment, request, at, min(tokens, bound - at), page) for at in starts]
@@ -119,8 +141,9 @@ def _stretches(segment: AttentionMetadata, request: int, tokens: int, page: int)
 class MLAWeights:
     """One layer's attention weights, as mla_prologue and mla_absorbed take them.
 
-    down [q_lora or H qk, + C + rope; hidden] makes the query (or its latent), the key-value latent and the rope key in one product;
-    q_norm and q_b are None without a query latent. kv_b [H (nope + v), C] in the activations' dtype once the model is finalized.
+    down [q_lora or H qk, + C + rope; hidden] makes the query (or its latent), the key-value latent
+    and the rope key in one product; q_norm and q_b are None without a query latent. kv_b [H (nope +
+    v), C] in the activations' dtype once the model is finalized.
     """
 
     config: MLAConfig
@@ -132,14 +155,19 @@ class MLAWeights:
     kv_b: Weight
     eps: float
     interleaved: bool
-    keep_query_input: bool = False  # the materialized form reads the query input; the others have no use for it
+    # the materialized form reads the query input; the others have no use for it
+    keep_query_input: bool = False
     pack: bool = False  # an fp8 product takes what attention gives
     layer: int = 0  # which layer of the model
     scratch: Any = None  # whatever a backend derives once a layer
 
     @property
     def query_rows(self) -> int:
-        return self.config.num_heads * self.config.qk_dim if self.q_b is None else self.config.q_lora_rank or 0
+        return (
+            self.config.num_heads * self.config.qk_dim
+            if self.q_b is None
+            else self.config.q_lora_rank or 0
+        )
 
     @property
     def up(self) -> Tensor:
@@ -163,19 +191,23 @@ class Ops:
     name = "reference"
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Inside, kernels that a device compiles at their first launch are compiled and do not run; what they would write is zero."""
+        """Inside, kernels that a device compiles at their first launch are compiled and do not
+        run; what they would write is zero."""
         return nullcontext()
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
-        """Whether a kernel of this backend serves `entry` for these weights, into which torch.compile must not look (ops/custom_ops.py)."""
+        """Whether a kernel of this backend serves `entry` for these weights, into which
+        torch.compile must not look (ops/custom_ops.py)."""
         return False
 
     def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
-        """Random weights for view [rows, columns], a window of a matrix `width` wide: see counter.py."""
+        """Random weights for view [rows, columns], a window of a matrix `width` wide: see
+        counter.py."""
         rng.draw_normal(view, key, std, first, width)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. A table in host memory costs a wait for the ids here."""
+        """Rows `ids` [T] of table [vocabulary, hidden], on the device of `ids`. A table in host
+        memory costs a wait for the ids here."""
         if table.device == ids.device:
             return table.index_select(0, ids)
         return table.index_select(0, ids.to(table.device)).to(ids.device)
@@ -183,12 +215,16 @@ class Ops:
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.norm(x, weight, eps)
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may quantize the norm in the same kernel;
-        values may differ by the order of a sum."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may
+        quantize the norm in the same kernel; values may differ by the order of a sum."""
         return reference.add_norm(x, residual, weight, eps)
 
-    def sum_add_norm(self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(
+        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """`add_norm` of the sum of what experts gave."""
         return self.add_norm(gave.total(), residual, weight, eps, pack)
 
@@ -208,55 +244,89 @@ class Ops:
         reference.write_cache(plane, slots, values)
 
     def write_latent(self, plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-        """Cache entries [T, C + rope] to a latent plane at `slots`. A plane of bytes is an fp8 cache, its rows those of `pack_latent`."""
-        self.write_cache(plane, slots, reference.pack_latent(entries, rank) if plane.dtype == torch.uint8 else entries)
+        """Cache entries [T, C + rope] to a latent plane at `slots`. A plane of bytes is an fp8
+        cache, its rows those of `pack_latent`."""
+        self.write_cache(
+            plane,
+            slots,
+            reference.pack_latent(entries, rank) if plane.dtype == torch.uint8 else entries,
+        )
 
     def heads_matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """x [T, H, a] times matrices [H, a, b], head by head: [T, H, b]. The absorb products of MLA."""
+        """x [T, H, a] times matrices [H, a, b], head by head: [T, H, b]. The absorb products of
+        MLA."""
         return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
     # ---- attention
 
     def mla_prologue(
-        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+        self,
+        x: Tensor,
+        w: MLAWeights,
+        cos: Tensor,
+        sin: Tensor,
+        plane: Tensor | None,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H, qk] rotated, cache entries).
+        """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H,
+        qk] rotated, cache entries).
 
-        Entries [T, C + rope] go to the latent `plane` at `slots`; without a plane they are returned instead.
+        Entries [T, C + rope] go to the latent `plane` at `slots`; without a plane they are returned
+        instead.
         """
         query, entries = self.mla_down(x, w, cos, sin)
-        return (x if w.q_b is None else query), *self.mla_up(query, entries, w, cos, sin, plane, slots)
+        return (x if w.q_b is None else query), *self.mla_up(
+            query, entries, w, cos, sin, plane, slots
+        )
 
     def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The half of the prologue that knows no heads: from x [T, hidden] to (the query's latent, normed [T, q_lora], cache entries
-        [T, C + rope]: latent normed, key rotated). Without a query latent the first are the queries as they are, [T, H qk]."""
+        """The half of the prologue that knows no heads: from x [T, hidden] to (the query's
+        latent, normed [T, q_lora], cache entries [T, C + rope]: latent normed, key rotated).
+        Without a query latent the first are the queries as they are, [T, H qk]."""
         mla = w.config
-        query, latent, key = self.linear(x, w.down, w.down_bias).split((w.query_rows, mla.kv_lora_rank, mla.rope_dim), -1)
+        query, latent, key = self.linear(x, w.down, w.down_bias).split(
+            (w.query_rows, mla.kv_lora_rank, mla.rope_dim), -1
+        )
         if w.q_norm is not None:
             query = self.norm(query, w.q_norm, w.eps)
         key = self.rope(key[:, None], cos, sin, w.interleaved)[:, 0]
         return query, torch.cat((self.norm(latent, w.kv_norm, w.eps), key), -1)
 
     def mla_up(
-        self, query: Tensor, entries: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+        self,
+        query: Tensor,
+        entries: Tensor,
+        w: MLAWeights,
+        cos: Tensor,
+        sin: Tensor,
+        plane: Tensor | None,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """The other half, head by head: from what mla_down returns to (queries [T, H, qk] rotated, cache entries as mla_prologue has
-        them). Rows of `query` and of `entries` may lie apart."""
+        """The other half, head by head: from what mla_down returns to (queries [T, H, qk]
+        rotated, cache entries as mla_prologue has them). Rows of `query` and of `entries` may
+        lie apart."""
         mla = w.config
         if w.q_b is not None:
             query = self.linear(query, w.q_b)
-        nope, turned = query.unflatten(-1, (mla.num_heads, mla.qk_dim)).split((mla.nope_dim, mla.rope_dim), -1)
+        nope, turned = query.unflatten(-1, (mla.num_heads, mla.qk_dim)).split(
+            (mla.nope_dim, mla.rope_dim), -1
+        )
         q = torch.cat((nope, self.rope(turned, cos, sin, w.interleaved)), -1)
         if plane is None:
             return q, entries
         self.write_latent(plane, slots, entries, mla.kv_lora_rank)
         return q, None
 
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side, [T, H v]. W_UK moves to the query, W_UV
-        behind the sum, and neither rope nor latent parts are concatenated."""
+    def mla_absorbed(
+        self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side,
+        [T, H v]. W_UK moves to the query, W_UV behind the sum, and neither rope nor latent parts
+        are concatenated."""
         nope = w.config.nope_dim
-        latent = self.latent_attention(self.heads_matmul(q[..., :nope], w.w_uk), q[..., nope:], plane, segment, scale)
+        latent = self.latent_attention(
+            self.heads_matmul(q[..., :nope], w.w_uk), q[..., nope:], plane, segment, scale
+        )
         return self.joined_heads(latent, w)
 
     def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
@@ -274,8 +344,8 @@ class Ops:
         planes: tuple[Tensor, Tensor],
         slots: Tensor,
     ) -> Tensor:
-        """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries and keys; keys and values go to
-        the `planes` (K, V) at `slots`."""
+        """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries
+        and keys; keys and values go to the `planes` (K, V) at `slots`."""
         groups = planes[0].shape[2]
         heads = qkv.shape[1] - 2 * groups
         q, k, v = qkv.split((heads, groups, groups), 1)
@@ -285,8 +355,11 @@ class Ops:
         self.write_cache(planes[1], slots, v)
         return q
 
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """Causal attention of cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H, D] to [T, H, Dv]."""
+    def attention(
+        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Causal attention of cached K [pages, page, G, D] and V [pages, page, G, Dv]; q [T, H,
+        D] to [T, H, Dv]."""
         lens = segment.kv_lens.tolist()
         out = []
         for i, part in enumerate(q.split(segment.query_lens)):
@@ -295,20 +368,36 @@ class Ops:
             out.append(reference.causal_attention(part, k, v, scale))
         return torch.cat(out)
 
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an fp8 one: each head scores q_latent [T, H, C] against
-        the latent and q_rope [T, H, rope] against the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
-        lens, rank = segment.kv_lens.tolist(), q_latent.shape[-1]
+    def latent_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """MLA in the absorbed form over a latent cache [pages, page, C + rope] or an fp8 one:
+        each head scores q_latent [T, H, C] against the latent and q_rope [T, H, rope] against
+        the shared rope key, and sums latents: [T, H, C]. Nothing is concatenated."""
+        lens = segment.kv_lens.tolist()
+        rank = q_latent.shape[-1]
         queries = torch.cat((q_latent, q_rope), -1).split(segment.query_lens)
         out = []
         for i, part in enumerate(queries):
             rows = reference.read_cache(plane, segment.tables[i], lens[i])
-            entries = (reference.unpack_latent(rows, rank, q_latent.dtype) if plane.dtype == torch.uint8 else rows)[:, None]
+            entries = (
+                reference.unpack_latent(rows, rank, q_latent.dtype)
+                if plane.dtype == torch.uint8
+                else rows
+            )[:, None]
             out.append(reference.causal_attention(part, entries, entries[..., :rank], scale))
         return torch.cat(out)
 
-    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """Attention over K [sum of KV lengths, G, D] and V packed request after request, as `gather` returns them."""
+    def dense_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Attention over K [sum of KV lengths, G, D] and V packed request after request, as
+        `gather` returns them."""
         lens = segment.kv_lens.tolist()
         parts = zip(q.split(segment.query_lens), k.split(lens), v.split(lens), strict=True)
         return torch.cat([reference.causal_attention(*part, scale) for part in parts])
@@ -355,25 +444,42 @@ class Ops:
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""
         lens = segment.kv_lens.tolist()
-        return torch.cat([reference.read_cache(plane, table, n) for table, n in zip(segment.tables, lens, strict=True)])
+        return torch.cat(
+            [
+                reference.read_cache(plane, table, n)
+                for table, n in zip(segment.tables, lens, strict=True)
+            ]
+        )
 
-    def latent_entries(self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> Tensor:
-        """All cached latents and rope keys of the segment's requests, packed as by `gather`: [sum of KV lengths, C + rope] in `dtype`."""
+    def latent_entries(
+        self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
+    ) -> Tensor:
+        """All cached latents and rope keys of the segment's requests, packed as by `gather`:
+        [sum of KV lengths, C + rope] in `dtype`."""
         rows = self.gather(plane, segment)
-        return reference.unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
+        return (
+            reference.unpack_latent(rows, rank, dtype)
+            if plane.dtype == torch.uint8
+            else rows.to(dtype)
+        )
 
     # ---- experts
 
     def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        """How a router's matrix, as loaded, is kept for hidden states in `dtype`: as it is, or in a type that holds all its values."""
+        """How a router's matrix, as loaded, is kept for hidden states in `dtype`: as it is, or
+        in a type that holds all its values."""
         return gate
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
-        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K + shared] int64, weights [T, K + shared] fp32). Logits are
-        fp32, or where the router is not kept in fp32 of the gate's type.
+    def router(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K + shared] int64,
+        weights [T, K + shared] fp32). Logits are fp32, or where the router is not kept in fp32 of
+        the gate's type.
 
-        Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype. `shared`: so many experts stand behind the
-        routed ones; every token picks them last, with weight 1.
+        Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype.
+        `shared`: so many experts stand behind the routed ones; every token picks them last, with
+        weight 1.
         """
         kind = torch.float32 if moe.router_fp32 else gate.dtype
         ids, weights = self.route(torch.nn.functional.linear(x.to(kind), gate.to(kind)), bias, moe)
@@ -385,7 +491,8 @@ class Ops:
 
     @property
     def fuses_shared_experts(self) -> bool:
-        """Whether shared experts are to stand among the routed ones where they can (layers/moe.py)."""
+        """Whether shared experts are to stand among the routed ones where they can
+        (layers/moe.py)."""
         return False
 
     def experts(
@@ -399,10 +506,12 @@ class Ops:
         shared: int = 0,
         share: float = 1.0,
     ) -> Tensor:
-        """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden] added to it: what shared experts gave.
+        """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden]
+        added to it: what shared experts gave.
 
-        `shared`: so many of the last experts, and of the last columns of ids and weights, are those that every token picks with weight 1,
-        in this order; a backend may compute them apart. `share`: how many of the picks are here, about; for the choice of a kernel."""
+        `shared`: so many of the last experts, and of the last columns of ids and weights, are
+        those that every token picks with weight 1, in this order; a backend may compute them
+        apart. `share`: how many of the picks are here, about; for the choice of a kernel."""
         y = reference.experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base
 
@@ -417,7 +526,8 @@ class Ops:
         base: Tensor | None = None,
         shared: int = 0,
     ) -> Tensor:
-        """`router` and `experts` in one, where all experts are here, by their logical number, and nobody else asks for the picks."""
+        """`router` and `experts` in one, where all experts are here, by their logical number,
+        and nobody else asks for the picks."""
         ids, weights = self.router(x, gate, bias, moe, shared)
         return self.experts(x, ids, weights, gate_up, down, base, shared)
 
@@ -432,7 +542,8 @@ class Ops:
         base: Tensor | None = None,
         shared: int = 0,
     ) -> NormInput:
-        """`routed_experts` for whoever hands it to `sum_add_norm`: a backend may leave the sum to that."""
+        """`routed_experts` for whoever hands it to `sum_add_norm`: a backend may leave the sum
+        to that."""
         return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
 
     def experts_fp8(
@@ -446,35 +557,65 @@ class Ops:
         down: Weight,
         share: float = 1.0,
     ) -> Tensor:
-        """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T, hidden] in `dtype`. Where they meet fp8
-        weights a backend may take them as they are, instead of widening and rounding them again."""
-        return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, gate_up, down, share=share)
+        """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T,
+        hidden] in `dtype`. Where they meet fp8 weights a backend may take them as they are,
+        instead of widening and rounding them again."""
+        return self.experts(
+            reference.dequantize_activation(x, scale, dtype),
+            ids,
+            weights,
+            gate_up,
+            down,
+            share=share,
+        )
 
     # ---- requests by slot
 
     def decode_rows(
-        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
+        self,
+        length: Tensor,
+        last_token: Tensor,
+        drafts: Tensor,
+        tables: Tensor,
+        slots: Tensor,
+        num_speculative_tokens: int,
+        page_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return reference.decode_rows(length, last_token, drafts, tables, slots, num_speculative_tokens, page_size)
+        return reference.decode_rows(
+            length, last_token, drafts, tables, slots, num_speculative_tokens, page_size
+        )
 
     def verify_drafts(
-        self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
+        self,
+        tokens: Tensor,
+        drafts: Tensor,
+        num_drafts: Tensor,
+        slots: Tensor,
+        taken: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return reference.verify_drafts(tokens, drafts, num_drafts, slots, taken)
 
     def commit_tokens(
-        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, num_accepted: Tensor
+        self,
+        last_token: Tensor,
+        length: Tensor,
+        slots: Tensor,
+        lens: Tensor,
+        tokens: Tensor,
+        num_accepted: Tensor,
     ) -> tuple[Tensor, Tensor]:
         return reference.commit_tokens(last_token, length, slots, lens, tokens, num_accepted)
 
     # ---- sampling
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-        """Random numbers in [0, 1) that depend on (seed, position, stream) alone: int64 of one shape to fp64 of that shape. Exact."""
+        """Random numbers in [0, 1) that depend on (seed, position, stream) alone: int64 of one
+        shape to fp64 of that shape. Exact."""
         return rng.uniform(seeds, positions, stream)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """[M, V] to [M] int64: the token with the greatest logit, one of them where several are equal."""
+        """[M, V] to [M] int64: the token with the greatest logit, one of them where several are
+        equal."""
         return logits.argmax(-1)
 
     def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
@@ -484,7 +625,13 @@ class Ops:
         return reference.sample_from(given, numbers)
 
     def sample_residual(
-        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+        self,
+        given: Distribution,
+        rows: Tensor,
+        numbers: Tensor,
+        refused: Tensor,
+        q: Tensor | None = None,
+        q_rows: Tensor | None = None,
     ) -> Tensor:
         return reference.sample_residual(given, rows, numbers, refused, q, q_rows)
 

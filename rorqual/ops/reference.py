@@ -1,8 +1,9 @@
-"""What each op means, in plain torch: the definition every faster version is tested against. Written to be read.
+"""What each op means, in plain torch: the definition every faster version is tested against.
+Written to be read.
 
-Shapes: T tokens packed over requests, R requests, H query heads, G key/value heads, E experts, K picks a token,
-V tokens in the vocabulary, M rows of logits.
-Softmax, norms, router scores and weights are computed in fp32 whatever the activations' dtype.
+Shapes: T tokens packed over requests, R requests, H query heads, G key/value heads, E experts, K
+picks a token, V tokens in the vocabulary, M rows of logits. Softmax, norms, router scores and
+weights are computed in fp32 whatever the activations' dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ ACTIVATION_BLOCK = 128
 
 @dataclass
 class Weight:
-    """A matrix [rows, columns] or a stack of them; fp8 data carries `scale`, one fp32 factor for each `block` of it."""
+    """A matrix [rows, columns] or a stack of them; fp8 data carries `scale`, one fp32 factor for
+    each `block` of it."""
 
     data: Tensor
     scale: Tensor | None = None
@@ -35,7 +37,9 @@ class Weight:
         return self.scale is not None
 
     def __getitem__(self, index: int) -> Weight:
-        return Weight(self.data[index], None if self.scale is None else self.scale[index], self.block)
+        return Weight(
+            self.data[index], None if self.scale is None else self.scale[index], self.block
+        )
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -49,10 +53,14 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns, amax clamped at 1e-4 (DeepGEMM)."""
+    """[T, columns] to e4m3 and fp32 scales [T, columns/128]: one scale a token and 128 columns,
+    amax clamped at 1e-4 (DeepGEMM)."""
     tokens, columns = x.shape
-    blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK)
-    most = torch.full((), FP8_MAX, device=x.device)  # by a number torch would, on a card, multiply with its rounded inverse
+    blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(
+        tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK
+    )
+    # by a number torch would, on a card, multiply with its rounded inverse
+    most = torch.full((), FP8_MAX, device=x.device)
     scale = blocks.abs().amax(-1).clamp(1e-4) / most
     data = (blocks / scale[..., None]).to(FP8).flatten(1)
     return data[:, :columns], scale
@@ -60,7 +68,9 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize_activation(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `quantize_activation`, up to its rounding."""
-    return (data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : data.shape[1]]).to(dtype)
+    return (data.float() * scale.repeat_interleave(ACTIVATION_BLOCK, -1)[:, : data.shape[1]]).to(
+        dtype
+    )
 
 
 def rounded_to_fp8(x: Tensor) -> Tensor:
@@ -69,7 +79,8 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [T, columns] times weight [rows, columns] transposed. With fp8 weights the activations are rounded to fp8 as well."""
+    """x [T, columns] times weight [rows, columns] transposed. With fp8 weights the activations
+    are rounded to fp8 as well."""
     if weight.scale is None:
         return F.linear(x, weight.data, bias)
     y = F.linear(rounded_to_fp8(x), dequantize(weight, torch.float32))
@@ -82,7 +93,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """The residual stream's step: returns (norm(x + residual), x + residual)."""
     total = x if residual is None else x + residual
     return norm(total, weight, eps), total
@@ -99,21 +112,29 @@ def mlp(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x [T, heads, D] by cos and sin [T, D/2] (fp32). Pairs are (2i, 2i+1) when interleaved, else (i, i + D/2).
+    """Rotate x [T, heads, D] by cos and sin [T, D/2] (fp32). Pairs are (2i, 2i+1) when interleaved,
+    else (i, i + D/2).
 
     The layout is kept: each rotated pair stays where it was.
     """
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     wide = x.float()
     if interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-        return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2).to(x.dtype)
+        first = wide[..., 0::2]
+        second = wide[..., 1::2]
+        return (
+            torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+            .flatten(-2)
+            .to(x.dtype)
+        )
     first, second = wide.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def write_cache(plane: Tensor, slots: Tensor, values: Tensor) -> None:
-    """plane [pages, page_size, *shape]; slots [T] flat positions page * page_size + offset; values [T, *shape]."""
+    """plane [pages, page_size, *shape]; slots [T] flat positions page * page_size + offset;
+    values [T, *shape]."""
     plane.flatten(0, 1).index_copy_(0, slots, values.to(plane.dtype))
 
 
@@ -124,9 +145,11 @@ def read_cache(plane: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def pack_latent(entries: Tensor, rank: int) -> Tensor:
-    """Cache entries [T, C + rope] to rows of an fp8 cache, [T, bytes] uint8: latent e4m3 | fp32 scales | rope key as it is.
+    """Cache entries [T, C + rope] to rows of an fp8 cache, [T, bytes] uint8: latent e4m3 | fp32
+    scales | rope key as it is.
 
-    One scale a token and 128 columns, by the rule of `quantize_activation`; a latent of fewer columns has one.
+    One scale a token and 128 columns, by the rule of `quantize_activation`; a latent of fewer
+    columns has one.
     """
     data, scales = quantize_activation(entries[:, :rank])
     rope = entries[:, rank:].contiguous()
@@ -134,13 +157,19 @@ def pack_latent(entries: Tensor, rank: int) -> Tensor:
 
 
 def latent_parts(rows: Tensor, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of fp8 cache rows [..., bytes]: latent [..., C] e4m3, scales [..., C / 128] fp32, rope key [..., rope] in `dtype`."""
+    """Views of fp8 cache rows [..., bytes]: latent [..., C] e4m3, scales [..., C / 128] fp32,
+    rope key [..., rope] in `dtype`."""
     scales = rank + 4 * -(-rank // ACTIVATION_BLOCK)
-    return rows[..., :rank].view(FP8), rows[..., rank:scales].view(torch.float32), rows[..., scales:].view(dtype)
+    return (
+        rows[..., :rank].view(FP8),
+        rows[..., rank:scales].view(torch.float32),
+        rows[..., scales:].view(dtype),
+    )
 
 
 def unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """Rows of an fp8 cache [..., bytes] to entries [..., C + rope] in `dtype`, in which the rope key was written."""
+    """Rows of an fp8 cache [..., bytes] to entries [..., C + rope] in `dtype`, in which the rope
+    key was written."""
     latent, scales, rope = latent_parts(rows, rank, dtype)
     wide = latent.float() * scales.repeat_interleave(ACTIVATION_BLOCK, -1)[..., :rank]
     return torch.cat((wide.to(dtype), rope), -1)
@@ -160,7 +189,8 @@ def seen_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v [L, G, Dv]. Returns [Q, H, Dv]."""
+    """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v
+    [L, G, Dv]. Returns [Q, H, Dv]."""
     weights = seen_scores(q, k, scale, k.shape[0] - q.shape[0]).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, by_query_head(v, q.shape[1])).to(q.dtype)
 
@@ -208,15 +238,19 @@ def router_scores(logits: Tensor, moe: MoEConfig) -> Tensor:
 
 
 def limit_groups(choice: Tensor, moe: MoEConfig) -> Tensor:
-    """Keep the `topk_group` best groups of experts; a group counts by its best expert, or by its best two under noaux_tc."""
+    """Keep the `topk_group` best groups of experts; a group counts by its best expert, or by its
+    best two under noaux_tc."""
     groups = choice.view(choice.shape[0], moe.n_group, choice.shape[1] // moe.n_group)
     best = groups.topk(2, -1).values.sum(-1) if moe.method == "noaux_tc" else groups.amax(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(moe.topk_group, -1, sorted=False).indices, True)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        1, best.topk(moe.topk_group, -1, sorted=False).indices, True
+    )
     return groups.masked_fill(~kept[..., None], float("-inf")).view_as(choice)
 
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Choose experts. logits [T, E]; returns (ids [T, K] int64, weights [T, K] fp32). arXiv 2412.19437, section 2.1.2.
+    """Choose experts. logits [T, E]; returns (ids [T, K] int64, weights [T, K] fp32). arXiv
+    2412.19437, section 2.1.2.
 
     The correction bias decides the choice and never enters the weights.
     """
@@ -232,16 +266,20 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, 
 
 
 def with_shared(ids: Tensor, weights: Tensor, first: int, shared: int) -> tuple[Tensor, Tensor]:
-    """Behind the picks of each token, [T, K], those that all tokens make: slots `first` and on, `shared` of them, weight 1."""
+    """Behind the picks of each token, [T, K], those that all tokens make: slots `first` and on,
+    `shared` of them, weight 1."""
     if not shared:
         return ids, weights
-    slots = torch.arange(first, first + shared, dtype=ids.dtype, device=ids.device).expand(ids.shape[0], -1)
+    slots = torch.arange(first, first + shared, dtype=ids.dtype, device=ids.device).expand(
+        ids.shape[0], -1
+    )
     return torch.cat((ids, slots), 1), torch.cat((weights, weights.new_ones(slots.shape)), 1)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by physical slot (-1: not here),
-    gate_up [slots, 2 I, hidden], down [slots, hidden, I]. Sums in fp32; returns [T, hidden] in x's dtype."""
+    """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by
+    physical slot (-1: not here), gate_up [slots, 2 I, hidden], down [slots, hidden, I]. Sums in
+    fp32; returns [T, hidden] in x's dtype."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in ids.unique().tolist():
         if slot >= 0:
@@ -256,11 +294,12 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
 
 @dataclass
 class Distribution:
-    """What each of M tokens is drawn from: token t of row m has probability exp((logits[m, t] - peak) / temperature) / mass if its
-    logit is at least floor, else zero.
+    """What each of M tokens is drawn from: token t of row m has probability exp((logits[m, t] -
+    peak) / temperature) / mass if its logit is at least floor, else zero.
 
-    logits [M, V]; summary [M, 4] fp64: temperature, peak (the best logit), floor (logits below it are left out), mass (the sum
-    over what is kept); best [M] int64: the first token with the best logit, which rows of temperature below GREEDY_TEMPERATURE take.
+    logits [M, V]; summary [M, 4] fp64: temperature, peak (the best logit), floor (logits below it
+    are left out), mass (the sum over what is kept); best [M] int64: the first token with the best
+    logit, which rows of temperature below GREEDY_TEMPERATURE take.
     """
 
     logits: Tensor
@@ -270,7 +309,9 @@ class Distribution:
 
     def probs(self, rows: Tensor | None = None) -> Tensor:
         """[M, V] fp64, or those of some rows."""
-        logits, summary = (self.logits, self.summary) if rows is None else (self.logits[rows], self.summary[rows])
+        logits, summary = (
+            (self.logits, self.summary) if rows is None else (self.logits[rows], self.summary[rows])
+        )
         temperature, peak, floor, mass = summary[:, :, None].unbind(1)
         weights = tempered(logits.double(), temperature, peak) / mass
         return weights.masked_fill(logits < floor, 0)
@@ -278,7 +319,12 @@ class Distribution:
     def probability(self, tokens: Tensor) -> Tensor:
         """Of tokens [R, n], in the first n of every M / R rows: [R, n] fp64."""
         count, n = tokens.shape
-        logits = self.logits.view(count, -1, self.logits.shape[1])[:, :n].gather(2, tokens[..., None]).squeeze(2).double()
+        logits = (
+            self.logits.view(count, -1, self.logits.shape[1])[:, :n]
+            .gather(2, tokens[..., None])
+            .squeeze(2)
+            .double()
+        )
         temperature, peak, floor, mass = self.summary.view(count, -1, 4)[:, :n].unbind(2)
         return (tempered(logits, temperature, peak) / mass).masked_fill(logits < floor, 0)
 
@@ -289,10 +335,12 @@ def tempered(logits: Tensor, temperature: Tensor, peak: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
-    """logits [M, V] fp32, settings [M, 4] fp64: temperature, top_p, min_p, top_k (0: off). Without `cuts` only the temperature counts.
+    """logits [M, V] fp32, settings [M, 4] fp64: temperature, top_p, min_p, top_k (0: off). Without
+    `cuts` only the temperature counts.
 
-    Computed in fp64 here. A faster version may move a boundary between two tokens by 1e-6 of the whole mass; and where top-p or min-p
-    lies within 1e-6 of a token's limit (of the mass before it; of its share of the best one), the token may be on the other side.
+    Computed in fp64 here. A faster version may move a boundary between two tokens by 1e-6 of the
+    whole mass; and where top-p or min-p lies within 1e-6 of a token's limit (of the mass before it;
+    of its share of the best one), the token may be on the other side.
     """
     temperature, top_p, min_p, top_k = settings.unbind(1)
     wide = logits.double()
@@ -302,18 +350,21 @@ def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distributio
     if filters:
         weights = cut(weights, top_k, top_p, min_p)
         floor = wide.masked_fill(weights == 0, float("inf")).amin(-1)
-    return Distribution(logits, torch.stack((temperature, peak, floor, weights.sum(-1)), 1), logits.argmax(-1))
+    return Distribution(
+        logits, torch.stack((temperature, peak, floor, weights.sum(-1)), 1), logits.argmax(-1)
+    )
 
 
 def cut(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Zero what top-k, then top-p over what top-k left, then min-p exclude. Tokens tied with the last one kept are kept.
-    weights [M, V], probabilities but for a factor; the others [M]."""
+    """Zero what top-k, then top-p over what top-k left, then min-p exclude. Tokens tied with the
+    last one kept are kept. weights [M, V], probabilities but for a factor; the others [M]."""
     ordered = weights.sort(-1, descending=True).values
     last = torch.where(top_k > 0, top_k, ordered.shape[1]).clamp(max=ordered.shape[1]).long() - 1
     by_k = ordered.gather(1, last[:, None])
     kept = ordered.masked_fill(ordered < by_k, 0)
     before = kept.cumsum(-1) - kept
-    # The smallest set whose mass reaches top_p: a token stays while the mass before it is below the goal.
+    # The smallest set whose mass reaches top_p: a token stays while the mass before it is below the
+    # goal.
     inside = (before < top_p[:, None] * kept.sum(-1, keepdim=True)) & (kept > 0)
     by_p = ordered.masked_fill(~inside, float("inf")).amin(-1, keepdim=True)
     by_p = torch.where(top_p[:, None] < 1, by_p, by_k)
@@ -325,23 +376,36 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     """The token at which the cumulative sum of weights [M, V] passes numbers [M] of its total."""
     cumulative = weights.cumsum(-1)
     goal = numbers[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    return (
+        torch.searchsorted(cumulative, goal, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    )
 
 
 def sample_from(given: Distribution, numbers: Tensor) -> Tensor:
-    """One token a row, [M] int64: the inverse of the cumulative distribution, in vocabulary order, at numbers [M] in [0, 1) fp64."""
+    """One token a row, [M] int64: the inverse of the cumulative distribution, in vocabulary
+    order, at numbers [M] in [0, 1) fp64."""
     greedy = given.summary[:, 0] < GREEDY_TEMPERATURE
     return torch.where(greedy, given.best, invert(given.probs(), numbers))
 
 
 def sample_residual(
-    given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+    given: Distribution,
+    rows: Tensor,
+    numbers: Tensor,
+    refused: Tensor,
+    q: Tensor | None = None,
+    q_rows: Tensor | None = None,
 ) -> Tensor:
-    """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the distribution (-1: nothing is wanted) and q
-    the rows q_rows [R] of q [N, V] fp32, which the drafts were drawn from. Without q the drafts, refused [R], were certain. -1 where
-    nothing is left over or wanted."""
+    """Tokens [R] from what a refused draft left over: max(p - q, 0), p being rows [R] of the
+    distribution (-1: nothing is wanted) and q the rows q_rows [R] of q [N, V] fp32, which the
+    drafts were drawn from. Without q the drafts, refused [R], were certain. -1 where nothing is
+    left over or wanted."""
     p = given.probs(rows.clamp(min=0))
-    rest = p.scatter(1, refused[:, None], 0) if q is None or q_rows is None else (p - q[q_rows]).clamp_(min=0)
+    rest = (
+        p.scatter(1, refused[:, None], 0)
+        if q is None or q_rows is None
+        else (p - q[q_rows]).clamp_(min=0)
+    )
     return torch.where((rest.sum(-1) > 0) & (rows >= 0), invert(rest, numbers), -1)
 
 
@@ -354,42 +418,71 @@ def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:
 
 
 def decode_rows(
-    length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
+    length: Tensor,
+    last_token: Tensor,
+    drafts: Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    num_speculative_tokens: int,
+    page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What requests in `slots` [R] compute: the newest token of each, whose entry is still to be written, and num_speculative_tokens drafts behind it.
+    """What requests in `slots` [R] compute: the newest token of each, whose entry is still to be
+    written, and num_speculative_tokens drafts behind it.
 
-    length, last_token [S] and drafts [S, at least num_speculative_tokens] by slot; tables [R, pages] block tables of these requests. All int64. Returns
-    ids, positions and slot mapping, [R (num_speculative_tokens + 1)] each, and the lengths [R] of the cache once all are written."""
-    first, ids = length.index_select(0, slots), last_token.index_select(0, slots)
+    length, last_token [S] and drafts [S, at least num_speculative_tokens] by slot; tables [R,
+    pages] block tables of these requests. All int64. Returns ids, positions and slot mapping, [R
+    (num_speculative_tokens + 1)] each, and the lengths [R] of the cache once all are written."""
+    first = length.index_select(0, slots)
+    ids = last_token.index_select(0, slots)
     spread = first[:, None]
     if num_speculative_tokens:
-        ids = torch.cat((ids[:, None], drafts.index_select(0, slots)[:, :num_speculative_tokens]), 1).flatten()
+        ids = torch.cat(
+            (ids[:, None], drafts.index_select(0, slots)[:, :num_speculative_tokens]), 1
+        ).flatten()
         spread = spread + torch.arange(num_speculative_tokens + 1, device=slots.device)
     positions = spread.flatten()
     held = tables.gather(1, spread // page_size).flatten()
-    return ids, positions, held * page_size + positions % page_size, first + (num_speculative_tokens + 1)
+    return (
+        ids,
+        positions,
+        held * page_size + positions % page_size,
+        first + (num_speculative_tokens + 1),
+    )
 
 
-def verify_drafts(tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Which drafts stand. tokens [R, n + 1]: the model's own behind each row; drafts [S, at least n] and num_drafts [S] by slot; taken
-    [R, n] bool: whether each is right, None: where it is the model's own. A draft counts only behind others that do.
+def verify_drafts(
+    tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which drafts stand. tokens [R, n + 1]: the model's own behind each row; drafts [S, at
+    least n] and num_drafts [S] by slot; taken [R, n] bool: whether each is right, None: where it
+    is the model's own. A draft counts only behind others that do.
 
-    Returns (drafts that stand, then the model's own token, then -1: [R, n + 1]; how many drafts stand [R]; drafts there were [R])."""
+    Returns (drafts that stand, then the model's own token, then -1: [R, n + 1]; how many drafts
+    stand [R]; drafts there were [R])."""
     n = tokens.shape[1] - 1
-    ahead, drafted = drafts.index_select(0, slots)[:, :n], num_drafts.index_select(0, slots).clamp(max=n)
+    ahead = drafts.index_select(0, slots)[:, :n]
+    drafted = num_drafts.index_select(0, slots).clamp(max=n)
     places = torch.arange(n + 1, device=tokens.device)
     good = (tokens[:, :n] == ahead if taken is None else taken) & (places[:n] < drafted[:, None])
     right = good.long().cumprod(1).sum(1)
-    stands = torch.cat((torch.where(places[:n] < right[:, None], ahead, tokens[:, :n]), tokens[:, n:]), 1)
+    stands = torch.cat(
+        (torch.where(places[:n] < right[:, None], ahead, tokens[:, :n]), tokens[:, n:]), 1
+    )
     return torch.where(places <= right[:, None], stands, -1), right, drafted
 
 
-def commit_tokens(last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Requests in `slots` [R] have got right [R] drafts and a token more, of tokens [R, n + 1], after a step that wrote entries up to lens
-    [R]: their newest token and their length, by slot in last_token and length, move on.
+def commit_tokens(
+    last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, right: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Requests in `slots` [R] have got right [R] drafts and a token more, of tokens [R, n + 1],
+    after a step that wrote entries up to lens [R]: their newest token and their length, by slot
+    in last_token and length, move on.
 
-    Returns (the token after each row of the step, 0 where none stands, [R (n + 1)]; the row of each request's last such, [R])."""
+    Returns (the token after each row of the step, 0 where none stands, [R (n + 1)]; the row of
+    each request's last such, [R])."""
     width = tokens.shape[1]
     last_token.index_copy_(0, slots, tokens.gather(1, right[:, None]).squeeze(1))
     length.index_copy_(0, slots, lens - width + 1 + right)
-    return tokens.clamp(min=0).flatten(), torch.arange(0, tokens.numel(), width, device=tokens.device) + right
+    return tokens.clamp(min=0).flatten(), torch.arange(
+        0, tokens.numel(), width, device=tokens.device
+    ) + right

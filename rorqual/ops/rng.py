@@ -1,4 +1,5 @@
-"""Random numbers from counters: the same bits on every device, in every batch and in every layout."""
+"""Random numbers from counters: the same bits on every device, in every batch and in every
+layout."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ FIELDS_DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)  # of the sum of four numbers
 
 
 def hash_bits(counter: Tensor, key: int) -> Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014) of counter + key in wrapping int64 arithmetic: 64 well-mixed bits an element."""
+    """splitmix64 (Steele, Lea, Flood 2014) of counter + key in wrapping int64 arithmetic: 64
+    well-mixed bits an element."""
     z = counter * -7046029254386353131 + key
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -19,16 +21,20 @@ def hash_bits(counter: Tensor, key: int) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
-    """One number in [0, 1) for each (seed, position), fp64. Streams are independent of one another."""
+    """One number in [0, 1) for each (seed, position), fp64. Streams are independent of one
+    another."""
     bits = hash_bits(hash_bits(seed, 0x5EED) + position, 0x70C5 + stream * 0x9E3779B9)
     return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
 
-def draw_normal(view: Tensor, key: int, std: float, first: int, width: int, chunk: int | None = None) -> None:
-    """Fill view [rows, columns] with a nearly normal draw from integer arithmetic alone (the sum of four 16-bit fields of a hash), rounded
-    to its type; e4m3 is clipped to +-448. The element in row r and column c is number first + r * width + c: a window of a matrix `width`
-    wide. `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster than 2^22), on a card enough to fill
-    it."""
+def draw_normal(
+    view: Tensor, key: int, std: float, first: int, width: int, chunk: int | None = None
+) -> None:
+    """Fill view [rows, columns] with a nearly normal draw from integer arithmetic alone (the sum
+    of four 16-bit fields of a hash), rounded to its type; e4m3 is clipped to +-448. The element
+    in row r and column c is number first + r * width + c: a window of a matrix `width` wide.
+    `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster
+    than 2^22), on a card enough to fill it."""
     chunk = chunk or (2**17 if view.device.type == "cpu" else 2**22)
     rows, columns = view.shape
     step = max(1, chunk // max(1, columns))
@@ -48,6 +54,11 @@ def _elements(first: int, rows: int, columns: int, width: int, device: torch.dev
 
 def _normal(key: int, elements: Tensor, std: float, clip: bool) -> Tensor:
     bits = hash_bits(elements, key)
-    total = (bits & 0xFFFF) + ((bits >> 16) & 0xFFFF) + ((bits >> 32) & 0xFFFF) + ((bits >> 48) & 0xFFFF)
+    total = (
+        (bits & 0xFFFF)
+        + ((bits >> 16) & 0xFFFF)
+        + ((bits >> 32) & 0xFFFF)
+        + ((bits >> 48) & 0xFFFF)
+    )
     values = (total - 2 * 0xFFFF).float() * (std / FIELDS_DEVIATION)
     return values.clamp_(-448, 448) if clip else values

@@ -1,8 +1,9 @@
 """Collectives over one named axis of the mesh.
 
-`NullAxis` is an axis of one rank: every call is the identity, so layers need no branches; group_axis.py holds the axis of several. Rows are
-the first dimension. `counts` gives each rank's rows, the same tuple on all ranks; None means equally many. All ranks
-of an axis make the same calls in the same order.
+`NullAxis` is an axis of one rank: every call is the identity, so layers need no branches;
+group_axis.py holds the axis of several. Rows are the first dimension. `counts` gives each rank's
+rows, the same tuple on all ranks; None means equally many. All ranks of an axis make the same calls
+in the same order.
 """
 
 from __future__ import annotations
@@ -34,19 +35,31 @@ class Ready:
 
 
 class FusedAddNorm(Protocol):
-    """All-reduce, residual addition and RMSNorm in one kernel, for the messages it takes (parallel/p2p_memory.py)."""
+    """All-reduce, residual addition and RMSNorm in one kernel, for the messages it takes
+    (parallel/p2p_memory.py)."""
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool: ...
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class ExpertRows(Protocol):
-    """Rows to experts and sums back through memory that the ranks of an axis share (parallel/p2p_dispatch.py)."""
+    """Rows to experts and sums back through memory that the ranks of an axis share
+    (parallel/p2p_dispatch.py)."""
 
     def takes(self, x: Tensor, capacity: int, top_k: int) -> bool: ...
 
-    def send(self, x: Tensor, slots: Tensor, weights: Tensor, capacity: int, place: Any, fp8: bool = False) -> Any: ...
+    def send(
+        self,
+        x: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        capacity: int,
+        place: Any,
+        fp8: bool = False,
+    ) -> Any: ...
 
     def receive(self, flight: Any) -> tuple[Sequence[Tensor], Tensor, Tensor]: ...
 
@@ -56,7 +69,8 @@ class ExpertRows(Protocol):
 
 
 class Axis(Protocol):
-    """What layers and exchanges may ask of a group of ranks. `cut` is this rank's part of an axis split over the group."""
+    """What layers and exchanges may ask of a group of ranks. `cut` is this rank's part of an
+    axis split over the group."""
 
     name: str
     size: int
@@ -73,47 +87,62 @@ class Axis(Protocol):
         """The sum over ranks; x may be overwritten."""
         ...
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn) -> tuple[Tensor, Tensor]:
-        """(norm(sum of x over ranks + residual), that sum + residual); `plain` is the same without ranks."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(sum of x over ranks + residual), that sum + residual); `plain` is the same
+        without ranks."""
         ...
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """x [sum of counts, ...] is summed; each rank keeps its own rows."""
         ...
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective: ...
+    def start_reduce_scatter(
+        self, x: Tensor, counts: Sequence[int] | None = None
+    ) -> PendingCollective: ...
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """x [own rows, ...] to [sum of counts, ...], in the order of ranks."""
         ...
 
-    def start_all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective: ...
+    def start_all_gather(
+        self, x: Tensor, counts: Sequence[int] | None = None
+    ) -> PendingCollective: ...
 
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [N, own width] to [N, sum of widths]."""
         ...
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """x holds send[r] rows for each rank r, in order; returns receive[r] rows from each rank r. The host knows all lengths."""
+        """x holds send[r] rows for each rank r, in order; returns receive[r] rows from each rank
+        r. The host knows all lengths."""
         ...
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective: ...
+    def start_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> PendingCollective: ...
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
-        """x [size, rows, ...]: block r goes to rank r; returns the blocks received. No length depends on data: fit for a graph."""
+        """x [size, rows, ...]: block r goes to rank r; returns the blocks received. No length
+        depends on data: fit for a graph."""
         ...
 
     def start_all_to_all_fixed(self, x: Tensor) -> PendingCollective: ...
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
-        """Rank `root`'s x on every rank, written in place; x belongs to the call until it is waited for."""
+        """Rank `root`'s x on every rank, written in place; x belongs to the call until it is
+        waited for."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Start sending to rank `to`; `flush` waits for what was sent. Neither side does anything about a tensor without elements."""
+        """Start sending to rank `to`; `flush` waits for what was sent. Neither side does
+        anything about a tensor without elements."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> PendingCollective: ...
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
+    ) -> PendingCollective: ...
 
     def flush(self) -> None: ...
 
@@ -121,7 +150,9 @@ class Axis(Protocol):
 class NullAxis:
     """An axis of one rank."""
 
-    size, rank, shard = 1, 0, Shard()
+    size = 1
+    rank = 0
+    shard = Shard()
     peers: ExpertRows | None = None
 
     def __init__(self, name: str):
@@ -133,13 +164,17 @@ class NullAxis:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
+    ) -> tuple[Tensor, Tensor]:
         return plain(x, residual, weight, eps)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         return x
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
+    def start_reduce_scatter(
+        self, x: Tensor, counts: Sequence[int] | None = None
+    ) -> PendingCollective:
         return Ready(x)
 
     def all_gather(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -154,7 +189,9 @@ class NullAxis:
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         return x
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective:
+    def start_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> PendingCollective:
         return Ready(x)
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
@@ -169,7 +206,9 @@ class NullAxis:
     def send(self, x: Tensor, to: int) -> None:
         raise AssertionError(f"axis {self.name} has one rank: nobody to send to")
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> PendingCollective:
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
+    ) -> PendingCollective:
         raise AssertionError(f"axis {self.name} has one rank: nobody to receive from")
 
     def flush(self) -> None: ...

@@ -1,6 +1,8 @@
-"""What collectives move: the definitions that the running counters and any estimate of them share. No torch.
+"""What collectives move: the definitions that the running counters and any estimate of them share.
+No torch.
 
-Bytes are those that leave one rank, averaged over the ranks of a group of n, in the cheapest algorithm that any network allows:
+Bytes are those that leave one rank, averaged over the ranks of a group of n, in the cheapest
+algorithm that any network allows:
 
 | call           | message                                | bytes                        |
 |----------------|----------------------------------------|------------------------------|
@@ -11,10 +13,11 @@ Bytes are those that leave one rank, averaged over the ranks of a group of n, in
 | all_to_all     | what this rank sends to others         | all of it                    |
 | send           | the tensor                             | all of it                    |
 
-An exchange over memory that ranks share counts as the one over a process group that it stands for: the most that can leave. How many rows
-were wanted where is known to the device alone.
+An exchange over memory that ranks share counts as the one over a process group that it stands for:
+the most that can leave. How many rows were wanted where is known to the device alone.
 
-Rows are padded to the longest of a group before they are gathered or scattered, so messages count padded rows.
+Rows are padded to the longest of a group before they are gathered or scattered, so messages count
+padded rows.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ CALLS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
 
 
 def bytes_sent(call: str, message: int, size: int) -> int:
-    """Bytes that leave a rank for one call with a message of so many bytes in a group of `size` ranks."""
+    """Bytes that leave a rank for one call with a message of so many bytes in a group of `size`
+    ranks."""
     assert call in CALLS, call
     if call in ("all_to_all", "send"):
         return message

@@ -1,8 +1,8 @@
-"""What one step moves between ranks, call by call, computed beforehand: the counters of a run must come to the same, and the planner's
-network times stand on it. No torch.
+"""What one step moves between ranks, call by call, computed beforehand: the counters of a run must
+come to the same, and the planner's network times stand on it. No torch.
 
-Bytes are those of traffic.py. The dynamic all-to-all alone depends on where tokens go: for it the result is the expectation under
-uniform routing.
+Bytes are those of traffic.py. The dynamic all-to-all alone depends on where tokens go: for it the
+result is the expectation under uniform routing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PICK_BYTES = 8  # an int32 place and an fp32 weight
 
 @dataclass(frozen=True)
 class CommCall:
-    """One call of one rank among `size` ranks of `axis`. `name` says what travels; `message` is the call's in bytes, as traffic.py
-    defines it."""
+    """One call of one rank among `size` ranks of `axis`. `name` says what travels; `message` is
+    the call's in bytes, as traffic.py defines it."""
 
     name: str
     axis: str
@@ -48,8 +48,8 @@ class CommCall:
 
 @dataclass
 class StepMessages:
-    """The messages of one rank in one step, part by part; calls that nobody makes are left out. `tokens`, `logits`: rows of each
-    data-parallel rank; `itemsize` of activations in bytes."""
+    """The messages of one rank in one step, part by part; calls that nobody makes are left out.
+    `tokens`, `logits`: rows of each data-parallel rank; `itemsize` of activations in bytes."""
 
     model: ModelConfig
     sizes: ParallelConfig
@@ -63,7 +63,9 @@ class StepMessages:
         sizes = self.sizes
         self.pp_rank, self.local = divmod(self.rank, sizes.stage)
         self.dp_rank = self.local // sizes.tp
-        self.exchange = chosen_exchange(sizes, self.model.moe, -(-max(self.tokens) // sizes.tp), self.decode)
+        self.exchange = chosen_exchange(
+            sizes, self.model.moe, -(-max(self.tokens) // sizes.tp), self.decode
+        )
         self.sharded = shards_tokens(sizes, self.exchange)
         self.row = self.model.hidden_size * self.itemsize
         self.own = self.tokens[self.dp_rank]
@@ -90,9 +92,12 @@ class StepMessages:
         return range(start // self.sizes.tp, (start + ranks) // self.sizes.tp)
 
     def embedding(self) -> Iterator[CommCall]:
-        size, tp = self.sizes.embed_tp or 1, self.sizes.tp
+        size = self.sizes.embed_tp or 1
+        tp = self.sizes.tp
         if size <= tp:
-            yield from _made(CommCall("embedding", "embed", "all_reduce", self.own * self.row, size))
+            yield from _made(
+                CommCall("embedding", "embed", "all_reduce", self.own * self.row, size)
+            )
             return
         others = self.block(size)
         most = max(self.tokens[rank] for rank in others) * len(others)
@@ -103,16 +108,23 @@ class StepMessages:
         )
 
     def to_attention(self) -> Iterator[CommCall]:
-        """Before the attention of one layer: the sums of the feed-forward layer behind it, or what sharded tokens gather."""
+        """Before the attention of one layer: the sums of the feed-forward layer behind it, or
+        what sharded tokens gather."""
         if self.sharded:
             columns = gathered_columns(self.model) * self.itemsize
-            yield from _made(CommCall("attention input", "tp", "all_gather", self.padded * columns, self.sizes.tp))
+            yield from _made(
+                CommCall(
+                    "attention input", "tp", "all_gather", self.padded * columns, self.sizes.tp
+                )
+            )
         else:
             yield from self.sums(self.own)
 
     def sums(self, rows: int) -> Iterator[CommCall]:
         """The sums of a feed-forward layer, where every rank of tp keeps all rows."""
-        yield from _made(CommCall("feed-forward output", "tp", "all_reduce", rows * self.row, self.sizes.tp))
+        yield from _made(
+            CommCall("feed-forward output", "tp", "all_reduce", rows * self.row, self.sizes.tp)
+        )
 
     def layer(self, sparse: bool) -> Iterator[CommCall]:
         """From the attention of one layer up to the partial sums of its feed-forward."""
@@ -121,19 +133,25 @@ class StepMessages:
         if not sparse:
             yield from self.dense("dense")
             return
-        gathered = self.exchange.startswith("allgather")  # with the experts' rows, and summed with their sums
+        # with the experts' rows, and summed with their sums
+        gathered = self.exchange.startswith("allgather")
         if self.model.moe.num_shared and not gathered:
             yield from self.dense("shared")
         yield from self.experts()
 
     def dense(self, name: str) -> Iterator[CommCall]:
-        size, tp = self.sizes.dense_tp or 1, self.sizes.tp
+        size = self.sizes.dense_tp or 1
+        tp = self.sizes.tp
         if self.sharded:
             first = self.local // size * size
-            axis, ranks, most = "dense", size, max(self.shards[first : first + size])
+            axis = "dense"
+            ranks = size
+            most = max(self.shards[first : first + size])
         else:
             others = self.block(size)
-            axis, ranks, most = "dense_dp", size // tp, max(self.tokens[rank] for rank in others)
+            axis = "dense_dp"
+            ranks = size // tp
+            most = max(self.tokens[rank] for rank in others)
         for end, call in (("gather", "all_gather"), ("output", "reduce_scatter")):
             yield from _made(CommCall(f"{name} {end}", axis, call, most * ranks * self.row, ranks))
 
@@ -141,21 +159,33 @@ class StepMessages:
         if self.exchange == "local":
             return
         axis, counts = ("stage", self.shards) if self.sharded else ("dp", list(self.tokens))
-        ranks, most, picks = len(counts), max(counts), self.model.moe.top_k * PICK_BYTES
+        ranks = len(counts)
+        most = max(counts)
+        picks = self.model.moe.top_k * PICK_BYTES
         if self.exchange.startswith("allgather"):
             yield from _made(
-                CommCall("experts gather", axis, "all_gather", ranks * most * (self.row + picks), ranks),
+                CommCall(
+                    "experts gather", axis, "all_gather", ranks * most * (self.row + picks), ranks
+                ),
                 CommCall("experts output", axis, "reduce_scatter", ranks * most * self.row, ranks),
             )
             return
         if self.exchange == "low_latency":
             there, back = ((ranks - 1) * most * size for size in (self.payload + picks, self.row))
         else:
-            copies = destinations(self.sizes.ep, self.model.moe) * self.sizes.expert_tp * (ranks - 1) / ranks
+            copies = (
+                destinations(self.sizes.ep, self.model.moe)
+                * self.sizes.expert_tp
+                * (ranks - 1)
+                / ranks
+            )
             own = counts[self.local if self.sharded else self.dp_rank]
             there = round(own * copies) * (self.row + picks) + COUNT_BYTES * (ranks - 1)
             back = round(sum(counts) / ranks * copies) * self.row
-        yield from _made(CommCall("dispatch", axis, "all_to_all", there, ranks), CommCall("combine", axis, "all_to_all", back, ranks))
+        yield from _made(
+            CommCall("dispatch", axis, "all_to_all", there, ranks),
+            CommCall("combine", axis, "all_to_all", back, ranks),
+        )
 
     @property
     def payload(self) -> int:
@@ -166,12 +196,16 @@ class StepMessages:
     def leave(self, rows: int) -> Iterator[CommCall]:
         """Behind the last layer: hidden states of so many wanted rows on every rank of tp."""
         if self.sharded:
-            yield from _made(CommCall("hidden states", "tp", "all_gather", self.padded * self.row, self.sizes.tp))
+            yield from _made(
+                CommCall("hidden states", "tp", "all_gather", self.padded * self.row, self.sizes.tp)
+            )
         else:
             yield from self.sums(rows)
 
     def head(self) -> Iterator[CommCall]:
-        size, tp, rows = self.sizes.head_tp or 1, self.sizes.tp, self.logits[self.dp_rank]
+        size = self.sizes.head_tp or 1
+        tp = self.sizes.tp
+        rows = self.logits[self.dp_rank]
         yield from self.leave(rows)
         width = 4 * -(-self.model.vocab_size // size)
         if size <= tp:
@@ -179,7 +213,13 @@ class StepMessages:
             return
         counts = [self.logits[rank] for rank in self.block(size)]
         yield from _made(
-            CommCall("hidden states", "head_dp", "all_gather", max(counts) * len(counts) * self.row, len(counts)),
+            CommCall(
+                "hidden states",
+                "head_dp",
+                "all_gather",
+                max(counts) * len(counts) * self.row,
+                len(counts),
+            ),
             CommCall("logits", "head", "all_to_all", (sum(counts) * tp - rows) * width, size),
         )
 
@@ -202,9 +242,12 @@ def step_messages(
     itemsize: int = 2,
     logits: Sequence[int] | None = None,
 ) -> Bytes:
-    """Bytes that rank `rank` sends in a step, by axis and call. `logits` rows default to one a token, as when decoding."""
+    """Bytes that rank `rank` sends in a step, by axis and call. `logits` rows default to one a
+    token, as when decoding."""
     found: Bytes = {}
-    for sent in StepMessages(model, sizes, rank, tokens, decode, itemsize, tokens if logits is None else logits).step():
+    for sent in StepMessages(
+        model, sizes, rank, tokens, decode, itemsize, tokens if logits is None else logits
+    ).step():
         calls = found.setdefault(sent.axis, {})
         calls[sent.call] = calls.get(sent.call, 0) + sent.bytes
     return found

@@ -1,7 +1,9 @@
-"""Memory of one card that processes of its host map into their own: CUDA's interprocess handles, asked of the driver itself.
+"""Memory of one card that processes of its host map into their own: CUDA's interprocess handles,
+asked of the driver itself.
 
-torch's symmetric memory maps the same way, but its meeting of ranks counts, in each process and for as long as that lives, how often it
-has met before. The processes of an engine's other ranks are new each time and rank 0's is not, so a second engine would wait for ever.
+torch's symmetric memory maps the same way, but its meeting of ranks counts, in each process and for
+as long as that lives, how often it has met before. The processes of an engine's other ranks are new
+each time and rank 0's is not, so a second engine would wait for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Handle(ctypes.Structure):
 def driver() -> Any:
     """libcuda, with its functions' arguments declared."""
     library = ctypes.CDLL("libcuda.so.1")
-    pointer, size = ctypes.c_uint64, ctypes.c_size_t
+    pointer = ctypes.c_uint64
+    size = ctypes.c_size_t
     library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(pointer), size]
     library.cuMemFree_v2.argtypes = [pointer]
     library.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(Handle), pointer]
@@ -49,17 +52,24 @@ def call(function: str, *args: Any) -> None:
 
 def _undo(function: str, pointer: int, card: int) -> None:
     with torch.cuda.device(card):
-        torch.cuda.current_stream().query()  # the card's context is current, whichever thread this is
+        # the card's context is current, whichever thread this is
+        torch.cuda.current_stream().query()
         getattr(driver(), function)(pointer)
 
 
 class Mapping:
-    """A block of memory at `pointer`, given back (`undo`: the driver's function) when nobody holds this any more. Made on torch's current
-    card, which this thread must have used."""
+    """A block of memory at `pointer`, given back (`undo`: the driver's function) when nobody
+    holds this any more. Made on torch's current card, which this thread must have used."""
 
     def __init__(self, pointer: int, size: int, undo: str):
-        self.pointer, self.size = pointer, size
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        self.pointer = pointer
+        self.size = size
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
         end = weakref.finalize(self, _undo, undo, pointer, torch.cuda.current_device())
         end.atexit = False  # a process's end frees it, with the context
 
@@ -73,7 +83,12 @@ class Mapping:
     def of(handle: bytes, size: int) -> Mapping:
         """What another process of this host calls `handle`, from its `Mapping.new(size)`."""
         pointer = ctypes.c_uint64()
-        call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), Handle.from_buffer_copy(handle), ENABLE_PEERS)
+        call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(pointer),
+            Handle.from_buffer_copy(handle),
+            ENABLE_PEERS,
+        )
         return Mapping(pointer.value, size, "cuIpcCloseMemHandle")
 
     def handle(self) -> bytes:

@@ -1,4 +1,5 @@
-"""Exchange: how tokens reach experts. MoE layers are written once against this protocol; where experts live is behind it."""
+"""Exchange: how tokens reach experts. MoE layers are written once against this protocol; where
+experts live is behind it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ ExpertsFp8Fn = Callable[..., Tensor]  # Ops.experts_fp8
 
 @dataclass(frozen=True)
 class SlotMap:
-    """Which logical expert each physical slot holds. An expert may have several slots (replicas). Slots of expert-parallel rank r of n
-    are the r-th of n equal runs."""
+    """Which logical expert each physical slot holds. An expert may have several slots
+    (replicas). Slots of expert-parallel rank r of n are the r-th of n equal runs."""
 
     logical: tuple[int, ...]
     num_experts: int
@@ -40,7 +41,8 @@ class SlotMap:
         return self.logical == tuple(range(self.num_experts))
 
     def local(self, shard: Shard) -> range:
-        """The slots of one expert-parallel rank. Raises ConfigError where they cannot be dealt out equally."""
+        """The slots of one expert-parallel rank. Raises ConfigError where they cannot be dealt
+        out equally."""
         if self.num_slots % shard.count:
             raise ConfigError(f"ep={shard.count} does not divide {self.num_slots} expert slots")
         return range(*shard.span(self.num_slots))
@@ -63,16 +65,17 @@ class SlotMap:
 class Exchange(Protocol):
     """Three stages a layer chains; any of them may be a no-op. Expert ids are logical.
 
-    submit(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes; wait(ticket) returns the weighted sum
-    over the chosen experts, [T, hidden], as the step's layout says: a partial sum over tp, or complete where tokens are sharded.
-    dense_rows(ticket), between submit and run_experts: the rows of the layout's dense group where this exchange has gathered them anyway,
-    else None. A dense layer beside the experts takes them instead of gathering its own, and gives run_experts its partial sums of
-    them, which then come back with the experts'.
+    submit(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes;
+    wait(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's layout
+    says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket), between
+    submit and run_experts: the rows of the layout's dense group where this exchange has gathered
+    them anyway, else None. A dense layer beside the experts takes them instead of gathering its
+    own, and gives run_experts its partial sums of them, which then come back with the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
-    `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where these are picks like others), `load`
-    [E] int64 counts by logical expert the picks of the tokens submitted here while `record_load` is on; all are updated in place.
-    Where ranks submit the same tokens one of them counts (Layout.counted): a sum over all ranks then
-    has each token once.
+    `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where
+    these are picks like others), `load` [E] int64 counts by logical expert the picks of the tokens
+    submitted here while `record_load` is on; all are updated in place. Where ranks submit the same
+    tokens one of them counts (Layout.counted): a sum over all ranks then has each token once.
     """
 
     record_load: bool
@@ -101,10 +104,11 @@ class Exchange(Protocol):
 class ExpertStore:
     """The experts of this rank and how to find any expert: what all exchanges of a layer share.
 
-    `cut` is the expert-parallel part: this rank holds the slots slots.local(cut). `table` [E, R] int64 names physical slots; a token
-    in row i of its step takes replica i mod R, so ranks that hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts`
-    and `experts_fp8`. `shared`: so many experts that every token picks stand behind the routed ones, which are then all here; they are
-    not counted.
+    `cut` is the expert-parallel part: this rank holds the slots slots.local(cut). `table` [E, R]
+    int64 names physical slots; a token in row i of its step takes replica i mod R, so ranks that
+    hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
+    `shared`: so many experts that every token picks stand behind the routed ones, which are then
+    all here; they are not counted.
     """
 
     def __init__(
@@ -118,12 +122,16 @@ class ExpertStore:
         compute_fp8: ExpertsFp8Fn | None = None,
         shared: int = 0,
     ):
-        self.gate_up, self.down, self.compute_fp8, self.shard = gate_up, down, compute_fp8, shard
+        self.gate_up = gate_up
+        self.down = down
+        self.compute_fp8 = compute_fp8
+        self.shard = shard
         self.compute = partial(compute, shared=shared) if shared else compute
         self.mine = slots.local(shard)
         self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
         self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
-        self.load, self.record_load = self.picked[: slots.num_experts], False
+        self.load = self.picked[: slots.num_experts]
+        self.record_load = False
         self.plain = self.table is None and shard.count == 1  # logical ids are places
         assert self.plain or not shared
 
@@ -139,7 +147,8 @@ class ExpertStore:
         return self.table[ids, row[:, None]]
 
     def places(self, ids: Tensor, counted: bool = True) -> Tensor:
-        """Logical ids [T, K] to places in gate_up and down, -1 where another rank holds the expert."""
+        """Logical ids [T, K] to places in gate_up and down, -1 where another rank holds the
+        expert."""
         return self.here(self.slots(ids, counted))
 
     def remap(self, slots: SlotMap) -> None:
@@ -147,7 +156,10 @@ class ExpertStore:
         rows = slots.rows()
         assert self.table is not None, "the layer was made with one slot for each expert"
         if (len(rows), len(rows[0])) != tuple(self.table.shape):
-            raise ConfigError(f"the new map has up to {len(rows[0])} replicas of an expert, the table holds {self.table.shape[1]}")
+            raise ConfigError(
+                f"the new map has up to {len(rows[0])} replicas of an expert, the table "
+                f"holds {self.table.shape[1]}"
+            )
         self.table.copy_(torch.tensor(rows))
 
     def here(self, slots: Tensor) -> Tensor:
@@ -158,17 +170,22 @@ class ExpertStore:
         return place.masked_fill((place < 0) | (place >= len(self.mine)), -1)
 
     def run(self, x: Tensor, places: Tensor, weights: Tensor, base: Tensor | None = None) -> Tensor:
-        """The weighted sum over the experts that are here: x [T, hidden], places and weights [T, K] (-1: not here). `base` is added."""
+        """The weighted sum over the experts that are here: x [T, hidden], places and weights [T,
+        K] (-1: not here). `base` is added."""
         if not x.shape[0]:
             return x
         return self.compute(x, places, weights, self.gate_up, self.down, base)
 
-    def run_sent(self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor) -> Tensor:
+    def run_sent(
+        self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor
+    ) -> Tensor:
         """The same for rows as they travelled: (rows,), or (e4m3 rows, scales)."""
         if len(parts) == 1:
             return self.run(parts[0], places, weights)
         assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
-        return self.compute_fp8(parts[0].view(FP8), parts[1], dtype, places, weights, self.gate_up, self.down)
+        return self.compute_fp8(
+            parts[0].view(FP8), parts[1], dtype, places, weights, self.gate_up, self.down
+        )
 
 
 class StoreExchange:
@@ -212,7 +229,8 @@ class Ticket:
 
 
 class LocalExchange(StoreExchange):
-    """Every rank has every token: nothing travels, and each computes with what experts, or columns of experts, it holds."""
+    """Every rank has every token: nothing travels, and each computes with what experts, or
+    columns of experts, it holds."""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store
@@ -220,7 +238,8 @@ class LocalExchange(StoreExchange):
         return Ticket(x, ids if plain else store.places(ids, layout.counted), weights)
 
     def dense_rows(self, ticket: Ticket) -> Tensor:
-        """Every rank's columns of a dense layer meet the same tokens as its experts, and are summed over the same ranks."""
+        """Every rank's columns of a dense layer meet the same tokens as its experts, and are
+        summed over the same ranks."""
         return ticket.x
 
     def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:

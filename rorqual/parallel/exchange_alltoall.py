@@ -1,10 +1,13 @@
-"""All-to-all: a token goes once to each rank that holds any of its experts, however many, and comes back as one partial sum.
+"""All-to-all: a token goes once to each rank that holds any of its experts, however many, and comes
+back as one partial sum.
 
-`AllToAllExchange` tells the receivers first how many rows will come: least bytes, but the host reads the counts, so no graph can hold
-it. `LowLatencyExchange` sends padded blocks of a capacity that no step exceeds: no count, no sync, fit for a graph. Both add a token's
-partial sums in the order of ranks, in fp32, so that results do not depend on arrival.
+`AllToAllExchange` tells the receivers first how many rows will come: least bytes, but the host
+reads the counts, so no graph can hold it. `LowLatencyExchange` sends padded blocks of a capacity
+that no step exceeds: no count, no sync, fit for a graph. Both add a token's partial sums in the
+order of ranks, in fp32, so that results do not depend on arrival.
 
-Each token must start from one rank alone: the layout shards tokens where attention groups have several ranks.
+Each token must start from one rank alone: the layout shards tokens where attention groups have
+several ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from rorqual.parallel.layout import Layout
 
 
 def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
-    """[T, ranks] bool: which ranks must see a token whose experts lie in `slots`. The ranks of an expert_tp block all must."""
+    """[T, ranks] bool: which ranks must see a token whose experts lie in `slots`. The ranks of
+    an expert_tp block all must."""
     groups = store.shard.count
     mask = torch.zeros(slots.shape[0], groups, dtype=torch.bool, device=slots.device)
     mask.scatter_(1, slots.long() // len(store.mine), True)
@@ -30,14 +34,16 @@ def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
 
 
 def places_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Slots [N, K] of rows that go to `rank` [N], as places there; -1 where that rank does not hold them."""
+    """Slots [N, K] of rows that go to `rank` [N], as places there; -1 where that rank does not
+    hold them."""
     each = len(store.mine)
     place = slots - (rank // (ranks // store.shard.count) * each)[:, None]
     return place.masked_fill((place < 0) | (place >= each), -1)
 
 
 def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
-    """Sum over ranks d of parts[row[t, d]] where mask[t, d]; row and mask [T, ranks]. fp32 sums in the order of ranks."""
+    """Sum over ranks d of parts[row[t, d]] where mask[t, d]; row and mask [T, ranks]. fp32 sums
+    in the order of ranks."""
     total = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
     if parts.shape[0] == 0:
         return total.to(like.dtype)
@@ -49,7 +55,8 @@ def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
 
 @dataclass
 class AllToAllTicket:
-    """What `wait` needs to put partial sums back: `row` [T, ranks] in the message, where `mask` says that there is one."""
+    """What `wait` needs to put partial sums back: `row` [T, ranks] in the message, where `mask`
+    says that there is one."""
 
     axis: Axis
     like: Tensor
@@ -66,7 +73,8 @@ class AllToAllExchange(StoreExchange):
     capturable = False
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
-        axis, slots = layout.moe_axis, self.store.slots(ids, layout.counted)
+        axis = layout.moe_axis
+        slots = self.store.slots(ids, layout.counted)
         mask = wanted(self.store, slots, axis.size)
         counts = mask.sum(0)
         received = axis.all_to_all_fixed(counts)
@@ -74,7 +82,10 @@ class AllToAllExchange(StoreExchange):
         rank, token = mask.t().nonzero(as_tuple=True)  # by rank, then by token
         row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
         sent = AllToAllTicket(axis, x, row, mask, ids.dtype, send=send, receive=receive)
-        picks = pack(places_at(self.store, slots.index_select(0, token), rank, axis.size), weights.index_select(0, token))
+        picks = pack(
+            places_at(self.store, slots.index_select(0, token), rank, axis.size),
+            weights.index_select(0, token),
+        )
         for message in (x.index_select(0, token), picks):
             sent.messages.append(axis.start_all_to_all(message, send, receive))
         return sent
@@ -92,14 +103,16 @@ class AllToAllExchange(StoreExchange):
 
 
 class LowLatencyExchange(StoreExchange):
-    """Blocks hold as many rows as the longest rank brings: every token could go to one rank, and none is ever dropped."""
+    """Blocks hold as many rows as the longest rank brings: every token could go to one rank, and
+    none is ever dropped."""
 
     def __init__(self, store: ExpertStore, fp8: bool = False):
         super().__init__(store)
         self.fp8 = fp8
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
-        axis, slots = layout.moe_axis, self.store.slots(ids, layout.counted)
+        axis = layout.moe_axis
+        slots = self.store.slots(ids, layout.counted)
         capacity = max(layout.moe_rows or (x.shape[0],))
         mask = wanted(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1
@@ -108,7 +121,10 @@ class LowLatencyExchange(StoreExchange):
         sent = AllToAllTicket(axis, x, row, mask, ids.dtype)
         if capacity:
             picks = self._picks(slots, weights, token, mask.sum(0), capacity)
-            sent.messages = [axis.start_all_to_all_fixed(message) for message in (*self._payload(x, token, axis.size), picks)]
+            sent.messages = [
+                axis.start_all_to_all_fixed(message)
+                for message in (*self._payload(x, token, axis.size), picks)
+            ]
         return sent
 
     def _payload(self, x: Tensor, token: Tensor, ranks: int) -> list[Tensor]:
@@ -121,10 +137,13 @@ class LowLatencyExchange(StoreExchange):
             parts = (data.view(torch.uint8), scale)
         return [part.index_select(0, token).view(ranks, -1, part.shape[1]) for part in parts]
 
-    def _picks(self, slots: Tensor, weights: Tensor, token: Tensor, counts: Tensor, capacity: int) -> Tensor:
+    def _picks(
+        self, slots: Tensor, weights: Tensor, token: Tensor, counts: Tensor, capacity: int
+    ) -> Tensor:
         ranks = counts.shape[0]
         if not slots.shape[0]:
-            slots, weights = slots.new_zeros(1, slots.shape[1]), weights.new_zeros(1, weights.shape[1])
+            slots = slots.new_zeros(1, slots.shape[1])
+            weights = weights.new_zeros(1, weights.shape[1])
         rank = torch.arange(ranks, device=slots.device).repeat_interleave(capacity)
         places = places_at(self.store, slots.index_select(0, token), rank, ranks)
         empty = torch.arange(capacity, device=slots.device) >= counts[:, None]
@@ -137,7 +156,9 @@ class LowLatencyExchange(StoreExchange):
             return
         *parts, picks = (message.wait() for message in ticket.messages)
         places, weights = unpack(picks.flatten(0, 1), ticket.ids)
-        y = self.store.run_sent([part.flatten(0, 1) for part in parts], ticket.like.dtype, places, weights)
+        y = self.store.run_sent(
+            [part.flatten(0, 1) for part in parts], ticket.like.dtype, places, weights
+        )
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
 
     def wait(self, ticket: AllToAllTicket) -> Tensor:
@@ -147,7 +168,8 @@ class LowLatencyExchange(StoreExchange):
 
 
 def _filled(place: Tensor, capacity: int) -> Tensor:
-    """[ranks * capacity]: the token at each place of each block, 0 where none is. place [T, ranks], `capacity` meaning nowhere."""
+    """[ranks * capacity]: the token at each place of each block, 0 where none is. place [T,
+    ranks], `capacity` meaning nowhere."""
     tokens, ranks = place.shape
     blocks = torch.zeros(ranks, capacity + 1, dtype=torch.int64, device=place.device)
     order = torch.arange(tokens, device=place.device).expand(ranks, -1)

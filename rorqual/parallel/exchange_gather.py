@@ -1,9 +1,11 @@
-"""All-gather, experts, reduce-scatter: every rank sees every token, and computes with what experts, or columns of experts, it holds.
+"""All-gather, experts, reduce-scatter: every rank sees every token, and computes with what experts,
+or columns of experts, it holds.
 
-No counts and no sync with the host; sums come in a fixed order. One class serves tensor-parallel experts, whole experts and both.
+No counts and no sync with the host; sums come in a fixed order. One class serves tensor-parallel
+experts, whole experts and both.
 
-The ranks of a dense group lie side by side in the exchange's axis, so their rows are among those gathered, and what these ranks add to
-the sums of these rows comes to the dense layer's own.
+The ranks of a dense group lie side by side in the exchange's axis, so their rows are among those
+gathered, and what these ranks add to the sums of these rows comes to the dense layer's own.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class GatherTicket:
 
 class AllGatherExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
-        axis, counts = layout.moe_axis, layout.moe_rows
+        axis = layout.moe_axis
+        counts = layout.moe_rows
         picks = pack(self.store.slots(ids, layout.counted), weights)
         messages = axis.start_all_gather(x, counts), axis.start_all_gather(picks, counts)
         return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)

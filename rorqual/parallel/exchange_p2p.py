@@ -1,7 +1,9 @@
-"""An exchange by way of memory that the ranks' cards share, in place of collectives of a process group.
+"""An exchange by way of memory that the ranks' cards share, in place of collectives of a process
+group.
 
-Only the way changes: rows meet the same experts, and partial sums are added in fp32 in the order of ranks, as `low_latency` does over
-collectives, bit for bit. A row goes only to ranks that hold one of its experts, also where `plain` is an all-gather.
+Only the way changes: rows meet the same experts, and partial sums are added in fp32 in the order of
+ranks, as `low_latency` does over collectives, bit for bit. A row goes only to ranks that hold one
+of its experts, also where `plain` is an all-gather.
 """
 
 from __future__ import annotations
@@ -25,20 +27,28 @@ class P2PTicket:
 
 
 class P2PExchange(StoreExchange):
-    """Steps whose rows fit go through `axis.peers`, where the axis has them; all others as `plain` goes. Ranks decide alike, since all
-    know the longest rank's rows. Traffic is counted as `plain` counts it: the most that can leave, as only the device knows more.
+    """Steps whose rows fit go through `axis.peers`, where the axis has them; all others as `plain`
+    goes. Ranks decide alike, since all know the longest rank's rows. Traffic is counted as `plain`
+    counts it: the most that can leave, as only the device knows more.
 
-    gathers: `plain` is an all-gather. shared: the layer has shared experts; if those take their rows from what was gathered
-    (Layout.dense_rows), it stays with the all-gather, since here a row only goes where routed experts want it.
+    gathers: `plain` is an all-gather. shared: the layer has shared experts; if those take their
+    rows from what was gathered (Layout.dense_rows), it stays with the all-gather, since here a row
+    only goes where routed experts want it.
     """
 
-    def __init__(self, store: ExpertStore, plain: Exchange, gathers: bool, shared: bool, fp8: bool = False):
+    def __init__(
+        self, store: ExpertStore, plain: Exchange, gathers: bool, shared: bool, fp8: bool = False
+    ):
         super().__init__(store)
-        self.plain, self.gathers, self.fp8, self.capturable = plain, gathers, fp8, plain.capturable
+        self.plain = plain
+        self.gathers = gathers
+        self.fp8 = fp8
+        self.capturable = plain.capturable
         self.brings_rows = gathers and shared
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any:
-        axis, capacity = layout.moe_axis, max(layout.moe_rows or (x.shape[0],))
+        axis = layout.moe_axis
+        capacity = max(layout.moe_rows or (x.shape[0],))
         gathered = self.brings_rows and layout.dense_rows is not None
         if gathered or axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
             return self.plain.dispatch(x, ids, weights, layout)
@@ -49,7 +59,8 @@ class P2PExchange(StoreExchange):
         return P2PTicket(axis, flight, x.dtype)
 
     def _place(self, layout: Layout) -> Any:
-        """Which experts the ranks of this step's axis hold: those of a stage, or, with tokens replicated over tp, every tp-th of them."""
+        """Which experts the ranks of this step's axis hold: those of a stage, or, with tokens
+        replicated over tp, every tp-th of them."""
         from rorqual.ops.triton.comm.dispatch_combine import ExpertPlacement
 
         mesh = layout.mesh
@@ -74,7 +85,8 @@ class P2PExchange(StoreExchange):
         if not isinstance(ticket, P2PTicket):
             return self.plain.run_experts(ticket, dense)
         assert dense is None, "no dense rows were offered"
-        peers, flight = ticket.axis.peers, ticket.flight
+        peers = ticket.axis.peers
+        flight = ticket.flight
         assert peers is not None
         parts, places, weights = peers.receive(flight)
         y = self.store.run_sent(parts, ticket.dtype, places, weights)

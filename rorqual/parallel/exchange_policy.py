@@ -1,15 +1,21 @@
-"""How tokens reach experts, step by step: the rule behind exchange="auto". A pure function of what every rank knows. No torch.
+"""How tokens reach experts, step by step: the rule behind exchange="auto". A pure function of what
+every rank knows. No torch.
 
 In this order:
 
-1. dp = 1 and no sequence parallelism: `local`. Every rank holds every token, so nothing is sent; one all-reduce adds the parts.
+1. dp = 1 and no sequence parallelism: `local`. Every rank holds every token, so nothing is sent;
+  one all-reduce adds the parts.
 2. ep = 1: `allgather_tp`. Every rank needs every token anyway.
-3. a decode step, or fewer than ALLTOALL_ROWS rows a rank: counting tokens would make the host wait. Up to GATHER_RANKS ranks
-   `allgather_ep`, which moves no more bytes than a padded all-to-all and adds in a fixed order; above, `low_latency`, which can send fp8.
-4. a longer step: `alltoall` where a token goes to less than GATHER_SHARE of the other ranks, else `allgather_ep`. Shared experts over
+3. a decode step, or fewer than ALLTOALL_ROWS rows a rank: counting tokens would make the host wait.
+  Up to GATHER_RANKS ranks
+`allgather_ep`, which moves no more bytes than a padded all-to-all and adds in a fixed order; above,
+`low_latency`, which can send fp8.
+4. a longer step: `alltoall` where a token goes to less than GATHER_SHARE of the other ranks, else
+  `allgather_ep`. Shared experts over
    several ranks count as copies to these: only the gather brings their rows along.
 
-The thresholds are estimates from published figures until they have been measured here (docs/parallelism.md).
+The thresholds are estimates from published figures until they have been measured here
+(docs/parallelism.md).
 """
 
 from __future__ import annotations
@@ -24,8 +30,9 @@ NEEDS_SHARDS = ("alltoall", "low_latency")  # a token must start from one rank a
 
 
 def destinations(ep: int, moe: MoEConfig) -> float:
-    """Expert groups that hold at least one of a token's experts, expected under uniform routing; routing limited to groups of
-    experts (arXiv 2412.19437, section 2.1.2) bounds it, since neighbouring experts live together."""
+    """Expert groups that hold at least one of a token's experts, expected under uniform routing;
+    routing limited to groups of experts (arXiv 2412.19437, section 2.1.2) bounds it, since
+    neighbouring experts live together."""
     uniform = ep * (1 - (1 - 1 / ep) ** moe.top_k)
     if moe.method == "greedy" or moe.n_group == 1:
         return uniform
@@ -49,13 +56,17 @@ def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bo
 
 
 def shards_tokens(sizes: ParallelConfig, exchange: str) -> bool:
-    """Whether the residual stream is spread over the ranks of an attention group, each holding its share of the tokens."""
-    return sizes.tp > 1 and (sizes.sequence_parallel or (sizes.dense_tp or 1) < sizes.tp or exchange in NEEDS_SHARDS)
+    """Whether the residual stream is spread over the ranks of an attention group, each holding
+    its share of the tokens."""
+    return sizes.tp > 1 and (
+        sizes.sequence_parallel or (sizes.dense_tp or 1) < sizes.tp or exchange in NEEDS_SHARDS
+    )
 
 
 def gathers_latents(model: ModelConfig) -> bool:
-    """Whether attention over sharded tokens gathers [query latent | key-value latent | rope key] in place of hidden states: where these
-    are fewer columns. Queries that are made from hidden states (no query latent, grouped-query attention) need those on every rank."""
+    """Whether attention over sharded tokens gathers [query latent | key-value latent | rope key]
+    in place of hidden states: where these are fewer columns. Queries that are made from hidden
+    states (no query latent, grouped-query attention) need those on every rank."""
     return _latent_columns(model) < model.hidden_size
 
 

@@ -1,4 +1,5 @@
-"""One exchange for a layer whose steps choose among several: all over the same experts, tables and counters."""
+"""One exchange for a layer whose steps choose among several: all over the same experts, tables
+and counters."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def _make(name: str, sizes: ParallelConfig, store: ExpertStore, shared: bool) ->
     if name == "alltoall":
         return AllToAllExchange(store)
     if name == "low_latency":
-        return P2PExchange(store, LowLatencyExchange(store, sizes.fp8_dispatch), False, shared, sizes.fp8_dispatch)
+        return P2PExchange(
+            store, LowLatencyExchange(store, sizes.fp8_dispatch), False, shared, sizes.fp8_dispatch
+        )
     return P2PExchange(store, AllGatherExchange(store), True, shared)
 
 
@@ -54,9 +57,12 @@ class SelectedExchange(StoreExchange):
 
     def __init__(self, store: ExpertStore, made: dict[str, Exchange], capturable: bool):
         super().__init__(store)
-        self.made, self.capturable = made, capturable
+        self.made = made
+        self.capturable = capturable
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> tuple[Exchange, Any]:
+    def dispatch(
+        self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout
+    ) -> tuple[Exchange, Any]:
         exchange = self.made[layout.exchange]
         return exchange, exchange.dispatch(x, ids, weights, layout)
 

@@ -1,4 +1,5 @@
-"""An axis of several ranks over torch.distributed, gloo and NCCL alike. What its calls mean stands in collectives.py."""
+"""An axis of several ranks over torch.distributed, gloo and NCCL alike. What its calls mean
+stands in collectives.py."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rorqual.parallel.collectives import AddNormFn, ExpertRows, FusedAddNorm, PendingCollective, Ready
+from rorqual.parallel.collectives import (
+    AddNormFn,
+    ExpertRows,
+    FusedAddNorm,
+    PendingCollective,
+    Ready,
+)
 from rorqual.parallel.comm_counters import Traffic
 from rorqual.parallel.shard import Shard
 
@@ -18,10 +25,12 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 class Started:
-    """`finish` puts the result into shape once the transfer is done. On a card, waiting orders streams and never blocks the host."""
+    """`finish` puts the result into shape once the transfer is done. On a card, waiting orders
+    streams and never blocks the host."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], Tensor]):
-        self.work, self.finish = work, finish
+        self.work = work
+        self.finish = finish
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -29,10 +38,13 @@ class Started:
 
 
 class GroupAxis:
-    """An axis over a process group; `ranks` are its global ranks in order. `last_call` is for whoever asks what a rank waits in."""
+    """An axis over a process group; `ranks` are its global ranks in order. `last_call` is for
+    whoever asks what a rank waits in."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, ranks: Sequence[int]):
-        self.name, self.group, self.ranks = name, group, tuple(ranks)
+        self.name = name
+        self.group = group
+        self.ranks = tuple(ranks)
         self.size, self.rank = len(self.ranks), self.ranks.index(dist.get_rank())
         self.shard = Shard(self.rank, self.size)
         self.traffic = Traffic()
@@ -46,7 +58,8 @@ class GroupAxis:
         self.traffic.count(call, message, self.size)
 
     def abandon(self) -> None:
-        """End what waits for other ranks on a card. A gloo call ends by itself when a peer does, or at its time limit."""
+        """End what waits for other ranks on a card. A gloo call ends by itself when a peer does,
+        or at its time limit."""
         if dist.get_backend(self.group) == "nccl":
             self.group.abort()
 
@@ -59,7 +72,9 @@ class GroupAxis:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
+    ) -> tuple[Tensor, Tensor]:
         if self.fused is not None and self.fused.takes(x, residual):
             self.count("all_reduce", x.nbytes)
             return self.fused.add_norm(x, residual, weight, eps)
@@ -68,7 +83,9 @@ class GroupAxis:
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         return self.start_reduce_scatter(x, counts).wait()
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> PendingCollective:
+    def start_reduce_scatter(
+        self, x: Tensor, counts: Sequence[int] | None = None
+    ) -> PendingCollective:
         most, even = self._longest(counts, x.shape[0] // self.size)
         assert counts is None or sum(counts) == x.shape[0], (counts, x.shape)
         if most == 0:
@@ -109,13 +126,17 @@ class GroupAxis:
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         return self.start_all_to_all(x, send, receive).wait()
 
-    def start_all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> PendingCollective:
+    def start_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> PendingCollective:
         assert sum(send) == x.shape[0], (tuple(send), x.shape)
         row = x[:1].nbytes if x.shape[0] else 0
         self.count("all_to_all", (x.shape[0] - send[self.rank]) * row)
         out = x.new_empty(sum(receive), *x.shape[1:])
         bits = _bits(x.contiguous())
-        work = dist.all_to_all_single(_bits(out), bits, list(receive), list(send), group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            _bits(out), bits, list(receive), list(send), group=self.group, async_op=True
+        )
         return Started(work, lambda: out)
 
     def all_to_all_fixed(self, x: Tensor) -> Tensor:
@@ -127,7 +148,9 @@ class GroupAxis:
             return Ready(x)
         self.count("all_to_all", x.nbytes * (self.size - 1) // self.size)
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(_bits(out), _bits(x.contiguous()), group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            _bits(out), _bits(x.contiguous()), group=self.group, async_op=True
+        )
         return Started(work, lambda: out)
 
     def start_broadcast(self, x: Tensor, root: int) -> PendingCollective:
@@ -143,13 +166,16 @@ class GroupAxis:
             return
         self.count("send", x.nbytes)
         x = x.contiguous()
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a recorded event cannot be asked
+        # a recorded event cannot be asked
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.sent = [(work, tensor) for work, tensor in self.sent if not work.is_completed()]
         work = dist.isend(x, self.ranks[to], group=self.group)
         assert work is not None, "this rank is part of the group"
         self.sent.append((work, x))  # the tensor must live until it is gone
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> PendingCollective:
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
+    ) -> PendingCollective:
         out = torch.empty(*shape, dtype=dtype, device=device)
         if not out.numel():
             return Ready(out)

@@ -1,16 +1,19 @@
-"""Where the rows of an activation are during one step, and what it takes to move from one part of a layer to the next.
+"""Where the rows of an activation are during one step, and what it takes to move from one part of a
+layer to the next.
 
-Attention takes the tokens of its data-parallel rank, replicated over tp, and returns a partial sum over tp. Between the layers there
-are two ways, and the way back is always part of the next norm:
+Attention takes the tokens of its data-parallel rank, replicated over tp, and returns a partial sum
+over tp. Between the layers there are two ways, and the way back is always part of the next norm:
 
-- `Replicated`: every rank of an attention group keeps all its tokens; the norms all-reduce. Feed-forward layers return partial sums over
+- `Replicated`: every rank of an attention group keeps all its tokens; the norms all-reduce.
+  Feed-forward layers return partial sums over
   tp.
-- `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter. Attention gathers what it needs of
-  all tokens: hidden states, or the latents that each rank made of its own. Feed-forward layers start from tokens that no other rank
-  has, and return complete sums.
+- `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter.
+  Attention gathers what it needs of
+all tokens: hidden states, or the latents that each rank made of its own. Feed-forward layers start
+from tokens that no other rank has, and return complete sums.
 
-A feed-forward layer whose weights are spread over more ranks gathers rows and scatters their sums (`dense`).
-`Layout` itself is the one device on which nothing moves.
+A feed-forward layer whose weights are spread over more ranks gathers rows and scatters their sums
+(`dense`). `Layout` itself is the one device on which nothing moves.
 """
 
 from __future__ import annotations
@@ -36,13 +39,17 @@ MLP = Callable[[Tensor, Weight, Weight], Tensor]
 class AddNorm(Protocol):
     """A norm, told the axis over which `x` is still a partial sum (layers/norm.py)."""
 
-    def add(self, x: NormInput, residual: Tensor | None, axis: Axis | None = None) -> tuple[Tensor, Tensor]: ...
+    def add(
+        self, x: NormInput, residual: Tensor | None, axis: Axis | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Layout:
-    """One step's layout. `exchange` names the chosen way to the experts; `sharded`: the residual stream is split over tp."""
+    """One step's layout. `exchange` names the chosen way to the experts; `sharded`: the residual
+    stream is split over tp."""
 
-    exchange, sharded = "local", False
+    exchange = "local"
+    sharded = False
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -59,7 +66,8 @@ class Layout:
 
     @property
     def dense_rows(self) -> slice | None:
-        """Where the rows that `dense` gathers lie among those of `moe_axis`; None where it gathers none."""
+        """Where the rows that `dense` gathers lie among those of `moe_axis`; None where it
+        gathers none."""
         return None
 
     @property
@@ -69,40 +77,48 @@ class Layout:
 
     @property
     def norm_sums(self) -> bool:
-        """Whether what routed experts gave on this rank is complete and goes straight into a norm, which may then add it up."""
+        """Whether what routed experts gave on this rank is complete and goes straight into a
+        norm, which may then add it up."""
         return True
 
     def enter(self, x: Tensor) -> Tensor:
-        """Rows of all tokens of this data-parallel rank, the same on every rank of tp, to those of the residual stream here."""
+        """Rows of all tokens of this data-parallel rank, the same on every rank of tp, to those
+        of the residual stream here."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """The way back: rows of the residual stream here to those of all tokens of this data-parallel rank."""
+        """The way back: rows of the residual stream here to those of all tokens of this
+        data-parallel rank."""
         return x
 
-    def to_attention(self, norm: AddNorm, x: NormInput, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), the residual stream), of the rows here: attention asks for the others with `gather`. x as a feed-forward
-        layer returns it; no residual: as `enter` does."""
+    def to_attention(
+        self, norm: AddNorm, x: NormInput, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), the residual stream), of the rows here: attention asks for the
+        others with `gather`. x as a feed-forward layer returns it; no residual: as `enter` does."""
         return norm.add(x, residual)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual) for the feed-forward, the residual stream). x as attention returns it."""
+        """(norm(x + residual) for the feed-forward, the residual stream). x as attention returns
+        it."""
         return norm.add(x, residual)
 
     def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        """A feed-forward layer whose columns are split over the dense group: gather its rows, compute, scatter the partial sums."""
+        """A feed-forward layer whose columns are split over the dense group: gather its rows,
+        compute, scatter the partial sums."""
         return mlp(x, gate_up, down)
 
     def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
-        """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on every rank of tp."""
+        """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on
+        every rank of tp."""
         if rows is None:
             return norm.add(x, residual)[0]
         return norm.add(summed(x).index_select(0, rows), residual.index_select(0, rows))[0]
 
 
 class MultiRankLayout(Layout):
-    """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of `dense_axis`, the first of which is number
-    `dense_first` of `moe_axis`."""
+    """Several ranks: `tokens` of each data-parallel rank, `dense_counts` rows of each rank of
+    `dense_axis`, the first of which is number `dense_first` of `moe_axis`."""
 
     dense_axis: Axis
     dense_counts: Sequence[int]
@@ -110,7 +126,8 @@ class MultiRankLayout(Layout):
 
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh)
-        self.tokens, self.exchange = tokens, exchange
+        self.tokens = tokens
+        self.exchange = exchange
 
     @property
     def norm_sums(self) -> bool:
@@ -133,7 +150,8 @@ class MultiRankLayout(Layout):
         return slice(start, start + sum(self.dense_counts))
 
     def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        axis, counts = self.dense_axis, self.dense_counts
+        axis = self.dense_axis
+        counts = self.dense_counts
         return axis.reduce_scatter(mlp(axis.all_gather(x, counts), gate_up, down), counts)
 
     def embed_counts(self) -> list[int]:
@@ -144,14 +162,17 @@ class Replicated(MultiRankLayout):
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
         others = mesh.dp_ranks("dense")
-        self.dense_axis, self.dense_first = mesh.axes["dense_dp"], others.start
+        self.dense_axis = mesh.axes["dense_dp"]
+        self.dense_first = others.start
         self.dense_counts = [tokens[rank] for rank in others]
 
     @property
     def counted(self) -> bool:
         return self.mesh.tp_rank == 0
 
-    def to_attention(self, norm: AddNorm, x: NormInput, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def to_attention(
+        self, norm: AddNorm, x: NormInput, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return norm.add(x, residual, None if residual is None else self.mesh.tp)
 
     def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +180,8 @@ class Replicated(MultiRankLayout):
 
     def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
         if rows is not None:
-            x, residual = summed(x).index_select(0, rows), residual.index_select(0, rows)
+            x = summed(x).index_select(0, rows)
+            residual = residual.index_select(0, rows)
         return norm.add(x, residual, self.mesh.tp)[0]
 
 
@@ -168,12 +190,14 @@ class Sharded(MultiRankLayout):
 
     def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
-        size, dense = mesh.sizes.tp, mesh.axes["dense"]
+        size = mesh.sizes.tp
+        dense = mesh.axes["dense"]
         self.shards = tuple(rows for count in tokens for rows in Shard(0, size).lengths(count))
         start = mesh.dp_rank * size
         self.counts = self.shards[start : start + size]
         self.dense_first = mesh.stage_rank - dense.rank
-        self.dense_axis, self.dense_counts = dense, self.shards[self.dense_first : self.dense_first + dense.size]
+        self.dense_axis = dense
+        self.dense_counts = self.shards[self.dense_first : self.dense_first + dense.size]
 
     @property
     def rows(self) -> int:
@@ -203,17 +227,24 @@ class Sharded(MultiRankLayout):
 
 
 def head_rows(mesh: Mesh, hidden: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, list[int]]:
-    """(hidden states of every data-parallel rank that shares this rank's vocabulary group, how many of each); `counts` as given for all."""
+    """(hidden states of every data-parallel rank that shares this rank's vocabulary group, how
+    many of each); `counts` as given for all."""
     if mesh.axes["head_dp"].size == 1:
         return hidden, [hidden.shape[0]]
-    assert counts is not None, "head_tp exceeds tp: logits need the rows of every data-parallel rank"
+    assert counts is not None, (
+        "head_tp exceeds tp: logits need the rows of every data-parallel rank"
+    )
     own = [counts[rank] for rank in mesh.dp_ranks("head")]
     return mesh.axes["head_dp"].all_gather(hidden, own), own
 
 
-def return_logits(mesh: Mesh, logits: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """Partial vocabularies [sum of counts, own width] to this rank's rows over the whole vocabulary, [own rows, sum of widths]."""
-    head, tp = mesh.axes["head"], mesh.sizes.tp
+def return_logits(
+    mesh: Mesh, logits: Tensor, counts: Sequence[int], widths: Sequence[int]
+) -> Tensor:
+    """Partial vocabularies [sum of counts, own width] to this rank's rows over the whole
+    vocabulary, [own rows, sum of widths]."""
+    head = mesh.axes["head"]
+    tp = mesh.sizes.tp
     if head.size <= tp:
         return head.all_gather_columns(logits, widths)
     most = max(widths)

@@ -1,4 +1,5 @@
-"""The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialized torch.distributed.
+"""The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialized
+torch.distributed.
 
 | axis                           | ranks of one stage that form a group                                               |
 |--------------------------------|------------------------------------------------------------------------------------|
@@ -35,9 +36,20 @@ from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.p2p_memory import P2PAddNorm, P2PMemory, why_not_shared
 from rorqual.parallel.shard import Shard
 
-ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")  # exchanges that PeerExchange can take over
+# exchanges that PeerExchange can take over
+ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")
 PARTS = ("dense", "embed", "head")
-AXES = ("tp", "dp", "stage", *PARTS, *(f"{part}_dp" for part in PARTS), "expert_tp", "ep", "pp", "tokens")
+AXES = (
+    "tp",
+    "dp",
+    "stage",
+    *PARTS,
+    *(f"{part}_dp" for part in PARTS),
+    "expert_tp",
+    "ep",
+    "pp",
+    "tokens",
+)
 
 
 def members(sizes: ParallelConfig, rank: int, axis: str) -> tuple[int, ...]:
@@ -68,13 +80,17 @@ def _within_stage(sizes: ParallelConfig, local: int, axis: str) -> range:
     if axis == part:
         return block(size)
     start = local // size * size
-    return range(start + local % sizes.tp, start + size, sizes.tp) if size > sizes.tp else range(local, local + 1)
+    return (
+        range(start + local % sizes.tp, start + size, sizes.tp)
+        if size > sizes.tp
+        else range(local, local + 1)
+    )
 
 
 class ProcessGroups:
-    """Process groups by their global ranks, each made once; that of `tokens` apart, for its calls must not queue behind others. torch
-    names a group by its ranks and by how many groups its process has, so all processes must make as many, in the same order; ranks of
-    one mesh do."""
+    """Process groups by their global ranks, each made once; that of `tokens` apart, for its
+    calls must not queue behind others. torch names a group by its ranks and by how many groups
+    its process has, so all processes must make as many, in the same order; ranks of one mesh do."""
 
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
@@ -85,15 +101,20 @@ class ProcessGroups:
             return NullAxis(name)
         key = name == "tokens", tuple(ranks)
         if key not in self.known:
-            self.known[key] = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+            self.known[key] = dist.new_group(
+                list(ranks), timeout=self.timeout, use_local_synchronization=True
+            )
         return GroupAxis(name, self.known[key], ranks)
 
 
 class Mesh:
-    """This rank's place: `axes` by name, and the layouts of its steps. `Mesh.single()` stands for one device alone."""
+    """This rank's place: `axes` by name, and the layouts of its steps. `Mesh.single()` stands
+    for one device alone."""
 
     def __init__(self, sizes: ParallelConfig, rank: int, axes: dict[str, Axis]):
-        self.sizes, self.rank, self.axes = sizes, rank, axes
+        self.sizes = sizes
+        self.rank = rank
+        self.axes = axes
         self.pp_rank, self.stage_rank = divmod(rank, sizes.stage)
         self.dp_rank, self.tp_rank = divmod(self.stage_rank, sizes.tp)
         self.tp, self.dp, self.stage, self.pp = (axes[name] for name in ("tp", "dp", "stage", "pp"))
@@ -105,18 +126,31 @@ class Mesh:
         return SINGLE
 
     @staticmethod
-    def of(sizes: ParallelConfig, ranks: Sequence[int] | None = None, groups: ProcessGroups | None = None) -> Mesh:
-        """The mesh over the global ranks `ranks` (all of them if left out), this process among them. Collective: all of them call it.
+    def of(
+        sizes: ParallelConfig,
+        ranks: Sequence[int] | None = None,
+        groups: ProcessGroups | None = None,
+    ) -> Mesh:
+        """The mesh over the global ranks `ranks` (all of them if left out), this process among
+        them. Collective: all of them call it.
 
-        torch.distributed must be initialized unless sizes.world is 1. Raises ConfigError where the numbers of ranks differ."""
+        torch.distributed must be initialized unless sizes.world is 1. Raises ConfigError where
+        the numbers of ranks differ."""
         if ranks is None:
             ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         if len(ranks) != sizes.world:
-            raise ConfigError(f"tp={sizes.tp} x dp={sizes.dp} x pp={sizes.pp} needs {sizes.world} ranks, {len(ranks)} are there")
+            raise ConfigError(
+                f"tp={sizes.tp} x dp={sizes.dp} x pp={sizes.pp} needs {sizes.world} ranks, "
+                f"{len(ranks)} are there"
+            )
         if sizes.world == 1:
             return SINGLE
-        groups, rank = groups or ProcessGroups(), list(ranks).index(dist.get_rank())
-        axes = {name: groups.axis(name, [ranks[member] for member in members(sizes, rank, name)]) for name in AXES}
+        groups = groups or ProcessGroups()
+        rank = list(ranks).index(dist.get_rank())
+        axes = {
+            name: groups.axis(name, [ranks[member] for member in members(sizes, rank, name)])
+            for name in AXES
+        }
         return Mesh(sizes, rank, axes)
 
     @staticmethod
@@ -124,7 +158,14 @@ class Mesh:
         """Rank 0's place in a mesh that has no other ranks (echo.py). One pipeline stage."""
         assert sizes.pp == 1, "a stage alone has nobody to hear from"
         lengths = {name: len(members(sizes, 0, name)) for name in AXES}
-        return Mesh(sizes, 0, {name: FakeAxis(name, Shard(0, size)) if size > 1 else NullAxis(name) for name, size in lengths.items()})
+        return Mesh(
+            sizes,
+            0,
+            {
+                name: FakeAxis(name, Shard(0, size)) if size > 1 else NullAxis(name)
+                for name, size in lengths.items()
+            },
+        )
 
     @property
     def is_single(self) -> bool:
@@ -139,10 +180,17 @@ class Mesh:
         return self.pp_rank == self.sizes.pp - 1
 
     def allreduce_backend(
-        self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True
+        self,
+        rows: int,
+        hidden: int,
+        moe: MoEConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: bool = True,
     ) -> str:
-        """How partial sums over tp become the next norm's input, in words, decided here: for steps of up to `rows` rows by one kernel over
-        memory that the cards of a host share, if they can and `share` allows it; else by the process group. Collective."""
+        """How partial sums over tp become the next norm's input, in words, decided here: for
+        steps of up to `rows` rows by one kernel over memory that the cards of a host share, if
+        they can and `share` allows it; else by the process group. Collective."""
         if not isinstance(self.tp, GroupAxis):
             return "local"
         if self.layout([1] * self.sizes.dp, True, moe).sharded:
@@ -153,8 +201,11 @@ class Mesh:
         self.fuse_all_reduce(rows, hidden, dtype, device)
         return f"one kernel with the norm, up to {rows} rows"
 
-    def fuse_all_reduce(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        """On cards of one host: norms over tp take messages of up to rows x columns through symmetric memory. Collective."""
+    def fuse_all_reduce(
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """On cards of one host: norms over tp take messages of up to rows x columns through
+        symmetric memory. Collective."""
         assert isinstance(self.tp, GroupAxis)
         self.tp.fused = P2PAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
 
@@ -165,39 +216,59 @@ class Mesh:
         return self.stop
 
     def let_go(self) -> None:
-        """Kernels on this rank's card wait for no other rank from now on, and their results mean nothing."""
+        """Kernels on this rank's card wait for no other rank from now on, and their results mean
+        nothing."""
         if self.stop is not None:
             self.stop.fill_(1)
 
     def abandon(self) -> None:
-        """Other ranks are gone, or stand still: collectives end as well. From any thread, and returns at once: NCCL tells a group's kernels
-        to end, then waits until nothing recorded holds a call of the group, which may be long; so each group has a thread of its own."""
+        """Other ranks are gone, or stand still: collectives end as well. From any thread, and
+        returns at once: NCCL tells a group's kernels to end, then waits until nothing recorded
+        holds a call of the group, which may be long; so each group has a thread of its own."""
         self.let_go()
         if self.leaving:
             return
-        groups = {id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)}
-        self.leaving = [threading.Thread(target=axis.abandon, daemon=True) for axis in groups.values()]
+        groups = {
+            id(axis.group): axis for axis in self.axes.values() if isinstance(axis, GroupAxis)
+        }
+        self.leaving = [
+            threading.Thread(target=axis.abandon, daemon=True) for axis in groups.values()
+        ]
         for thread in self.leaving:
             thread.start()
 
     def left(self, seconds: float) -> bool:
-        """Whether groups that were abandoned are no more, within so many seconds. Recordings must be gone before."""
+        """Whether groups that were abandoned are no more, within so many seconds. Recordings
+        must be gone before."""
         deadline = time.monotonic() + seconds
         for thread in self.leaving:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self.leaving)
 
     def all2all_backend(
-        self, rows: int, hidden: int, moe: MoEConfig, dtype: torch.dtype, device: torch.device, share: bool = True, flights: int = 1
+        self,
+        rows: int,
+        hidden: int,
+        moe: MoEConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        share: bool = True,
+        flights: int = 1,
     ) -> str:
-        """The way that decode steps take, in words, decided here: through memory that the cards of a host share for up to `rows` rows a
-        data-parallel rank, `flights` exchanges at a time, if the cards can and `share` allows it. Collective."""
+        """The way that decode steps take, in words, decided here: through memory that the cards
+        of a host share for up to `rows` rows a data-parallel rank, `flights` exchanges at a
+        time, if the cards can and `share` allows it. Collective."""
         layout = self.layout([1] * self.sizes.dp, True, moe)
         axis = layout.moe_axis
         if layout.exchange not in ON_PEERS or not isinstance(axis, GroupAxis):
             return layout.exchange
         reason = why_not_shared(axis, device) if share else "as configured"
-        if not reason and layout.exchange != "low_latency" and moe.num_shared and layout.dense_rows is not None:
+        if (
+            not reason
+            and layout.exchange != "low_latency"
+            and moe.num_shared
+            and layout.dense_rows is not None
+        ):
             reason = "its rows are those of shared experts as well"
         if reason:
             return f"{layout.exchange} (process group: {reason})"
@@ -207,19 +278,26 @@ class Mesh:
         most = -(-rows // self.sizes.tp) if layout.sharded else rows
         areas = Areas(axis.size, most, hidden, moe.top_k, dtype.itemsize)
         axis.peers = P2PDispatchBuffers(
-            P2PMemory.of(axis, flights * areas.size, device, self._stop_word(device)), axis.rank, areas, dtype, flights
+            P2PMemory.of(axis, flights * areas.size, device, self._stop_word(device)),
+            axis.rank,
+            areas,
+            dtype,
+            flights,
         )
-        return f"{layout.exchange} (memory shared by the cards, {axis.peers.nbytes / 2**20:.0f} MiB)"
+        return (
+            f"{layout.exchange} (memory shared by the cards, {axis.peers.nbytes / 2**20:.0f} MiB)"
+        )
 
     def dp_ranks(self, part: str) -> range:
-        """The data-parallel ranks whose tokens meet in this rank's group of dense, embed or head."""
+        """The data-parallel ranks whose tokens meet in this rank's group of dense, embed or
+        head."""
         size = max(getattr(self.sizes, f"{part}_tp"), self.sizes.tp)
         start = self.stage_rank // size * size
         return range(start // self.sizes.tp, (start + size) // self.sizes.tp)
 
     def layout(self, tokens: Sequence[int], decode: bool, moe: MoEConfig) -> Layout:
-        """The layout of one step: `tokens` of every data-parallel rank, the same on all ranks of the world; `decode` where no rank brings
-        a chunk of prompt."""
+        """The layout of one step: `tokens` of every data-parallel rank, the same on all ranks of
+        the world; `decode` where no rank brings a chunk of prompt."""
         assert len(tokens) == self.sizes.dp, f"{len(tokens)} token counts for dp={self.sizes.dp}"
         if self.is_single:
             return SINGLE_LAYOUT

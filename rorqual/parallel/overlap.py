@@ -1,4 +1,5 @@
-"""Interleave the hand-overs of several micro-batches: one is the plain path, two are two-batch overlap, more hide a network trip."""
+"""Interleave the hand-overs of several micro-batches: one is the plain path, two are two-batch
+overlap, more hide a network trip."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ Result = TypeVar("Result")
 
 
 def run(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """Advance each generator by one stage in turn until all have returned; results in the order given."""
+    """Advance each generator by one stage in turn until all have returned; results in the order
+    given."""
     results: dict[int, Any] = {}
     while len(results) < len(generators):
         for index, generator in enumerate(generators):
@@ -31,12 +33,16 @@ def straight(generator: Generator[None, None, Result]) -> Result:
 
 
 def chain(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
-    """Bring every generator to its first hand-over, then each to its end in turn. For the micro-batches of a pipeline: all receives are
-    posted before the first is waited for, and what one micro-batch sends travels while the next computes."""
+    """Bring every generator to its first hand-over, then each to its end in turn. For the
+    micro-batches of a pipeline: all receives are posted before the first is waited for, and what
+    one micro-batch sends travels while the next computes."""
     first: dict[int, Any] = {}
     for index, generator in enumerate(generators):
         try:
             next(generator)
         except StopIteration as stop:
             first[index] = stop.value
-    return [first[index] if index in first else straight(generator) for index, generator in enumerate(generators)]
+    return [
+        first[index] if index in first else straight(generator)
+        for index, generator in enumerate(generators)
+    ]

@@ -1,7 +1,9 @@
-"""Memory that the cards of one host share (ipc.py; plain loads and stores, no multicast), and small all-reduces over it, with residual
-addition and RMSNorm fused in: what NCCL's latency would dominate.
+"""Memory that the cards of one host share (ipc.py; plain loads and stores, no multicast), and small
+all-reduces over it, with residual addition and RMSNorm fused in: what NCCL's latency would
+dominate.
 
-Runs inside captured graphs. All calls of a group stay on one stream. ONE_SHOT_BYTES comes from published figures.
+Runs inside captured graphs. All calls of a group stay on one stream. ONE_SHOT_BYTES comes from
+published figures.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class P2PMemory:
-    """`own`: this rank's bytes, zero at first; `table` [world + 1] int64: the addresses of all ranks' as this rank's device sees them, and
-    of `stop` (ops/triton/comm/p2p_flags.py)."""
+    """`own`: this rank's bytes, zero at first; `table` [world + 1] int64: the addresses of all
+    ranks' as this rank's device sees them, and of `stop` (ops/triton/comm/p2p_flags.py)."""
 
     own: Tensor
     table: Tensor
@@ -36,26 +38,51 @@ class P2PMemory:
 
     @staticmethod
     def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> P2PMemory:
-        """`size` bytes on each rank's card. stop: this rank's word in pinned host memory. Collective: all ranks of the axis make it at the
-        same time, with the same size. Raises RuntimeError on every rank where some rank cannot."""
+        """`size` bytes on each rank's card. stop: this rank's word in pinned host memory.
+        Collective: all ranks of the axis make it at the same time, with the same size. Raises
+        RuntimeError on every rank where some rank cannot."""
         with torch.cuda.device(device):
             mine, name = on_all(axis, lambda: _export(size), device)
-            names = axis.all_gather(torch.tensor([list(name)], dtype=torch.uint8, device=device)).cpu().numpy()
+            names = (
+                axis.all_gather(torch.tensor([list(name)], dtype=torch.uint8, device=device))
+                .cpu()
+                .numpy()
+            )
             own = mine.tensor(device).zero_()
-            torch.cuda.synchronize(device)  # and then the ranks meet: none raises a flag before all flags are zero
-            theirs = {rank: handle.tobytes() for rank, handle in enumerate(names) if rank != axis.rank}
-            found = on_all(axis, lambda: {rank: Mapping.of(handle, size) for rank, handle in theirs.items()} | {axis.rank: mine}, device)
-            table = torch.tensor([*(found[rank].pointer for rank in range(axis.size)), stop.data_ptr()], dtype=torch.int64, device=device)
+            # and then the ranks meet: none raises a flag before all flags are zero
+            torch.cuda.synchronize(device)
+            theirs = {
+                rank: handle.tobytes() for rank, handle in enumerate(names) if rank != axis.rank
+            }
+            found = on_all(
+                axis,
+                lambda: (
+                    {rank: Mapping.of(handle, size) for rank, handle in theirs.items()}
+                    | {axis.rank: mine}
+                ),
+                device,
+            )
+            table = torch.tensor(
+                [*(found[rank].pointer for rank in range(axis.size)), stop.data_ptr()],
+                dtype=torch.int64,
+                device=device,
+            )
         return P2PMemory(own, table, stop, found)
 
 
 def on_all(axis: GroupAxis, work: Callable[[], T], device: torch.device) -> T:
-    """What `work`, which every rank calls and which waits for no other, gives here, once all have done it; RuntimeError on every rank where
-    it did not work on some: a container may forbid what it needs."""
-    reason, found = "", []
+    """What `work`, which every rank calls and which waits for no other, gives here, once all
+    have done it; RuntimeError on every rank where it did not work on some: a container may
+    forbid what it needs."""
+    reason = ""
+    found = []
     try:
         found = [work()]
-    except (RuntimeError, OSError, AttributeError) as error:  # also no driver's library, or one that lacks a function
+    except (
+        RuntimeError,
+        OSError,
+        AttributeError,
+    ) as error:  # also no driver's library, or one that lacks a function
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     refused = int(axis.all_reduce(torch.tensor(int(not found), device=device)))
     if refused:
@@ -69,14 +96,19 @@ def _export(size: int) -> tuple[Mapping, bytes]:
 
 
 def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
-    """Why the ranks of the axis cannot share memory; empty where they can, which is alike on all ranks. Collective on cards."""
+    """Why the ranks of the axis cannot share memory; empty where they can, which is alike on all
+    ranks. Collective on cards."""
     if device.type != "cuda":
         return f"{device.type} has no symmetric memory"
     here = torch.tensor([[_host(), device.index or 0]], device=device)
     hosts, devices = axis.all_gather(here).t().tolist()
     if len(set(hosts)) > 1:
         return f"{len(set(hosts))} hosts"
-    reach = all(torch.cuda.can_device_access_peer(device, other) for other in devices if other != device.index)
+    reach = all(
+        torch.cuda.can_device_access_peer(device, other)
+        for other in devices
+        if other != device.index
+    )
     missing = axis.all_reduce(torch.tensor(int(not reach), device=device))
     if int(missing):
         return "cards that cannot reach one another's memory"
@@ -95,18 +127,48 @@ def _host() -> int:
 
 
 class P2PAddNorm:
-    """A FusedAddNorm for messages of up to `rows` x `columns`. Collective: all ranks of the axis make it at the same time."""
+    """A FusedAddNorm for messages of up to `rows` x `columns`. Collective: all ranks of the axis
+    make it at the same time."""
 
-    def __init__(self, axis: GroupAxis, rows: int, columns: int, dtype: torch.dtype, device: torch.device, stop: Tensor):
+    def __init__(
+        self,
+        axis: GroupAxis,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stop: Tensor,
+    ):
         from rorqual.ops.triton.comm.all_reduce_norm import all_reduce_norm, buffer_bytes
 
-        self.kernel, self.rank, self.dtype, self.columns = all_reduce_norm, axis.rank, dtype, columns
+        self.kernel = all_reduce_norm
+        self.rank = axis.rank
+        self.dtype = dtype
+        self.columns = columns
         self.epochs = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.memory = P2PMemory.of(axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device, stop)
+        self.memory = P2PMemory.of(
+            axis, buffer_bytes(rows, columns, axis.size, dtype.itemsize), device, stop
+        )
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
-        return residual is not None and x.dtype == self.dtype and x.shape[1] == self.columns and 0 < x.shape[0] <= self.epochs.shape[0]
+        return (
+            residual is not None
+            and x.dtype == self.dtype
+            and x.shape[1] == self.columns
+            and 0 < x.shape[0] <= self.epochs.shape[0]
+        )
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         assert residual is not None
-        return self.kernel(self.memory.table, self.epochs, self.rank, x, residual, weight, eps, two_shot=x.nbytes > ONE_SHOT_BYTES)
+        return self.kernel(
+            self.memory.table,
+            self.epochs,
+            self.rank,
+            x,
+            residual,
+            weight,
+            eps,
+            two_shot=x.nbytes > ONE_SHOT_BYTES,
+        )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` parts of an axis. Where the length is no multiple of `count`, the last parts are shorter or empty."""
+    """Part `index` of `count` parts of an axis. Where the length is no multiple of `count`, the
+    last parts are shorter or empty."""
 
     index: int = 0
     count: int = 1

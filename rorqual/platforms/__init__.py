@@ -9,17 +9,22 @@ from rorqual.platforms.base import Platform
 
 
 def device_of(device: str = "auto") -> torch.device:
-    """`auto` is the first CUDA card, else the CPU. `cpu`, `cuda` and `cuda:N` name one. Touches no card: a context on it costs memory."""
+    """`auto` is the first CUDA card, else the CPU. `cpu`, `cuda` and `cuda:N` name one. Touches
+    no card: a context on it costs memory."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         where = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={device!r} is not known; accepted: auto, cpu, cuda, cuda:N") from None
+        raise ConfigError(
+            f"device={device!r} is not known; accepted: auto, cpu, cuda, cuda:N"
+        ) from None
     if where.type == "cpu":
         return where
     if where.type == "cuda":
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device={device!r} is not there; torch sees {torch.cuda.device_count()} CUDA cards")
+            raise ConfigError(
+                f"device={device!r} is not there; torch sees {torch.cuda.device_count()} CUDA cards"
+            )
         return torch.device("cuda", where.index or 0)
     raise ConfigError(f"device={device!r} is not supported; accepted: auto, cpu, cuda, cuda:N")
 

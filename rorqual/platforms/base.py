@@ -1,4 +1,5 @@
-"""What the engine asks of a device. One subclass a kind of device; nothing above this floor names CUDA or an NPU."""
+"""What the engine asks of a device. One subclass a kind of device; nothing above this floor
+names CUDA or an NPU."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch import Tensor
 class Platform:
     """A device with its memory and its way of bringing results home.
 
-    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first; has_graphs: `record` works;
-    asynchronous: what is launched runs later, else it is done when the call returns.
+    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first;
+    has_graphs: `record` works; asynchronous: what is launched runs later, else it is done when the
+    call returns.
     """
 
     name = "base"
@@ -62,7 +64,8 @@ class Platform:
         return torch.empty(shape, dtype=dtype)
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record device work; the result replays it and returns the same output tensor each time, overwritten."""
+        """Record device work; the result replays it and returns the same output tensor each
+        time, overwritten."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 
     def stream(self) -> AbstractContextManager[object]:

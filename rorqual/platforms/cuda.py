@@ -1,4 +1,5 @@
-"""An NVIDIA card: steps are launched ahead, results come home through pinned memory and an event."""
+"""An NVIDIA card: steps are launched ahead, results come home through pinned memory and an
+event."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class CudaPlatform(Platform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        torch.cuda.set_device(device)  # kernels, streams and events are made on the current card; a process has one
+        # kernels, streams and events are made on the current card; a process has one
+        torch.cuda.set_device(device)
         self.pool: Any = None
 
     def stream(self) -> AbstractContextManager[object]:
@@ -33,7 +35,10 @@ class CudaPlatform(Platform):
         return torch.cuda.device(self.device)
 
     def describe(self) -> str:
-        return f"{torch.cuda.get_device_name(self.device)} {torch.cuda.get_device_capability(self.device)}"
+        return (
+            f"{torch.cuda.get_device_name(self.device)} "
+            f"{torch.cuda.get_device_capability(self.device)}"
+        )
 
     @property
     def converts_fp8(self) -> bool:
@@ -71,10 +76,14 @@ class CudaPlatform(Platform):
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
-            raise CapacityError(f"no {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB of host memory can be pinned") from error
+            raise CapacityError(
+                f"no {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB of host memory can "
+                "be pinned"
+            ) from error
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run twice on a side stream first: kernels compile, libraries make their workspaces. All recordings share one memory pool."""
+        """Run twice on a side stream first: kernels compile, libraries make their workspaces.
+        All recordings share one memory pool."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):

@@ -6,7 +6,8 @@ import msgspec
 
 
 class ApiError(Exception):
-    """An answer that is not a success. `param` names the field at fault; retry_after is in seconds."""
+    """An answer that is not a success. `param` names the field at fault; retry_after is in
+    seconds."""
 
     def __init__(
         self,
@@ -19,10 +20,24 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code, self.retry_after = status, message, kind, param, code, retry_after
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
 
     def body(self) -> bytes:
-        return msgspec.json.encode({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.kind,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
@@ -37,11 +52,22 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def engine_died() -> ApiError:
-    return ApiError(500, "the engine process ended while it worked on this request", "server_error", code="engine_dead")
+    return ApiError(
+        500,
+        "the engine process ended while it worked on this request",
+        "server_error",
+        code="engine_dead",
+    )
 
 
 def not_ready(state: str) -> ApiError:
-    return ApiError(503, f"the server cannot take requests: {state}", "server_error", code="not_ready", retry_after=5)
+    return ApiError(
+        503,
+        f"the server cannot take requests: {state}",
+        "server_error",
+        code="not_ready",
+        retry_after=5,
+    )
 
 
 def queue_full(waiting: int, seconds: int) -> ApiError:
@@ -50,7 +76,9 @@ def queue_full(waiting: int, seconds: int) -> ApiError:
 
 
 def timed_out(seconds: float) -> ApiError:
-    return ApiError(504, f"the request took longer than {seconds:g} s", "timeout_error", code="request_timeout")
+    return ApiError(
+        504, f"the request took longer than {seconds:g} s", "timeout_error", code="request_timeout"
+    )
 
 
 def too_slow(tokens: int) -> ApiError:
@@ -58,4 +86,6 @@ def too_slow(tokens: int) -> ApiError:
 
 
 def drained() -> ApiError:
-    return ApiError(503, "the server is shutting down", "server_error", code="shutting_down", retry_after=5)
+    return ApiError(
+        503, "the server is shutting down", "server_error", code="shutting_down", retry_after=5
+    )

@@ -1,6 +1,7 @@
 """The process tree of `rorqual serve`: this process speaks HTTP, each of its children is an engine.
 
-Exit status: 0 after SIGTERM or SIGINT, 1 when an engine is lost for good, 2 for a mistake in how the server was started.
+Exit status: 0 after SIGTERM or SIGINT, 1 when an engine is lost for good, 2 for a mistake in how
+the server was started.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from rorqual.text.tool_calls import FORMATS, detect
 log = logging.getLogger("rorqual.serve")
 
 SAMPLE_SECONDS = 0.5
-SEND_BUFFER = 128 << 10  # bytes the kernel is asked to keep for a slow reader; connections inherit it
-RED_SECONDS = 2.0  # how long a server that lost its engine still answers, so that callers and probes learn of it
+# bytes the kernel is asked to keep for a slow reader; connections inherit it
+SEND_BUFFER = 128 << 10
+# how long a server that lost its engine still answers, so that callers and probes learn of it
+RED_SECONDS = 2.0
 REASONING = ("auto", "on", "off")
 
 
@@ -67,9 +70,14 @@ class ServeConfig:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         if self.tool_format not in ("auto", *FORMATS):
-            raise ConfigError(f"tool_format={self.tool_format!r} is not supported; accepted: auto, {', '.join(FORMATS)}")
+            raise ConfigError(
+                f"tool_format={self.tool_format!r} is not supported; accepted: auto, "
+                f"{', '.join(FORMATS)}"
+            )
         if self.reasoning not in REASONING:
-            raise ConfigError(f"reasoning={self.reasoning!r} is not supported; accepted: {', '.join(REASONING)}")
+            raise ConfigError(
+                f"reasoning={self.reasoning!r} is not supported; accepted: {', '.join(REASONING)}"
+            )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
 
@@ -104,14 +112,23 @@ def read_served(config: ServeConfig, folder: Path) -> Served:
     tokenizer = tokenizer_of(folder, model.vocab_size, config.tokenizer, random)
     template = ChatTemplate(tokenizer)
     if template.builtin:
-        log.warning("this is a base model without a chat template: /v1/chat/completions writes its turns as lines `role: content`")
+        log.warning(
+            "this is a base model without a chat template: /v1/chat/completions writes its "
+            "turns as lines `role: content`"
+        )
     vocabulary = tokenizer.raw.get_vocab(with_added_tokens=True)
     reasoning = "<think>" in vocabulary if config.reasoning == "auto" else config.reasoning == "on"
-    tools = detect(vocabulary, tokenizer.template) if config.tool_format == "auto" else config.tool_format
+    tools = (
+        detect(vocabulary, tokenizer.template)
+        if config.tool_format == "auto"
+        else config.tool_format
+    )
     names = config.names or _names(config, folder)
     defaults = read_generation(folder, model)
     fingerprint = f"rorqual-{secrets.token_hex(4)}"
-    return Served(names, tokenizer, template, defaults, model.vocab_size, reasoning, tools, fingerprint)
+    return Served(
+        names, tokenizer, template, defaults, model.vocab_size, reasoning, tools, fingerprint
+    )
 
 
 def _names(config: ServeConfig, folder: Path) -> tuple[str, ...]:
@@ -130,25 +147,44 @@ def _bind(config: ServeConfig) -> socket.socket:
         sock.bind((config.host, config.port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}"
+        ) from None
     sock.set_inheritable(False)
     return sock
 
 
 def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
-    """One set a replica; on cards replica i of an engine with W ranks takes W cards from first_device + i * W on.
+    """One set a replica; on cards replica i of an engine with W ranks takes W cards from
+    first_device + i * W on.
 
-    Raises ConfigError for options that no engine could have, and for launchers that start the ranks of one engine alone."""
+    Raises ConfigError for options that no engine could have, and for launchers that start the
+    ranks of one engine alone."""
     base = {**config.engine, "model": str(folder)}
     engine = EngineConfig.from_dict(base)
     if config.replicas > 1 and ":" in engine.device:
-        raise ConfigError(f"device={engine.device!r} names one card for {config.replicas} replicas; accepted: auto, cpu, cuda")
+        raise ConfigError(
+            f"device={engine.device!r} names one card for {config.replicas} replicas; "
+            "accepted: auto, cpu, cuda"
+        )
     if engine.launcher == "torchrun" and (config.replicas > 1 or config.restart):
-        raise ConfigError("launcher='torchrun' starts the ranks of one engine, once: it goes with neither replicas nor restart")
-    return [{**base, "first_device": engine.first_device + i * engine.parallel.world} for i in range(config.replicas)]
+        raise ConfigError(
+            "launcher='torchrun' starts the ranks of one engine, once: it goes with neither "
+            "replicas nor restart"
+        )
+    return [
+        {**base, "first_device": engine.first_device + i * engine.parallel.world}
+        for i in range(config.replicas)
+    ]
 
 
-async def serve(config: ServeConfig, options: list[dict[str, Any]], served: Served, sock: socket.socket, version: str) -> int:
+async def serve(
+    config: ServeConfig,
+    options: list[dict[str, Any]],
+    served: Served,
+    sock: socket.socket,
+    version: str,
+) -> int:
     """options: those of each replica's engine."""
     limits = config.limits
     where = served.tokenizer.folder
@@ -182,7 +218,9 @@ async def _end(api: Api, engines: asyncio.Task[None], told: asyncio.Event) -> in
         await _drain(api, told)
         return 0
     api.draining = True
-    error = engines.exception() if engines.done() else RuntimeError("the HTTP server ended by itself")
+    error = (
+        engines.exception() if engines.done() else RuntimeError("the HTTP server ended by itself")
+    )
     for failure in getattr(error, "exceptions", [error]):
         log.error("%s", failure if isinstance(failure, EngineFailure) else repr(failure))
     mistake = any(client.dying is not None and client.dying.user for client in _last_clients(api))
@@ -202,7 +240,9 @@ async def _drain(api: Api, told: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + api.limits.drain
     if api.running:
-        log.warning("shutting down: %d requests have up to %g s", len(api.running), api.limits.drain)
+        log.warning(
+            "shutting down: %d requests have up to %g s", len(api.running), api.limits.drain
+        )
     while api.running and loop.time() < deadline and not told.is_set():
         await asyncio.sleep(0.05)
     for job in list(api.running):
@@ -222,7 +262,9 @@ async def _announce(api: Api, sock: socket.socket) -> None:
         await asyncio.sleep(0.05)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    log.warning("serving %s on http://%s:%d (docs at /docs)", ", ".join(api.served.names), shown, port)
+    log.warning(
+        "serving %s on http://%s:%d (docs at /docs)", ", ".join(api.served.names), shown, port
+    )
 
 
 def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:

@@ -1,8 +1,10 @@
-"""What the API process and an engine process say to each other: msgspec structs in msgpack over ZeroMQ. No torch.
+"""What the API process and an engine process say to each other: msgspec structs in msgpack over
+ZeroMQ. No torch.
 
-The engine sends one `StepOutputs` a step, whatever the number of requests. A request whose caller needs its text as it grows (streaming, or
-stop strings to be found) has `every_step`; any other is heard of once, when it ends. Times are seconds on the machine's monotonic clock,
-which all processes share.
+The engine sends one `StepOutputs` a step, whatever the number of requests. A request whose caller
+needs its text as it grows (streaming, or stop strings to be found) has `every_step`; any other is
+heard of once, when it ends. Times are seconds on the machine's monotonic clock, which all processes
+share.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
-    """End these requests: the caller has gone, or has all it wants. Their pages are free before the next step; no answer is sent."""
+    """End these requests: the caller has gone, or has all it wants. Their pages are free before
+    the next step; no answer is sent."""
 
     ids: list[str]
 
@@ -36,7 +39,8 @@ ToEngine = Add | Cancel | ResetPrefix | Shutdown
 
 
 class Output(msgspec.Struct, array_like=True):
-    """New tokens of one request. `finish` and `stop_token` on the last; `cached` counts prompt tokens the prefix cache held."""
+    """New tokens of one request. `finish` and `stop_token` on the last; `cached` counts prompt
+    tokens the prefix cache held."""
 
     id: str
     tokens: list[int]
@@ -84,8 +88,9 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Snapshot(msgspec.Struct, tag="stats", array_like=True):
-    """Counts since the engine started, gauges of this moment, histograms as cumulative counts, and the requests that ended since the last
-    snapshot. expert_load: tokens by layer and logical expert, where recorded."""
+    """Counts since the engine started, gauges of this moment, histograms as cumulative counts,
+    and the requests that ended since the last snapshot. expert_load: tokens by layer and logical
+    expert, where recorded."""
 
     at: float
     running: int = 0
@@ -108,14 +113,16 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
 
 
 class HistogramState(msgspec.Struct, array_like=True):
-    """counts[i]: observations up to the i-th bound, not cumulative; the last is everything above."""
+    """counts[i]: observations up to the i-th bound, not cumulative; the last is everything
+    above."""
 
     counts: list[int]
     total: float
 
 
 class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
-    """The engine cannot go on. `user`: because of how it was started (the message says what to change), not of a defect."""
+    """The engine cannot go on. `user`: because of how it was started (the message says what to
+    change), not of a defect."""
 
     message: str
     user: bool

@@ -1,4 +1,5 @@
-"""From token ids to what a caller sees: text without half characters, stop strings, log probabilities."""
+"""From token ids to what a caller sees: text without half characters, stop strings, log
+probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rorqual.text.tokenizer import TextStream, Tokenizer
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one completion. `index` is the prompt's, `output` the sample's among n."""
+    """What one step added to one completion. `index` is the prompt's, `output` the sample's
+    among n."""
 
     index: int
     output: int
@@ -23,16 +25,25 @@ class Delta:
 
 
 class Completion:
-    """One sequence's output as it grows. `push` returns the new text and whether a stop string ended it."""
+    """One sequence's output as it grows. `push` returns the new text and whether a stop string
+    ended it."""
 
-    def __init__(self, index: int, output: int, params: SamplingParams, tokenizer: Tokenizer | None):
-        self.index, self.params, self.tokenizer = index, params, tokenizer
+    def __init__(
+        self, index: int, output: int, params: SamplingParams, tokenizer: Tokenizer | None
+    ):
+        self.index = index
+        self.params = params
+        self.tokenizer = tokenizer
         self.result: RequestOutput | None = None
-        self.out = CompletionOutput(output, "", [], logprobs=[] if params.logprobs is not None else None)
+        self.out = CompletionOutput(
+            output, "", [], logprobs=[] if params.logprobs is not None else None
+        )
         if params.logprobs is not None:
             self.out.cumulative_logprob = 0.0
         wants_text = tokenizer is not None and params.detokenize
-        self.stream = TextStream(tokenizer, params.skip_special_tokens) if wants_text and tokenizer else None
+        self.stream = (
+            TextStream(tokenizer, params.skip_special_tokens) if wants_text and tokenizer else None
+        )
         self.stops = StopStrings(params.stop, params.include_stop_str_in_output)
 
     def push(self, token: TokenOut) -> tuple[Delta, bool]:
@@ -50,7 +61,11 @@ class Completion:
         return delta, stopped
 
     def take(
-        self, token: int, logprobs: TokenLogprobs | None = None, finish: FinishReason | None = None, stop_token: int | None = None
+        self,
+        token: int,
+        logprobs: TokenLogprobs | None = None,
+        finish: FinishReason | None = None,
+        stop_token: int | None = None,
     ) -> tuple[Delta, bool]:
         """`push` for a token whose sequence lives in another process."""
         self.out.token_ids.append(token)
@@ -74,7 +89,9 @@ class Completion:
             piece += self.stream.flush()
         early = len(self.out.token_ids) < self.params.min_tokens
         text = piece if early else self.stops.push(piece)
-        return text + self.stops.flush() if finish is not None and self.stops.found is None else text
+        return (
+            text + self.stops.flush() if finish is not None and self.stops.found is None else text
+        )
 
     def _stop_token(self, token: int | None) -> int | None:
         return token if token is not None and token in self.params.stop_token_ids else None
@@ -83,7 +100,10 @@ class Completion:
         assert self.out.logprobs is not None
         assert self.out.cumulative_logprob is not None
         self.out.cumulative_logprob += found.sampled
-        entry = {t: Logprob(p, rank + 1, self._show(t)) for rank, (t, p) in enumerate(zip(found.top_ids, found.top, strict=True))}
+        entry = {
+            t: Logprob(p, rank + 1, self._show(t))
+            for rank, (t, p) in enumerate(zip(found.top_ids, found.top, strict=True))
+        }
         entry.setdefault(token, Logprob(found.sampled, found.rank, self._show(token)))
         self.out.logprobs.append(entry)
 

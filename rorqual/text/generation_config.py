@@ -21,7 +21,10 @@ class GenerationDefaults:
 
     def params(self, **changes: Any) -> SamplingParams:
         """SamplingParams with the model's defaults under `changes`."""
-        return replace(SamplingParams(), **{**self.sampling, **{k: v for k, v in changes.items() if v is not None}})
+        return replace(
+            SamplingParams(),
+            **{**self.sampling, **{k: v for k, v in changes.items() if v is not None}},
+        )
 
 
 def read_generation(folder: Path, model: ModelConfig) -> GenerationDefaults:
@@ -31,7 +34,9 @@ def read_generation(folder: Path, model: ModelConfig) -> GenerationDefaults:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise LoadError(f"{path} is not valid JSON: {error}") from None
     eos = data.get("eos_token_id")
-    ids = model.eos_token_ids if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ids = (
+        model.eos_token_ids if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+    )
     sampling = {name: data[name] for name in SAMPLING if data.get(name) is not None}
     if data.get("do_sample") is False:
         sampling = {"temperature": 0.0}

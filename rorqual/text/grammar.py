@@ -1,7 +1,9 @@
-"""Structured output through xgrammar: matchers for the sampler, and compilation in a process that can be stopped.
+"""Structured output through xgrammar: matchers for the sampler, and compilation in a process that
+can be stopped.
 
-A schema or regular expression comes from a stranger and may take for ever to compile, or all memory. So it is compiled in a child of
-`grammar_process`, under limits on time and memory; the result comes back serialized and is kept.
+A schema or regular expression comes from a stranger and may take for ever to compile, or all
+memory. So it is compiled in a child of `grammar_process`, under limits on time and memory; the
+result comes back serialized and is kept.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from rorqual.request import StructuredOutput
 
 
 class GrammarLimits(msgspec.Struct, frozen=True):
-    """size: characters of a schema, grammar or list of choices; regex: of a regular expression; seconds of processor time and bytes of
-    memory to compile one; compiled: characters of the compiled form; kept: compiled grammars kept for reuse."""
+    """size: characters of a schema, grammar or list of choices; regex: of a regular expression;
+    seconds of processor time and bytes of memory to compile one; compiled: characters of the
+    compiled form; kept: compiled grammars kept for reuse."""
 
     size: int = 65_536
     regex: int = 4_096
@@ -45,7 +48,9 @@ def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
     """Raises RequestError where the text is longer than will be tried."""
     most = limits.regex if structure.kind == "regex" else limits.size
     if len(structure.value) > most:
-        raise RequestError(f"the {structure.kind} has {len(structure.value)} characters; accepted: at most {most}")
+        raise RequestError(
+            f"the {structure.kind} has {len(structure.value)} characters; accepted: at most {most}"
+        )
 
 
 class Framed:
@@ -55,10 +60,12 @@ class Framed:
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.child.stdin is not None
         assert self.child.stdout is not None
-        self.input, self.output = self.child.stdin, self.child.stdout
+        self.input = self.child.stdin
+        self.output = self.child.stdout
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """Send one message, wait for its answer; raises TimeoutError, or EOFError where the child has gone."""
+        """Send one message, wait for its answer; raises TimeoutError, or EOFError where the
+        child has gone."""
         data = msgspec.msgpack.encode(message)
         try:
             self.input.write(len(data).to_bytes(8, "little") + data)
@@ -70,7 +77,9 @@ class Framed:
         return msgspec.msgpack.decode(self._read(size, deadline))
 
     def _read(self, size: int, deadline: float) -> bytes:
-        fd, parts, missing = self.output.fileno(), [], size
+        fd = self.output.fileno()
+        parts = []
+        missing = size
         while missing:
             if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise TimeoutError
@@ -90,27 +99,40 @@ class Framed:
 
 
 class XGrammars:
-    """Compiled grammars of one model's vocabulary; see engine.grammar.Grammars. `matcher` may be called from the engine's thread at any
-    time: it is quick for whatever `prepare` has brought in."""
+    """Compiled grammars of one model's vocabulary; see engine.grammar.Grammars. `matcher` may be
+    called from the engine's thread at any time: it is quick for whatever `prepare` has brought
+    in."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], limits: GrammarLimits):
-        self.folder, self.vocab_size, self.eos, self.limits = folder, vocab_size, eos_token_ids, limits
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], limits: GrammarLimits
+    ):
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.eos = eos_token_ids
+        self.limits = limits
         self.info: Any = None
         self.compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()
-        # Also what has been dropped but a live request still holds: one that was preempted asks again.
+        # Also what has been dropped but a live request still holds: one that was preempted asks
+        # again.
         self.alive: WeakValueDictionary[StructuredOutput, Any] = WeakValueDictionary()
         self.helper: Framed | None = None
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     @classmethod
-    def make(cls, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], limits: GrammarLimits) -> XGrammars | None:
+    def make(
+        cls, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...], limits: GrammarLimits
+    ) -> XGrammars | None:
         """None where xgrammar is not installed or the model has no tokenizer."""
-        there = importlib.util.find_spec("xgrammar") is not None and (folder / "tokenizer.json").exists()
+        there = (
+            importlib.util.find_spec("xgrammar") is not None
+            and (folder / "tokenizer.json").exists()
+        )
         return cls(folder, vocab_size, eos_token_ids, limits) if there else None
 
     def warm(self) -> None:
-        """Bring up the compiling process now, beside everything else, rather than at the first request."""
+        """Bring up the compiling process now, beside everything else, rather than at the first
+        request."""
         self.pool.submit(self._find, StructuredOutput("json_object"))
 
     def ready(self, structure: StructuredOutput) -> bool:
@@ -120,11 +142,15 @@ class XGrammars:
             return True
         return False
 
-    def prepare(self, structure: StructuredOutput, done: Callable[[Exception | None], None]) -> None:
+    def prepare(
+        self, structure: StructuredOutput, done: Callable[[Exception | None], None]
+    ) -> None:
         """Compile on a thread of its own and call done(error or None) from there."""
         self.pool.submit(self._prepare, structure, done)
 
-    def _prepare(self, structure: StructuredOutput, done: Callable[[Exception | None], None]) -> None:
+    def _prepare(
+        self, structure: StructuredOutput, done: Callable[[Exception | None], None]
+    ) -> None:
         error: Exception | None = None
         try:
             self._find(structure)
@@ -148,7 +174,8 @@ class XGrammars:
         return self.info.serialize_json()
 
     def _find(self, structure: StructuredOutput) -> Any:
-        """The lock is held while compiling, which the engine's thread must never wait for when it asks for what is there."""
+        """The lock is held while compiling, which the engine's thread must never wait for when
+        it asks for what is there."""
         found = self.alive.get(structure)
         if found is not None:
             return found
@@ -181,14 +208,22 @@ class XGrammars:
             answer = self.helper.ask(request, self.limits.seconds + 5.0)
         except (TimeoutError, EOFError):
             self._stop_helper()
-            raise RequestError(f"the {kind} could not be compiled; accepted: one that compiles within {self.limits.seconds:g} s") from None
+            raise RequestError(
+                f"the {kind} could not be compiled; accepted: one that compiles within "
+                f"{self.limits.seconds:g} s"
+            ) from None
         if "error" in answer:
             raise RequestError(f"the {kind} cannot be compiled: {answer['error']}")
         return answer["compiled"]
 
     def _start_helper(self) -> Framed:
         helper = Framed([sys.executable, "-m", "rorqual.text.grammar_process"])
-        where = {"parent": os.getpid(), "folder": str(self.folder), "vocab_size": self.vocab_size, "eos": list(self.eos)}
+        where = {
+            "parent": os.getpid(),
+            "folder": str(self.folder),
+            "vocab_size": self.vocab_size,
+            "eos": list(self.eos),
+        }
         limits = msgspec.to_builtins(self.limits)
         helper.ask({**where, "limits": limits}, 120.0)
         return helper
@@ -204,7 +239,8 @@ class XGrammars:
 
 
 def compile_request(structure: StructuredOutput) -> tuple[str, str]:
-    """What to ask of xgrammar, and its text. JSON comes on one line: whitespace without bound would let a model never end."""
+    """What to ask of xgrammar, and its text. JSON comes on one line: whitespace without bound
+    would let a model never end."""
     if structure.kind == "json_object":
         return "json_schema", '{"type": "object"}'
     if structure.kind == "choice":
@@ -219,8 +255,8 @@ def _one_of(choices: list[str]) -> str:
 
 
 def tokenizer_info(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> Any:
-    """xgrammar's view of the vocabulary. Special tokens are left blank, else a grammar could spell text with them, which is then not
-    shown; the end-of-sequence ids are the stop tokens."""
+    """xgrammar's view of the vocabulary. Special tokens are left blank, else a grammar could
+    spell text with them, which is then not shown; the end-of-sequence ids are the stop tokens."""
     import xgrammar
     from transformers import PreTrainedTokenizerFast
 
@@ -228,7 +264,9 @@ def tokenizer_info(folder: Path, vocab_size: int, eos: tuple[int, ...]) -> Any:
 
     tokenizer = Tokenizer(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer.raw)
-    full = xgrammar.TokenizerInfo.from_huggingface(fast, vocab_size=vocab_size, stop_token_ids=list(eos))
+    full = xgrammar.TokenizerInfo.from_huggingface(
+        fast, vocab_size=vocab_size, stop_token_ids=list(eos)
+    )
     words: list[bytes | str] = [""] * vocab_size
     for word, index in tokenizer.raw.get_vocab(with_added_tokens=True).items():
         if index < vocab_size and index not in tokenizer.special_ids:

@@ -1,7 +1,8 @@
-"""Compiles grammars from strangers: each in a fork of its own, with limits on processor time and memory, thrown away afterwards.
+"""Compiles grammars from strangers: each in a fork of its own, with limits on processor time and
+memory, thrown away afterwards.
 
-Framed msgpack on standard input and output. The first message says whose vocabulary and which limits; each further one is
-(kind, text) and is answered by {"compiled": ...} or {"error": ...}.
+Framed msgpack on standard input and output. The first message says whose vocabulary and which
+limits; each further one is (kind, text) and is answered by {"compiled": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from rorqual.text.grammar import GrammarLimits, tokenizer_info
 def read(stream: BinaryIO) -> Any:
     """The next message, or None at the end."""
     head = stream.read(8)
-    return msgspec.msgpack.decode(stream.read(int.from_bytes(head, "little"))) if len(head) == 8 else None
+    return (
+        msgspec.msgpack.decode(stream.read(int.from_bytes(head, "little")))
+        if len(head) == 8
+        else None
+    )
 
 
 def write(stream: BinaryIO, message: Any) -> None:
@@ -55,7 +60,9 @@ def compile_text(info: Any, kind: str, text: str) -> str:
 def _check_start(matcher: Any, vocab_size: int) -> None:
     """A grammar that allows no first token would leave the sampler nothing to choose from."""
     mask = array("i", [0] * (-(-vocab_size // 32)))
-    if matcher.fill_next_token_bitmask(np.frombuffer(mask, dtype=np.int32).reshape(1, -1)) and not any(mask):
+    if matcher.fill_next_token_bitmask(
+        np.frombuffer(mask, dtype=np.int32).reshape(1, -1)
+    ) and not any(mask):
         raise ValueError("no text of this vocabulary matches it")
 
 
@@ -72,16 +79,23 @@ def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str,
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if data is None:
-        return {"error": f"it takes more than {limits.seconds:g} s, or {limits.memory >> 20} MiB, or its compiled form is too large"}
+        return {
+            "error": f"it takes more than {limits.seconds:g} s, or {limits.memory >> 20} MiB, or "
+            "its "
+            "compiled form is too large"
+        }
     return msgspec.msgpack.decode(data)
 
 
 def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimits) -> None:
-    """Never returns. Ends without a word where a limit is hit: the kernel's signal, or no memory to say it with."""
+    """Never returns. Ends without a word where a limit is hit: the kernel's signal, or no memory
+    to say it with."""
     try:
         seconds = max(1, round(limits.seconds))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds + int(used.ru_utime + used.ru_stime), seconds + 60))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (seconds + int(used.ru_utime + used.ru_stime), seconds + 60)
+        )
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         most = pages * resource.getpagesize() + limits.memory
@@ -120,7 +134,8 @@ def _drain(source: int, deadline: float, most: int) -> bytes | None:
 
 
 def main() -> None:
-    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    source = os.fdopen(os.dup(0), "rb")
+    target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not stand between messages
     first = read(source)
     die_with_parent(first["parent"])

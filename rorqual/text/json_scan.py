@@ -1,4 +1,5 @@
-"""Reading {"name": ..., "arguments": ...} character by character, so that the arguments can be passed on before the object ends."""
+"""Reading {"name": ..., "arguments": ...} character by character, so that the arguments can be
+passed on before the object ends."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class CallObject:
-    """push(text) takes in what belongs to the object and returns what follows it. `state`: open, done, or bad (this is no such object).
+    """push(text) takes in what belongs to the object and returns what follows it. `state`: open,
+    done, or bad (this is no such object).
 
-    take_arguments() returns the text of the arguments that has become known since it was last called.
+    take_arguments() returns the text of the arguments that has become known since it was last
+    called.
     """
 
     def __init__(self) -> None:
@@ -22,7 +25,8 @@ class CallObject:
         self.depth = 0
         self.quoted = self.escaped = self.value_next = False
         self.key: str | None = None
-        self.string: list[str] = []  # the string now read, where it is a key or a value of the object itself
+        # the string now read, where it is a key or a value of the object itself
+        self.string: list[str] = []
         self.kind = ""  # first character of the arguments, once they have begun
         self.inside = False  # within the arguments
         self.cut = 0  # where in the chunk the arguments go on
@@ -34,11 +38,14 @@ class CallObject:
 
     @property
     def arguments_begun(self) -> bool:
-        """Objects are passed on as they come; anything else (a string that holds JSON) once it is complete."""
+        """Objects are passed on as they come; anything else (a string that holds JSON) once it
+        is complete."""
         return self.kind == "{" or (bool(self.kind) and not self.inside)
 
     def push(self, text: str) -> str:
-        self.chunk, self.cut, end = text, 0, len(text)
+        self.chunk = text
+        self.cut = 0
+        end = len(text)
         for pos, char in enumerate(text):
             self._step(char, pos)
             if self.state != "open":
@@ -56,7 +63,8 @@ class CallObject:
             self._in_string(char)
         elif char == '"':
             self._begin_value(char, pos)
-            self.quoted, self.string = True, [char]
+            self.quoted = True
+            self.string = [char]
         elif char in "{[":
             self._begin_value(char, pos)
             self.depth += 1
@@ -94,7 +102,9 @@ class CallObject:
         if self.depth == 1 and self.value_next:
             self.value_next = False
             if self.key in ARGUMENTS and not self.kind:
-                self.kind, self.inside, self.cut = char, True, pos
+                self.kind = char
+                self.inside = True
+                self.cut = pos
 
     def _at_top(self, char: str, pos: int) -> None:
         if char == ":":
@@ -111,7 +121,8 @@ class CallObject:
         if self.inside:
             self._note(end)
             self.inside = False
-        self.key, self.value_next = None, False
+        self.key = None
+        self.value_next = False
 
     def _close(self, pos: int) -> None:
         self.depth -= 1
@@ -123,7 +134,8 @@ class CallObject:
             self.state = "done"
 
     def take_arguments(self) -> str:
-        new, self.pending = "".join(self.pending), []
+        new = "".join(self.pending)
+        self.pending = []
         if self.kind == "{":
             return new
         inner = _loads(new)

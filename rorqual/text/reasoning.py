@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from rorqual.text.stop import overlap
 
-BEGIN, END = "<think>", "</think>"
+BEGIN = "<think>"
+END = "</think>"
 
 
 class Reasoning:
-    """push(text) returns (reasoning, content). `inside`: the prompt ended with <think>, so that the text begins with reasoning; else
-    it does so where it begins with <think> itself. The newlines beside the tags belong to neither part."""
+    """push(text) returns (reasoning, content). `inside`: the prompt ended with <think>, so that
+    the text begins with reasoning; else it does so where it begins with <think> itself. The
+    newlines beside the tags belong to neither part."""
 
     def __init__(self, inside: bool):
         self.state = "inside" if inside else "start"
@@ -28,25 +30,32 @@ class Reasoning:
         """Wait until it is clear whether the text begins with the tag."""
         begun = self.held.lstrip()
         if begun.startswith(BEGIN):
-            self.state, self.held, self.strip = "inside", begun[len(BEGIN) :], True
+            self.state = "inside"
+            self.held = begun[len(BEGIN) :]
+            self.strip = True
         elif not BEGIN.startswith(begun):
-            self.state, self.strip = "outside", False
+            self.state = "outside"
+            self.strip = False
 
     def _inside(self) -> tuple[str, str]:
         self._strip_start()
         end = self.held.find(END)
         if end >= 0:
-            reasoning, self.held = self.held[:end].rstrip("\n"), self.held[end + len(END) :]
-            self.state, self.strip = "outside", True
+            reasoning = self.held[:end].rstrip("\n")
+            self.held = self.held[end + len(END) :]
+            self.state = "outside"
+            self.strip = True
             return reasoning, self._content()
         keep = overlap(self.held, END)
-        shown = self.held[: len(self.held) - keep].rstrip("\n")  # newlines may turn out to stand before the tag
+        # newlines may turn out to stand before the tag
+        shown = self.held[: len(self.held) - keep].rstrip("\n")
         self.held = self.held[len(shown) :]
         return shown, ""
 
     def _content(self) -> str:
         self._strip_start()
-        content, self.held = self.held, ""
+        content = self.held
+        self.held = ""
         return content
 
     def _strip_start(self) -> None:
@@ -55,5 +64,6 @@ class Reasoning:
             self.strip = not self.held
 
     def flush(self) -> tuple[str, str]:
-        rest, self.held = self.held, ""
+        rest = self.held
+        self.held = ""
         return (rest, "") if self.state == "inside" else ("", rest)

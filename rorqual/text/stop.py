@@ -1,4 +1,5 @@
-"""Stop strings over a stream of text pieces: found across token boundaries, and never shown in part."""
+"""Stop strings over a stream of text pieces: found across token boundaries, and never shown in
+part."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Holds back any tail that could still become a stop string.
 
-    push(text) returns what is safe to show; once `found` is set, nothing more comes. flush() returns the held tail.
+    push(text) returns what is safe to show; once `found` is set, nothing more comes. flush()
+    returns the held tail.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
@@ -30,16 +32,23 @@ class StopStrings:
             self.tail = ""
             return shown
         keep = max(overlap(self.tail, stop) for stop in self.stops)
-        shown, self.tail = self.tail[: len(self.tail) - keep], self.tail[len(self.tail) - keep :]
+        shown = self.tail[: len(self.tail) - keep]
+        self.tail = self.tail[len(self.tail) - keep :]
         return shown
 
     def flush(self) -> str:
-        rest, self.tail = self.tail, ""
+        rest = self.tail
+        self.tail = ""
         return rest
 
     def _earliest(self) -> tuple[int, str] | None:
-        """The stop string that is complete first; of those complete at the same place, the longest."""
-        hits = [(self.tail.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in self.tail]
+        """The stop string that is complete first; of those complete at the same place, the
+        longest."""
+        hits = [
+            (self.tail.find(stop) + len(stop), -len(stop), stop)
+            for stop in self.stops
+            if stop in self.tail
+        ]
         if not hits:
             return None
         end, _, stop = min(hits)

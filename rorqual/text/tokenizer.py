@@ -1,4 +1,5 @@
-"""Text to tokens and back, over the `tokenizers` library; chat templates through transformers, imported only when one is used."""
+"""Text to tokens and back, over the `tokenizers` library; chat templates through transformers,
+imported only when one is used."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Tokenizer:
         self.settings = _read_json(self.folder / "tokenizer_config.json")
         self._follow_settings()
         self.template = self._find_template()
-        self.special_ids = frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
+        self.special_ids = frozenset(
+            i for i, token in self.raw.get_added_tokens_decoder().items() if token.special
+        )
 
     def _follow_settings(self) -> None:
         """DeepSeek's models name Llama's tokenizer class. Their tokenizer.json puts nothing around
@@ -48,7 +51,9 @@ class Tokenizer:
         given = [self.settings.get(name) for name in ("add_bos_token", "add_eos_token")]
         if self.settings.get("tokenizer_class") not in LLAMA or given == [None, None]:
             return
-        begins, ends = given[0] is None or bool(given[0]), bool(given[1])  # the class's defaults
+        # the class's defaults
+        begins = given[0] is None or bool(given[0])
+        ends = bool(given[1])
         before = [self._named("bos_token")] if begins else []
         after = [self._named("eos_token")] if ends else []
         around = [*(text for text, _ in before), "$A", *(text for text, _ in after)]
@@ -93,16 +98,25 @@ class Tokenizer:
         """The text of one token alone, for log probabilities."""
         return self.raw.decode([token_id], skip_special_tokens=False)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
         """Token ids of a conversation, by the model's own template."""
         if self.template is None:
             raise RequestError("this is a base model: it has no chat template; use generate")
         from transformers import PreTrainedTokenizerFast
 
-        special = {name: _text(self.settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        special = {
+            name: _text(self.settings.get(name))
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
         given = {name: value for name, value in special.items() if value is not None}
-        fast = PreTrainedTokenizerFast(tokenizer_object=self.raw, chat_template=self.template, **given)
-        text = fast.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt)
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=self.raw, chat_template=self.template, **given
+        )
+        text = fast.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+        )
         return self.encode(str(text), add_special_tokens=False)
 
 
@@ -128,7 +142,8 @@ class TextStream:
     """Incremental detokenizing of one request that never puts out half a character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.tokenizer = tokenizer
+        self.skip = skip_special_tokens
         self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self.ids: list[int] = []
@@ -148,7 +163,8 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What remains at the end: the bytes of a character that never came are shown as a replacement."""
+        """What remains at the end: the bytes of a character that never came are shown as a
+        replacement."""
         rest = self.tokenizer.decode(self.ids, self.skip)[self.length :]
         self.length += len(rest)
         return rest

@@ -1,7 +1,8 @@
-"""Tool calls in the text of a model: found as the text comes, and told as the deltas of the OpenAI API.
+"""Tool calls in the text of a model: found as the text comes, and told as the deltas of the OpenAI
+API.
 
-Every parser reads each character a bounded number of times and evaluates nothing. What begins like a call but is none is given back
-as plain text where nothing of it has been told yet.
+Every parser reads each character a bounded number of times and evaluates nothing. What begins like
+a call but is none is given back as plain text where nothing of it has been told yet.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from rorqual.text.stop import overlap
 
 @dataclass
 class Told:
-    """What a push made known: plain text, and deltas of calls, {index, id, type, function: {name, arguments}}."""
+    """What a push made known: plain text, and deltas of calls, {index, id, type, function:
+    {name, arguments}}."""
 
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, index: int, name: str) -> None:
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}}
+        call = {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": ""},
+        }
         self.calls.append({"index": index, **call})
 
     def arguments(self, index: int, text: str) -> None:
@@ -40,9 +46,11 @@ class ToolParser(Protocol):
 
 
 class HermesParser:
-    """Qwen3's form: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as there are calls."""
+    """Qwen3's form: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, as often as there
+    are calls."""
 
-    BEGIN, END = "<tool_call>", "</tool_call>"
+    BEGIN = "<tool_call>"
+    END = "</tool_call>"
 
     def __init__(self) -> None:
         self.held = ""
@@ -68,7 +76,8 @@ class HermesParser:
         if start >= 0:
             told.content += self.held[:start].rstrip()
             self.held = self.held[start + len(self.BEGIN) :]
-            self.call, self.told_name = CallObject(), False
+            self.call = CallObject()
+            self.told_name = False
             return True
         shown = self.held[: len(self.held) - overlap(self.held, self.BEGIN)].rstrip()
         told.content += shown
@@ -106,10 +115,12 @@ class HermesParser:
         """Pass over the closing tag and the whitespace around it."""
         rest = self.held.lstrip()
         if rest.startswith(self.END):
-            self.held, self.ending = rest[len(self.END) :], False
+            self.held = rest[len(self.END) :]
+            self.ending = False
             return True
         if not self.END.startswith(rest):
-            self.held, self.ending = rest, False
+            self.held = rest
+            self.ending = False
             return True
         return False
 
@@ -122,15 +133,20 @@ class HermesParser:
                 told.content = self.BEGIN + self.call.raw
         elif not self.ending and not (self.count and not self.held.strip()):
             told.content = self.held
-        self.held, self.call = "", None
+        self.held = ""
+        self.call = None
         return told
 
 
 class DeepSeekParser:
-    """DeepSeek's form: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block of JSON, V3.1 `NAME<sep>ARGUMENTS`."""
+    """DeepSeek's form: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block
+    of JSON, V3.1 `NAME<sep>ARGUMENTS`."""
 
-    CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    CALLS = "<｜tool▁calls▁begin｜>"
+    CALLS_END = "<｜tool▁calls▁end｜>"
+    CALL = "<｜tool▁call▁begin｜>"
+    SEP = "<｜tool▁sep｜>"
+    CALL_END = "<｜tool▁call▁end｜>"
     FENCE = "```json\n"
 
     def __init__(self) -> None:
@@ -147,7 +163,9 @@ class DeepSeekParser:
         return told
 
     def _text(self, told: Told) -> bool:
-        hits = [(self.held.find(mark), mark) for mark in (self.CALLS, self.CALL) if mark in self.held]
+        hits = [
+            (self.held.find(mark), mark) for mark in (self.CALLS, self.CALL) if mark in self.held
+        ]
         if hits:
             start, mark = min(hits)
             told.content += self.held[:start].rstrip()
@@ -165,7 +183,8 @@ class DeepSeekParser:
         for mark, state in ((self.CALL, "header"), (self.CALLS_END, "after")):
             start = self.held.find(mark)
             if start >= 0 and not self.held[:start].strip():
-                self.held, self.state = self.held[start + len(mark) :], state
+                self.held = self.held[start + len(mark) :]
+                self.state = state
                 return True
         return False
 
@@ -187,14 +206,16 @@ class DeepSeekParser:
         else:
             name = head
         told.start(self.count, name.strip())
-        self.held, self.state = rest, "arguments"
+        self.held = rest
+        self.state = "arguments"
         return True
 
     def _arguments(self, told: Told) -> bool:
         end = self.held.find(self.CALL_END)
         if end >= 0:
             told.arguments(self.count, self._without_fence(self.held[:end]))
-            self.held, self.state = self.held[end + len(self.CALL_END) :], "between"
+            self.held = self.held[end + len(self.CALL_END) :]
+            self.state = "between"
             self.count += 1
             return True
         safe = self._without_fence(self.held[: len(self.held) - overlap(self.held, self.CALL_END)])
@@ -220,7 +241,8 @@ class DeepSeekParser:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: the parser, and the pieces a grammar forces them with."""
+    """How a family of models writes calls: the parser, and the pieces a grammar forces them
+    with."""
 
     parser: type[HermesParser] | type[DeepSeekParser]
     begin: str
@@ -231,18 +253,35 @@ class ToolFormat:
     def forced(self, tools: list[dict[str, Any]], several: bool) -> dict[str, Any]:
         """xgrammar's format for at least one call of these functions and nothing else."""
         tags = [self._tag(tool["function"]) for tool in tools]
-        calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True, "stop_after_first": not several}
+        calls = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not several,
+        }
         around = [{"type": "const_string", "value": text} for text in (self.before, self.after)]
-        return {"type": "sequence", "elements": [around[0], calls, around[1]]} if self.before else calls
+        return (
+            {"type": "sequence", "elements": [around[0], calls, around[1]]}
+            if self.before
+            else calls
+        )
 
     def _tag(self, function: dict[str, Any]) -> dict[str, Any]:
         schema = function.get("parameters") or {"type": "object"}
         name = json.dumps(function["name"])[1:-1]
         content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-        return {"type": "tag", "begin": self.begin.format(name=name), "content": content, "end": self.end}
+        return {
+            "type": "tag",
+            "begin": self.begin.format(name=name),
+            "content": content,
+            "end": self.end,
+        }
 
 
-HERMES = ToolFormat(HermesParser, '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "", "")
+HERMES = ToolFormat(
+    HermesParser, '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "", ""
+)
 DEEPSEEK_V3 = ToolFormat(
     DeepSeekParser,
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -251,13 +290,18 @@ DEEPSEEK_V3 = ToolFormat(
     DeepSeekParser.CALLS_END,
 )
 DEEPSEEK_V31 = ToolFormat(
-    DeepSeekParser, "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", DeepSeekParser.CALLS, DeepSeekParser.CALLS_END
+    DeepSeekParser,
+    "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    DeepSeekParser.CALLS,
+    DeepSeekParser.CALLS_END,
 )
 FORMATS = {"hermes": HERMES, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31}
 
 
 def detect(vocabulary: dict[str, int], template: str | None) -> str:
-    """The format a model was trained on, by its vocabulary and template; Hermes where neither says."""
+    """The format a model was trained on, by its vocabulary and template; Hermes where neither
+    says."""
     if DeepSeekParser.CALLS in vocabulary:
         return "deepseek_v3" if template is None or "```json" in template else "deepseek_v31"
     return "hermes"

@@ -37,14 +37,18 @@ def test_a_card_of_its_own(tmp_path: Path) -> None:
     assert [row[:2] for row in card.gemm["tables"]["bfloat16"]] == [[64, 32], [128, 64]]
     assert "rorqual bench calibrate" in card.sources["bandwidth"]
     assert profile_for(card) == load_profile("calibrated")
-    model = StepModel(published("qwen3-30b-a3b"), ParallelConfig(), card, load_profile("calibrated"))
+    model = StepModel(
+        published("qwen3-30b-a3b"), ParallelConfig(), card, load_profile("calibrated")
+    )
     step = model.step(GroupWork(BatchShape.decode(1, 100)))
     assert step.seconds > 3.3e9 * 2 / 20e9, "no less than reading what a token uses"
     assert step.measured_share > 0
 
 
 def test_fractions_of_a_datasheet(tmp_path: Path) -> None:
-    card = load_device(str(calibrate.run("cpu", "mine", based_on="cpu", out=tmp_path / "mine.yaml")))
+    card = load_device(
+        str(calibrate.run("cpu", "mine", based_on="cpu", out=tmp_path / "mine.yaml"))
+    )
     sheet = load_device("cpu")
     assert card.bandwidth == sheet.bandwidth
     assert card.achieved_bandwidth == pytest.approx(20 / 60, abs=1e-3)
@@ -69,4 +73,6 @@ def test_bad_names() -> None:
 def test_collectives_need_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert calibrate.collectives(calibrate.Clock(make_platform("cpu"))) == {}
-    assert calibrate.device_name(make_platform("cpu")).endswith(f"{torch.get_num_threads()} threads")
+    assert calibrate.device_name(make_platform("cpu")).endswith(
+        f"{torch.get_num_threads()} threads"
+    )

@@ -25,7 +25,9 @@ def screen(name: str, memory_gib: float | None = None) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("path", sorted(SHAPES.glob("*/config.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(SHAPES.glob("*/config.json")), ids=lambda path: path.parent.name
+)
 def test_one_screen(path: Path) -> None:
     lines = screen(path.parent.name)
     assert len(lines) <= 40
@@ -50,5 +52,10 @@ def test_from_a_folder(tmp_path: Path) -> None:
 
 
 def test_units() -> None:
-    assert [count(value) for value in (7, 1234, 1_234_567, 671.03e9)] == ["7", "1.23 K", "1.23 M", "671.03 B"]
+    assert [count(value) for value in (7, 1234, 1_234_567, 671.03e9)] == [
+        "7",
+        "1.23 K",
+        "1.23 M",
+        "671.03 B",
+    ]
     assert [size(value) for value in (7, 2048, 3 * 2**29)] == ["7 B", "2.00 KiB", "1.50 GiB"]

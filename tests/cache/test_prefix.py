@@ -19,7 +19,8 @@ def make(num_pages: int = 9, page_size: int = 4, enabled: bool = True) -> Prefix
 
 
 def fill(cache: PrefixCache, tokens: list[int], salt: str = "") -> list[int]:
-    """What a request does: match, take pages for the rest, offer every full page. Returns its pages, still held."""
+    """What a request does: match, take pages for the rest, offer every full page. Returns its
+    pages, still held."""
     size = cache.page_size
     pages, key = cache.match(tokens, salt)
     for i in range(len(pages), -(-len(tokens) // size)):
@@ -82,7 +83,8 @@ def test_keys_cover_everything_before_the_page_and_the_salt() -> None:
 
 @pytest.mark.parametrize(("length", "found"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2)])
 def test_a_match_leaves_a_token_to_compute(length: int, found: int) -> None:
-    cache, tokens = make(), list(range(12))
+    cache = make()
+    tokens = list(range(12))
     pages = fill(cache, tokens)
     cache.release(pages)
     hit, key = cache.match(tokens[:length])
@@ -110,13 +112,17 @@ def test_salts_keep_tenants_apart() -> None:
 
 
 def test_equal_pages_are_kept_once() -> None:
-    """Two requests computed the same prompt side by side; the second's pages are freed when it ends, the first's are kept."""
-    cache, tokens = make(), list(range(8))
+    """Two requests computed the same prompt side by side; the second's pages are freed when it
+    ends, the first's are kept."""
+    cache = make()
+    tokens = list(range(8))
     one = [cache.take(), cache.take()]
     two = [cache.take(), cache.take()]
     for pages in (one, two):
         key = cache.insert(root_key(), tokens[:4], pages[0])
-        assert cache.insert(key, tokens[4:], pages[1]) == next_key(next_key(root_key(), tokens[:4]), tokens[4:])
+        assert cache.insert(key, tokens[4:], pages[1]) == next_key(
+            next_key(root_key(), tokens[:4]), tokens[4:]
+        )
     cache.release(two)
     assert set(two) <= set(cache.allocator.free)
     cache.release(one)
@@ -138,7 +144,8 @@ def test_disabled_finds_and_keeps_nothing() -> None:
 
 def test_least_recently_used_goes_first_and_chains_shrink_from_their_end() -> None:
     cache = make(num_pages=7)
-    first, second = fill(cache, [1] * 12), fill(cache, [2] * 12)
+    first = fill(cache, [1] * 12)
+    second = fill(cache, [2] * 12)
     cache.release(first)
     cache.release(second)
     again, _ = cache.match([1] * 9)
@@ -182,24 +189,31 @@ def test_clear_drops_what_nobody_uses_and_counts_it() -> None:
 
 
 class Histories(RuleBasedStateMachine):
-    """Requests come and go over a small cache; a plain model knows which prefixes were computed and what each page must hold."""
+    """Requests come and go over a small cache; a plain model knows which prefixes were computed
+    and what each page must hold."""
 
     @initialize(num_pages=st.integers(8, 24), page_size=st.sampled_from([1, 2, 3]))
     def start(self, num_pages: int, page_size: int) -> None:
         self.cache = make(num_pages, page_size)
         self.live: list[list[int]] = []
-        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}  # page: salt and all tokens up to its end
+        # page: salt and all tokens up to its end
+        self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "s"]))
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), salt=st.sampled_from(["", "s"])
+    )
     def begin(self, tokens: list[int], salt: str) -> None:
-        cache, size = self.cache, self.cache.page_size
+        cache = self.cache
+        size = self.cache.page_size
         known = set(self.content.values())
         pages, key = cache.match(tokens, salt)
         for i, page in enumerate(pages):
             assert self.content[page] == (salt, tuple(tokens[: (i + 1) * size]))
         longer = (salt, tuple(tokens[: (len(pages) + 1) * size]))
         kept = {self.content[page] for page in cache.keys}
-        assert longer not in kept or (len(pages) + 1) * size >= len(tokens), "a longer prefix was there"
+        assert longer not in kept or (len(pages) + 1) * size >= len(tokens), (
+            "a longer prefix was there"
+        )
         assert kept <= known
         need = -(-len(tokens) // size) - len(pages)
         if need > cache.available:
@@ -243,7 +257,8 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def every_kept_page_can_be_reached(self) -> None:
-        """A chain is evicted from its end: the pages before a kept page are kept too, so nothing kept is lost to all."""
+        """A chain is evicted from its end: the pages before a kept page are kept too, so nothing
+        kept is lost to all."""
         if not hasattr(self, "cache"):
             return
         size = self.cache.page_size
@@ -264,7 +279,8 @@ TestHistories = Histories.TestCase
 
 
 def test_many_random_requests_end_with_everything_free() -> None:
-    rng, cache = random.Random(0), make(num_pages=64, page_size=4)
+    rng = random.Random(0)
+    cache = make(num_pages=64, page_size=4)
     live: list[list[int]] = []
     for _ in range(3000):
         if live and (cache.available < 12 or rng.random() < 0.4):

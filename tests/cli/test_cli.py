@@ -1,4 +1,5 @@
-"""The command line as a user meets it: text on success, one clear sentence and a non-zero status otherwise."""
+"""The command line as a user meets it: text on success, one clear sentence and a non-zero status
+otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from rorqual.models.hub import BUNDLED
 
 
 def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "rorqual", *arguments], capture_output=True, text=True, input=text, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "rorqual", *arguments],
+        capture_output=True,
+        text=True,
+        input=text,
+        timeout=300,
+    )
 
 
 def test_generate_prints_text():
@@ -52,7 +59,16 @@ def test_info_names_the_parts():
 def test_bench_offline_writes_json(output: int, tmp_path: Path):
     """Long outputs have steps of all requests together, on a clock of their own."""
     target = tmp_path / "out.json"
-    sizes = ("--concurrency", "1,2", "--prompt-len", "8", "--output-len", str(output), "--repeats", "1")
+    sizes = (
+        "--concurrency",
+        "1,2",
+        "--prompt-len",
+        "8",
+        "--output-len",
+        str(output),
+        "--repeats",
+        "1",
+    )
     done = run("bench", "offline", *sizes, "--json", str(target))
     assert done.returncode == 0, done.stderr
     rows = json.loads(target.read_text())["rows"]
@@ -65,28 +81,76 @@ def test_bench_offline_writes_json(output: int, tmp_path: Path):
 def test_bench_offline_of_an_fp8_cache(tmp_path: Path):
     target = tmp_path / "out.json"
     sizes = ("--concurrency", "1", "--prompt-len", "8", "--output-len", "4", "--repeats", "1")
-    done = run("bench", "offline", *sizes, "--kv-cache-dtype", "fp8", "--next-n", "1", "--json", str(target))
+    done = run(
+        "bench",
+        "offline",
+        *sizes,
+        "--kv-cache-dtype",
+        "fp8",
+        "--next-n",
+        "1",
+        "--json",
+        str(target),
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(target.read_text())["kv_cache_dtype"] == "fp8"
 
 
 def test_bench_offline_of_one_rank_alone(tmp_path: Path):
-    """Requests are those of the whole layout, of which the rank has its share; so is what it makes."""
+    """Requests are those of the whole layout, of which the rank has its share; so is what it
+    makes."""
     target = tmp_path / "out.json"
-    sizes = ("--concurrency", "2,4", "--prompt-len", "8", "--output-len", "4", "--repeats", "1", "--weights", "random")
-    done = run("bench", "offline", *sizes, "--lone-rank", "--dp", "2", "--ep", "2", "--next-n", "1", "--json", str(target))
+    sizes = (
+        "--concurrency",
+        "2,4",
+        "--prompt-len",
+        "8",
+        "--output-len",
+        "4",
+        "--repeats",
+        "1",
+        "--weights",
+        "random",
+    )
+    done = run(
+        "bench",
+        "offline",
+        *sizes,
+        "--lone-rank",
+        "--dp",
+        "2",
+        "--ep",
+        "2",
+        "--next-n",
+        "1",
+        "--json",
+        str(target),
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(target.read_text())
     assert [row["concurrency"] for row in report["rows"]] == [2, 4]
     for row in report["rows"]:
         assert "dp2 ep2, LONE RANK: nothing is sent" in row["settings"]
-        assert row["tokens_per_s"] == pytest.approx(row["concurrency"] * row["output"] / row["seconds"])
+        assert row["tokens_per_s"] == pytest.approx(
+            row["concurrency"] * row["output"] / row["seconds"]
+        )
     assert report["all2all_backend"] == "nowhere (a lone rank)"
 
 
 def test_bench_layers_runs(tmp_path: Path):
     target = tmp_path / "out.json"
-    done = run("bench", "layers", "--modules", "mla,moe", "--tokens", "1,4", "--repeats", "1", "--json", str(target))
+    done = run(
+        "bench",
+        "layers",
+        "--modules",
+        "mla,moe",
+        "--tokens",
+        "1,4",
+        "--repeats",
+        "1",
+        "--json",
+        str(target),
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(target.read_text())
 
@@ -108,13 +172,22 @@ def shard(folder: Path) -> Path:
 
 
 BREAKS = {
-    "unknown architecture": (lambda folder: change(folder, architectures=["LlamaForCausalLM"]), "LlamaForCausalLM"),
+    "unknown architecture": (
+        lambda folder: change(folder, architectures=["LlamaForCausalLM"]),
+        "LlamaForCausalLM",
+    ),
     "unsupported field": (lambda folder: change(folder, mlp_bias=True), "mlp_bias"),
     "wrong shape": (lambda folder: change(folder, kv_lora_rank=32), "shape"),
     "missing tensor": (lambda folder: change(folder, num_hidden_layers=15), "lacks"),
     "surplus tensor": (lambda folder: change(folder, num_nextn_predict_layers=0), "does not use"),
-    "truncated file": (lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:-1000]), "truncated"),
-    "no weights": (lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")], "safetensors"),
+    "truncated file": (
+        lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:-1000]),
+        "truncated",
+    ),
+    "no weights": (
+        lambda folder: [path.unlink() for path in folder.glob("*.safetensors*")],
+        "safetensors",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), "JSON"),
 }
@@ -134,15 +207,46 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["generate", "--temperature", "-1"], "temperature"),
         (["generate", "--top-p", "0"], "top_p"),
         (["generate", "-n", "0"], "max_tokens"),
-        (["generate", "--max-model-len", "8", "-p", "one two three four five six seven eight nine ten"], "max_model_len=8"),
+        (
+            [
+                "generate",
+                "--max-model-len",
+                "8",
+                "-p",
+                "one two three four five six seven eight nine ten",
+            ],
+            "max_model_len=8",
+        ),
         (["generate", "--dtype", "int3"], "int3"),
         (["generate", "--mla-decode", "XX"], "XX"),
-        (["generate", "--kv-cache-dtype", "fp8", "--mla-prefill", "CD", "--mla-decode", "CD"], "accepted: CC, A_CC, A_CC_ME, AM_CC_ME"),
-        (["bench", "offline", "--kv-cache-dtype", "fp4"], "accepted: auto, bfloat16, float16, float32, fp8"),
+        (
+            ["generate", "--kv-cache-dtype", "fp8", "--mla-prefill", "CD", "--mla-decode", "CD"],
+            "accepted: CC, A_CC, A_CC_ME, AM_CC_ME",
+        ),
+        (
+            ["bench", "offline", "--kv-cache-dtype", "fp4"],
+            "accepted: auto, bfloat16, float16, float32, fp8",
+        ),
         (["generate", "--device", "cuda:99"], "cuda:99"),
         (["bench", "offline", "--exe-mode", "warp"], "warp"),
-        (["bench", "offline", "--tp", "2", "--lone-rank"], "single_rank_bench needs weights='random'"),
-        (["bench", "offline", "--dp", "2", "--lone-rank", "--weights", "random", "--concurrency", "3"], "a multiple of it"),
+        (
+            ["bench", "offline", "--tp", "2", "--lone-rank"],
+            "single_rank_bench needs weights='random'",
+        ),
+        (
+            [
+                "bench",
+                "offline",
+                "--dp",
+                "2",
+                "--lone-rank",
+                "--weights",
+                "random",
+                "--concurrency",
+                "3",
+            ],
+            "a multiple of it",
+        ),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments: list[str], word: str):

@@ -15,7 +15,9 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "te
 
 
 def test_pieces_make_the_answer(server: Running):
-    whole = server.request("POST", "/v1/chat/completions", BODY)[1]["choices"][0]["message"]["content"]
+    whole = server.request("POST", "/v1/chat/completions", BODY)[1]["choices"][0]["message"][
+        "content"
+    ]
     for url in (server.url, server.url + "/", server.url + "/v1"):
         pieces = list(answer(url, BODY))
         assert "".join(pieces) == whole
@@ -24,7 +26,11 @@ def test_pieces_make_the_answer(server: Running):
 
 
 def test_chat_command(server: Running):
-    done = CliRunner().invoke(app, ["chat", "--url", server.url, "-n", "6", "--temperature", "0"], input="Hello\nAgain\n\n")
+    done = CliRunner().invoke(
+        app,
+        ["chat", "--url", server.url, "-n", "6", "--temperature", "0"],
+        input="Hello\nAgain\n\n",
+    )
     assert done.exit_code == 0, done.output
     assert done.output.count("> ") == 3
 

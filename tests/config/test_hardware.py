@@ -11,34 +11,56 @@ import yaml
 from rorqual.config.hardware import known_devices, load_device, read_device
 from rorqual.errors import ConfigError
 
-WANTED = {"h20-96", "h20-141", "h100", "h800", "h200", "b200", "a100", "rtx4090", "l20", "atlas-a3", "cpu", "h200-measured"}
+WANTED = {
+    "h20-96",
+    "h20-141",
+    "h100",
+    "h800",
+    "h200",
+    "b200",
+    "a100",
+    "rtx4090",
+    "l20",
+    "atlas-a3",
+    "cpu",
+    "h200-measured",
+}
 MINIMAL: dict[str, Any] = {
-    "memory_gib": 10, "bandwidth_gb_s": 100, "tflops": {"bfloat16": 5}, "link": {"gb_s": 10, "latency_us": 5, "span": 2},
+    "memory_gib": 10,
+    "bandwidth_gb_s": 100,
+    "tflops": {"bfloat16": 5},
+    "link": {"gb_s": 10, "latency_us": 5, "span": 2},
     "network": {"gb_s": 1, "latency_us": 50},
     "sources": dict.fromkeys(("memory", "bandwidth", "flops", "link", "network"), "made up"),
-}  # fmt: skip
+}
 
 
 def test_the_cards_that_ship() -> None:
     assert set(known_devices()) >= WANTED
     for name in known_devices():
         card = load_device(name)
-        assert all(card.sources[figure] for figure in ("memory", "bandwidth", "flops", "link", "network")), name
+        assert all(
+            card.sources[figure] for figure in ("memory", "bandwidth", "flops", "link", "network")
+        ), name
         assert 1e9 < card.memory < 300 * 2**30
         assert card.bandwidth > card.link.bandwidth > 0
         assert card.peak("bfloat16") >= card.peak("float32")
 
 
 def test_datasheets() -> None:
-    h200, a3 = load_device("h200"), load_device("atlas-a3")
+    h200 = load_device("h200")
+    a3 = load_device("atlas-a3")
     assert (h200.bandwidth, h200.peak("fp8"), h200.peak("bfloat16")) == (4.8e12, 1979e12, 989e12)
     assert h200.link.bandwidth * 2 == 900e9
     assert a3.ranks_per_chip * a3.peak("bfloat16") == 752e12
-    assert load_device("a100").peak("fp8") == load_device("a100").peak("bfloat16"), "no fp8: widened"
+    assert load_device("a100").peak("fp8") == load_device("a100").peak("bfloat16"), (
+        "no fp8: widened"
+    )
 
 
 def test_the_measured_card_stands_on_its_datasheet() -> None:
-    card, sheet = load_device("h200-measured"), load_device("h200")
+    card = load_device("h200-measured")
+    sheet = load_device("h200")
     assert (card.bandwidth, card.link) == (sheet.bandwidth, sheet.link)
     assert card.achieved_bandwidth == pytest.approx(4361e9 / 4800e9, abs=1e-3)
     assert card.achieved_flops["bfloat16"] == pytest.approx(735 / 989, abs=1e-3)
@@ -49,10 +71,17 @@ def test_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"mine": MINIMAL}))
     card = load_device(str(path))
-    assert (card.name, card.memory, card.bandwidth, card.peak("bfloat16")) == ("mine", 10 * 2**30, 100e9, 5e12)
+    assert (card.name, card.memory, card.bandwidth, card.peak("bfloat16")) == (
+        "mine",
+        10 * 2**30,
+        100e9,
+        5e12,
+    )
     assert card.link.latency == pytest.approx(5e-6)
     assert load_device("mine", path) == card
-    path.write_text(yaml.safe_dump({"mine": MINIMAL, "faster": {"based_on": "h200", "bandwidth_gb_s": 9000}}))
+    path.write_text(
+        yaml.safe_dump({"mine": MINIMAL, "faster": {"based_on": "h200", "bandwidth_gb_s": 9000}})
+    )
     assert load_device("faster", path).bandwidth == 9e12
     assert load_device("faster", path).memory == load_device("h200").memory
     with pytest.raises(ConfigError, match="holds 2 cards"):
@@ -82,7 +111,9 @@ def test_bad_files_are_named(change: dict[str, Any], message: str) -> None:
 
 def test_missing_things_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="card bad lacks bandwidth_gb_s"):
-        read_device("bad", {key: value for key, value in MINIMAL.items() if key != "bandwidth_gb_s"})
+        read_device(
+            "bad", {key: value for key, value in MINIMAL.items() if key != "bandwidth_gb_s"}
+        )
     with pytest.raises(ConfigError, match="card 'h201' is not known"):
         load_device("h201")
     with pytest.raises(ConfigError, match="does not exist"):

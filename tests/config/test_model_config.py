@@ -1,4 +1,5 @@
-"""config.json to ModelConfig: published models, both spellings, and refusal by name of whatever would be computed wrongly."""
+"""config.json to ModelConfig: published models, both spellings, and refusal by name of whatever
+would be computed wrongly."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from rorqual.planner.costs.catalog import IDS, published
 
 Fields = dict[str, Any]
 
-YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 
 # The published config.json of DeepSeek-V2-Lite, DeepSeek-V3 (R1 is the same) and Qwen3-30B-A3B.
 V2_LITE: Fields = {
@@ -96,7 +103,12 @@ V3: Fields = {
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
     "rms_norm_eps": 1e-06,
     "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     "rope_theta": 10000,
@@ -152,7 +164,9 @@ ALL = pytest.mark.parametrize("base", [V2_LITE, V3, QWEN3], ids=["v2-lite", "v3"
 
 
 def read(base: Fields, without: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({name: value for name, value in {**base, **changes}.items() if name not in without})
+    return ModelConfig.from_dict(
+        {name: value for name, value in {**base, **changes}.items() if name not in without}
+    )
 
 
 # ---- published models
@@ -165,8 +179,19 @@ def test_deepseek_v2_lite() -> None:
     assert config.moe_layers == (False, *[True] * 26)
     moe = config.moe
     assert (moe.num_experts, moe.top_k, moe.num_shared, moe.intermediate_size) == (64, 6, 2, 1408)
-    assert (moe.scoring, moe.method, moe.norm_topk_prob, moe.scaling, moe.has_bias) == ("softmax", "greedy", False, 1.0, False)
-    assert (config.vocab_size, config.dense_intermediate, config.num_mtp_layers, config.quant) == (102400, 10944, 0, None)
+    assert (moe.scoring, moe.method, moe.norm_topk_prob, moe.scaling, moe.has_bias) == (
+        "softmax",
+        "greedy",
+        False,
+        1.0,
+        False,
+    )
+    assert (config.vocab_size, config.dense_intermediate, config.num_mtp_layers, config.quant) == (
+        102400,
+        10944,
+        0,
+        None,
+    )
     assert config.rope.table_scale == pytest.approx(1.0)
     assert config.rope.softmax_scale == pytest.approx((0.1 * 0.707 * math.log(40) + 1) ** 2)
 
@@ -182,7 +207,12 @@ def test_deepseek_v3() -> None:
     moe = config.moe
     assert (moe.num_experts, moe.top_k, moe.num_shared, moe.intermediate_size) == (256, 8, 1, 2048)
     assert (moe.scoring, moe.method, moe.n_group, moe.topk_group) == ("sigmoid", "noaux_tc", 8, 4)
-    assert (moe.norm_topk_prob, moe.scaling, moe.has_bias, moe.router_fp32) == (True, 2.5, True, True)
+    assert (moe.norm_topk_prob, moe.scaling, moe.has_bias, moe.router_fp32) == (
+        True,
+        2.5,
+        True,
+        True,
+    )
     assert config.quant == QuantConfig((128, 128))
     assert (config.num_mtp_layers, config.eos_token_ids, config.bos_token_id) == (1, (1,), 0)
     assert config.rope == RopeConfig(64, 10000.0, "yarn", True, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
@@ -197,10 +227,20 @@ def test_qwen3_30b_a3b() -> None:
     assert config.moe_layers == (True,) * 48
     moe = config.moe
     assert (moe.num_experts, moe.top_k, moe.num_shared, moe.intermediate_size) == (128, 8, 0, 768)
-    assert (moe.scoring, moe.method, moe.norm_topk_prob, moe.router_fp32) == ("softmax", "greedy", True, False)
+    assert (moe.scoring, moe.method, moe.norm_topk_prob, moe.router_fp32) == (
+        "softmax",
+        "greedy",
+        True,
+        False,
+    )
     assert config.rope == RopeConfig(128, 1e6)
     assert (config.rope.table_scale, config.rope.softmax_scale) == (1.0, 1.0)
-    assert (config.dtype, config.norm_eps, config.max_position, config.tie_embeddings) == ("bfloat16", 1e-6, 40960, False)
+    assert (config.dtype, config.norm_eps, config.max_position, config.tie_embeddings) == (
+        "bfloat16",
+        1e-6,
+        40960,
+        False,
+    )
 
 
 @ALL
@@ -215,10 +255,15 @@ def test_the_text_of_the_file_is_kept(base: Fields, tmp_path: Path) -> None:
 def test_what_transformers_writes_today_is_read(name: str) -> None:
     """Every field of a default configuration of the installed release is known."""
     transformers = pytest.importorskip("transformers")
-    theirs = getattr(transformers, name)(num_experts_per_tok=6)  # DeepseekV2Config has no default for it
+    # DeepseekV2Config has no default for it
+    theirs = getattr(transformers, name)(num_experts_per_tok=6)
     data = {**theirs.to_dict(), "architectures": [name.replace("Config", "ForCausalLM")]}
     config = ModelConfig.from_dict(data)
-    assert (config.hidden_size, config.num_layers, config.vocab_size) == (theirs.hidden_size, theirs.num_hidden_layers, theirs.vocab_size)
+    assert (config.hidden_size, config.num_layers, config.vocab_size) == (
+        theirs.hidden_size,
+        theirs.num_hidden_layers,
+        theirs.vocab_size,
+    )
     assert config.moe.top_k == theirs.num_experts_per_tok
     assert config.rope.theta == theirs.rope_parameters["rope_theta"]
 
@@ -228,10 +273,18 @@ def test_what_transformers_writes_today_is_read(name: str) -> None:
 
 def modern(base: Fields) -> Fields:
     """The spelling of transformers 5."""
-    data = {name: value for name, value in base.items() if name not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    data = {
+        name: value
+        for name, value in base.items()
+        if name not in ("rope_scaling", "rope_theta", "torch_dtype")
+    }
     scaling = dict(base["rope_scaling"] or {"type": "default"})
     scaling["rope_type"] = scaling.pop("type")
-    return {**data, "rope_parameters": {**scaling, "rope_theta": base["rope_theta"]}, "dtype": base["torch_dtype"]}
+    return {
+        **data,
+        "rope_parameters": {**scaling, "rope_theta": base["rope_theta"]},
+        "dtype": base["torch_dtype"],
+    }
 
 
 @ALL
@@ -294,7 +347,9 @@ def test_missing_dtype_is_bfloat16() -> None:
 def test_rope_kinds(key: str) -> None:
     linear = read(QWEN3, rope_scaling={key: "linear", "factor": 4.0}).rope
     assert (linear.kind, linear.factor, linear.theta) == ("linear", 4.0, 1e6)
-    yarn = read(QWEN3, rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}).rope
+    yarn = read(
+        QWEN3, rope_scaling={key: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    ).rope
     assert (yarn.kind, yarn.factor, yarn.original_max_position) == ("yarn", 4.0, 32768)
     assert yarn.table_scale == pytest.approx(0.1 * math.log(4) + 1)
     assert yarn.softmax_scale == 1.0
@@ -356,7 +411,10 @@ def test_end_of_sequence_ids() -> None:
 
 
 def test_modules_left_unquantised() -> None:
-    quant = {**V3["quantization_config"], "modules_to_not_convert": ["lm_head", "model.layers.0.mlp"]}
+    quant = {
+        **V3["quantization_config"],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp"],
+    }
     found = read(V3, quantization_config=quant).quant
     assert found is not None
     assert not found.covers("lm_head")
@@ -404,12 +462,34 @@ def test_bundled_shapes_are_read(name: str, quant: str) -> None:
 
 
 def test_placing_of_sparse_layers() -> None:
-    assert read(V3, num_hidden_layers=6, first_k_dense_replace=1, moe_layer_freq=2).moe_layers == (False, False, True, False, True, False)
-    assert read(V3, num_hidden_layers=3, first_k_dense_replace=0, moe_layer_freq=[0, 1, 1]).moe_layers == (False, True, True)
-    assert read(QWEN3, num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (False, True, False, True, False)
-    assert read(QWEN3, num_hidden_layers=4, mlp_only_layers=[0, 2]).moe_layers == (False, True, False, True)
+    assert read(V3, num_hidden_layers=6, first_k_dense_replace=1, moe_layer_freq=2).moe_layers == (
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    )
+    assert read(
+        V3, num_hidden_layers=3, first_k_dense_replace=0, moe_layer_freq=[0, 1, 1]
+    ).moe_layers == (False, True, True)
+    assert read(QWEN3, num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (
+        False,
+        True,
+        False,
+        True,
+        False,
+    )
+    assert read(QWEN3, num_hidden_layers=4, mlp_only_layers=[0, 2]).moe_layers == (
+        False,
+        True,
+        False,
+        True,
+    )
     kinds = ["dense", "sparse", "sparse"]
-    assert read(V3, num_hidden_layers=3, first_k_dense_replace=1, mlp_layer_types=kinds).moe_layers == (False, True, True)
+    assert read(
+        V3, num_hidden_layers=3, first_k_dense_replace=1, mlp_layer_types=kinds
+    ).moe_layers == (False, True, True)
     with pytest.raises(ConfigError, match="mlp_layer_types"):
         read(V3, num_hidden_layers=3, first_k_dense_replace=2, mlp_layer_types=kinds)
     with pytest.raises(ConfigError, match="moe_layer_freq"):
@@ -502,7 +582,12 @@ def test_an_unsupported_value_is_refused_by_name(base: Fields, name: str, value:
 
 @ALL
 def test_values_that_switch_a_feature_off_are_accepted(base: Fields) -> None:
-    off = {"mlp_bias": False, "partial_rotary_factor": 1.0, "attn_logit_softcapping": None, "layer_types": ["full_attention"] * 3}
+    off = {
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "attn_logit_softcapping": None,
+        "layer_types": ["full_attention"] * 3,
+    }
     assert read(base, **off) == read(base)
 
 
@@ -520,7 +605,17 @@ WRONG: list[tuple[Fields, Fields, str]] = [
     (QWEN3, {"rope_theta": "big"}, "rope_theta"),
     (QWEN3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     (QWEN3, {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'llama3'"),
-    (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    (
+        QWEN3,
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        "partial_rotary_factor=0.5",
+    ),
     (QWEN3, {"rope_scaling": "yarn"}, "rope_scaling"),
     (QWEN3, {"rope_scaling": {"type": "yarn", "factor": "four"}}, "factor"),
     (QWEN3, {"rope_scaling": {"type": "yarn", "factor": -4.0}}, "factor"),
@@ -545,9 +640,21 @@ WRONG: list[tuple[Fields, Fields, str]] = [
     (V3, {"topk_method": "random"}, "topk_method='random'"),
     (V3, {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
     (V3, {"quantization_config": {**V3["quantization_config"], "fmt": "e5m2"}}, "'e5m2'"),
-    (V3, {"quantization_config": {**V3["quantization_config"], "weight_block_size": None}}, "weight_block_size"),
-    (V3, {"quantization_config": {**V3["quantization_config"], "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
-    (V3, {"quantization_config": {**V3["quantization_config"], "activation_scheme": "static"}}, "'static'"),
+    (
+        V3,
+        {"quantization_config": {**V3["quantization_config"], "weight_block_size": None}},
+        "weight_block_size",
+    ),
+    (
+        V3,
+        {"quantization_config": {**V3["quantization_config"], "weight_block_size": [64, 64]}},
+        r"\[64, 64\]",
+    ),
+    (
+        V3,
+        {"quantization_config": {**V3["quantization_config"], "activation_scheme": "static"}},
+        "'static'",
+    ),
     (V3, {"quantization_config": {**QWEN_FP8, "modules_to_not_convert": "lm_head"}}, "='lm_head'"),
     (V3, {"quantization_config": {**QWEN_FP8, "modules_to_not_convert": [3]}}, r"=\[3\]"),
     (V3, {"quantization_config": {**QWEN_FP8, "ignored_layers": ["re:.*gate"]}}, "'re:"),
@@ -555,22 +662,37 @@ WRONG: list[tuple[Fields, Fields, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("base", "changes", "named"), WRONG, ids=[str(changes)[:60] for _, changes, _ in WRONG])
+@pytest.mark.parametrize(
+    ("base", "changes", "named"), WRONG, ids=[str(changes)[:60] for _, changes, _ in WRONG]
+)
 def test_a_wrong_value_is_refused_by_name(base: Fields, changes: Fields, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read(base, **changes)
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "moe_intermediate_size"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "moe_intermediate_size",
+    ],
+)
 @ALL
 def test_a_missing_size_is_named(base: Fields, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is missing"):
         read(base, without=(name,))
 
 
-@pytest.mark.parametrize(("names", "named"), [(["LlamaForCausalLM"], "LlamaForCausalLM"), ([], "llama"), (None, "llama")])
+@pytest.mark.parametrize(
+    ("names", "named"), [(["LlamaForCausalLM"], "LlamaForCausalLM"), ([], "llama"), (None, "llama")]
+)
 def test_an_unknown_architecture_is_named(names: Any, named: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown architecture {named}; supported: DeepseekV2ForCausalLM"):
+    with pytest.raises(
+        ConfigError, match=f"unknown architecture {named}; supported: DeepseekV2ForCausalLM"
+    ):
         read(QWEN3, architectures=names, model_type="llama")
 
 
@@ -579,7 +701,13 @@ def test_the_model_type_serves_where_architectures_are_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("{", "not valid JSON"), ("[1]", "an object"), ("\udcff", "not valid JSON"), (None, "no config.json")]
+    ("text", "named"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "an object"),
+        ("\udcff", "not valid JSON"),
+        (None, "no config.json"),
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, text: str | None, named: str) -> None:
     if text is not None:

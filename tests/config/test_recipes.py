@@ -1,4 +1,5 @@
-"""Every recipe in configs/ is accepted, fits its model, and says how to use it; mistakes in a recipe are named."""
+"""Every recipe in configs/ is accepted, fits its model, and says how to use it; mistakes in a
+recipe are named."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from rorqual.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
-SHAPES = {"DeepSeek-R1": "deepseek-v3", "Qwen3-235B-A22B": "qwen3-235b-a22b", "Qwen3-30B-A3B": "qwen3-30b-a3b", None: None}
+SHAPES = {
+    "DeepSeek-R1": "deepseek-v3",
+    "Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    None: None,
+}
 
 
 def test_there_are_recipes() -> None:
@@ -57,7 +63,9 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, named: str) -> None:
 def test_what_goes_before_what(tmp_path: Path) -> None:
     path = recipe(tmp_path, "model: x\nnext_n: 2\ndtype: float32\nsimulated_acceptance: [0.5, 0.5]")
     model, options = engine_options(
-        path, ["tp=2", "dtype=bfloat16"], {"num_speculative_tokens": 0, "max_num_seqs": 7, "threads": None, "exe_mode": "eager"}
+        path,
+        ["tp=2", "dtype=bfloat16"],
+        {"num_speculative_tokens": 0, "max_num_seqs": 7, "threads": None, "exe_mode": "eager"},
     )
     assert model == "x"
     expected = {

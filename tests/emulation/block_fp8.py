@@ -14,12 +14,17 @@ def operands(tokens: int, columns: int, rows: int) -> tuple[Tensor, Tensor, Weig
     blocks = torch.randn(tokens, columns // 128, 128)
     scale = blocks.abs().amax(-1) / 448
     data = (blocks / scale[..., None]).view(tokens, columns).to(FP8)
-    weight = Weight((torch.randn(rows, columns) * 100).to(FP8), torch.rand(-(-rows // 128), columns // 128) + 0.5)
+    weight = Weight(
+        (torch.randn(rows, columns) * 100).to(FP8),
+        torch.rand(-(-rows // 128), columns // 128) + 0.5,
+    )
     return data, scale.t().contiguous().t(), weight
 
 
 def exact(x: Tensor, scale: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    y = (x.double() * scale.double().repeat_interleave(128, 1)) @ reference.dequantize(weight, torch.float64).t()
+    y = (x.double() * scale.double().repeat_interleave(128, 1)) @ reference.dequantize(
+        weight, torch.float64
+    ).t()
     return y if bias is None else y + bias.double()
 
 

@@ -1,7 +1,8 @@
 """Compile what entry functions launch, for a card that is not there.
 
-`compiling(80)` swaps Triton's driver for one that names a target of that compute capability and turns every launch into a
-compilation: the entry functions run on CPU tensors, whose contents nobody reads. Needs a process without TRITON_INTERPRET.
+`compiling(80)` swaps Triton's driver for one that names a target of that compute capability and
+turns every launch into a compilation: the entry functions run on CPU tensors, whose contents nobody
+reads. Needs a process without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from rorqual.ops.triton.runtime import launch
 
-SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may ask for, by compute capability
+# bytes a block may ask for, by compute capability
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
 class AbsentDriver:
@@ -60,9 +62,15 @@ class Compiled:
         with NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.kernel.asm["cubin"])
             file.flush()
-            text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            text = subprocess.run(
+                [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
         found = dict(re.findall(r"(REG|STACK):(\d+)", text))
-        return {"registers": int(found["REG"]), "stack": int(found["STACK"]), "shared": self.kernel.metadata.shared}
+        return {
+            "registers": int(found["REG"]),
+            "stack": int(found["STACK"]),
+            "shared": self.kernel.metadata.shared,
+        }
 
 
 @contextlib.contextmanager
@@ -96,4 +104,8 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
 def _users_of_hopper() -> list[Any]:
     import sys
 
-    return [m for n, m in sys.modules.items() if n.startswith("rorqual.ops.triton") and getattr(m, "is_hopper", None) is launch.is_hopper]
+    return [
+        m
+        for n, m in sys.modules.items()
+        if n.startswith("rorqual.ops.triton") and getattr(m, "is_hopper", None) is launch.is_hopper
+    ]

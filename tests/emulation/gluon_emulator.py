@@ -1,9 +1,11 @@
-"""Runs a Gluon kernel's Python on torch tensors, one program after the other: Triton's interpreter does not take Gluon.
+"""Runs a Gluon kernel's Python on torch tensors, one program after the other: Triton's interpreter
+does not take Gluon.
 
-Layouts are ignored. What is asynchronous on a card fails here if it is used wrongly: a bulk copy fills its place with NaN when it is
-issued and brings its data when its barrier is waited for, in the right phase; a product must find, when it is waited for, the
-operands it found when it was issued, and a wait that leaves the last n products under way finishes none of those. Partitions of warps are
-threads of which one runs until it has to wait.
+Layouts are ignored. What is asynchronous on a card fails here if it is used wrongly: a bulk copy
+fills its place with NaN when it is issued and brings its data when its barrier is waited for, in
+the right phase; a product must find, when it is waited for, the operands it found when it was
+issued, and a wait that leaves the last n products under way finishes none of those. Partitions of
+warps are threads of which one runs until it has to wait.
 """
 
 from __future__ import annotations
@@ -43,14 +45,22 @@ class Pointer:
 
 def _spoil(data: Tensor) -> Tensor:
     """Full of NaN; bytes of all ones are one in e4m3."""
-    return data.fill_(float("nan")) if data.dtype.is_floating_point else data.fill_(255) if data.dtype == torch.uint8 else data
+    return (
+        data.fill_(float("nan"))
+        if data.dtype.is_floating_point
+        else data.fill_(255)
+        if data.dtype == torch.uint8
+        else data
+    )
 
 
 class Shared:
     """A piece of shared memory, full of NaN at first."""
 
     def __init__(self, data: Tensor):
-        self.data, self.shape, self.dtype = data, list(data.shape), data.dtype
+        self.data = data
+        self.shape = list(data.shape)
+        self.dtype = data.dtype
         self.pending: list[Callable[[], None]] = []  # copies of the phase under way
         self.landed: list[Callable[[], None]] = []  # of complete ones, not awaited yet
         self.filled = self.count = self.arrived = self.expected = self.arriving = 0
@@ -66,16 +76,23 @@ class Shared:
         return Shared(self.data.permute(*order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        """[tokens, columns] in the layout of wgmma's operands, in which blocks of 128 bytes of all tokens follow one another, as these
-        blocks, [blocks, tokens, elements], or as pieces of so many of their tokens."""
+        """[tokens, columns] in the layout of wgmma's operands, in which blocks of 128 bytes of
+        all tokens follow one another, as these blocks, [blocks, tokens, elements], or as pieces
+        of so many of their tokens."""
         if len(shape) == 2:  # the same bytes in other rows
             return Shared(self.data.view(shape))
         _, tokens, columns = shape
         assert columns * dtype.itemsize % 128 == 0, "no blocks of 128 bytes"
-        found = self.data.view(dtype).view(-1, tokens, self.data.view(dtype).shape[1] // columns, columns).permute(2, 0, 1, 3)
+        found = (
+            self.data.view(dtype)
+            .view(-1, tokens, self.data.view(dtype).shape[1] // columns, columns)
+            .permute(2, 0, 1, 3)
+        )
         if tokens == self.shape[0]:
             return Shared(found[:, 0])
-        assert (columns * dtype.itemsize, tokens % 8) == (128, 0), "no pieces that follow one another"
+        assert (columns * dtype.itemsize, tokens % 8) == (128, 0), (
+            "no pieces that follow one another"
+        )
         return Pieces(found)
 
     @property
@@ -116,7 +133,9 @@ class Sum:
 
     def finish(self) -> Tensor:
         now = self.compute()
-        assert torch.equal(now.nan_to_num(7e7), self.seen.nan_to_num(7e7)), "an operand changed under a product"
+        assert torch.equal(now.nan_to_num(7e7), self.seen.nan_to_num(7e7)), (
+            "an operand changed under a product"
+        )
         return now
 
 
@@ -130,7 +149,9 @@ class Products:
     def __init__(self) -> None:
         self.of_partition: dict[int, list[Sum]] = {}
 
-    def multiply(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    def multiply(
+        self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
         assert not isinstance(a, Tensor) or a.dtype == b.data.dtype
         start = acc.compute if isinstance(acc, Sum) else (lambda: acc)
         made = Sum(lambda: _value(a).float() @ b.data.float() + (start() if use_acc else 0))
@@ -143,13 +164,17 @@ class Products:
         for product in under_way[:count]:
             product.finish()
         del under_way[:count]
-        assert not any(product is dep for product in under_way for dep in deps), "a product that may still be under way"
+        assert not any(product is dep for product in under_way for dep in deps), (
+            "a product that may still be under way"
+        )
         found = [dep.finish() if isinstance(dep, Sum) else dep for dep in deps]
         return found[0] if len(found) == 1 else tuple(found)
 
 
 TURN = threading.Condition()  # held by whoever runs
-PARTITIONS, WAIT = [False], 5.0  # whether several run; seconds
+# whether several run; seconds
+PARTITIONS = [False]
+WAIT = 5.0
 
 
 class Barriers:
@@ -159,7 +184,8 @@ class Barriers:
 
     @staticmethod
     def init(barrier: Shared, count: int) -> None:
-        barrier.filled, barrier.count = 0, count
+        barrier.filled = 0
+        barrier.count = count
 
     @classmethod
     def arrive(cls, barrier: Shared, count: int) -> None:
@@ -178,15 +204,21 @@ class Barriers:
         assert barrier.arriving <= barrier.expected, (barrier.arriving, barrier.expected)
         if barrier.arrived == barrier.count and barrier.arriving == barrier.expected:
             assert not barrier.landed, "nobody waited for the fill before"
-            barrier.landed, barrier.pending = barrier.pending, []
+            barrier.landed = barrier.pending
+            barrier.pending = []
             barrier.arrived = barrier.expected = barrier.arriving = 0
             barrier.filled += 1
             TURN.notify_all()
 
     @staticmethod
     def wait(barrier: Shared, phase: Any) -> None:
-        if not TURN.wait_for(lambda: barrier.filled % 2 != int(phase), timeout=WAIT if PARTITIONS[0] else 0):
-            raise AssertionError(f"nothing is on its way: {barrier.arriving} of {barrier.expected} bytes, {barrier.arrived} arrivals")
+        if not TURN.wait_for(
+            lambda: barrier.filled % 2 != int(phase), timeout=WAIT if PARTITIONS[0] else 0
+        ):
+            raise AssertionError(
+                f"nothing is on its way: {barrier.arriving} of {barrier.expected} bytes, "
+                f"{barrier.arrived} arrivals"
+            )
         for bring in barrier.landed:
             bring()
         barrier.landed.clear()
@@ -196,7 +228,9 @@ class Copies:
     """tma"""
 
     @staticmethod
-    def async_copy_global_to_shared(source: Descriptor, place: list[Any], barrier: Shared, target: Shared, pred: Any = True) -> None:
+    def async_copy_global_to_shared(
+        source: Descriptor, place: list[Any], barrier: Shared, target: Shared, pred: Any = True
+    ) -> None:
         if not pred:
             return
         row, column = (int(x) for x in place)
@@ -228,13 +262,24 @@ def _alike(a: Any, b: Any) -> tuple[Tensor, Tensor]:
 class Language:
     """gluon.language"""
 
-    float16, bfloat16, float32, float8e4nv = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
-    uint8, int16, int32, int64 = torch.uint8, torch.int16, torch.int32, torch.int64
-    exp2, log2, where, abs, floor = (staticmethod(f) for f in (torch.exp2, torch.log2, torch.where, torch.abs, torch.floor))
-    reshape, permute, static_range = staticmethod(torch.reshape), staticmethod(torch.permute), range
+    float16 = torch.float16
+    bfloat16 = torch.bfloat16
+    float32 = torch.float32
+    float8e4nv = torch.float8_e4m3fn
+    uint8 = torch.uint8
+    int16 = torch.int16
+    int32 = torch.int32
+    int64 = torch.int64
+    exp2, log2, where, abs, floor = (
+        staticmethod(f) for f in (torch.exp2, torch.log2, torch.where, torch.abs, torch.floor)
+    )
+    reshape = staticmethod(torch.reshape)
+    permute = staticmethod(torch.permute)
+    static_range = range
 
     def __init__(self, programs: tuple[int, ...], program: tuple[int, ...]):
-        self.programs, self.program = programs, program
+        self.programs = programs
+        self.program = program
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
@@ -248,18 +293,30 @@ class Language:
         return torch.tensor(self.programs[axis], dtype=torch.int32)
 
     @staticmethod
-    def load(where: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Tensor:
+    def load(
+        where: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = ""
+    ) -> Tensor:
         offset = torch.as_tensor(where.offset)
         if mask is None:
             return where.flat[offset.long()]
         mask = mask.expand(offset.shape)
-        return torch.where(mask, where.flat[offset.long().masked_fill(~mask, 0)], torch.tensor(other, dtype=where.flat.dtype))
+        return torch.where(
+            mask,
+            where.flat[offset.long().masked_fill(~mask, 0)],
+            torch.tensor(other, dtype=where.flat.dtype),
+        )
 
     @staticmethod
     def store(where: Pointer, value: Any, mask: Any = None) -> None:
-        value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else where.flat.dtype)
+        value = torch.as_tensor(
+            value, dtype=None if isinstance(value, Tensor) else where.flat.dtype
+        )
         offset = torch.as_tensor(where.offset)
-        mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else mask.expand(offset.shape)
+        mask = (
+            torch.ones(offset.shape, dtype=torch.bool)
+            if mask is None
+            else mask.expand(offset.shape)
+        )
         assert value.dtype == where.flat.dtype
         where.flat[offset[mask].long()] = value.expand(offset.shape)[mask]
 
@@ -306,7 +363,11 @@ class Language:
         return x
 
     @staticmethod
-    def warp_specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    def warp_specialize(
+        partitions: list[tuple[Callable[..., None], tuple[Any, ...]]],
+        warps: list[int],
+        registers: list[int],
+    ) -> None:
         failed: list[BaseException] = []
 
         def enter(work: Callable[..., None], given: tuple[Any, ...]) -> None:
@@ -333,28 +394,43 @@ class Language:
         """Programs here are never apart."""
 
 
-def run(module: types.ModuleType, kernel: str, grid: tuple[int, ...], args: list[Any], backwards: bool = False,
-        **stand_ins: Callable[..., Any]) -> None:  # fmt: skip
-    """Every program of `grid`, the last first if `backwards`; `args` in the kernel's order: tensors become pointers, Descriptors and
-    numbers stay. Functions may come from other modules, if no two have one name. stand_ins: by name, what takes the place of functions in
-    assembler."""
+def run(
+    module: types.ModuleType,
+    kernel: str,
+    grid: tuple[int, ...],
+    args: list[Any],
+    backwards: bool = False,
+    **stand_ins: Callable[..., Any],
+) -> None:
+    """Every program of `grid`, the last first if `backwards`; `args` in the kernel's order:
+    tensors become pointers, Descriptors and numbers stay. Functions may come from other modules,
+    if no two have one name. stand_ins: by name, what takes the place of functions in assembler."""
     given = [Pointer.of(x) if isinstance(x, Tensor) else x for x in args]
     programs = list(itertools.product(*(range(n) for n in grid)))
     for program in reversed(programs) if backwards else programs:
         products = Products()
         tools = {
-            "gl": Language(grid, program), "tma": Copies, "mbarrier": Barriers, "fence_async_shared": lambda: None,
-            "warpgroup_mma": products.multiply, "warpgroup_mma_wait": products.wait, "warpgroup_mma_init": lambda x: x,
-        }  # fmt: skip
+            "gl": Language(grid, program),
+            "tma": Copies,
+            "mbarrier": Barriers,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": products.multiply,
+            "warpgroup_mma_wait": products.wait,
+            "warpgroup_mma_init": lambda x: x,
+        }
         names: dict[str, Any] = {}
-        for other in {value.fn.__module__ for value in vars(module).values() if hasattr(value, "is_gluon")}:
+        for other in {
+            value.fn.__module__ for value in vars(module).values() if hasattr(value, "is_gluon")
+        }:
             names |= vars(sys.modules[other])
         names |= {**vars(module), **tools}
         for name, value in list(names.items()):
             if isinstance(value, constexpr):
                 names[name] = value.value
             elif hasattr(value, "is_gluon"):
-                names[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+                names[name] = types.FunctionType(
+                    value.fn.__code__, names, name, value.fn.__defaults__
+                )
         names |= stand_ins
         with TURN:
             names[kernel](*given)

@@ -1,4 +1,5 @@
-"""What each instruction does to one block of threads, for ptx_interpreter.py: everything but jumps and waits."""
+"""What each instruction does to one block of threads, for ptx_interpreter.py: everything but
+jumps and waits."""
 
 from __future__ import annotations
 
@@ -14,33 +15,62 @@ from tests.emulation.ptx_products import Products
 from tests.emulation.ptx_registers import KINDS, Program, vector
 
 # cp.async copies at once: that a group is waited for too late goes unnoticed
-NOTHING = ("griddepcontrol.launch", "bar.warp.sync", "setmaxnreg", "cp.async.commit_group", "cp.async.wait_group")
+NOTHING = (
+    "griddepcontrol.launch",
+    "bar.warp.sync",
+    "setmaxnreg",
+    "cp.async.commit_group",
+    "cp.async.wait_group",
+)
 COMPARE: dict[str, Any] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
     "neu": np.not_equal,  # true of NaN too
-}  # fmt: skip
+}
 
 
 class Block(Products):
-    """arguments: by the kernel's parameters in order: ints, floats, tensors (their address), TensorMaps."""
+    """arguments: by the kernel's parameters in order: ints, floats, tensors (their address),
+    TensorMaps."""
 
-    def __init__(self, code: Program, arguments: list[Any], program: tuple[int, ...], grid: tuple[int, ...], shared: SharedMemory,
-                 memory: GlobalMemory):  # fmt: skip
+    def __init__(
+        self,
+        code: Program,
+        arguments: list[Any],
+        program: tuple[int, ...],
+        grid: tuple[int, ...],
+        shared: SharedMemory,
+        memory: GlobalMemory,
+    ):
         special: dict[str, Any] = {"%tid.x": np.arange(code.threads)}
         for i, axis in enumerate("xyz"[: len(grid)]):
             special |= {f"%ctaid.{axis}": program[i], f"%nctaid.{axis}": grid[i]}
         super().__init__(code, special)
-        self.arguments, self.shared, self.memory = arguments, shared, memory
-        self.waited = np.full(code.threads, not any(op.startswith("griddepcontrol") for _, op, _ in code.instructions))
+        self.arguments = arguments
+        self.shared = shared
+        self.memory = memory
+        self.waited = np.full(
+            code.threads, not any(op.startswith("griddepcontrol") for _, op, _ in code.instructions)
+        )
 
     def guarded(self, guard: str) -> np.ndarray:
-        return self.get(guard.lstrip("@!"), "pred") ^ guard.startswith("@!") if guard else np.ones(self.threads, np.bool_)
+        return (
+            self.get(guard.lstrip("@!"), "pred") ^ guard.startswith("@!")
+            if guard
+            else np.ones(self.threads, np.bool_)
+        )
 
     def execute(self, op: str, text: list[str], mask: np.ndarray) -> None:
         head, *rest = op.split(".")
         kind = rest[-1] if rest else ""
         self.time += 1
-        if head in ("wgmma", "cp", "fence", "griddepcontrol", "setmaxnreg") or op.startswith(NOTHING):
+        if head in ("wgmma", "cp", "fence", "griddepcontrol", "setmaxnreg") or op.startswith(
+            NOTHING
+        ):
             self.asynchronous(op, text, mask)
         elif head == "mbarrier":
             self.barrier(rest[:2], text, mask)
@@ -59,7 +89,9 @@ class Block(Products):
         elif head == "setp":
             self.put(text[0], COMPARE[rest[0]](*(self.get(x, kind) for x in text[1:3])), mask)
         elif head == "selp":
-            a, b, p = self.get(text[1], kind), self.get(text[2], kind), self.get(text[3], "pred")
+            a = self.get(text[1], kind)
+            b = self.get(text[2], kind)
+            p = self.get(text[3], "pred")
             self.put(text[0], np.where(p, a, b), mask)
         elif head == "cvt":
             self.put(text[0], self.convert(rest, text), mask)
@@ -73,11 +105,24 @@ class Block(Products):
             self.put(text[0].partition("|")[2], lane == 0, mask)
         elif head == "redux":
             values = self.get(text[1], rest[-1]).reshape(-1, 32)
-            self.put(text[0], {"min": np.min, "max": np.max, "add": np.sum}[rest[1]](values, 1).repeat(32).astype(values.dtype), mask)
+            self.put(
+                text[0],
+                {"min": np.min, "max": np.max, "add": np.sum}[rest[1]](values, 1)
+                .repeat(32)
+                .astype(values.dtype),
+                mask,
+            )
         else:
-            other, name = self.get(text[2], "s32"), text[0].partition("|")[0]
+            other = self.get(text[2], "s32")
+            name = text[0].partition("|")[0]
             source = {"bfly": lane ^ other, "idx": other, "up": lane - other}[rest[1]]
-            self.put(name, self.get(text[1], "b32")[warp + np.where((source < 0) | (source > 31), lane, source)], mask)
+            self.put(
+                name,
+                self.get(text[1], "b32")[
+                    warp + np.where((source < 0) | (source > 31), lane, source)
+                ],
+                mask,
+            )
 
     def asynchronous(self, op: str, text: list[str], mask: np.ndarray) -> None:
         if op.startswith("wgmma.mma_async"):
@@ -110,7 +155,9 @@ class Block(Products):
         """16 bytes a thread, of which the source has the first few and zeros are the others."""
         known = self.get(text[3], "u32") if len(text) > 3 else np.full(self.threads, 16, np.uint32)
         there = mask & (known > 0)
-        data = self.memory.load(np.where(there, self.address(text[1]), 0), 16, there, self.shared.row, self.waited)
+        data = self.memory.load(
+            np.where(there, self.address(text[1]), 0), 16, there, self.shared.row, self.waited
+        )
         data[np.arange(16) >= known[:, None]] = 0
         self.shared.store(np.where(mask, self.address(text[0]), 0), data, mask, copied=True)
 
@@ -121,14 +168,20 @@ class Block(Products):
         name, _, place = parts.strip("[]").partition(",")
         x, y = (self.get(i, "s32") for i in vector(place))
         which = self.get(name.strip(), "b64")
-        return [(int(t), self.arguments[int(which[t])], int(y[t]), int(x[t])) for t in np.flatnonzero(mask)]
+        return [
+            (int(t), self.arguments[int(which[t])], int(y[t]), int(x[t]))
+            for t in np.flatnonzero(mask)
+        ]
 
     def bulk_load(self, text: list[str], mask: np.ndarray) -> None:
-        target, barrier = self.address(text[0]), self.address(text[2])
+        target = self.address(text[0])
+        barrier = self.address(text[2])
         for t, source, row, column in self._maps(text[1], mask):
             early = source.rows.untyped_storage().data_ptr() in self.memory.early
             assert early or self.waited[t], "a copy that does not wait for the kernel before"
-            self.shared.copy(source, row, column, int(target[t]), int(barrier[t]), int(self.shared.row[t]))
+            self.shared.copy(
+                source, row, column, int(target[t]), int(barrier[t]), int(self.shared.row[t])
+            )
 
     def bulk_store(self, text: list[str], mask: np.ndarray) -> None:
         source = self.address(text[1])
@@ -143,7 +196,9 @@ class Block(Products):
         address = self.address(text[0] if what[0] in ("init", "inval") else text[1])
         for t in np.flatnonzero(mask):
             if what[0] == "init":
-                self.shared.start(int(address[t]), int(self.get(text[1], "u32")[t]), np.arange(self.threads) == t)
+                self.shared.start(
+                    int(address[t]), int(self.get(text[1], "u32")[t]), np.arange(self.threads) == t
+                )
             else:
                 assert what[0] == "arrive", what
                 size = int(self.get(text[2], "u32")[t]) if what[1] == "expect_tx" else 0
@@ -151,7 +206,8 @@ class Block(Products):
 
     def tried(self, text: list[str], mask: np.ndarray) -> bool:
         """mbarrier.try_wait of the active threads: whether they may go on."""
-        address, parity = self.address(text[1])[mask], self.get(text[2], "u32")[mask] & 1
+        address = self.address(text[1])[mask]
+        parity = self.get(text[2], "u32")[mask] & 1
         assert (address == address[0]).all(), "threads wait for different barriers"
         assert (parity == parity[0]).all(), "threads wait for different phases"
         if not self.shared.arrived(int(address[0]), int(parity[0]), mask):
@@ -167,26 +223,49 @@ class Block(Products):
         if isinstance(value, float):
             self.put(text[0], np.full(self.threads, np.float32(value)), mask)
         else:
-            dtype = f"i{np.dtype(self.code.kind(text[0])).itemsize}"  # a longer register is filled with the sign
-            self.put(text[0], np.full(self.threads, value, KINDS["s" + kind[1:]]).astype(dtype), mask)
+            # a longer register is filled with the sign
+            dtype = f"i{np.dtype(self.code.kind(text[0])).itemsize}"
+            self.put(
+                text[0], np.full(self.threads, value, KINDS["s" + kind[1:]]).astype(dtype), mask
+            )
 
     def move(self, head: str, rest: list[str], text: list[str], mask: np.ndarray) -> None:
-        space, kind = next(x.partition("::")[0] for x in rest if x.startswith(("param", "shared", "global"))), rest[-1]
+        space = next(
+            x.partition("::")[0] for x in rest if x.startswith(("param", "shared", "global"))
+        )
+        kind = rest[-1]
         if space == "param":
             self.parameter(text, kind, mask)
             return
-        assert head == "ld" or space == "shared" or self.waited[mask].all(), "memory is written before the kernel before is complete"
+        assert head == "ld" or space == "shared" or self.waited[mask].all(), (
+            "memory is written before the kernel before is complete"
+        )
         size = np.dtype(KINDS[kind]).itemsize
         where, names = (text[1], vector(text[0])) if head == "ld" else (text[0], vector(text[1]))
         address = np.where(mask, self.address(where), 0)
         if head == "ld":
-            data = (self.shared.load(address, size * len(names), mask) if space == "shared" else
-                    self.memory.load(address, size * len(names), mask, self.shared.row, self.waited))  # fmt: skip
+            data = (
+                self.shared.load(address, size * len(names), mask)
+                if space == "shared"
+                else self.memory.load(
+                    address, size * len(names), mask, self.shared.row, self.waited
+                )
+            )
             for name, value in zip(names, data.view(KINDS[kind]).T, strict=True):
                 wide = np.dtype(self.code.kind(name)).itemsize
-                self.put(name, value if wide == size else value.astype(f"{'i' if kind[0] == 's' else 'u'}{wide}"), mask)
+                self.put(
+                    name,
+                    value
+                    if wide == size
+                    else value.astype(f"{'i' if kind[0] == 's' else 'u'}{wide}"),
+                    mask,
+                )
             return
-        values = np.stack([self.get(name, kind) for name in names], 1).view(np.uint8).reshape(self.threads, -1)
+        values = (
+            np.stack([self.get(name, kind) for name in names], 1)
+            .view(np.uint8)
+            .reshape(self.threads, -1)
+        )
         if space == "shared":
             self.shared.store(address, values, mask)
         else:
@@ -196,15 +275,29 @@ class Block(Products):
         assert self.waited[mask].all(), "memory is used before the kernel before is complete"
         assert rest[0] == "global", rest
         assert "gpu" in rest or "sys" in rest, rest
-        kind, names = rest[-1], {x for x in rest if x in ("add", "exch", "cas", "min", "max", "or")}
-        order = next((x for x in rest if x in ("relaxed", "acquire", "release", "acq_rel")), "relaxed")
+        kind = rest[-1]
+        names = {x for x in rest if x in ("add", "exch", "cas", "min", "max", "or")}
+        order = next(
+            (x for x in rest if x in ("relaxed", "acquire", "release", "acq_rel")), "relaxed"
+        )
         values = [self.get(x, kind) for x in text[2:]]
-        self.put(text[0], self.memory.atomic(names.pop(), order, self.address(text[1]), values, mask, self.shared.row), mask)
+        self.put(
+            text[0],
+            self.memory.atomic(
+                names.pop(), order, self.address(text[1]), values, mask, self.shared.row
+            ),
+            mask,
+        )
 
     def unpack(self, text: list[str], kind: str, mask: np.ndarray) -> None:
         target, source = text
         if target.startswith("{"):
-            halves = self.get(source, kind).copy().view(f"u{np.dtype(KINDS[kind]).itemsize // 2}").reshape(self.threads, 2)
+            halves = (
+                self.get(source, kind)
+                .copy()
+                .view(f"u{np.dtype(KINDS[kind]).itemsize // 2}")
+                .reshape(self.threads, 2)
+            )
             for i, name in enumerate(vector(target)):
                 self.put(name, halves[:, i], mask)
         elif source.startswith("{"):

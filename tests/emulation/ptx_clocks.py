@@ -1,15 +1,18 @@
-"""What happened before what, for ptx_interpreter.py: vector clocks of warps, and of what works for them while they go on.
+"""What happened before what, for ptx_interpreter.py: vector clocks of warps, and of what works for
+them while they go on.
 
-Threads take turns here, so data would be right where a card would race. So whoever touches a byte leaves its name and clock there, and
-every warp knows of each agent the last clock that certainly came before. Two touches of a byte by two agents, one of them writing, of which
-the second does not know the first, are a race, whatever the turns were. Lanes of a warp count as one.
+Threads take turns here, so data would be right where a card would race. So whoever touches a byte
+leaves its name and clock there, and every warp knows of each agent the last clock that certainly
+came before. Two touches of a byte by two agents, one of them writing, of which the second does not
+know the first, are a race, whatever the turns were. Lanes of a warp count as one.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-OWN, PRODUCTS, BULK_READS, BULK_WRITES = range(4)  # a warp's agents: itself, tensor cores, bulk stores' reading and their writing
+# a warp's agents: itself, tensor cores, bulk stores' reading and their writing
+OWN, PRODUCTS, BULK_READS, BULK_WRITES = range(4)
 BARRIERS = 32  # a block; each stands for the bulk copies it counts
 
 
@@ -17,7 +20,9 @@ class Clocks:
     """known[row of a warp, agent]. Agents of block b: `each` from b * each on, kind after kind."""
 
     def __init__(self, blocks: int, warps: int):
-        self.blocks, self.warps, self.each = blocks, warps, 4 * warps + BARRIERS
+        self.blocks = blocks
+        self.warps = warps
+        self.each = 4 * warps + BARRIERS
         self.known = np.zeros((blocks * warps, blocks * self.each), np.int32)
         rows = np.arange(blocks * warps)
         self.known[rows, self.agent(rows)] = 1
@@ -46,14 +51,17 @@ class Clocks:
 
 
 class Watch:
-    """The last write of each cell of some memory, and the last read by each of `readers` (agents)."""
+    """The last write of each cell of some memory, and the last read by each of `readers`
+    (agents)."""
 
     def __init__(self, clocks: Clocks, cells: int, readers: np.ndarray):
-        self.clocks, self.readers = clocks, readers
+        self.clocks = clocks
+        self.readers = readers
         self.column = {int(agent): i for i, agent in enumerate(readers)}
         self.columns = np.full(clocks.known.shape[1], -1)
         self.columns[readers] = np.arange(len(readers))
-        self.writer, self.written = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
+        self.writer = np.zeros(cells, np.int32)
+        self.written = np.zeros(cells, np.int32)
         self.read_at = np.zeros((cells, len(readers)), np.int32)
 
     def unseen_writes(self, cells: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -66,5 +74,8 @@ class Watch:
     def read(self, cells: np.ndarray, agents: np.ndarray, clocks: np.ndarray) -> None:
         self.read_at[cells, self.columns[agents]] = clocks
 
-    def write(self, cells: np.ndarray | slice, agents: np.ndarray | int, clocks: np.ndarray | int) -> None:
-        self.writer[cells], self.written[cells] = agents, clocks
+    def write(
+        self, cells: np.ndarray | slice, agents: np.ndarray | int, clocks: np.ndarray | int
+    ) -> None:
+        self.writer[cells] = agents
+        self.written[cells] = clocks

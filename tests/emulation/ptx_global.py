@@ -1,4 +1,5 @@
-"""Global memory for ptx_interpreter.py: the given tensors and nothing else, atomics, and races between programs."""
+"""Global memory for ptx_interpreter.py: the given tensors and nothing else, atomics, and races
+between programs."""
 
 from __future__ import annotations
 
@@ -13,26 +14,42 @@ from tests.emulation.ptx_memory import TensorMap
 
 
 class Area:
-    """A tensor's storage. Watched, every element keeps who wrote and read it; those that only this launch reads need not be."""
+    """A tensor's storage. Watched, every element keeps who wrote and read it; those that only
+    this launch reads need not be."""
 
     def __init__(self, tensor: Tensor, clocks: Clocks, watched: bool):
         storage = tensor.untyped_storage()
-        self.begin, self.end, self.unit = storage.data_ptr(), storage.data_ptr() + storage.nbytes(), tensor.element_size()
+        self.begin = storage.data_ptr()
+        self.end = storage.data_ptr() + storage.nbytes()
+        self.unit = tensor.element_size()
         self.data = torch.tensor([], dtype=torch.uint8).set_(storage).numpy()  # type: ignore[call-overload]
-        self.watch = Watch(clocks, storage.nbytes() // self.unit, clocks.agents(OWN)) if watched else None
+        self.watch = (
+            Watch(clocks, storage.nbytes() // self.unit, clocks.agents(OWN)) if watched else None
+        )
 
 
 class GlobalMemory:
-    """watched: what programs write and others may touch. early: what no kernel before writes, so that nobody waits for it."""
+    """watched: what programs write and others may touch. early: what no kernel before writes, so
+    that nobody waits for it."""
 
-    def __init__(self, tensors: Sequence[Tensor], watched: Sequence[Tensor], early: Sequence[Tensor], clocks: Clocks):
-        self.clocks, self.early = clocks, {x.untyped_storage().data_ptr() for x in early}
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        watched: Sequence[Tensor],
+        early: Sequence[Tensor],
+        clocks: Clocks,
+    ):
+        self.clocks = clocks
+        self.early = {x.untyped_storage().data_ptr() for x in early}
         own = {x.untyped_storage().data_ptr() for x in watched}
         found = {x.untyped_storage().data_ptr(): x for x in tensors if x.numel()}
         self.areas = [Area(x, clocks, begin in own) for begin, x in found.items()]
-        self.released: dict[int, np.ndarray] = {}  # by the address of an atomic: what those know who released it
+        # by the address of an atomic: what those know who released it
+        self.released: dict[int, np.ndarray] = {}
 
-    def _pieces(self, address: np.ndarray, size: int, mask: np.ndarray) -> Iterator[tuple[Area, np.ndarray, np.ndarray]]:
+    def _pieces(
+        self, address: np.ndarray, size: int, mask: np.ndarray
+    ) -> Iterator[tuple[Area, np.ndarray, np.ndarray]]:
         """(area, threads, bytes [threads, size]) of each tensor that is met."""
         left = mask.copy()
         for area in self.areas:
@@ -43,34 +60,56 @@ class GlobalMemory:
         assert not left.any(), f"global memory at {address[left][:4]}, {size} bytes"
         assert not (address[mask] % size).any(), "an address that is not aligned"
 
-    def load(self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray, waited: np.ndarray) -> np.ndarray:
-        """row: in the clocks, of each thread. waited: which threads know that the kernel before is complete."""
+    def load(
+        self, address: np.ndarray, size: int, mask: np.ndarray, row: np.ndarray, waited: np.ndarray
+    ) -> np.ndarray:
+        """row: in the clocks, of each thread. waited: which threads know that the kernel before
+        is complete."""
         out = np.zeros((len(address), size), np.uint8)
         for area, inside, cells in self._pieces(address, size, mask):
-            assert waited[inside].all() or area.begin in self.early, "memory is read before the kernel before is complete"
+            assert waited[inside].all() or area.begin in self.early, (
+                "memory is read before the kernel before is complete"
+            )
             if area.watch:
-                units, rows = cells[:, :: area.unit] // area.unit, row[inside][:, None]
-                assert not area.watch.unseen_writes(units, rows).any(), "read what another warp or program may not have written yet"
+                units = cells[:, :: area.unit] // area.unit
+                rows = row[inside][:, None]
+                assert not area.watch.unseen_writes(units, rows).any(), (
+                    "read what another warp or program may not have written yet"
+                )
                 area.watch.read(units, self.clocks.agent(rows), self.clocks.now(rows))
             out[inside] = area.data[cells]
         return out
 
-    def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, row: np.ndarray) -> None:
+    def store(
+        self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, row: np.ndarray
+    ) -> None:
         for area, inside, cells in self._pieces(address, value.shape[1], mask):
             if area.watch:
-                units, rows = cells[:, :: area.unit] // area.unit, row[inside][:, None]
-                agents, clocks = self.clocks.agent(rows), self.clocks.now(rows)
-                self._may_write(area.watch, units, rows, (area.data[cells] != value[inside])[:, :: area.unit])
+                units = cells[:, :: area.unit] // area.unit
+                rows = row[inside][:, None]
+                agents = self.clocks.agent(rows)
+                clocks = self.clocks.now(rows)
+                self._may_write(
+                    area.watch, units, rows, (area.data[cells] != value[inside])[:, :: area.unit]
+                )
                 area.watch.write(units, agents, clocks)
                 for place in np.unique(address[inside]) if self.released else ():
                     self.released.pop(int(place), None)  # whoever counts on must know of this store
             area.data[cells] = value[inside]
 
-    def _may_write(self, watch: Watch, units: np.ndarray, rows: np.ndarray, differs: np.ndarray | bool) -> None:
-        assert not watch.unseen_reads(units, rows), "written what another warp or program may still read"
-        assert not (watch.unseen_writes(units, rows) & differs).any(), "written what another warp or program may still write"
+    def _may_write(
+        self, watch: Watch, units: np.ndarray, rows: np.ndarray, differs: np.ndarray | bool
+    ) -> None:
+        assert not watch.unseen_reads(units, rows), (
+            "written what another warp or program may still read"
+        )
+        assert not (watch.unseen_writes(units, rows) & differs).any(), (
+            "written what another warp or program may still write"
+        )
 
-    def receive(self, target: TensorMap, row: int, column: int, data: np.ndarray, warp: int, clock: int) -> None:
+    def receive(
+        self, target: TensorMap, row: int, column: int, data: np.ndarray, warp: int, clock: int
+    ) -> None:
         """A bulk store: what lies past the ends is left out."""
         box = torch.from_numpy(data.copy()).view(target.rows.dtype)
         part = target.rows[row : row + target.box[0], column : column + target.box[1]]
@@ -80,23 +119,38 @@ class GlobalMemory:
         begin = target.rows.untyped_storage().data_ptr()
         for area in self.areas:
             if area.begin == begin and area.watch and part.numel():
-                across, along = (torch.arange(n) * s for n, s in zip(part.shape, part.stride(), strict=True))
+                across, along = (
+                    torch.arange(n) * s for n, s in zip(part.shape, part.stride(), strict=True)
+                )
                 units = (part.storage_offset() + across[:, None] + along).numpy()
                 own = np.asarray(warp)
                 self._may_write(area.watch, units, own[None, None], True)
                 area.watch.write(units, self.clocks.agent(own, BULK_WRITES), clock)
 
-    def atomic(self, op: str, order: str, address: np.ndarray, values: list[np.ndarray], mask: np.ndarray,
-               row: np.ndarray) -> np.ndarray:  # fmt: skip
-        """What was there before, thread after thread. order: relaxed, acquire, release or acq_rel."""
+    def atomic(
+        self,
+        op: str,
+        order: str,
+        address: np.ndarray,
+        values: list[np.ndarray],
+        mask: np.ndarray,
+        row: np.ndarray,
+    ) -> np.ndarray:
+        """What was there before, thread after thread. order: relaxed, acquire, release or
+        acq_rel."""
         out = np.zeros(len(address), values[0].dtype)
         for t in np.flatnonzero(mask):
-            place, one, own = int(address[t]), np.arange(len(address)) == t, row[t : t + 1]
+            place = int(address[t])
+            one = np.arange(len(address)) == t
+            own = row[t : t + 1]
             ((area, _, cells),) = self._pieces(address, out.itemsize, one)
-            watch, units = area.watch, cells[:, :: area.unit] // area.unit
+            watch = area.watch
+            units = cells[:, :: area.unit] // area.unit
             assert watch is not None, "an atomic on what is not watched"
             known = place in self.released  # atomics do not race with each other
-            assert known or not watch.unseen_writes(units, own).any(), "an atomic on what may still be written"
+            assert known or not watch.unseen_writes(units, own).any(), (
+                "an atomic on what may still be written"
+            )
             before = area.data[cells].copy().view(out.dtype)[0, 0]
             out[t] = before
             if order in ("acquire", "acq_rel") and known:
@@ -104,7 +158,11 @@ class GlobalMemory:
             after = self._result(op, before, [v[t] for v in values])
             area.data[cells] = np.asarray([after], out.dtype).view(np.uint8)
             watch.write(units, self.clocks.agent(own), self.clocks.now(own))
-            mine = self.clocks.release(own) if order in ("release", "acq_rel") else np.zeros(1, np.int32)
+            mine = (
+                self.clocks.release(own)
+                if order in ("release", "acq_rel")
+                else np.zeros(1, np.int32)
+            )
             self.released[place] = np.maximum(self.released.get(place, np.zeros(1, np.int32)), mine)
         return out
 
@@ -112,6 +170,10 @@ class GlobalMemory:
         if op == "cas":
             return values[1] if before == values[0] else before
         with np.errstate(over="ignore"):
-            return {"add": lambda a, b: a + b, "exch": lambda a, b: b, "max": max, "min": min, "or": lambda a, b: a | b}[op](
-                before, values[0]
-            )
+            return {
+                "add": lambda a, b: a + b,
+                "exch": lambda a, b: b,
+                "max": max,
+                "min": min,
+                "or": lambda a, b: a | b,
+            }[op](before, values[0])

@@ -1,4 +1,5 @@
-"""What a kernel's entry function compiles to for sm_90, for ptx_interpreter.py; and what a test may break in it."""
+"""What a kernel's entry function compiles to for sm_90, for ptx_interpreter.py; and what a test
+may break in it."""
 
 from __future__ import annotations
 
@@ -40,10 +41,18 @@ class Kernel:
 
 
 def compiled(launches: str, folder: Path, checks: str = "") -> list[Kernel]:
-    """launches: Python whose launches are compiled; checks: Python that may look at `launched` afterwards."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": "."}
+    """launches: Python whose launches are compiled; checks: Python that may look at `launched`
+    afterwards."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(folder),
+        "PYTHONPATH": ".",
+    }
     inside = "\n".join("    " + line for line in launches.strip().splitlines())
-    command = [sys.executable, "-c", BEFORE + inside + "\n" + checks + AFTER.replace("{folder!r}", repr(str(folder)))]
+    command = [
+        sys.executable,
+        "-c",
+        BEFORE + inside + "\n" + checks + AFTER.replace("{folder!r}", repr(str(folder))),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [Kernel(*found) for found in json.loads((folder / "kernels.json").read_text())]
@@ -52,8 +61,17 @@ def compiled(launches: str, folder: Path, checks: str = "") -> list[Kernel]:
 def assembled(kernel: Kernel, folder: Path) -> str:
     """What the assembler says of it."""
     (folder / "kernel.ptx").write_text(kernel.ptx)
-    command = [str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"), "-v", "--gpu-name=sm_90a"]
-    return subprocess.run([*command, str(folder / "kernel.ptx"), "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
+    command = [
+        str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"),
+        "-v",
+        "--gpu-name=sm_90a",
+    ]
+    return subprocess.run(
+        [*command, str(folder / "kernel.ptx"), "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
 
 
 def run_time(*arguments: Any) -> list[Any]:

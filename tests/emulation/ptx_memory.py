@@ -1,8 +1,10 @@
-"""Shared memory for ptx_interpreter.py: swizzles, matrices and barriers of copies as Hopper has them, and who may touch what when.
+"""Shared memory for ptx_interpreter.py: swizzles, matrices and barriers of copies as Hopper has
+them, and who may touch what when.
 
-These fail, as ptx_clocks.py finds them: two warps touching a byte, one of them writing, with nothing between that orders them; tensor cores
-or bulk stores reading what threads wrote without a fence, and a barrier after it; writing what products or stores under way still read;
-reading a bulk copy's target before its barrier; refilling a stage before all who read it said so.
+These fail, as ptx_clocks.py finds them: two warps touching a byte, one of them writing, with
+nothing between that orders them; tensor cores or bulk stores reading what threads wrote without a
+fence, and a barrier after it; writing what products or stores under way still read; reading a bulk
+copy's target before its barrier; refilling a stage before all who read it said so.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class TensorMap:
 
 @dataclass
 class CopyBarrier:
-    """An mbarrier: arrivals and bytes that are still to come in this phase, and what those who came know."""
+    """An mbarrier: arrivals and bytes that are still to come in this phase, and what those who
+    came know."""
 
     count: int
     agent: int
@@ -41,23 +44,34 @@ class CopyBarrier:
 
 
 def swizzled(address: np.ndarray, width: int) -> np.ndarray:
-    """Bulk copies and wgmma exchange 16-byte pieces of 8 rows of `width` bytes by the row's number."""
+    """Bulk copies and wgmma exchange 16-byte pieces of 8 rows of `width` bytes by the row's
+    number."""
     bits = {0: 0, 32: 1, 64: 3, 128: 7}[width]
     return address ^ (((address >> 7) & bits) << 4)
 
 
 class SharedMemory:
-    """Of one block. Addresses are as on the card; `cells` are bytes from BASE on. rows: of the block's warps in `clocks`."""
+    """Of one block. Addresses are as on the card; `cells` are bytes from BASE on. rows: of the
+    block's warps in `clocks`."""
 
     def __init__(self, size: int, clocks: Clocks, block: int, threads: int):
-        self.data, self.clocks, self.block = np.full(size, 255, np.uint8), clocks, block
+        self.data = np.full(size, 255, np.uint8)
+        self.clocks = clocks
+        self.block = block
         self.row = block * clocks.warps + np.arange(threads) // 32  # of each thread
         own = block * clocks.warps + np.arange(clocks.warps)
-        self.watch = Watch(clocks, size, np.concatenate([clocks.agent(own, kind) for kind in (OWN, PRODUCTS, BULK_READS)]))
+        self.watch = Watch(
+            clocks,
+            size,
+            np.concatenate([clocks.agent(own, kind) for kind in (OWN, PRODUCTS, BULK_READS)]),
+        )
         self.unfenced = np.zeros(size, np.bool_)
-        self.fencer, self.fenced = np.zeros(size, np.int32), np.zeros(size, np.int32)  # which warp fenced the last write, and when
+        # which warp fenced the last write, and when
+        self.fencer = np.zeros(size, np.int32)
+        self.fenced = np.zeros(size, np.int32)
         self.barriers: dict[int, CopyBarrier] = {}
-        self.committed = np.zeros((3, clocks.warps), np.int32)  # groups of products and of bulk stores
+        # groups of products and of bulk stores
+        self.committed = np.zeros((3, clocks.warps), np.int32)
 
     # ---- threads
 
@@ -70,25 +84,37 @@ class SharedMemory:
 
     def load(self, address: np.ndarray, size: int, mask: np.ndarray) -> np.ndarray:
         out = np.zeros((len(address), size), np.uint8)
-        cells, rows = self._cells(address[mask], size), self.row[mask][:, None]
-        assert not self.watch.unseen_writes(cells, rows).any(), "read what may not be there yet: no barrier, or a copy not awaited"
+        cells = self._cells(address[mask], size)
+        rows = self.row[mask][:, None]
+        assert not self.watch.unseen_writes(cells, rows).any(), (
+            "read what may not be there yet: no barrier, or a copy not awaited"
+        )
         self.watch.read(cells, self.clocks.agent(rows), self.clocks.now(rows))
         out[mask] = self.data[cells]
         return out
 
-    def store(self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, copied: bool = False) -> None:
+    def store(
+        self, address: np.ndarray, value: np.ndarray, mask: np.ndarray, copied: bool = False
+    ) -> None:
         """copied: by cp.async, behind which the compiler takes no fence to be needed."""
-        cells, rows, value = self._cells(address[mask], value.shape[1]), self.row[mask][:, None], value[mask]
-        assert not self.watch.unseen_reads(cells, rows), "written what may still be read: no barrier, or a product or store under way"
-        unseen = self.watch.unseen_writes(cells, rows) & (self.data[cells] != value)  # several warps may write the same
+        cells = self._cells(address[mask], value.shape[1])
+        rows = self.row[mask][:, None]
+        value = value[mask]
+        assert not self.watch.unseen_reads(cells, rows), (
+            "written what may still be read: no barrier, or a product or store under way"
+        )
+        # several warps may write the same
+        unseen = self.watch.unseen_writes(cells, rows) & (self.data[cells] != value)
         assert not unseen.any(), "written what another warp or a copy may still write"
         self.data[cells] = value
         assert (self.data[cells] == value).all(), "two threads write different values"
         self.watch.write(cells, self.clocks.agent(rows), self.clocks.now(rows))
-        self.unfenced[cells], self.fenced[cells] = not copied, 0
+        self.unfenced[cells] = not copied
+        self.fenced[cells] = 0
 
     def fence(self, mask: np.ndarray) -> None:
-        """What the warps wrote, or know to be written, may be read by tensor cores and bulk copies of those who know of this fence."""
+        """What the warps wrote, or know to be written, may be read by tensor cores and bulk
+        copies of those who know of this fence."""
         waiting = np.flatnonzero(self.unfenced)
         for row in np.unique(self.row[mask]):
             seen = waiting[~self.watch.unseen_writes(waiting, row)]
@@ -98,24 +124,38 @@ class SharedMemory:
     def _may_read_async(self, cells: np.ndarray | slice, rows: np.ndarray) -> None:
         """rows: warps, all of which must know what is read."""
         known = self.clocks.known[rows].min(0)
-        assert not (self.watch.written[cells] > known[self.watch.writer[cells]]).any(), "used what may not be there yet: not awaited"
+        assert not (self.watch.written[cells] > known[self.watch.writer[cells]]).any(), (
+            "used what may not be there yet: not awaited"
+        )
         self._fenced(cells, known)
 
     def _fenced(self, cells: np.ndarray | slice, known: np.ndarray) -> None:
         assert not self.unfenced[cells].any(), "used what threads wrote, without a fence"
-        assert not (self.fenced[cells] > known[self.fencer[cells]]).any(), "used what threads wrote, with no barrier after the fence"
+        assert not (self.fenced[cells] > known[self.fencer[cells]]).any(), (
+            "used what threads wrote, with no barrier after the fence"
+        )
 
     # ---- tensor cores
 
     def matrix(self, descriptor: int, rows: int, transposed: bool, warps: np.ndarray) -> np.ndarray:
-        """wgmma's operand as bytes [rows, 32], by the manual's canonical layouts. transposed: rows lie side by side (16-bit elements only).
-        warps: rows of the clocks whose tensor cores read it."""
+        """wgmma's operand as bytes [rows, 32], by the manual's canonical layouts. transposed:
+        rows lie side by side (16-bit elements only). warps: rows of the clocks whose tensor
+        cores read it."""
         begin, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         width = {1: 128, 2: 64, 3: 32}[descriptor >> 62]
-        row, byte = np.arange(rows)[:, None], np.arange(32)[None, :]
+        row = np.arange(rows)[:, None]
+        byte = np.arange(32)[None, :]
         if transposed:
-            across, k = width // 2, byte // 2
-            address = begin + row % across * 2 + row // across * leading + k % 8 * width + k // 8 * stride + byte % 2
+            across = width // 2
+            k = byte // 2
+            address = (
+                begin
+                + row % across * 2
+                + row // across * leading
+                + k % 8 * width
+                + k // 8 * stride
+                + byte % 2
+            )
         else:
             address = begin + row // 8 * stride + row % 8 * width + byte
         cells = swizzled(address, width) - BASE
@@ -132,7 +172,8 @@ class SharedMemory:
     def wait(self, kind: int, left: int, mask: np.ndarray) -> None:
         """Until only `left` groups are under way."""
         rows = np.unique(self.row[mask])
-        done, agents = self.committed[min(kind, BULK_READS), rows % self.clocks.warps] - left, self.clocks.agent(rows, kind)
+        done = self.committed[min(kind, BULK_READS), rows % self.clocks.warps] - left
+        agents = self.clocks.agent(rows, kind)
         self.clocks.known[rows, agents] = np.maximum(self.clocks.known[rows, agents], done)
 
     def nothing_under_way(self, mask: np.ndarray) -> None:
@@ -141,24 +182,33 @@ class SharedMemory:
         for kind in (PRODUCTS, BULK_READS):
             agents = self.clocks.agent(rows, kind)
             last = self.watch.read_at[:, self.watch.columns[agents]].max(0, initial=0)
-            assert (last <= self.clocks.known[rows, agents]).all(), "ends while a product or store under way reads shared memory"
+            assert (last <= self.clocks.known[rows, agents]).all(), (
+                "ends while a product or store under way reads shared memory"
+            )
 
     # ---- bulk copies
 
     def _place(self, source: TensorMap, target: int) -> tuple[slice, np.ndarray]:
         """All bytes of a copy, and where each of its rows' are."""
-        (rows, columns), begin = source.box, target - BASE
+        (rows, columns) = source.box
+        begin = target - BASE
         width = columns * source.rows.element_size()
         assert begin >= 0
         assert begin + rows * width <= len(self.data), "a copy past the end of shared memory"
-        assert target % (1024 if source.swizzle == 128 else 128) == 0, "a copy's place that is not aligned"
+        assert target % (1024 if source.swizzle == 128 else 128) == 0, (
+            "a copy's place that is not aligned"
+        )
         return slice(begin, begin + rows * width), swizzled(
             target + np.arange(rows)[:, None] * width + np.arange(width), source.swizzle
         ) - BASE
 
-    def copy(self, source: TensorMap, row: int, column: int, target: int, barrier: int, warp: int) -> None:
-        """Rows and columns past the ends become zeros. warp: the row in `clocks` of the one that asks for it."""
-        (rows, columns), own = source.box, np.asarray(warp)
+    def copy(
+        self, source: TensorMap, row: int, column: int, target: int, barrier: int, warp: int
+    ) -> None:
+        """Rows and columns past the ends become zeros. warp: the row in `clocks` of the one that
+        asks for it."""
+        (rows, columns) = source.box
+        own = np.asarray(warp)
         whole, cells = self._place(source, target)
         box = torch.zeros(rows, columns, dtype=source.rows.dtype)
         part = source.rows[row : row + rows, column : column + columns]
@@ -166,7 +216,9 @@ class SharedMemory:
         assert row >= 0
         assert column >= 0
         assert not self.watch.unseen_reads(whole, own[None]), "copied over what may still be read"
-        assert not self.watch.unseen_writes(np.arange(whole.start, whole.stop), own).any(), "copied over what may still be written"
+        assert not self.watch.unseen_writes(np.arange(whole.start, whole.stop), own).any(), (
+            "copied over what may still be written"
+        )
         self._fenced(whole, self.clocks.known[warp])
         self._fenced(slice(barrier - BASE, barrier - BASE + 8), self.clocks.known[warp])
         self.data[cells] = box.view(torch.uint8).numpy()
@@ -179,7 +231,11 @@ class SharedMemory:
         _, cells = self._place(target, source)
         own = np.asarray([warp])
         self._may_read_async(cells, own)
-        self.watch.read(cells, self.clocks.agent(own, BULK_READS), self.committed[BULK_READS, own % self.clocks.warps] + 1)
+        self.watch.read(
+            cells,
+            self.clocks.agent(own, BULK_READS),
+            self.committed[BULK_READS, own % self.clocks.warps] + 1,
+        )
         return self.data[cells]
 
     # ---- barriers of copies
@@ -188,27 +244,38 @@ class SharedMemory:
         """thread: a mask of one."""
         words = np.zeros((len(thread), 8), np.uint8)
         self.store(np.where(thread, address, 0), words, thread)
-        agent = self.barriers[address].agent if address in self.barriers else self.clocks.barrier_agent(self.block, len(self.barriers))
+        agent = (
+            self.barriers[address].agent
+            if address in self.barriers
+            else self.clocks.barrier_agent(self.block, len(self.barriers))
+        )
         self.barriers[address] = CopyBarrier(count, agent, count)
 
     def _found(self, address: int, row: np.ndarray) -> CopyBarrier:
         assert address in self.barriers, "no barrier of copies"
         cells = np.arange(address - BASE, address - BASE + 8)
-        assert not self.watch.unseen_writes(cells, row[..., None]).any(), "a barrier of copies that may not be there yet"
+        assert not self.watch.unseen_writes(cells, row[..., None]).any(), (
+            "a barrier of copies that may not be there yet"
+        )
         return self.barriers[address]
 
     def arrive(self, address: int, size: int, row: int) -> None:
         """One arrival, of the warp of that row, that announces `size` bytes."""
-        found, own = self._found(address, np.asarray([row])), np.asarray([row])
+        found = self._found(address, np.asarray([row]))
+        own = np.asarray([row])
         assert found.left > 0, "more arrivals than a barrier counts"
         found.gathered = np.maximum(found.gathered, self.clocks.release(own))
         self._count(found, 1, size)
 
     def _count(self, found: CopyBarrier, arrivals: int, size: int) -> None:
-        found.left, found.bytes = found.left - arrivals, found.bytes + size
+        found.left = found.left - arrivals
+        found.bytes = found.bytes + size
         if found.left == found.bytes == 0:
-            found.phase, found.left = found.phase + 1, found.count
-            found.released = np.broadcast_to(np.maximum(found.released, found.gathered), self.clocks.known.shape[1:]).copy()
+            found.phase = found.phase + 1
+            found.left = found.count
+            found.released = np.broadcast_to(
+                np.maximum(found.released, found.gathered), self.clocks.known.shape[1:]
+            ).copy()
             found.released[found.agent] = found.phase
 
     def arrived(self, address: int, parity: int, mask: np.ndarray) -> bool:

@@ -1,7 +1,9 @@
-"""Products of tensor cores for ptx_interpreter.py, and the loads and stores of matrices in registers.
+"""Products of tensor cores for ptx_interpreter.py, and the loads and stores of matrices in
+registers.
 
-Beside shared memory (ptx_memory.py), these fail: a register read or written while a product under way writes it, or written while one reads
-it; a product of registers used since the last wgmma.fence.
+Beside shared memory (ptx_memory.py), these fail: a register read or written while a product under
+way writes it, or written while one reads it; a product of registers used since the last
+wgmma.fence.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from tests.emulation.ptx_memory import SharedMemory
 from tests.emulation.ptx_registers import E4M3, Program, Registers, bf16_to_f32, vector
 
 LANE = np.arange(128)
-ROW, PAIR = LANE // 32 * 16 + LANE % 32 // 4, LANE % 4 * 2  # of a thread's first sums in a product's 64 rows
+# of a thread's first sums in a product's 64 rows
+ROW = LANE // 32 * 16 + LANE % 32 // 4
+PAIR = LANE % 4 * 2
 WIDEN: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # bytes [rows, 32] of an operand
     "bf16": lambda x: bf16_to_f32(x.view(np.uint16)),
     "f16": lambda x: x.view(np.float16).astype(np.float32),
@@ -33,9 +37,15 @@ class Products(Registers):
         self.products = 0
         for _, op, text in code.instructions:
             if op.startswith("wgmma.mma_async"):
-                self.touched |= dict.fromkeys(vector(text[0]) + (vector(text[1]) if text[1].startswith("{") else []), 0)
-        self.fenced = np.full(self.threads // 32, -1)  # when each warp's registers were made known to products
-        self.groups: list[list[tuple[set[str], set[str]]]] = [[(set(), set())] for _ in range(-(-self.threads // 128))]  # the last is open
+                self.touched |= dict.fromkeys(
+                    vector(text[0]) + (vector(text[1]) if text[1].startswith("{") else []), 0
+                )
+        # when each warp's registers were made known to products
+        self.fenced = np.full(self.threads // 32, -1)
+        # the last is open
+        self.groups: list[list[tuple[set[str], set[str]]]] = [
+            [(set(), set())] for _ in range(-(-self.threads // 128))
+        ]
 
     @cached_property
     def lanes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -52,17 +62,29 @@ class Products(Registers):
         return np.flatnonzero(groups.any(1))
 
     def wgmma(self, op: str, text: list[str], mask: np.ndarray) -> None:
-        columns, kind = int(re.search(r"m64n(\d+)k", op).group(1)), op.rsplit(".", 1)[1]  # type: ignore[union-attr]
-        sums, left, right, add = vector(text[0]), text[1], text[2], text[3]
+        # type: ignore[union-attr]
+        columns = int(re.search(r"m64n(\d+)k", op).group(1))
+        kind = op.rsplit(".", 1)[1]
+        sums = vector(text[0])
+        left = text[1]
+        right = text[2]
+        add = text[3]
         assert text[4:6] == ["1", "1"], "factors of operands"
         flags = text[6:] or ["0"]
         operands = vector(left) if left.startswith("{") else []
         for group in self.warpgroups(mask):
-            own, warps = slice(128 * group, 128 * group + 128), self.shared.row[128 * group] + np.arange(4)
+            own = slice(128 * group, 128 * group + 128)
+            warps = self.shared.row[128 * group] + np.arange(4)
             known = self.fenced[4 * group : 4 * group + 4].min()
-            assert all(self.touched[x] <= known for x in sums + operands), "no wgmma.fence after registers were used"
+            assert all(self.touched[x] <= known for x in sums + operands), (
+                "no wgmma.fence after registers were used"
+            )
             if operands:
-                words = np.stack([self.operand(x)[own] for x in operands], 1).view(np.uint16).reshape(128, -1, 2)
+                words = (
+                    np.stack([self.operand(x)[own] for x in operands], 1)
+                    .view(np.uint16)
+                    .reshape(128, -1, 2)
+                )
                 a = np.zeros((64, 16), np.uint16)
                 for i in range(len(operands)):
                     for e in range(2):
@@ -84,7 +106,9 @@ class Products(Registers):
         i = np.arange(len(sums))[:, None]
         values = product[ROW + i // 2 % 2 * 8, i // 4 * 8 + PAIR + i % 2]
         for name, value in zip(sums, values, strict=True):
-            before = self.registers.setdefault(name, np.full(self.threads, 0x7FC00000, np.uint32)).view(np.float32)
+            before = self.registers.setdefault(
+                name, np.full(self.threads, 0x7FC00000, np.uint32)
+            ).view(np.float32)
             after = before.copy()
             after[own] = value + before[own] if keep else value
             self.registers[name] = after.view(np.uint32)
@@ -128,22 +152,34 @@ class Products(Registers):
 
     # ---- matrices in registers
 
-    def ldmatrix(self, names: list[str], address: np.ndarray, transposed: bool, mask: np.ndarray) -> None:
+    def ldmatrix(
+        self, names: list[str], address: np.ndarray, transposed: bool, mask: np.ndarray
+    ) -> None:
         self.whole_warps(mask)
         lane, warp = self.lanes
         rows = self.shared.load(address, 16, mask).view(np.uint16)
         for i, name in enumerate(names):
-            words = [rows[warp + 8 * i + lane % 4 * 2 + e, lane // 4] if transposed else rows[warp + 8 * i + lane // 4, lane % 4 * 2 + e]
-                     for e in range(2)]  # fmt: skip
+            words = [
+                rows[warp + 8 * i + lane % 4 * 2 + e, lane // 4]
+                if transposed
+                else rows[warp + 8 * i + lane // 4, lane % 4 * 2 + e]
+                for e in range(2)
+            ]
             self.put(name, np.stack(words, 1).view(np.uint32).reshape(-1), mask)
 
-    def stmatrix(self, names: list[str], address: np.ndarray, transposed: bool, mask: np.ndarray) -> None:
+    def stmatrix(
+        self, names: list[str], address: np.ndarray, transposed: bool, mask: np.ndarray
+    ) -> None:
         self.whole_warps(mask)
         lane, warp = self.lanes
         for i, name in enumerate(names):
             words = self.get(name, "b32").copy().view(np.uint16).reshape(-1, 2)
             own = lane % 8  # the row of matrix i, or its column
             places = [(c, own) if transposed else (own, c) for c in range(8)]
-            rows = np.stack([words[warp + row * 4 + column // 2, column % 2] for row, column in places], 1)
+            rows = np.stack(
+                [words[warp + row * 4 + column // 2, column % 2] for row, column in places], 1
+            )
             here = mask & (lane // 8 == i)
-            self.shared.store(np.where(here, address, 0), rows.view(np.uint8).reshape(self.threads, 16), here)
+            self.shared.store(
+                np.where(here, address, 0), rows.view(np.uint8).reshape(self.threads, 16), here
+            )

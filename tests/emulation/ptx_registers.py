@@ -1,4 +1,5 @@
-"""PTX for ptx_interpreter.py: what a program says, its registers, and arithmetic on them, [threads] at a time."""
+"""PTX for ptx_interpreter.py: what a program says, its registers, and arithmetic on them,
+[threads] at a time."""
 
 from __future__ import annotations
 
@@ -13,16 +14,43 @@ from tests.emulation.ptx_memory import BASE
 
 WORDS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 KINDS = {
-    "b8": np.uint8, "u8": np.uint8, "s8": np.int8,
-    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32,
-    "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
-}  # fmt: skip
+    "b8": np.uint8,
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b16": np.uint16,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b32": np.uint32,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "f32": np.float32,
+    "b64": np.uint64,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "pred": np.bool_,
+}
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16).numpy()
 SIMPLE: dict[str, Callable[..., np.ndarray]] = {
-    "mov": lambda a: a, "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "rem": np.fmod, "neg": np.negative,
-    "abs": np.abs, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "not": np.invert, "ex2": np.exp2, "lg2": np.log2, "rsqrt": lambda a: 1 / np.sqrt(a), "shl": np.left_shift, "shr": np.right_shift,
-}  # fmt: skip
+    "mov": lambda a: a,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rem": np.fmod,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rsqrt": lambda a: 1 / np.sqrt(a),
+    "shl": np.left_shift,
+    "shr": np.right_shift,
+}
 
 
 def bf16_to_f32(x: np.ndarray) -> np.ndarray:
@@ -46,13 +74,17 @@ class Program:
         self.threads = int(re.search(r"\.reqntid (\d+)", ptx).group(1))  # type: ignore[union-attr]
         limit = re.search(r"\.maxnreg (\d+)", ptx)
         self.registers = int(limit.group(1)) if limit else 0  # of each thread at the start
-        self.parameters = {name: i for i, name in enumerate(re.findall(r"\.param .*?(\w+_param_\d+)", head))}
+        self.parameters = {
+            name: i for i, name in enumerate(re.findall(r"\.param .*?(\w+_param_\d+)", head))
+        }
         self.kinds: dict[str, str] = {}
         self.words: dict[str, Any] = {}
         self.labels: dict[str, int] = {}
         self.tables: dict[str, list[str]] = {}  # where brx.idx may go
         self.instructions: list[tuple[str, str, list[str]]] = []
-        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body.partition("$L__func_end")[0]).replace("{\n", "\n")
+        body = re.sub(r"(?m)^\s*[{}]\s*$", "", body.partition("$L__func_end")[0]).replace(
+            "{\n", "\n"
+        )
         for line in re.split(r";|(?<=:)[ \t]*\n", body):
             self.read(" ".join(line.split()).strip())
 
@@ -83,14 +115,18 @@ class Registers:
     """One array a register. `active`: the threads that run now; others have their own values."""
 
     def __init__(self, code: Program, special: dict[str, Any]):
-        self.code, self.threads, self.special = code, code.threads, special
+        self.code = code
+        self.threads = code.threads
+        self.special = special
         self.registers: dict[str, np.ndarray] = {}
         self.constants: dict[tuple[str, str], np.ndarray] = {}
         self.active = np.ones(code.threads, np.bool_)
-        self.sums: dict[str, np.ndarray] = {}  # registers that products under way write, and of which threads
+        # registers that products under way write, and of which threads
+        self.sums: dict[str, np.ndarray] = {}
         self.operands: dict[str, np.ndarray] = {}  # and those they read
         self.time = 0
-        self.touched: dict[str, int] = {}  # when a register that products use was last read or written
+        # when a register that products use was last read or written
+        self.touched: dict[str, int] = {}
 
     def get(self, name: str, kind: str) -> np.ndarray:
         value = self.registers.get(name)
@@ -100,7 +136,9 @@ class Registers:
                 value = self.constants[name, kind] = self.constant(name, KINDS[kind], kind)
             return value
         if name in self.touched:
-            assert not (name in self.sums and (self.sums[name] & self.active).any()), f"{name} is read while a product under way writes it"
+            assert not (name in self.sums and (self.sums[name] & self.active).any()), (
+                f"{name} is read while a product under way writes it"
+            )
             self.touched[name] = self.time
         return value if value.dtype == KINDS[kind] else value.view(KINDS[kind])
 
@@ -114,7 +152,8 @@ class Registers:
         if name.startswith("0f"):
             return np.full(self.threads, int(name[2:], 16), np.uint32).view(dtype)
         assert re.match(r"-?\d", name), f"{name} has no value"
-        value, size = int(name.rstrip("U"), 0), np.dtype(dtype).itemsize
+        value = int(name.rstrip("U"), 0)
+        size = np.dtype(dtype).itemsize
         if kind == "pred":
             return np.full(self.threads, bool(value))
         return np.full(self.threads, value % 256**size, f"u{size}").view(dtype)
@@ -127,7 +166,9 @@ class Registers:
         value = value.astype(np.bool_) if dtype is np.bool_ else value.view(dtype)
         if name in self.touched:
             for under_way in (self.sums, self.operands):
-                assert not (name in under_way and (under_way[name] & mask).any()), f"{name} is written while a product under way uses it"
+                assert not (name in under_way and (under_way[name] & mask).any()), (
+                    f"{name} is written while a product under way uses it"
+                )
             self.touched[name] = self.time
         old = self.registers.get(name)
         self.registers[name] = value if old is None or mask.all() else np.where(mask, value, old)
@@ -148,8 +189,12 @@ class Registers:
             narrow = parts.astype(np.float16) if form[0] == "f" else f32_to_bf16(parts)
             return narrow.view(np.uint32).reshape(-1)
         if form == "satfinite.e4m3x2.f32":
-            pair = torch.from_numpy(np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1)).clamp(-448.0, 448.0)
-            return pair.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16).reshape(-1)
+            pair = torch.from_numpy(
+                np.stack([self.get(text[2], "f32"), self.get(x, "f32")], 1)
+            ).clamp(-448.0, 448.0)
+            return (
+                pair.to(torch.float8_e4m3fn).view(torch.uint8).numpy().view(np.uint16).reshape(-1)
+            )
         if form == "bf16.f32":
             return f32_to_bf16(self.get(x, "f32"))
         if form == "f32.bf16":
@@ -162,25 +207,45 @@ class Registers:
     def compute(self, head: str, rest: list[str], text: list[str]) -> np.ndarray:
         kind = rest[-1]
         if kind in ("bf16", "bf16x2"):
-            values = [bf16_to_f32(self.get(x, "b16" if kind == "bf16" else "b32").view(np.uint16)) for x in text]
+            values = [
+                bf16_to_f32(self.get(x, "b16" if kind == "bf16" else "b32").view(np.uint16))
+                for x in text
+            ]
             return f32_to_bf16(SIMPLE[head](*values))
         if head == "prmt":
-            nothing = [x.startswith("%") and x not in self.registers for x in text]  # a place that another prmt fills afterwards
-            a, b, how = (np.zeros(self.threads, np.uint32) if empty else self.get(x, "u32") for x, empty in zip(text, nothing, strict=True))
+            # a place that another prmt fills afterwards
+            nothing = [x.startswith("%") and x not in self.registers for x in text]
+            a, b, how = (
+                np.zeros(self.threads, np.uint32) if empty else self.get(x, "u32")
+                for x, empty in zip(text, nothing, strict=True)
+            )
             data = np.stack([a, b], 1).view(np.uint8).reshape(-1, 8)
-            return np.stack([data[np.arange(self.threads), how >> 4 * i & 7] for i in range(4)], 1).view(np.uint32).reshape(-1)
+            return (
+                np.stack([data[np.arange(self.threads), how >> 4 * i & 7] for i in range(4)], 1)
+                .view(np.uint32)
+                .reshape(-1)
+            )
         if head == "mad" or (head == "mul" and "wide" in rest):
             wide = "wide" in rest
-            a, b = self.get(text[0], kind), self.get(text[1], kind)
+            a = self.get(text[0], kind)
+            b = self.get(text[1], kind)
             if wide:
-                a, b = a.astype(f"{kind[0].replace('s', 'i')}8"), b.astype(f"{kind[0].replace('s', 'i')}8")
-            return a * b + (self.get(text[2], kind[0] + "64" if wide else kind) if head == "mad" else 0)
+                a = a.astype(f"{kind[0].replace('s', 'i')}8")
+                b = b.astype(f"{kind[0].replace('s', 'i')}8")
+            return a * b + (
+                self.get(text[2], kind[0] + "64" if wide else kind) if head == "mad" else 0
+            )
         if head == "mul" and "hi" in rest:
-            product = self.get(text[0], kind).astype(np.int64) * self.get(text[1], kind).astype(np.int64)
+            product = self.get(text[0], kind).astype(np.int64) * self.get(text[1], kind).astype(
+                np.int64
+            )
             assert kind in ("s32", "u32"), kind
             return (product.view(KINDS[kind[0] + "64"]) >> 32).astype(KINDS[kind])
         assert "hi" not in rest, (head, rest)
-        x = [self.get(name, "u32" if head in ("bfe", "shl", "shr") and i else kind) for i, name in enumerate(text)]
+        x = [
+            self.get(name, "u32" if head in ("bfe", "shl", "shr") and i else kind)
+            for i, name in enumerate(text)
+        ]
         if head in ("shl", "shr"):
             x[1] = x[1].astype(KINDS[kind])
         if head == "bfe":

@@ -1,10 +1,12 @@
-"""A Runner without torch. It executes plans against a model of the cache and checks everything a plan promises.
+"""A Runner without torch. It executes plans against a model of the cache and checks everything a
+plan promises.
 
-The model's "hidden state" after a token is a hash of all tokens up to it, and that hash is also what an entry of the cache holds.
-A step continues from the entry before its first token, and the next token is a function of the state alone: so a wrong page, a
-stale entry or a lost token changes the output, while chunking, preemption and prefix caching must not. `expected` computes the
-same outputs from a request alone. Drafts are right or wrong by the toss of a hash; wrong ones, and those drafted for the next step,
-spoil the pages they are written to.
+The model's "hidden state" after a token is a hash of all tokens up to it, and that hash is also
+what an entry of the cache holds. A step continues from the entry before its first token, and the
+next token is a function of the state alone: so a wrong page, a stale entry or a lost token changes
+the output, while chunking, preemption and prefix caching must not. `expected` computes the same
+outputs from a request alone. Drafts are right or wrong by the toss of a hash; wrong ones, and those
+drafted for the next step, spoil the pages they are written to.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rorqual.engine.scheduling.scheduler import Scheduler
-from rorqual.engine.scheduling.scheduler_output import NewRequest, PrefillChunk, SchedulerOutput, StepResult
+from rorqual.engine.scheduling.scheduler_output import (
+    NewRequest,
+    PrefillChunk,
+    SchedulerOutput,
+    StepResult,
+)
 from rorqual.engine.scheduling.sequence import InFlight, TokenOut
 from rorqual.request import Request
 
@@ -31,7 +38,8 @@ def next_token(state: int, vocab: int) -> int:
 
 def expected(request: Request, max_model_len: int, vocab: int) -> list[int]:
     """The outputs of a request that runs alone and in one piece."""
-    state, params = ROOT, request.params
+    state = ROOT
+    params = request.params
     for token in request.prompt:
         state = advance(state, token)
     room = max_model_len - len(request.prompt)
@@ -46,7 +54,8 @@ def expected(request: Request, max_model_len: int, vocab: int) -> list[int]:
 
 @dataclass
 class Page:
-    """What a cache page holds: the row that wrote it, the position it begins at, the state before it, and the state at each token."""
+    """What a cache page holds: the row that wrote it, the position it begins at, the state
+    before it, and the state at each token."""
 
     writer: int
     start: int
@@ -56,7 +65,8 @@ class Page:
 
 @dataclass
 class Row:
-    """A device row. `life` differs for every request set up in a slot; entries from position `target` - 1 on are never read."""
+    """A device row. `life` differs for every request set up in a slot; entries from position
+    `target` - 1 on are never read."""
 
     life: int
     table: list[int]
@@ -66,13 +76,24 @@ class Row:
 
 
 class FakeRunner:
-    """launch executes at once (a device runs its steps in order); results come out in collect, oldest first."""
+    """launch executes at once (a device runs its steps in order); results come out in collect,
+    oldest first."""
 
     def __init__(
-        self, max_num_seqs: int, page_size: int, num_pages: int, max_num_batched_tokens: int, vocab: int = 97, max_len: int = 2**30
+        self,
+        max_num_seqs: int,
+        page_size: int,
+        num_pages: int,
+        max_num_batched_tokens: int,
+        vocab: int = 97,
+        max_len: int = 2**30,
     ):
-        self.page_size, self.num_pages, self.vocab, self.max_len = page_size, num_pages, vocab, max_len
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.vocab = vocab
+        self.max_len = max_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.rows: list[Row | None] = [None] * max_num_seqs
         self.pages: dict[int, Page] = {}
         self.queue: deque[StepResult] = deque()
@@ -81,7 +102,14 @@ class FakeRunner:
     @classmethod
     def of(cls, scheduler: Scheduler, vocab: int = 97) -> FakeRunner:
         config = scheduler.config
-        return cls(config.max_num_seqs, config.page_size, config.num_pages, config.max_num_batched_tokens, vocab, config.max_model_len)
+        return cls(
+            config.max_num_seqs,
+            config.page_size,
+            config.num_pages,
+            config.max_num_batched_tokens,
+            vocab,
+            config.max_model_len,
+        )
 
     # ---- the Runner protocol
 
@@ -91,7 +119,9 @@ class FakeRunner:
             self._set_up(row)
         for slot, index, page in plan.pages:
             table = self._row(slot).table
-            assert index == len(table), f"slot {slot}: page {page} put at {index} of a table of {len(table)}"
+            assert index == len(table), (
+                f"slot {slot}: page {page} put at {index} of a table of {len(table)}"
+            )
             table.append(page)
         self._check_tables(plan)
         bounds = zip(plan.decode_slots, plan.decode_bounds, strict=True)
@@ -102,7 +132,10 @@ class FakeRunner:
                 tokens.append([token])
         decoded = len(plan.decode_slots)
         result = StepResult(
-            tokens, [plan.num_speculative_tokens * (row < decoded) for row in range(len(tokens))] if plan.num_speculative_tokens else []
+            tokens,
+            [plan.num_speculative_tokens * (row < decoded) for row in range(len(tokens))]
+            if plan.num_speculative_tokens
+            else [],
         )
         self.queue.append(result)
         self.steps += 1
@@ -118,22 +151,30 @@ class FakeRunner:
     # ---- execution
 
     def _set_up(self, row: NewRequest) -> None:
-        assert all(0 < page < self.num_pages for page in row.pages), f"slot {row.slot}: page out of range"
-        assert len(set(row.pages)) == len(row.pages), f"slot {row.slot}: a page stands twice in its table"
+        assert all(0 < page < self.num_pages for page in row.pages), (
+            f"slot {row.slot}: page out of range"
+        )
+        assert len(set(row.pages)) == len(row.pages), (
+            f"slot {row.slot}: a page stands twice in its table"
+        )
         self.lives += 1
         target = min(self.max_len, row.prompt_len + (row.params.max_tokens or self.max_len))
         self.rows[row.slot] = Row(self.lives, list(row.pages), target)
 
     def _decode(self, slot: int, bound: int, num_speculative_tokens: int) -> list[int]:
-        row, found = self._row(slot), []
+        row = self._row(slot)
+        found = []
         assert row.last_token >= 0, f"slot {slot} decodes before its prompt is done"
         last = row.length + 2 * num_speculative_tokens
         assert row.length + num_speculative_tokens + 1 <= bound, (
-            f"slot {slot}: {row.length + num_speculative_tokens + 1} entries, the plan says at most {bound}"
+            f"slot {slot}: {row.length + num_speculative_tokens + 1} entries, the plan "
+            f"says at most {bound}"
         )
         for _ in range(self._right(row, num_speculative_tokens) + 1):
             if row.length // self.page_size >= len(row.table):
-                assert row.length >= row.max_total_len - 1, f"slot {slot}: position {row.length} has no page and will be read"
+                assert row.length >= row.max_total_len - 1, (
+                    f"slot {slot}: position {row.length} has no page and will be read"
+                )
                 break
             state = self._write(row, row.length, [row.last_token])
             row.length += 1
@@ -151,7 +192,9 @@ class FakeRunner:
         """A draft's entry: whatever its page held of others is gone."""
         index = position // self.page_size
         if index >= len(row.table):
-            assert position >= row.max_total_len - 1, f"position {position} has no page and may be read"
+            assert position >= row.max_total_len - 1, (
+                f"position {position} has no page and may be read"
+            )
             return
         number = row.table[index]
         if number not in self.pages or self.pages[number].writer != row.life:
@@ -161,7 +204,9 @@ class FakeRunner:
         row = self._row(chunk.slot)
         assert chunk.tokens, "an empty chunk"
         if row.length:
-            assert chunk.start == row.length, f"slot {chunk.slot}: chunk at {chunk.start}, {row.length} entries are written"
+            assert chunk.start == row.length, (
+                f"slot {chunk.slot}: chunk at {chunk.start}, {row.length} entries are written"
+            )
         assert row.last_token < 0, "a prompt chunk after the prompt was done"
         state = self._write(row, chunk.start, chunk.tokens)
         row.length = chunk.stop
@@ -170,32 +215,42 @@ class FakeRunner:
         return row.last_token
 
     def _write(self, row: Row, start: int, tokens: list[int] | tuple[int, ...]) -> int:
-        """Read everything before `start` through the table, then write the entries of `tokens`; returns the last state."""
+        """Read everything before `start` through the table, then write the entries of `tokens`;
+        returns the last state."""
         state = self._read(row, start)
         for position, token in enumerate(tokens, start):
             index, offset = divmod(position, self.page_size)
-            assert index < len(row.table), f"position {position} lies beyond a table of {len(row.table)} pages"
+            assert index < len(row.table), (
+                f"position {position} lies beyond a table of {len(row.table)} pages"
+            )
             number = row.table[index]
             if offset == 0:
                 self.pages[number] = Page(row.life, position, state)
             page = self.pages[number]
             assert page.writer == row.life, f"page {number} is written by two requests"
-            assert page.start + len(page.states) == position, f"page {number}: position {position} is not next"
+            assert page.start + len(page.states) == position, (
+                f"page {number}: position {position} is not next"
+            )
             state = advance(state, token)
             page.states.append(state)
         return state
 
     def _read(self, row: Row, stop: int) -> int:
-        """Every entry before `stop` must have been written for its position, and follow the one before."""
+        """Every entry before `stop` must have been written for its position, and follow the one
+        before."""
         state = ROOT
         for index in range(-(-stop // self.page_size)):
             page = self.pages.get(row.table[index])
             start = index * self.page_size
             count = min(self.page_size, stop - start)
             assert page is not None, f"page {row.table[index]} is read before it was written"
-            assert page.start == start, f"page {row.table[index]} holds positions from {page.start}, read at {start}"
+            assert page.start == start, (
+                f"page {row.table[index]} holds positions from {page.start}, read at {start}"
+            )
             assert page.before == state, f"page {row.table[index]} continues another text"
-            assert len(page.states) >= count, f"page {row.table[index]} has {len(page.states)} entries, {count} are read"
+            assert len(page.states) >= count, (
+                f"page {row.table[index]} has {len(page.states)} entries, {count} are read"
+            )
             state = page.states[count - 1]
         return state
 
@@ -207,28 +262,40 @@ class FakeRunner:
     # ---- what holds for every plan
 
     def _check_shape(self, plan: SchedulerOutput) -> None:
-        assert 0 < plan.num_tokens <= self.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
+        assert 0 < plan.num_tokens <= self.max_num_batched_tokens, (
+            f"{plan.num_tokens} tokens in a step"
+        )
         slots = plan.decode_slots + [chunk.slot for chunk in plan.chunks]
         assert len(set(slots)) == len(slots), "a slot stands twice in a step"
         assert all(0 <= slot < self.max_num_seqs for slot in slots)
         fresh = [row.slot for row in plan.new_requests]
         assert len(set(fresh)) == len(fresh), "a slot is set up twice"
-        assert set(fresh) <= {chunk.slot for chunk in plan.chunks}, "a row is set up without a chunk"
-        assert {slot for slot, _, _ in plan.pages} <= set(plan.decode_slots), "a page for a row that does not decode"
+        assert set(fresh) <= {chunk.slot for chunk in plan.chunks}, (
+            "a row is set up without a chunk"
+        )
+        assert {slot for slot, _, _ in plan.pages} <= set(plan.decode_slots), (
+            "a page for a row that does not decode"
+        )
 
     def _check_tables(self, plan: SchedulerOutput) -> None:
-        """No page is written by two rows of a step, drafts and those drafted in turn included; a shared prefix lies before what either
-        writes. Past its pages a row writes to the null page: whether it may is checked where it does."""
+        """No page is written by two rows of a step, drafts and those drafted in turn included; a
+        shared prefix lies before what either writes. Past its pages a row writes to the null
+        page: whether it may is checked where it does."""
         written: dict[int, int] = {}
         starts = [(slot, self._row(slot).length) for slot in plan.decode_slots]
         starts += [(chunk.slot, chunk.start) for chunk in plan.chunks]
-        stops = [length + 1 + 2 * plan.num_speculative_tokens for _, length in starts[: len(plan.decode_slots)]] + [
-            chunk.stop for chunk in plan.chunks
-        ]
+        stops = [
+            length + 1 + 2 * plan.num_speculative_tokens
+            for _, length in starts[: len(plan.decode_slots)]
+        ] + [chunk.stop for chunk in plan.chunks]
         for (slot, start), stop in zip(starts, stops, strict=True):
             table = self._row(slot).table
-            for index in range(start // self.page_size, min(len(table), -(-stop // self.page_size))):
-                assert written.setdefault(table[index], slot) == slot, f"page {table[index]} is written by two rows of a step"
+            for index in range(
+                start // self.page_size, min(len(table), -(-stop // self.page_size))
+            ):
+                assert written.setdefault(table[index], slot) == slot, (
+                    f"page {table[index]} is written by two rows of a step"
+                )
 
 
 @dataclass
@@ -269,16 +336,22 @@ class Loop:
     def drain(self, most_plans: int) -> None:
         """Run until nothing is left; planning more often than `most_plans` counts as spinning."""
         while self.scheduler.has_work or self.in_flight:
-            assert self.plans < most_plans, f"{self.plans} plans and {len(self.scheduler.sequences)} requests are still there"
+            assert self.plans < most_plans, (
+                f"{self.plans} plans and {len(self.scheduler.sequences)} requests are still there"
+            )
             self.step()
 
 
 def check_pages(scheduler: Scheduler) -> None:
-    """Each page's holders are the requests that have it in their tables, and the prefix cache where it keeps it."""
-    allocator, prefix = scheduler.allocator, scheduler.prefix
+    """Each page's holders are the requests that have it in their tables, and the prefix cache
+    where it keeps it."""
+    allocator = scheduler.allocator
+    prefix = scheduler.prefix
     held = [0] * allocator.num_pages
     for sequence in scheduler.sequences.values():
-        assert (sequence.slot >= 0) == bool(sequence.pages), "pages belong to running requests alone"
+        assert (sequence.slot >= 0) == bool(sequence.pages), (
+            "pages belong to running requests alone"
+        )
         assert sequence.capacity == len(sequence.pages) * scheduler.config.page_size
         assert sequence.num_computed_tokens <= sequence.capacity
         for page in sequence.pages:
@@ -287,7 +360,9 @@ def check_pages(scheduler: Scheduler) -> None:
     for page in prefix.keys:
         held[page] += 1
     assert held == allocator.holders
-    assert sorted(allocator.free) == [page for page in range(1, allocator.num_pages) if not held[page]]
+    assert sorted(allocator.free) == [
+        page for page in range(1, allocator.num_pages) if not held[page]
+    ]
     assert {key: page for page, key in prefix.keys.items()} == prefix.pages
     assert set(prefix.idle) == {page for page in prefix.keys if not users[page]}
     slots = [sequence.slot for sequence in scheduler.sequences.values() if sequence.slot >= 0]
@@ -295,8 +370,10 @@ def check_pages(scheduler: Scheduler) -> None:
 
 
 def check_idle(scheduler: Scheduler) -> None:
-    """Nothing runs: every page is free or kept by the prefix cache alone, and clearing that frees the rest."""
-    allocator, prefix = scheduler.allocator, scheduler.prefix
+    """Nothing runs: every page is free or kept by the prefix cache alone, and clearing that
+    frees the rest."""
+    allocator = scheduler.allocator
+    prefix = scheduler.prefix
     assert not scheduler.sequences
     assert not scheduler.waiting
     assert not scheduler.num_running

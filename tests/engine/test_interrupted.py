@@ -163,7 +163,9 @@ ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 
 def finished(llm: LLM) -> tuple[list[list[int]], int]:
     """(tokens of each request, how many steps raised), by one who goes on whatever is raised."""
-    engine, encode, eos = llm.engine, llm.get_tokenizer().encode, llm.defaults.eos_token_ids
+    engine = llm.engine
+    encode = llm.get_tokenizer().encode
+    eos = llm.defaults.eos_token_ids
     raised = 0
     found: dict[str, list[int]] = {str(index): [] for index in range(len(TEXTS))}
     for index, text in enumerate(TEXTS):
@@ -208,7 +210,8 @@ def test_ctrl_c_between_any_two_lines(llm: LLM, expected: list[list[int]]) -> No
     folder = Path(ranks.__file__).parent
     files = {str(folder / f"{name}.py") for name in ("engine", "scheduler", "runner", "rows")}
     files |= {str(folder.parent / "cache" / f"{name}.py") for name in ("pages", "prefix")}
-    count, stop = 0, -1
+    count = 0
+    stop = -1
 
     def line(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
@@ -254,7 +257,9 @@ def test_a_recorded_step_takes_the_slots_asked_for() -> None:
     """Slots that the step before left on the device are sent again unless that is sure."""
     platform = CpuPlatform(torch.device("cpu"))
     platform.capture = lambda work: work  # type: ignore[method-assign]
-    graphs = TornGraphs(lambda slots, variant, num_speculative_tokens: slots.clone(), platform, 4, 4)
+    graphs = TornGraphs(
+        lambda slots, variant, num_speculative_tokens: slots.clone(), platform, 4, 4
+    )
     assert graphs.run([0, 1], Variant.GREEDY).tolist() == [0, 1]
     graphs.struck = True
     with pytest.raises(KeyboardInterrupt):
@@ -357,7 +362,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def plan_of(slot: int) -> DataParallelOutput:
-    return DataParallelOutput([SchedulerOutput(chunks=[PrefillChunk(slot, 0, [5, 6], True)]) for _ in range(4)])
+    return DataParallelOutput(
+        [SchedulerOutput(chunks=[PrefillChunk(slot, 0, [5, 6], True)]) for _ in range(4)]
+    )
 
 
 def told(results: list[StepResult]) -> list[int]:
@@ -447,7 +454,8 @@ GROUP_SPOTS: list[tuple[Spot, type[BaseException]]] = [
 def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list[int]]) -> None:
     """One group throughout: at last its drafter fails between two collectives, and it ends."""
     llm = LLM(**OPTIONS, dp=2, ep=2, num_speculative_tokens=2, watchdog_seconds=30)
-    group, engine = llm.engine.group, llm.engine
+    group = llm.engine.group
+    engine = llm.engine
     assert group is not None
     try:
         assert isinstance(engine.scheduler, DataParallelScheduler)

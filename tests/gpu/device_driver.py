@@ -1,5 +1,6 @@
-"""tests/models/driver.py on any device and page size: a model driven by hand through a paged cache with scattered pages, in which
-everything unused is NaN and page 0, where padded rows write, is zero."""
+"""tests/models/driver.py on any device and page size: a model driven by hand through a paged
+cache with scattered pages, in which everything unused is NaN and page 0, where padded rows
+write, is zero."""
 
 from __future__ import annotations
 
@@ -22,11 +23,20 @@ from rorqual.parallel.overlap import straight
 Forms = tuple[str, str]  # MLA form of prefill, of decode
 
 
-def random_model(config: dict[str, Any], ops: Ops, dtype: str, device: torch.device, forms: Forms = ("CC", "A_CC_ME"),
-                 gain: float = 1.0) -> Transformer:  # fmt: skip
-    """gain: of the random weights that write to the residual stream; the engine takes RESIDUAL_GAIN / sqrt(2 layers)."""
+def random_model(
+    config: dict[str, Any],
+    ops: Ops,
+    dtype: str,
+    device: torch.device,
+    forms: Forms = ("CC", "A_CC_ME"),
+    gain: float = 1.0,
+) -> Transformer:
+    """gain: of the random weights that write to the residual stream; the engine takes
+    RESIDUAL_GAIN / sqrt(2 layers)."""
     parsed = ModelConfig.from_dict(config)
-    model = make_model(parsed, Build(ops, getattr(torch, dtype), device, parsed.quant, gain), 4096, *forms)
+    model = make_model(
+        parsed, Build(ops, getattr(torch, dtype), device, parsed.quant, gain), 4096, *forms
+    )
     random_weights(model, 0)
     return model
 
@@ -52,12 +62,20 @@ def with_ops(model: Transformer, ops: Ops) -> Transformer:
 
 
 class DeviceDriver:
-    def __init__(self, model: Transformer, requests: int, max_len: int, page: int, kv_dtype: str = "auto"):
-        self.model, self.page, self.device = model, page, model.embedding.device
+    def __init__(
+        self, model: Transformer, requests: int, max_len: int, page: int, kv_dtype: str = "auto"
+    ):
+        self.model = model
+        self.page = page
+        self.device = model.embedding.device
         decode = getattr(model.layers[0].attention, "decode_form", "A_CC_ME")
         pages = -(-max_len // page)
         dtype = str(model.dtype).removeprefix("torch.")
-        self.pool = KVPool(kv_spec(model.config, page, kv_dtype, decode, activations=dtype), requests * pages + 1, self.device)
+        self.pool = KVPool(
+            kv_spec(model.config, page, kv_dtype, decode, activations=dtype),
+            requests * pages + 1,
+            self.device,
+        )
         for planes in self.pool.layers:
             for plane in planes.values():
                 plane[1:] = 255 if plane.dtype == torch.uint8 else float("nan")
@@ -65,8 +83,12 @@ class DeviceDriver:
         self.tables = order.view(requests, pages)
 
     def step(self, tokens: list[Tensor], starts: list[int], slack: int = 0) -> ForwardBatch:
-        """One chunk for each request; a decode step where all chunks are equally long and at most 4, with bounds `slack` too high."""
-        rows = [torch.arange(start, start + len(part)) for part, start in zip(tokens, starts, strict=True)]
+        """One chunk for each request; a decode step where all chunks are equally long and at
+        most 4, with bounds `slack` too high."""
+        rows = [
+            torch.arange(start, start + len(part))
+            for part, start in zip(tokens, starts, strict=True)
+        ]
         positions = torch.cat(rows)
         owner = torch.cat([torch.full_like(row, index) for index, row in enumerate(rows)])
         slots = self.tables[owner, positions // self.page] * self.page + positions % self.page
@@ -74,22 +96,34 @@ class DeviceDriver:
         lens = tuple(map(len, tokens))
         decode = max(lens) == min(lens) <= 4
         bounds = tuple(stop + slack for stop in stops) if decode else tuple(stops)
-        segment = AttentionMetadata(self.tables.to(self.device), torch.tensor(stops).to(self.device), lens, bounds)
+        segment = AttentionMetadata(
+            self.tables.to(self.device), torch.tensor(stops).to(self.device), lens, bounds
+        )
         positions = positions.to(self.device)
         cos, sin = self.model.rotary.rows(positions)
         ids = torch.cat(tokens).to(self.device)
         parts = {"decode": segment} if decode else {"prefill": segment}
         everything = torch.arange(len(ids), device=self.device)
-        return ForwardBatch(ids, positions, slots.to(self.device), cos, sin, everything, self.pool, **parts)
+        return ForwardBatch(
+            ids, positions, slots.to(self.device), cos, sin, everything, self.pool, **parts
+        )
 
     @torch.inference_mode()
     def logits(self, step: ForwardBatch) -> Tensor:
         return self.model.logits(straight(self.model.forward(step)))
 
 
-def all_logits(model: Transformer, ids: Tensor, filters: list[int], page: int, queries: int = 1, kv_dtype: str = "auto") -> Tensor:
-    """ids [requests, length]: chunks that end at `cuts` (the second request's one token earlier), the rest `queries` tokens a step.
-    Logits of the positions after the last cut and of all before it, [requests, length, V] on the host."""
+def all_logits(
+    model: Transformer,
+    ids: Tensor,
+    filters: list[int],
+    page: int,
+    queries: int = 1,
+    kv_dtype: str = "auto",
+) -> Tensor:
+    """ids [requests, length]: chunks that end at `cuts` (the second request's one token
+    earlier), the rest `queries` tokens a step. Logits of the positions after the last cut and of
+    all before it, [requests, length, V] on the host."""
     requests, length = ids.shape
     driver = DeviceDriver(model, requests, length, page, kv_dtype)
     out = torch.empty(requests, length, model.config.vocab_size)
@@ -97,7 +131,12 @@ def all_logits(model: Transformer, ids: Tensor, filters: list[int], page: int, q
     for cut in [*filters, *range(filters[-1] + queries, length + 1, queries)]:
         stops = [cut - (row % 2) * (cut <= filters[-1] and cut < length) for row in range(requests)]
         parts = [row[start:stop] for row, start, stop in zip(ids, done, stops, strict=True)]
-        split = driver.logits(driver.step(parts, done, slack=7)).float().cpu().split(list(map(len, parts)))
+        split = (
+            driver.logits(driver.step(parts, done, slack=7))
+            .float()
+            .cpu()
+            .split(list(map(len, parts)))
+        )
         for row, (start, stop, values) in enumerate(zip(done, stops, split, strict=True)):
             out[row, start:stop] = values
         done = stops

@@ -1,6 +1,8 @@
-"""Attention kernels on a card, at the widths of DeepSeek-V3 and Qwen3-MoE, against fp64, with FlashMLA's tolerances.
+"""Attention kernels on a card, at the widths of DeepSeek-V3 and Qwen3-MoE, against fp64, with
+FlashMLA's tolerances.
 
-Values are a tenth of unit size, as in FlashMLA's tests, but the softmax is made to choose by a scale that undoes it.
+Values are a tenth of unit size, as in FlashMLA's tests, but the softmax is made to choose by a
+scale that undoes it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def random(*shape: int) -> Tensor:
 
 
 def check(out: Tensor, expected: Tensor) -> None:
-    x, y = out.double(), expected
+    x = out.double()
+    y = expected
     assert x.isfinite().all()
     torch.testing.assert_close(x, y, atol=8e-4, rtol=2.01 / 128)
     assert 1 - 2 * (x * y).sum() / (x * x + y * y).sum() < 5e-6
@@ -60,8 +63,19 @@ def test_mla_decode(requests: int, longest: int, heads: int, queries: int) -> No
     plane, tables = paged(entries, 64)
     q = random(requests * queries, heads, 576).cuda()
     out = poisoned(requests * queries, heads, 512, dtype=BF16)
-    mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, longest, out=out)
-    check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))
+    mla.mla_decode(
+        q[..., :512],
+        q[..., 512:],
+        plane,
+        tables,
+        torch.tensor(lens, device="cuda"),
+        4.0,
+        longest,
+        out=out,
+    )
+    check(
+        out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0)
+    )
 
 
 @pytest.mark.parametrize("page", [16, 32, 64, 128])
@@ -75,8 +89,21 @@ def test_mla_decode_configs_and_pages(page: int, index: int) -> None:
         q = random(9, heads, 576).cuda()
         out = poisoned(9, heads, 512, dtype=BF16)
         config = configs[index % len(configs)]
-        mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, 2000, out=out, config=config)
-        check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))
+        mla.mla_decode(
+            q[..., :512],
+            q[..., 512:],
+            plane,
+            tables,
+            torch.tensor(lens, device="cuda"),
+            4.0,
+            2000,
+            out=out,
+            config=config,
+        )
+        check(
+            out,
+            attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0),
+        )
 
 
 @pytest.mark.parametrize("page", [64, 128])
@@ -90,8 +117,21 @@ def test_mla_decode_of_many_heads(heads: int, queries: int, page: int) -> None:
     out = poisoned(len(q), heads, 512, dtype=BF16)
     config = mla.MlaDecodeConfig(64, 64, 8, 2, gluon=True)
     for _ in range(3):
-        mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 4.0, 4000, out=out, config=config)
-        check(out, attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0))
+        mla.mla_decode(
+            q[..., :512],
+            q[..., 512:],
+            plane,
+            tables,
+            torch.tensor(lens, device="cuda"),
+            4.0,
+            4000,
+            out=out,
+            config=config,
+        )
+        check(
+            out,
+            attend_all(q, [e[:, None] for e in entries], [e[:, None, :512] for e in entries], 4.0),
+        )
         out.fill_(float("nan"))
 
 
@@ -102,27 +142,56 @@ def test_mla_decode_fp8_cache(heads: int, queries: int) -> None:
     plane, tables, _ = fp8_cache(lens, 512, 64)
     q = random(4 * queries, heads, 576).cuda()
     out = poisoned(4 * queries, heads, 512, dtype=BF16)
-    mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, torch.tensor(lens, device="cuda"), 1e-3, 1999, out=out)
+    mla.mla_decode(
+        q[..., :512],
+        q[..., 512:],
+        plane,
+        tables,
+        torch.tensor(lens, device="cuda"),
+        1e-3,
+        1999,
+        out=out,
+    )
     wide = dequantized(plane, 512)
-    entries = [wide[table[: -(-n // 64)]].flatten(0, 1)[:n].to(BF16)[:, None] for table, n in zip(tables, lens, strict=True)]
+    entries = [
+        wide[table[: -(-n // 64)]].flatten(0, 1)[:n].to(BF16)[:, None]
+        for table, n in zip(tables, lens, strict=True)
+    ]
     expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
     assert (out.double() - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("page", [64, 128])
-@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (16, 2), (12, 3), (16, 4), (64, 1), (128, 1), (128, 2)])
+@pytest.mark.parametrize(
+    ("heads", "queries"), [(16, 1), (16, 2), (12, 3), (16, 4), (64, 1), (128, 1), (128, 2)]
+)
 def test_mla_decode_fp8_configs(heads: int, queries: int, page: int) -> None:
     """Every kernel and form, in the same process: a form that disagrees with another is named."""
     lens = [300, 0, 64, 1999, 1, 4096, 700]
     plane, tables, _ = fp8_cache(lens, 512, page)
-    q, kv_lens = random(7 * queries, heads, 576).cuda(), torch.tensor(lens, device="cuda")
-    rows = [plane[table[: -(-n // page)]].flatten(0, 1)[:n] for table, n in zip(tables, lens, strict=True)]
+    q = random(7 * queries, heads, 576).cuda()
+    kv_lens = torch.tensor(lens, device="cuda")
+    rows = [
+        plane[table[: -(-n // page)]].flatten(0, 1)[:n]
+        for table, n in zip(tables, lens, strict=True)
+    ]
     entries = [exact_entries(own)[:, None] for own in rows]
     expected = attend_all(q, entries, [e[..., :512] for e in entries], 1e-3)
-    seen = torch.tensor([n >= queries for n in lens for _ in range(queries)], device="cuda")  # nobody reads tokens that do not exist
+    # nobody reads tokens that do not exist
+    seen = torch.tensor([n >= queries for n in lens for _ in range(queries)], device="cuda")
     for config in mla.configs_for(heads * queries, BF16, fp8_cache=True):
         out = poisoned(7 * queries, heads, 512, dtype=BF16)
-        mla.mla_decode(q[..., :512], q[..., 512:], plane, tables, kv_lens, 1e-3, max(lens), out=out, config=config)
+        mla.mla_decode(
+            q[..., :512],
+            q[..., 512:],
+            plane,
+            tables,
+            kv_lens,
+            1e-3,
+            max(lens),
+            out=out,
+            config=config,
+        )
         error = (out.double() - expected)[seen].norm() / expected[seen].norm()
         assert error < (2.5e-3 if config.gluon else 5e-3), (config, error)
 
@@ -137,8 +206,11 @@ def test_gqa_decode(requests: int, longest: int, page: int, queries: int) -> Non
     k_plane, tables = paged(keys, page)
     torch.set_rng_state(state)  # the same shuffle of pages for both planes
     v_plane, _ = paged(values, page)
-    q, out = random(requests * queries, 32, 128).cuda(), poisoned(requests * queries, 32, 128, dtype=BF16)
-    gqa.gqa_decode(q, k_plane, v_plane, tables, torch.tensor(lens, device="cuda"), 8.0, longest, out=out)
+    q = random(requests * queries, 32, 128).cuda()
+    out = poisoned(requests * queries, 32, 128, dtype=BF16)
+    gqa.gqa_decode(
+        q, k_plane, v_plane, tables, torch.tensor(lens, device="cuda"), 8.0, longest, out=out
+    )
     check(out, attend_all(q, keys, values, 8.0))
 
 
@@ -165,20 +237,31 @@ def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
 
 @pytest.mark.parametrize(("heads", "groups", "widths"), [(16, 16, (192, 128)), (8, 2, (128, 128))])
 def test_prefill(heads: int, groups: int, widths: tuple[int, int]) -> None:
-    query_lens, key_lens = [700, 1, 128, 65, 300], [700, 900, 128, 1000, 333]
+    query_lens = [700, 1, 128, 65, 300]
+    key_lens = [700, 900, 128, 1000, 333]
     keys, values = ([random(n, groups, w) for n in key_lens] for w in widths)
     q = random(sum(query_lens), heads, widths[0]).cuda()
-    expected = torch.cat([attend(a, k.cuda(), v.cuda(), 8.0) for a, k, v in zip(q.split(query_lens), keys, values, strict=True)])
-    kv_lens, out = torch.tensor(key_lens, device="cuda"), poisoned(sum(query_lens), heads, widths[1], dtype=BF16)
+    expected = torch.cat(
+        [
+            attend(a, k.cuda(), v.cuda(), 8.0)
+            for a, k, v in zip(q.split(query_lens), keys, values, strict=True)
+        ]
+    )
+    kv_lens = torch.tensor(key_lens, device="cuda")
+    out = poisoned(sum(query_lens), heads, widths[1], dtype=BF16)
     packed = torch.cat(keys).cuda(), torch.cat(values).cuda()
-    prefill.dense_prefill(q, *packed, starts_of(query_lens), starts_of(key_lens), kv_lens, 700, 8.0, out=out)
+    prefill.dense_prefill(
+        q, *packed, starts_of(query_lens), starts_of(key_lens), kv_lens, 700, 8.0, out=out
+    )
     check(out, expected)
     state = torch.get_rng_state()
     k_plane, tables = paged(keys, 64)
     torch.set_rng_state(state)
     v_plane, _ = paged(values, 64)
     out.fill_(float("nan"))
-    prefill.paged_prefill(q, k_plane, v_plane, tables, starts_of(query_lens), kv_lens, 700, 8.0, out=out)
+    prefill.paged_prefill(
+        q, k_plane, v_plane, tables, starts_of(query_lens), kv_lens, 700, 8.0, out=out
+    )
     check(out, expected)
 
 

@@ -1,4 +1,5 @@
-"""An engine whose kernels are compiled ahead: its tokens, and nothing left to compile when steps are recorded."""
+"""An engine whose kernels are compiled ahead: its tokens, and nothing left to compile when steps
+are recorded."""
 
 from __future__ import annotations
 
@@ -19,12 +20,16 @@ TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_speculative_tokens", [0, 2])
-def test_kernels_compiled_ahead(num_speculative_tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compiled_ahead(
+    num_speculative_tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def kernels() -> int:
         return sum(len(cache) for made in seen for cache, *_ in made.device_caches.values())
 
     seen: set[JITFunction] = set()
-    run, record, counts = JITFunction.run, DecodeGraphs.record, []
+    run = JITFunction.run
+    record = DecodeGraphs.record
+    counts = []
 
     def noted(self: JITFunction, *args: object, **kwargs: object) -> object:
         seen.add(self)
@@ -37,7 +42,13 @@ def test_kernels_compiled_ahead(num_speculative_tokens: int, dtype: str, monkeyp
 
     monkeypatch.setattr(JITFunction, "run", noted)
     monkeypatch.setattr(DecodeGraphs, "record", recorded)
-    options = {"device": "cuda", "dtype": dtype, "max_num_seqs": 4, "max_model_len": 256, "num_speculative_tokens": num_speculative_tokens}
+    options = {
+        "device": "cuda",
+        "dtype": dtype,
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     found = []
     for ahead in (True, False):

@@ -1,4 +1,5 @@
-"""An embedding table in pinned host memory, read by a card's kernel: same tokens, recorded steps included, and less device memory."""
+"""An embedding table in pinned host memory, read by a card's kernel: same tokens, recorded steps
+included, and less device memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ if not torch.cuda.is_available():
 from rorqual import LLM, SamplingParams
 from tests.ops.triton.test_triton_backend import DEEPSEEK
 
-OPTIONS = {"dtype": "float32", "weights": "random", "skip_tokenizer_init": True, "max_num_seqs": 4, "num_pages": 40}
+OPTIONS = {
+    "dtype": "float32",
+    "weights": "random",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 4,
+    "num_pages": 40,
+}
 
 
 @pytest.mark.parametrize("exe_mode", ["eager", "graph", "compile"])
@@ -25,7 +32,15 @@ def test_tokens_do_not_depend_on_where_the_table_lies(tmp_path: Path, exe_mode: 
     for embed_device in ("auto", "cpu"):
         llm = LLM(tmp_path, exe_mode=exe_mode, embed_device=embed_device, **OPTIONS)
         table = llm.engine.model.embedding
-        assert (table.device.type, table.is_pinned()) == (("cuda", False) if embed_device == "auto" else ("cpu", True))
-        found.append([out.outputs[0].token_ids for out in llm.generate([[1, 2, 3], [9], [4] * 11], params)])
+        assert (table.device.type, table.is_pinned()) == (
+            ("cuda", False) if embed_device == "auto" else ("cpu", True)
+        )
+        found.append(
+            [out.outputs[0].token_ids for out in llm.generate([[1, 2, 3], [9], [4] * 11], params)]
+        )
     eager = LLM(tmp_path, exe_mode="eager", **OPTIONS)
-    assert found[0] == found[1] == [out.outputs[0].token_ids for out in eager.generate([[1, 2, 3], [9], [4] * 11], params)]
+    assert (
+        found[0]
+        == found[1]
+        == [out.outputs[0].token_ids for out in eager.generate([[1, 2, 3], [9], [4] * 11], params)]
+    )

@@ -1,4 +1,5 @@
-"""Expert, fp8, routing, norm and cache kernels on a card, in the shapes of real models, against fp64 and with poisoned outputs."""
+"""Expert, fp8, routing, norm and cache kernels on a card, in the shapes of real models, against
+fp64 and with poisoned outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ from rorqual.ops.triton.moe import grouped_gemm, topk
 from rorqual.ops.triton.runtime.launch import is_hopper
 
 DEVICE = torch.device("cuda")
-CASES = {case.name: case for case in (*bench.cases(), *moe_bench.cases()) if not case.name.endswith("T16384")}
+CASES = {
+    case.name: case
+    for case in (*bench.cases(), *moe_bench.cases())
+    if not case.name.endswith("T16384")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,8 @@ def test_every_plan_agrees(kind: str) -> None:
     gate_up, down = bench.expert_weights(shape, DEVICE)
     x = torch.randn(300, 1024, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.rand(300, 16, device=DEVICE).topk(4).indices
-    ids[:, 0], ids[:, 3] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5), -1
+    ids[:, 0] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5)
+    ids[:, 3] = -1
     weights = torch.rand(300, 4, device=DEVICE)
     expected = reference.experts(x, ids, weights, gate_up, down)
     for mean in (0.4, 1, 5, 15, 90, 1000):
@@ -58,14 +64,16 @@ def test_every_plan_agrees(kind: str) -> None:
 @pytest.mark.parametrize(("rows", "stages"), [(128, 6), (128, 2), (256, 4)])
 @pytest.mark.parametrize("tokens", [60, 700, 3000])
 def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
-    """Skewed routing, experts without rows, absent picks: as the reference, and the same in recordings whose kernels start early."""
+    """Skewed routing, experts without rows, absent picks: as the reference, and the same in
+    recordings whose kernels start early."""
     if not is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
     shape = bench.ExpertShape("fp8", 16, 1024, 512, 4)
     gate_up, down = bench.expert_weights(shape, DEVICE)
     x = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.rand(tokens, 12, device=DEVICE).topk(4).indices
-    ids[:, 0], ids[:, 3] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5), -1
+    ids[:, 0] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5)
+    ids[:, 3] = -1
     weights = torch.rand(tokens, 4, device=DEVICE)
     plan = replace(grouped_gemm.plan_for(down, tokens * 3), rows=rows, tall=stages)
     torch.cuda.synchronize()
@@ -75,7 +83,9 @@ def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
     outs: list[torch.Tensor] = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs += [grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan) for _ in range(4)]
+        outs += [
+            grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan) for _ in range(4)
+        ]
     for _ in range(3):
         for out in outs:
             out.fill_(float("nan"))
@@ -87,10 +97,18 @@ def test_experts_in_fp32() -> None:
     gate_up = Weight(torch.randn(8, 192, 160, device=DEVICE) * 160**-0.5)
     down = Weight(torch.randn(8, 160, 96, device=DEVICE) * 96**-0.5)
     for tokens in (1, 70):
-        x, weights = torch.randn(tokens, 160, device=DEVICE), torch.rand(tokens, 3, device=DEVICE)
+        x = torch.randn(tokens, 160, device=DEVICE)
+        weights = torch.rand(tokens, 3, device=DEVICE)
         ids = torch.rand(tokens, 8, device=DEVICE).topk(3).indices
-        truth = reference.experts(x.double(), ids, weights, Weight(gate_up.data.double()), Weight(down.data.double()))
-        torch.testing.assert_close(grouped_gemm.experts(x, ids, weights, gate_up, down), truth.float(), rtol=1e-4, atol=1e-4)
+        truth = reference.experts(
+            x.double(), ids, weights, Weight(gate_up.data.double()), Weight(down.data.double())
+        )
+        torch.testing.assert_close(
+            grouped_gemm.experts(x, ids, weights, gate_up, down),
+            truth.float(),
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 def test_split_products_repeat_bit_for_bit() -> None:
@@ -103,14 +121,17 @@ def test_split_products_repeat_bit_for_bit() -> None:
 @pytest.mark.parametrize("model", moe_bench.ROUTERS)
 def test_routers_repeat_bit_for_bit(model: str) -> None:
     """Each launch starts while the one before it ends, and both count in the same place."""
-    moe, tokens = moe_bench.ROUTERS[model], 5
+    moe = moe_bench.ROUTERS[model]
+    tokens = 5
     gate = torch.randn(moe.num_experts, 2048, device=DEVICE) * 2048**-0.5
     bias = torch.randn(moe.num_experts, device=DEVICE) * 0.05 if moe.has_bias else None
     x = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
     ids, weights = topk.router(x, gate, bias, moe)
     expected_ids, expected = reference.route((x.double() @ gate.double().t()).float(), bias, moe)
     zero = torch.zeros(tokens, moe.num_experts, device=DEVICE)
-    torch.testing.assert_close(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-4, atol=1e-5
+    )
     for _ in range(100):
         again = topk.router(x, gate, bias, moe)
         assert torch.equal(again[0], ids)
@@ -120,10 +141,14 @@ def test_routers_repeat_bit_for_bit(model: str) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [3, 8, 64, 200])
 def test_layers_repeat_bit_for_bit(kind: str, tokens: int) -> None:
-    """Picks of an expert are counted in whatever order they come; no result may show it, and every count comes back to zero."""
-    shape, moe, ops = bench.ExpertShape(kind, 66, 1024, 256, 8, 2), MoEConfig(64, 6, 256), TritonOps()
+    """Picks of an expert are counted in whatever order they come; no result may show it, and
+    every count comes back to zero."""
+    shape = bench.ExpertShape(kind, 66, 1024, 256, 8, 2)
+    moe = MoEConfig(64, 6, 256)
+    ops = TritonOps()
     gate_up, down = bench.expert_weights(shape, DEVICE)
-    x, gate = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16), torch.randn(64, 1024, device=DEVICE) / 32
+    x = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
+    gate = torch.randn(64, 1024, device=DEVICE) / 32
     first = ops.routed_experts(x, gate, None, moe, gate_up, down, shared=2)
     truth = reference.experts(x, *ops.router(x, gate, None, moe, 2), gate_up, down)
     assert bench.difference(first, truth) < (1e-3 if kind == "fp8" else 1e-4)
@@ -134,8 +159,10 @@ def test_layers_repeat_bit_for_bit(kind: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])
 def test_small_products(tokens: int) -> None:
     x = torch.randn(tokens, 2 * 1408, device=DEVICE, dtype=torch.bfloat16)[:, :1408]
-    pair, bias = bench.random_weight("bf16", DEVICE, 2 * 1001, 1408), torch.randn(2002, device=DEVICE, dtype=torch.bfloat16)
+    pair = bench.random_weight("bf16", DEVICE, 2 * 1001, 1408)
+    bias = torch.randn(2002, device=DEVICE, dtype=torch.bfloat16)
     with bench.poisoned():
-        y, h = gemv.linear(x, pair.data, bias), gemv.gate_up(x, pair.data)
+        y = gemv.linear(x, pair.data, bias)
+        h = gemv.gate_up(x, pair.data)
     assert bench.difference(y, x.double() @ pair.data.double().t() + bias.double()) < 1e-5
     assert bench.difference(h, reference.swiglu(x.double() @ pair.data.double().t())) < 1e-4

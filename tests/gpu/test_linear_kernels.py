@@ -1,4 +1,5 @@
-"""Block-fp8 products in Gluon on a card: each form against fp64, poisoned outputs, and graphs of dependent launches against one call."""
+"""Block-fp8 products in Gluon on a card: each form against fp64, poisoned outputs, and graphs of
+dependent launches against one call."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ FEW = [
     LinearPlan(128, 128, 8, 6, split=2, stream=True),
     LinearPlan(128, 64, 4, 3, split=4, waves=2, stream=True),
 ]
-MANY = [LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True) for m, stages in ((256, 4), (256, 2), (128, 6))]
+MANY = [
+    LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True)
+    for m, stages in ((256, 4), (256, 2), (128, 6))
+]
 
 
 def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
@@ -38,11 +42,14 @@ def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
     x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
     bias = torch.randn(rows, device=DEVICE, dtype=torch.bfloat16) if tokens % 2 else None
     torch.cuda.synchronize()  # a launch that starts early takes weights for something that is there
-    truth = reference.rounded_to_fp8(x).double() @ reference.dequantize(weight, torch.float64).t() + (0 if bias is None else bias.double())
+    truth = reference.rounded_to_fp8(x).double() @ reference.dequantize(
+        weight, torch.float64
+    ).t() + (0 if bias is None else bias.double())
     with bench.poisoned():
         first = linear(x, weight, bias, plan=plan)
     assert bench.difference(first, truth) < 1e-4
-    packed, outs = quantize(x), list[Tensor]()
+    packed = quantize(x)
+    outs = list[Tensor]()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs += [linear(packed, weight, bias, plan=plan) for _ in range(8)]
@@ -50,7 +57,9 @@ def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
         for out in outs:
             out.fill_(float("nan"))
         graph.replay()
-        assert all(torch.equal(out, first) for out in outs), "a launch that starts early reads or writes too early"
+        assert all(torch.equal(out, first) for out in outs), (
+            "a launch that starts early reads or writes too early"
+        )
 
 
 @pytest.mark.parametrize("plan", FEW, ids=str)

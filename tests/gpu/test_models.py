@@ -1,13 +1,17 @@
-"""Whole models on a card through TritonOps: tiny checkpoints in fp32 against the CPU, and real widths against the reference on the card.
+"""Whole models on a card through TritonOps: tiny checkpoints in fp32 against the CPU, and real
+widths against the reference on the card.
 
-At real width both sides round to bf16 (and fp8) at the same places but sum in other orders, so logits differ by about the rounding,
-and by more where it tips the router. How much that alone does depends on how loud each layer is in the residual stream. With random
-layers as loud as the stream itself, 1e-4 of noise in the sums of the reference's fp8 products changes the choice of half the tokens
-(256 experts of which 8, three fp8 layers below; median cosine 0.99, no kernel involved), and a comparison says nothing; with the gain
-that the engine gives random models it changes about a tenth (median 0.9999, worst of a hundred 0.998). So the models here have that gain.
-Random weights make flat logits, whose best two are often nearer than the rounding: a position agrees if the reference's logit of our
-choice lies within TIE standard deviations of its best. Bounds: 99 % of positions agree; the logits' cosine is above 0.999 at the median
-and 0.99 at the worst of a hundred. A kernel's own error is bounded far closer in the other tests of this folder.
+At real width both sides round to bf16 (and fp8) at the same places but sum in other orders, so
+logits differ by about the rounding, and by more where it tips the router. How much that alone does
+depends on how loud each layer is in the residual stream. With random layers as loud as the stream
+itself, 1e-4 of noise in the sums of the reference's fp8 products changes the choice of half the
+tokens (256 experts of which 8, three fp8 layers below; median cosine 0.99, no kernel involved), and
+a comparison says nothing; with the gain that the engine gives random models it changes about a
+tenth (median 0.9999, worst of a hundred 0.998). So the models here have that gain. Random weights
+make flat logits, whose best two are often nearer than the rounding: a position agrees if the
+reference's logit of our choice lies within TIE standard deviations of its best. Bounds: 99 % of
+positions agree; the logits' cosine is above 0.999 at the median and 0.99 at the worst of a hundred.
+A kernel's own error is bounded far closer in the other tests of this folder.
 
 Run as a script it prints the figures: python tests/gpu/test_models.py
 """
@@ -39,35 +43,93 @@ from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.moe import combine
 from tests.gpu.device_driver import DeviceDriver, all_logits, random_model, with_ops
 
-CARD, CPU = torch.device("cuda"), torch.device("cpu")
+CARD = torch.device("cuda")
+CPU = torch.device("cpu")
 TIE = 0.1
-LENGTH, CUTS, PAGE = 23, [7, 17], 4
+LENGTH = 23
+CUTS = [7, 17]
+PAGE = 4
 
 DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 3, "hidden_act": "silu",
-    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
-    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4, "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
     "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
         "type": "yarn",
     },
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4,
-    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [], "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
-    "num_hidden_layers": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "vocab_size": 151936,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
 REAL = {"deepseek-v3-4l": DEEPSEEK_V3, "qwen3-30b-4l": QWEN3_30B}
 
 
-def load(folder: Path, ops: Ops, device: torch.device, forms: tuple[str, str] = ("CC", "A_CC_ME")) -> Transformer:
+def load(
+    folder: Path, ops: Ops, device: torch.device, forms: tuple[str, str] = ("CC", "A_CC_ME")
+) -> Transformer:
     config = ModelConfig.from_file(folder)
     model = make_model(config, Build(ops, torch.float32, device, config.quant), 256, *forms)
     load_weights(model, folder)
@@ -75,7 +137,9 @@ def load(folder: Path, ops: Ops, device: torch.device, forms: tuple[str, str] = 
 
 
 def draw(requests: int, length: int, vocabulary: int) -> Tensor:
-    return torch.randint(0, vocabulary, (requests, length), generator=torch.Generator().manual_seed(7))
+    return torch.randint(
+        0, vocabulary, (requests, length), generator=torch.Generator().manual_seed(7)
+    )
 
 
 def tiny(option: str, folder: Path) -> Path:
@@ -85,7 +149,9 @@ def tiny(option: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("option", ["v3", "v3-no-q-lora", "v3-half-rope", "v3-bias", "v2-grouped", "qwen", "qwen-bias"])
+@pytest.mark.parametrize(
+    "option", ["v3", "v3-no-q-lora", "v3-half-rope", "v3-bias", "v2-grouped", "qwen", "qwen-bias"]
+)
 @pytest.mark.parametrize("queries", [1, 2])
 def test_tiny_checkpoints_give_the_cpus_logits(option: str, queries: int, tmp_path: Path) -> None:
     """Chunked prefill, then decode steps of one or two query tokens."""
@@ -96,7 +162,13 @@ def test_tiny_checkpoints_give_the_cpus_logits(option: str, queries: int, tmp_pa
     assert (got - want).abs().max() < 1e-3
 
 
-FORMS = [("CD", "CD"), ("A_CC", "A_CC"), ("A_CC_ME", "A_CC_ME"), ("AM_CC_ME", "AM_CC_ME"), ("CC", "CC")]
+FORMS = [
+    ("CD", "CD"),
+    ("A_CC", "A_CC"),
+    ("A_CC_ME", "A_CC_ME"),
+    ("AM_CC_ME", "AM_CC_ME"),
+    ("CC", "CC"),
+]
 
 
 @pytest.mark.parametrize("forms", FORMS, ids="-".join)
@@ -104,12 +176,16 @@ def test_mla_forms_on_the_card(forms: tuple[str, str], tmp_path: Path) -> None:
     folder = tiny("v3", tmp_path)
     ids = draw(3, LENGTH, 128)
     want = all_logits(load(folder, Ops(), CPU), ids, CUTS, PAGE)
-    assert (all_logits(load(folder, TritonOps(), CARD, forms), ids, CUTS, PAGE) - want).abs().max() < 1e-3
+    assert (
+        all_logits(load(folder, TritonOps(), CARD, forms), ids, CUTS, PAGE) - want
+    ).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("forms", [("CC", "A_CC_ME"), ("A_CC_ME", "AM_CC_ME")], ids="-".join)
-def test_fp8_latent_cache_gives_the_cpus_logits(forms: tuple[str, str], queries: int, tmp_path: Path) -> None:
+def test_fp8_latent_cache_gives_the_cpus_logits(
+    forms: tuple[str, str], queries: int, tmp_path: Path
+) -> None:
     """No router, which a rounding at the edge of two e4m3 values might tip."""
     folder = tiny("v3-wide-latent", tmp_path)
     ids = draw(3, LENGTH, 128)
@@ -130,17 +206,25 @@ def refill(step: ForwardBatch, other: ForwardBatch) -> None:
     step.decode.kv_lens.copy_(other.decode.kv_lens)
 
 
-@pytest.mark.parametrize(("option", "kv_dtype"), [("v3", "auto"), ("v3-wide-latent", "fp8"), ("v3-no-q-lora", "auto"), ("qwen", "auto")])
+@pytest.mark.parametrize(
+    ("option", "kv_dtype"),
+    [("v3", "auto"), ("v3-wide-latent", "fp8"), ("v3-no-q-lora", "auto"), ("qwen", "auto")],
+)
 def test_a_decode_step_in_a_graph(option: str, kv_dtype: str, tmp_path: Path) -> None:
     """Captured once with bounds that are too high, then replayed for the steps that follow."""
     model = load(tiny(option, tmp_path), TritonOps(), CARD)
     replayed_equals_eager(model, draw(3, 12, 128), 1e-5, kv_dtype)
 
 
-def replayed_equals_eager(model: Transformer, ids: Tensor, bound: float, kv_dtype: str = "auto") -> None:
+def replayed_equals_eager(
+    model: Transformer, ids: Tensor, bound: float, kv_dtype: str = "auto"
+) -> None:
     driver = DeviceDriver(model, len(ids), ids.shape[1], 16, kv_dtype)
     driver.logits(driver.step([row[:7] for row in ids], [0] * len(ids)))
-    steps = [driver.step([row[at : at + 1] for row in ids], [at] * len(ids), slack=9) for at in range(7, ids.shape[1])]
+    steps = [
+        driver.step([row[at : at + 1] for row in ids], [at] * len(ids), slack=9)
+        for at in range(7, ids.shape[1])
+    ]
     static = driver.step([row[7:8] for row in ids], [7] * len(ids), slack=9)
     eager = [driver.logits(step) for step in steps]
     driver.logits(static)
@@ -154,9 +238,13 @@ def replayed_equals_eager(model: Transformer, ids: Tensor, bound: float, kv_dtyp
 
 
 @pytest.mark.parametrize("option", ["v3", "qwen"])
-def test_engines_give_the_same_tokens_with_sums_in_norms(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded and eager steps, in bf16, by whichever kernel a token's experts are added up: bit for bit, so log probabilities too."""
-    folder, found = tiny(option, tmp_path), []
+def test_engines_give_the_same_tokens_with_sums_in_norms(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded and eager steps, in bf16, by whichever kernel a token's experts are added up: bit
+    for bit, so log probabilities too."""
+    folder = tiny(option, tmp_path)
+    found = []
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for most in (combine.NORM_SUMS_TOKENS, 0):
@@ -184,14 +272,19 @@ def real(name: str) -> dict[str, float]:
 
 
 def compare(got: Tensor, want: Tensor) -> dict[str, float]:
-    got, want = got.flatten(0, 1), want.flatten(0, 1)
+    got = got.flatten(0, 1)
+    want = want.flatten(0, 1)
     cosine = torch.cosine_similarity(got, want, dim=-1)
-    mine, best = got.argmax(-1), want.max(-1)
+    mine = got.argmax(-1)
+    best = want.max(-1)
     lost = (best.values - want.gather(1, mine[:, None]).squeeze(1)) / want.std(-1)
     return {
-        "positions": len(cosine), "median": cosine.median().item(), "worst_of_100": cosine.quantile(0.01).item(),
-        "same_top": (mine == best.indices).float().mean().item(), "agree": (lost <= TIE).float().mean().item(),
-    }  # fmt: skip
+        "positions": len(cosine),
+        "median": cosine.median().item(),
+        "worst_of_100": cosine.quantile(0.01).item(),
+        "same_top": (mine == best.indices).float().mean().item(),
+        "agree": (lost <= TIE).float().mean().item(),
+    }
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -206,5 +299,9 @@ def test_real_widths(name: str) -> None:
 
 if __name__ == "__main__":
     for model_name in REAL:
-        print(model_name, {key: round(value, 5) for key, value in real(model_name).items()}, flush=True)
+        print(
+            model_name,
+            {key: round(value, 5) for key, value in real(model_name).items()},
+            flush=True,
+        )
         torch.cuda.empty_cache()

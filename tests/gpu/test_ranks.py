@@ -1,5 +1,6 @@
-"""Engines over several cards, recorded steps and all: the tokens of one card in fp32, whatever the layout; and a rank that dies or freezes.
-Run as a script it is an engine whose rank is struck."""
+"""Engines over several cards, recorded steps and all: the tokens of one card in fp32, whatever
+the layout; and a rank that dies or freezes. Run as a script it is an engine whose rank is
+struck."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ from tests.engine.distributed.test_executor import (
 
 CARDS = torch.cuda.device_count()
 PROMPTS = TEXTS if find_spec("xgrammar") else TEXTS[:-1]  # the last one has a grammar
-WATCHDOG, STUCK = 8.0, 100
+WATCHDOG = 8.0
+STUCK = 100
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "num_speculative_tokens": 2},
     {"tp": 2, "p2p_memory": False},
@@ -72,12 +74,19 @@ def ranks(layout: dict[str, Any]) -> int:
     return prod(layout.get(name, 1) for name in ("tp", "dp", "pp"))
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if ranks(layout) <= CARDS], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if ranks(layout) <= CARDS], ids=name_of
+)
 def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[str, Any]) -> None:
     llm = LLM(**{**COMMON, "device": "cuda", **layout})
     stats = llm.engine.stats
-    if layout.get("tp", 1) > 1 and not llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded:
-        assert stats.allreduce_backend.startswith("one kernel" if layout.get("p2p_memory", True) else "process group (as configured"), stats
+    if (
+        layout.get("tp", 1) > 1
+        and not llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded
+    ):
+        assert stats.allreduce_backend.startswith(
+            "one kernel" if layout.get("p2p_memory", True) else "process group (as configured"
+        ), stats
     if "exchange" in layout and layout["exchange"] == "low_latency":
         assert "memory shared by the cards" in stats.all2all_backend, stats
     assert everything(llm, PROMPTS) == expected
@@ -87,23 +96,30 @@ def sums(rank: int, world: int, folder: str) -> None:
     """The fused all-reduce on one card of `world`."""
     torch.cuda.set_device(rank)
     torch.manual_seed(rank)  # parts differ
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     device = torch.device("cuda", rank)
     mesh = Mesh.of(ParallelConfig(tp=world))
     mesh.fuse_all_reduce(300, 7168, torch.bfloat16, device)
     alike = torch.Generator(device).manual_seed(1)
     for rows in (1, 2, 17, 18, 64, 300, 300, 1):  # one and two steps, 256 KiB being 18.3 rows
         one_sum(mesh.tp, rows, alike)
-    mesh.tp.all_reduce(torch.ones(1, device=device))  # nobody's memory goes while another still reads it
+    # nobody's memory goes while another still reads it
+    mesh.tp.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
     dist.destroy_process_group()
 
 
 def one_sum(axis: Axis, rows: int, alike: torch.Generator) -> None:
     """Called and replayed, against the parts of all ranks added up in their order."""
-    shape, kind, device = (rows, 7168), torch.bfloat16, alike.device
+    shape = (rows, 7168)
+    kind = torch.bfloat16
+    device = alike.device
     own = torch.randn(shape, device=device).to(kind)
-    residual, weight = (torch.randn(size, generator=alike, device=device).to(kind) for size in (shape, shape[1]))
+    residual, weight = (
+        torch.randn(size, generator=alike, device=device).to(kind) for size in (shape, shape[1])
+    )
     added = torch.zeros(shape, device=device)
     for part in axis.all_gather(own).view(-1, *shape):
         added += part.float()
@@ -126,7 +142,10 @@ def no_other_way(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_sums_over_shared_memory_are_those_of_all_parts_in_order(tmp_path: Path) -> None:
-    processes = [multiprocessing.get_context("spawn").Process(target=sums, args=(rank, CARDS, str(tmp_path))) for rank in range(CARDS)]
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=sums, args=(rank, CARDS, str(tmp_path)))
+        for rank in range(CARDS)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -136,12 +155,16 @@ def test_sums_over_shared_memory_are_those_of_all_parts_in_order(tmp_path: Path)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "NCCL"])
-@pytest.mark.parametrize(("blow", "named"), [("SIGKILL", "status -9"), ("SIGSTOP", "no sign of life")])
+@pytest.mark.parametrize(
+    ("blow", "named"), [("SIGKILL", "status -9"), ("SIGSTOP", "no sign of life")]
+)
 def test_a_rank_that_dies_or_freezes_ends_the_engine(blow: str, named: str, shared: bool) -> None:
     """In a process of its own, which must come to its end as well."""
     command = [sys.executable, __file__, blow, json.dumps(shared)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert "rank 1 (pp 0, dp 0, tp 1)" in told["message"]

@@ -1,4 +1,5 @@
-"""Sampling on the card: a recorded step draws what an eager one draws, and the same twice. What is drawn: tests/ops/triton/sampling/test_sampling.py."""
+"""Sampling on the card: a recorded step draws what an eager one draws, and the same twice. What
+is drawn: tests/ops/triton/sampling/test_sampling.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ pytest.importorskip("triton")
 
 from rorqual.ops.triton.sampling import sampling
 
-SETTINGS = [(0.0, 1.0, 0.0, 0), (0.8, 1.0, 0.0, 0), (0.8, 0.9, 0.0, 0), (1.0, 0.95, 0.01, 40), (100.0, 0.9, 0.0, 0), (1.0, 1.0, 0.0, 1)]
+SETTINGS = [
+    (0.0, 1.0, 0.0, 0),
+    (0.8, 1.0, 0.0, 0),
+    (0.8, 0.9, 0.0, 0),
+    (1.0, 0.95, 0.01, 40),
+    (100.0, 0.9, 0.0, 0),
+    (1.0, 1.0, 0.0, 1),
+]
 
 
 @pytest.mark.parametrize("cuts", [False, True])
@@ -20,7 +28,8 @@ def test_a_graph_draws_the_eager_tokens(vocab: int, filters: bool) -> None:
     torch.manual_seed(vocab)
     settings = torch.tensor(SETTINGS * 8, dtype=torch.float64, device="cuda")
     count = settings.shape[0]
-    logits, numbers = torch.empty(count, vocab, device="cuda"), torch.empty(count, dtype=torch.float64, device="cuda")
+    logits = torch.empty(count, vocab, device="cuda")
+    numbers = torch.empty(count, dtype=torch.float64, device="cuda")
 
     def step() -> torch.Tensor:
         return sampling.sample_from(sampling.distribution(logits, settings, filters), numbers)

@@ -1,4 +1,5 @@
-"""Drafts on a card, whole steps recorded, kernels compiled ahead: the bundled checkpoint's tokens with and without them."""
+"""Drafts on a card, whole steps recorded, kernels compiled ahead: the bundled checkpoint's
+tokens with and without them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
 
-TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the", "one two one two one two one"]
+TEXTS = [
+    "The captain of the ship",
+    "In the beginning",
+    "It was a dark night and the",
+    "one two one two one two one",
+]
 PARAMS = [  # greedy and seeded requests get the tokens of plain decoding; side by side in one batch
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True),
@@ -29,7 +35,11 @@ def tokens(params: list[SamplingParams], **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 2, "drafter": "ngram"}],
+    [
+        {"num_speculative_tokens": 1},
+        {"num_speculative_tokens": 3},
+        {"num_speculative_tokens": 2, "drafter": "ngram"},
+    ],
     ids=["one", "three", "look-up"],
 )
 def test_drafts_change_no_token(options: dict[str, Any]) -> None:
@@ -38,7 +48,8 @@ def test_drafts_change_no_token(options: dict[str, Any]) -> None:
 
 
 def test_unseeded_requests_are_drawn() -> None:
-    """Drafts of these are taken by lot; recorded steps with what that needs, and tokens that exist."""
+    """Drafts of these are taken by lot; recorded steps with what that needs, and tokens that
+    exist."""
     params = [SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)] * 4
     for found in tokens(params, num_speculative_tokens=2):
         assert len(found) == 40

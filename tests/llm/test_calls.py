@@ -28,7 +28,8 @@ def llm(model: LLM) -> Iterator[LLM]:
     """The model with nothing under way, before and after."""
     assert not model.engine.has_work
     yield model
-    engine, scheduler = model.engine, model.engine.scheduler
+    engine = model.engine
+    scheduler = model.engine.scheduler
     left = list(scheduler.sequences)
     for name in left:
         engine.abort(name)
@@ -78,7 +79,8 @@ class Steps:
     """The engine's step, and before the steps named in `before` what is said there."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch):
-        self.step, self.count = llm.engine.step, 0
+        self.step = llm.engine.step
+        self.count = 0
         self.before: dict[int, Callable[[], Any]] = {}
         monkeypatch.setattr(llm.engine, "step", self)
 
@@ -155,7 +157,9 @@ def test_threads_that_generate_and_one_that_streams_and_cancels(llm: LLM):
 
 def test_tokens_can_be_read_while_another_thread_is_in_the_next_step(llm: LLM, steps: Steps):
     expected = alone(llm, PROMPTS[:2])
-    base, reading, has_read = steps.count, threading.Event(), threading.Event()
+    base = steps.count
+    reading = threading.Event()
+    has_read = threading.Event()
     steps.before = {base + 1: lambda: wait(reading), base + 2: lambda: wait(has_read)}
     stream = llm.stream(PROMPTS[0], greedy())
     other = Thread(lambda: llm.generate(PROMPTS[1], greedy()))
@@ -173,7 +177,8 @@ def test_tokens_can_be_read_while_another_thread_is_in_the_next_step(llm: LLM, s
 
 
 def test_a_busy_thread_lets_others_add(llm: LLM, steps: Steps):
-    added, seen = threading.Event(), []
+    added = threading.Event()
+    seen = []
 
     def until_claimed() -> None:
         wait(added)
@@ -198,7 +203,8 @@ def test_a_busy_thread_lets_others_add(llm: LLM, steps: Steps):
 def test_a_failed_step_reaches_every_open_call(llm: LLM, steps: Steps, error: Exception):
     """Those that did not compute it get what came before, then an EngineError, once."""
     expected = alone(llm, PROMPTS[:1])
-    idle, stepping = llm.stream(PROMPTS[0], greedy()), llm.stream(PROMPTS[1], greedy())
+    idle = llm.stream(PROMPTS[0], greedy())
+    stepping = llm.stream(PROMPTS[1], greedy())
     next(stepping)
     next(stepping)
     steps.before = {steps.count + 1: lambda: raise_(error)}
@@ -215,7 +221,8 @@ def test_a_failed_step_reaches_every_open_call(llm: LLM, steps: Steps, error: Ex
 
 
 def test_a_failed_step_reaches_a_thread_that_waits_for_it(llm: LLM, steps: Steps):
-    stream, waiting = llm.stream(PROMPTS[0], greedy()), threading.Event()
+    stream = llm.stream(PROMPTS[0], greedy())
+    waiting = threading.Event()
 
     def fail() -> None:
         wait(waiting)
@@ -290,7 +297,9 @@ def test_a_stream_that_was_never_read_leaves_nothing(llm: LLM, way: str):
 def test_close_while_another_thread_steps(llm: LLM, steps: Steps):
     """The stream ends, for its reader too, and the other call goes on as if it had been alone."""
     expected = alone(llm, PROMPTS[:2])
-    stream, closing, base = llm.stream(PROMPTS[0], greedy()), threading.Event(), steps.count
+    stream = llm.stream(PROMPTS[0], greedy())
+    closing = threading.Event()
+    base = steps.count
 
     def until_claimed() -> None:
         wait(closing)
@@ -330,7 +339,8 @@ def test_what_is_wrong_with_a_stream_s_prompt_is_said_by_the_call_itself(llm: LL
 
 
 def test_any_exception_takes_back_what_is_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    add, added = llm.engine.add, []
+    add = llm.engine.add
+    added = []
 
     def fail(request: Any) -> None:
         add(request)

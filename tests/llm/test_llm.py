@@ -39,7 +39,14 @@ def test_result_shapes_follow_vllm(llm: LLM):
 def test_prompts_in_every_accepted_form_mean_the_same(llm: LLM):
     params = SamplingParams(temperature=0, max_tokens=8)
     ids = llm.get_tokenizer().encode(PROMPTS[0])
-    forms = [PROMPTS[0], [PROMPTS[0]], ids, [ids], {"prompt": PROMPTS[0]}, [{"prompt_token_ids": ids}]]
+    forms = [
+        PROMPTS[0],
+        [PROMPTS[0]],
+        ids,
+        [ids],
+        {"prompt": PROMPTS[0]},
+        [{"prompt_token_ids": ids}],
+    ]
     results = {tuple(llm.generate(form, params)[0].outputs[0].token_ids) for form in forms}
     assert len(results) == 1
 
@@ -47,7 +54,10 @@ def test_prompts_in_every_accepted_form_mean_the_same(llm: LLM):
 def test_seeded_requests_repeat_whatever_else_is_in_the_batch(llm: LLM):
     params = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=20)
     alone = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
-    others = [SamplingParams(temperature=t / 10, top_k=t, max_tokens=20 + t, presence_penalty=0.1 * t) for t in range(1, 9)]
+    others = [
+        SamplingParams(temperature=t / 10, top_k=t, max_tokens=20 + t, presence_penalty=0.1 * t)
+        for t in range(1, 9)
+    ]
     crowd = llm.generate([PROMPTS[0], *[PROMPTS[1]] * 8], [params, *others])
     assert crowd[0].outputs[0].token_ids == alone
     assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == alone
@@ -62,19 +72,25 @@ def test_n_gives_several_different_completions(llm: LLM):
 
 
 def test_logprobs(llm: LLM):
-    out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, logprobs=3))[0].outputs[0]
+    out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=5, logprobs=3))[
+        0
+    ].outputs[0]
     assert len(out.logprobs) == 5
     for token, entry in zip(out.token_ids, out.logprobs, strict=True):
         assert len(entry) == 3
         assert entry[token].rank == 1
         assert entry[token].logprob == max(item.logprob for item in entry.values())
         assert entry[token].decoded_token == llm.get_tokenizer().token(token)
-    assert out.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in zip(out.token_ids, out.logprobs, strict=True)))
+    assert out.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for t, e in zip(out.token_ids, out.logprobs, strict=True))
+    )
 
 
 def test_logprob_of_an_unlikely_token_is_added(llm: LLM):
     token = 7
-    out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=1, logprobs=1, logit_bias={token: 100}))[0].outputs[0]
+    out = llm.generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=1, logprobs=1, logit_bias={token: 100})
+    )[0].outputs[0]
     assert out.token_ids == [token]
     assert len(out.logprobs[0]) == 2
     assert out.logprobs[0][token].rank > 1
@@ -82,10 +98,15 @@ def test_logprob_of_an_unlikely_token_is_added(llm: LLM):
 
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_across_tokens(llm: LLM, include: bool):
-    """The stop string is taken from the middle of the text, so that it starts and ends inside tokens."""
-    plain = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].text
+    """The stop string is taken from the middle of the text, so that it starts and ends inside
+    tokens."""
+    plain = (
+        llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].text
+    )
     stop = plain[21:28]
-    params = SamplingParams(temperature=0, max_tokens=40, stop=["\x00never", stop], include_stop_str_in_output=include)
+    params = SamplingParams(
+        temperature=0, max_tokens=40, stop=["\x00never", stop], include_stop_str_in_output=include
+    )
     deltas = list(llm.stream(PROMPTS[2], params))
     text = "".join(delta.text for delta in deltas)
     end = plain.index(stop)
@@ -96,9 +117,15 @@ def test_stop_string_across_tokens(llm: LLM, include: bool):
 
 
 def test_stop_token_ids_and_ignore_eos(llm: LLM):
-    tokens = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].token_ids
+    tokens = (
+        llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=20))[0]
+        .outputs[0]
+        .token_ids
+    )
     stop = tokens[7]
-    out = llm.generate(PROMPTS[2], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop]))[0].outputs[0]
+    out = llm.generate(
+        PROMPTS[2], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop])
+    )[0].outputs[0]
     assert out.token_ids == tokens[: tokens.index(stop) + 1]
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
     forced = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], min_tokens=15)
@@ -173,7 +200,9 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: object):
 
 
 def test_context_end_finishes_with_length(llm: LLM):
-    out = llm.generate([list(range(3, 3 + 500))], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))[0].outputs[0]
+    out = llm.generate(
+        [list(range(3, 3 + 500))], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    )[0].outputs[0]
     assert len(out.token_ids) == 12
     assert out.finish_reason == "length"
 
@@ -187,11 +216,15 @@ def test_every_end_of_sequence_id_of_generation_config_ends_a_request(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED, folder)
     path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 77], "do_sample": False}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, 77], "do_sample": False})
+    )
     llm = LLM(folder, dtype="float32", max_num_seqs=4, max_model_len=64)
     assert llm.get_default_sampling_params().greedy
     for eos in (1, 77):
-        out = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, logit_bias={eos: 100}))[0].outputs[0]
+        out = llm.generate(
+            PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, logit_bias={eos: 100})
+        )[0].outputs[0]
         assert (out.token_ids, out.finish_reason) == ([eos], "stop")
 
 
@@ -258,7 +291,11 @@ def test_without_a_tokenizer():
         ({"max_model_len": 10**6}, ConfigError, "4096 positions"),
         ({"mla_decode": "CD"}, ConfigError, "different caches"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
-        ({"max_num_seqs": 64, "max_num_batched_tokens": 8}, ConfigError, "max_num_batched_tokens=8"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 8},
+            ConfigError,
+            "max_num_batched_tokens=8",
+        ),
         ({"kv_cache_bytes": 100}, CapacityError, "cache page"),
         ({"device": "tpu"}, ConfigError, "tpu"),
     ],
@@ -269,26 +306,39 @@ def test_bad_options_are_named(options: dict, error: type[Exception], words: str
 
 
 def test_not_enough_memory_is_said_before_allocating(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rorqual.platforms.cpu.CpuPlatform.available_memory", lambda self: 10 * 2**20)
+    monkeypatch.setattr(
+        "rorqual.platforms.cpu.CpuPlatform.available_memory", lambda self: 10 * 2**20
+    )
     with pytest.raises(CapacityError, match="the weights need"):
         LLM()
 
 
 def test_random_weights_by_vllms_name():
-    llm = LLM(load_format="dummy", seed=3, dtype="float32", max_num_seqs=2, max_model_len=64, block_size=8)
+    llm = LLM(
+        load_format="dummy", seed=3, dtype="float32", max_num_seqs=2, max_model_len=64, block_size=8
+    )
     again = LLM(load_format="dummy", seed=3, dtype="float32", max_num_seqs=2, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=6)
-    assert llm.generate([4, 5], params)[0].outputs[0].token_ids == again.generate([4, 5], params)[0].outputs[0].token_ids
+    assert (
+        llm.generate([4, 5], params)[0].outputs[0].token_ids
+        == again.generate([4, 5], params)[0].outputs[0].token_ids
+    )
 
 
 def test_many_requests_with_random_cancels_leave_every_page_free():
-    """2,000 requests of random lengths through the real engine; a third are cancelled on the way."""
+    """2,000 requests of random lengths through the real engine; a third are cancelled on the
+    way."""
     import random
 
     from rorqual.request import Request
 
     chance = random.Random(1)
-    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 96, "num_pages": 64}
+    sizes = {
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 96,
+        "num_pages": 64,
+    }
     engine = LLM(skip_tokenizer_init=True, dtype="float32", **sizes).engine
     waiting = [f"r{i}" for i in range(2000)]
     live: set[str] = set()
@@ -296,7 +346,13 @@ def test_many_requests_with_random_cancels_leave_every_page_free():
         while waiting and len(live) < 64:
             name = waiting.pop()
             prompt = tuple(chance.randrange(3, 4096) for _ in range(chance.randint(1, 40)))
-            engine.add(Request(name, prompt, SamplingParams(temperature=0, max_tokens=chance.randint(1, 6), ignore_eos=True)))
+            engine.add(
+                Request(
+                    name,
+                    prompt,
+                    SamplingParams(temperature=0, max_tokens=chance.randint(1, 6), ignore_eos=True),
+                )
+            )
             live.add(name)
         for out in engine.step():
             if out.finish is not None:

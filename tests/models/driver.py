@@ -1,4 +1,5 @@
-"""Drive a model by hand through the paged cache, without scheduler or sampler: logits of every position."""
+"""Drive a model by hand through the paged cache, without scheduler or sampler: logits of every
+position."""
 
 from __future__ import annotations
 
@@ -21,10 +22,19 @@ from rorqual.parallel.overlap import run, straight
 
 CPU = torch.device("cpu")
 PAGE = 4
-FORMS = [("CD", "CD"), ("CC", "CC"), ("A_CC", "A_CC"), ("A_CC_ME", "A_CC_ME"), ("AM_CC_ME", "AM_CC_ME"), ("CC", "A_CC_ME")]
+FORMS = [
+    ("CD", "CD"),
+    ("CC", "CC"),
+    ("A_CC", "A_CC"),
+    ("A_CC_ME", "A_CC_ME"),
+    ("AM_CC_ME", "AM_CC_ME"),
+    ("CC", "A_CC_ME"),
+]
 
 
-def load(folder: Path, ops: Ops, dtype: str = "float32", forms: tuple[str, str] = ("CC", "A_CC_ME")) -> Transformer:
+def load(
+    folder: Path, ops: Ops, dtype: str = "float32", forms: tuple[str, str] = ("CC", "A_CC_ME")
+) -> Transformer:
     config = ModelConfig.from_file(folder)
     model = make_model(config, Build(ops, getattr(torch, dtype), CPU, config.quant), 256, *forms)
     load_weights(model, folder)
@@ -32,32 +42,54 @@ def load(folder: Path, ops: Ops, dtype: str = "float32", forms: tuple[str, str] 
 
 
 class Driver:
-    """Several requests share one pool with scattered pages; unused memory is NaN so that a stray read shows."""
+    """Several requests share one pool with scattered pages; unused memory is NaN so that a stray
+    read shows."""
 
-    def __init__(self, model: Transformer, requests: int, max_len: int, dtype: str = "float32", kv_dtype: str = "auto"):
+    def __init__(
+        self,
+        model: Transformer,
+        requests: int,
+        max_len: int,
+        dtype: str = "float32",
+        kv_dtype: str = "auto",
+    ):
         decode = getattr(model.layers[0].attention, "decode_form", "A_CC_ME")
         self.model = model
         pages = -(-max_len // PAGE)
-        self.pool = KVPool(kv_spec(model.config, PAGE, kv_dtype, decode, activations=dtype), requests * pages + 1, CPU)
+        self.pool = KVPool(
+            kv_spec(model.config, PAGE, kv_dtype, decode, activations=dtype),
+            requests * pages + 1,
+            CPU,
+        )
         for planes in self.pool.layers:
             for plane in planes.values():
-                plane.fill_(255 if plane.dtype == torch.uint8 else float("nan"))  # NaN as fp8, bf16 and fp32 alike
+                # NaN as fp8, bf16 and fp32 alike
+                plane.fill_(255 if plane.dtype == torch.uint8 else float("nan"))
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)) + 1
         self.tables = order.view(requests, pages)
 
-    def step(self, tokens: list[Tensor], starts: list[int], decode: bool, request: int = 0) -> ForwardBatch:
+    def step(
+        self, tokens: list[Tensor], starts: list[int], decode: bool, request: int = 0
+    ) -> ForwardBatch:
         """One chunk for each of the requests `request`, `request` + 1, ..."""
         tables = self.tables[request : request + len(tokens)]
-        rows = [torch.arange(start, start + len(part)) for part, start in zip(tokens, starts, strict=True)]
+        rows = [
+            torch.arange(start, start + len(part))
+            for part, start in zip(tokens, starts, strict=True)
+        ]
         positions = torch.cat(rows)
         owner = torch.cat([torch.full_like(row, index) for index, row in enumerate(rows)])
         slots = tables[owner, positions // PAGE] * PAGE + positions % PAGE
         stops = [start + len(part) for part, start in zip(tokens, starts, strict=True)]
-        segment = AttentionMetadata(tables, torch.tensor(stops), tuple(map(len, tokens)), tuple(stops))
+        segment = AttentionMetadata(
+            tables, torch.tensor(stops), tuple(map(len, tokens)), tuple(stops)
+        )
         cos, sin = self.model.rotary.rows(positions)
         ids = torch.cat(tokens)
         parts = {"decode": segment} if decode else {"prefill": segment}
-        return ForwardBatch(ids, positions, slots, cos, sin, torch.arange(len(ids)), self.pool, **parts)
+        return ForwardBatch(
+            ids, positions, slots, cos, sin, torch.arange(len(ids)), self.pool, **parts
+        )
 
     @torch.inference_mode()
     def logits(self, step: ForwardBatch) -> Tensor:
@@ -65,11 +97,17 @@ class Driver:
 
     @torch.inference_mode()
     def interleaved(self, steps: list[ForwardBatch]) -> list[Tensor]:
-        return [self.model.logits(hidden) for hidden in run([self.model.forward(step) for step in steps])]
+        return [
+            self.model.logits(hidden)
+            for hidden in run([self.model.forward(step) for step in steps])
+        ]
 
 
-def all_logits(model: Transformer, ids: Tensor, cuts: list[int], dtype: str = "float32", kv_dtype: str = "auto") -> Tensor:
-    """ids [requests, length]: the prompt in chunks that end at `cuts`, the rest token by token as decode steps. [requests, length, V]."""
+def all_logits(
+    model: Transformer, ids: Tensor, cuts: list[int], dtype: str = "float32", kv_dtype: str = "auto"
+) -> Tensor:
+    """ids [requests, length]: the prompt in chunks that end at `cuts`, the rest token by token
+    as decode steps. [requests, length, V]."""
     requests, length = ids.shape
     driver = Driver(model, requests, length, dtype, kv_dtype)
     bounds = [0, *cuts]
@@ -78,6 +116,8 @@ def all_logits(model: Transformer, ids: Tensor, cuts: list[int], dtype: str = "f
         chunk = driver.step([row[start:stop] for row in ids], [start] * requests, decode=False)
         outs.append(driver.logits(chunk).view(requests, stop - start, -1))
     for position in range(bounds[-1], length):
-        step = driver.step([row[position : position + 1] for row in ids], [position] * requests, decode=True)
+        step = driver.step(
+            [row[position : position + 1] for row in ids], [position] * requests, decode=True
+        )
         outs.append(driver.logits(step).view(requests, 1, -1))
     return torch.cat(outs, 1)

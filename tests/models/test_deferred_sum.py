@@ -1,4 +1,5 @@
-"""MoE layers that leave the sum over a token's experts to the next norm: every consumer of a layer's output takes such a value, or its sum.
+"""MoE layers that leave the sum over a token's experts to the next norm: every consumer of a
+layer's output takes such a value, or its sum.
 
 On a CPU, with an op table that defers wherever it may."""
 
@@ -45,15 +46,32 @@ class Deferring(Ops):
     def __init__(self) -> None:
         self.left = self.taken = 0
 
-    def experts_deferred(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: Any, gate_up: Weight, down: Weight,
-                         base: Tensor | None = None, shared: int = 0) -> NormInput:  # fmt: skip
+    def experts_deferred(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        bias: Tensor | None,
+        moe: Any,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+        shared: int = 0,
+    ) -> NormInput:
         self.left += 1
         ids, weights = self.router(x, gate, bias, moe, shared)
         one = torch.ones_like(weights[:, :1])
-        y = torch.stack([reference.experts(x, ids[:, k : k + 1], one, gate_up, down) for k in range(ids.shape[1])], 1)
+        y = torch.stack(
+            [
+                reference.experts(x, ids[:, k : k + 1], one, gate_up, down)
+                for k in range(ids.shape[1])
+            ],
+            1,
+        )
         return DeferredMoESum(y.flatten(0, 1), None, weights, base, plain_sum)
 
-    def sum_add_norm(self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def sum_add_norm(
+        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
         self.taken += 1
         return super().sum_add_norm(gave, residual, weight, eps)
 
@@ -70,18 +88,36 @@ def deferring(monkeypatch: pytest.MonkeyPatch) -> Deferring:
 def tokens(llm: LLM) -> list[Any]:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(VOCAB, (3 + 5 * i,), generator=generator).tolist() for i in range(4)]
-    return [out.outputs[0].token_ids for out in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))]
+    return [
+        out.outputs[0].token_ids
+        for out in llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        )
+    ]
 
 
-SIZES: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 64, "page_size": 8}
+SIZES: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "page_size": 8,
+}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"chunked_prefill_size": 4}, {"num_speculative_tokens": 2, "drafter": "mtp"}, {"num_speculative_tokens": 2, "drafter": "ngram"}],
+    [
+        {},
+        {"chunked_prefill_size": 4},
+        {"num_speculative_tokens": 2, "drafter": "mtp"},
+        {"num_speculative_tokens": 2, "drafter": "ngram"},
+    ],
     ids=str,
 )
-def test_engines_give_the_same_tokens(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_give_the_same_tokens(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts whole and in chunks, decode steps, verification and prediction modules."""
     save_with_mtp(tmp_path, agreement=2.0)
     with monkeypatch.context() as patch:
@@ -111,7 +147,8 @@ class Sent(Exception):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_stage_passes_on_sums(tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of two stages: its inner layers leave their sums where nothing is added over ranks, and what it sends is a tensor."""
+    """The first of two stages: its inner layers leave their sums where nothing is added over
+    ranks, and what it sends is a tensor."""
     save("v3", tmp_path)
     config = ModelConfig.from_file(tmp_path)
 
@@ -129,7 +166,8 @@ def test_a_stage_passes_on_sums(tp: int, tmp_path: Path, monkeypatch: pytest.Mon
         return held[0]
 
     ops = Deferring()
-    got, want = sent(ops), sent(Ops())
+    got = sent(ops)
+    want = sent(Ops())
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert (ops.left > 0) == (tp == 1)
 
@@ -137,13 +175,16 @@ def test_a_stage_passes_on_sums(tp: int, tmp_path: Path, monkeypatch: pytest.Mon
 def small_moe(ops: Ops, tmp_path: Path, mesh: Mesh | None = None) -> MoE:
     save("v3", tmp_path)
     config = ModelConfig.from_file(tmp_path)
-    model = make_model(config, Build(ops, torch.float32, CPU, config.quant, mesh=mesh or Mesh.single()), 64)
+    model = make_model(
+        config, Build(ops, torch.float32, CPU, config.quant, mesh=mesh or Mesh.single()), 64
+    )
     random_weights(model, 1)
     return model.moe_layers()[0]
 
 
 def test_who_asks_for_a_tensor_gets_one(tmp_path: Path) -> None:
-    """stages and straight, which benchmarks and the compiler call; forward_deferred alone may leave the sum."""
+    """stages and straight, which benchmarks and the compiler call; forward_deferred alone may
+    leave the sum."""
     moe = small_moe(Deferring(), tmp_path)
     x = torch.randn(3, moe.hidden)
     with torch.inference_mode():
@@ -158,7 +199,9 @@ def test_who_asks_for_a_tensor_gets_one(tmp_path: Path) -> None:
 def test_counted_picks_are_summed_at_once(tmp_path: Path) -> None:
     moe = small_moe(Deferring(), tmp_path)
     moe.exchange.record_load = True
-    assert isinstance(straight(moe.forward_deferred(torch.randn(3, moe.hidden), SINGLE_LAYOUT)), Tensor)
+    assert isinstance(
+        straight(moe.forward_deferred(torch.randn(3, moe.hidden), SINGLE_LAYOUT)), Tensor
+    )
 
 
 def test_partial_sums_are_added_before_they_travel() -> None:

@@ -1,4 +1,5 @@
-"""Shared experts that stand among the routed ones: the same weights, the same logits, and only where a layer can have it so."""
+"""Shared experts that stand among the routed ones: the same weights, the same logits, and only
+where a layer can have it so."""
 
 from __future__ import annotations
 
@@ -40,18 +41,45 @@ class JoiningCpu(CpuOps):
 
 
 COMMON = {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+}
 V2_LITE = {
-    **COMMON, "architectures": ["DeepseekV2ForCausalLM"], "n_routed_experts": 16, "num_experts_per_tok": 6, "n_shared_experts": 2,
-    "moe_intermediate_size": 48, "q_lora_rank": None,
-}  # fmt: skip
+    **COMMON,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "q_lora_rank": None,
+}
 V3 = {
-    **COMMON, "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 16, "num_experts_per_tok": 8, "n_shared_experts": 1,
-    "moe_intermediate_size": 64, "q_lora_rank": 128, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1,
-}  # fmt: skip
-QUANT = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    **COMMON,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 128,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_nextn_predict_layers": 1,
+}
+QUANT = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
 V3_FP8 = {**V3, "moe_intermediate_size": 128, "quantization_config": QUANT}
 TWO_FP8 = {**V3_FP8, "n_shared_experts": 2}
 SHAPES = {"v2-lite": V2_LITE, "v3": V3, "v3-fp8": V3_FP8, "two-fp8": TWO_FP8}
@@ -59,7 +87,9 @@ SHAPES = {"v2-lite": V2_LITE, "v3": V3, "v3-fp8": V3_FP8, "two-fp8": TWO_FP8}
 
 def random_model(fields: dict[str, Any], ops: Ops, mesh: Mesh | None = None) -> Transformer:
     config = ModelConfig.from_dict(fields)
-    build = Build(ops, torch.float32, CPU, config.quant, residual_gain=0.3, mesh=mesh or Mesh.single())
+    build = Build(
+        ops, torch.float32, CPU, config.quant, residual_gain=0.3, mesh=mesh or Mesh.single()
+    )
     model = make_model(config, build, 64, with_mtp=config.num_mtp_layers > 0)
     random_weights(model, 5)
     return model
@@ -71,7 +101,8 @@ def wide(weight: Weight) -> Tensor:
 
 def joined_mlp(moe: MoE) -> tuple[Tensor, Tensor]:
     """(gate and up, down) of the shared experts of a joined layer as one MLP."""
-    first, size = moe.moe.num_experts, len(moe.columns)
+    first = moe.moe.num_experts
+    size = len(moe.columns)
     ups = [wide(moe.exchange.gate_up[first + n]) for n in range(moe.fused_shared_experts)]
     downs = [wide(moe.exchange.down[first + n]) for n in range(moe.fused_shared_experts)]
     return torch.cat([up[:size] for up in ups] + [up[size:] for up in ups]), torch.cat(downs, 1)
@@ -80,15 +111,20 @@ def joined_mlp(moe: MoE) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_random_weights_are_the_same_numbers(fields: dict[str, Any]) -> None:
     """Also those of prediction modules; nothing is held twice."""
-    joined, apart = random_model(fields, Joining()), random_model(fields, Ops())
+    joined = random_model(fields, Joining())
+    apart = random_model(fields, Ops())
     assert len(joined.moe_layers()) == 1 + fields.get("num_nextn_predict_layers", 0)
     for one, other in zip(joined.moe_layers(), apart.moe_layers(), strict=True):
         assert one.fused_shared_experts == fields["n_shared_experts"]
         assert one.shared is None
         assert other.shared is not None
-        for found, want in zip(joined_mlp(one), (other.shared.gate_up.weight, other.shared.down.weight), strict=True):
+        for found, want in zip(
+            joined_mlp(one), (other.shared.gate_up.weight, other.shared.down.weight), strict=True
+        ):
             assert torch.equal(found, wide(want))
-        assert torch.equal(wide(one.exchange.gate_up)[: one.moe.num_experts], wide(other.exchange.gate_up))
+        assert torch.equal(
+            wide(one.exchange.gate_up)[: one.moe.num_experts], wide(other.exchange.gate_up)
+        )
     assert weight_bytes(joined) == weight_bytes(apart)
 
 
@@ -99,8 +135,12 @@ def test_layers_give_the_same_sums(fields: dict[str, Any], tokens: int) -> None:
     x = torch.randn(tokens, fields["hidden_size"], generator=torch.Generator().manual_seed(tokens))
     one, other = (random_model(fields, ops).moe_layers()[0] for ops in (Joining(), Ops()))
     one.exchange.record_load = other.exchange.record_load = True
-    torch.testing.assert_close(straight(one.stages(x)), straight(other.stages(x)), rtol=1e-5, atol=1e-5)
-    assert torch.equal(one.exchange.load, other.exchange.load), "picks of shared experts are not counted"
+    torch.testing.assert_close(
+        straight(one.stages(x)), straight(other.stages(x)), rtol=1e-5, atol=1e-5
+    )
+    assert torch.equal(one.exchange.load, other.exchange.load), (
+        "picks of shared experts are not counted"
+    )
     assert one.exchange.load.sum() == tokens * one.moe.top_k
 
 
@@ -127,7 +167,9 @@ def test_fp8_checkpoints(option: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(7))
     joined, apart = (load(tmp_path, ops) for ops in (Joining(), Ops()))
     assert all(layer.fused_shared_experts == 1 for layer in joined.moe_layers())
-    torch.testing.assert_close(all_logits(joined, tokens, [9]), all_logits(apart, tokens, [9]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        all_logits(joined, tokens, [9]), all_logits(apart, tokens, [9]), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_prediction_modules_of_a_checkpoint(tmp_path: Path) -> None:
@@ -143,7 +185,12 @@ def test_prediction_modules_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [V2_LITE, {**TWO_FP8, "moe_intermediate_size": 256, "intermediate_size": 256, "v_head_dim": 128}], ids=["fp32", "fp8"]
+    "fields",
+    [
+        V2_LITE,
+        {**TWO_FP8, "moe_intermediate_size": 256, "intermediate_size": 256, "v_head_dim": 128},
+    ],
+    ids=["fp32", "fp8"],
 )
 def test_columns_are_cut_with_those_of_routed_experts(fields: dict[str, Any]) -> None:
     """Two ranks of one tp group hold what one rank holds, each half of every expert."""
@@ -154,13 +201,24 @@ def test_columns_are_cut_with_those_of_routed_experts(fields: dict[str, Any]) ->
         assert part.fused_shared_experts == 2
         columns = slice(rank * size, (rank + 1) * size)
         gate, up = wide(whole.exchange.gate_up).chunk(2, 1)
-        assert torch.equal(wide(part.exchange.gate_up), torch.cat((gate[:, columns], up[:, columns]), 1))
+        assert torch.equal(
+            wide(part.exchange.gate_up), torch.cat((gate[:, columns], up[:, columns]), 1)
+        )
         assert torch.equal(wide(part.exchange.down), wide(whole.exchange.down)[:, :, columns])
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"dp": 2}, {"tp": 2, "dense_tp": 1}, {"tp": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2, "ep": 2}, {"dp": 2}, {"tp": 2, "dense_tp": 1}, {"tp": 2, "sequence_parallel": True}],
+    ids=str,
+)
 def test_layers_whose_rows_travel_keep_them_apart(sizes: dict[str, Any]) -> None:
-    assert random_model(V2_LITE, Joining(), place(ParallelConfig(**sizes), 0)).moe_layers()[0].fused_shared_experts == 0
+    assert (
+        random_model(V2_LITE, Joining(), place(ParallelConfig(**sizes), 0))
+        .moe_layers()[0]
+        .fused_shared_experts
+        == 0
+    )
 
 
 def test_other_layers_keep_them_apart() -> None:
@@ -179,5 +237,7 @@ def test_other_layers_keep_them_apart() -> None:
     assert joined(plain, num_shared=0) == 0
     assert joined(plain, SlotMap((*range(16), 3), 16)) == 0, "replicas are found by a table"
     assert joined(fp8(("mlp.shared_experts",))) == 0, "of another format"
-    assert joined(fp8(), intermediate_size=72) == 0, "the second one begins inside a block of scales"
+    assert joined(fp8(), intermediate_size=72) == 0, (
+        "the second one begins inside a block of scales"
+    )
     assert joined(fp8(), intermediate_size=72, num_shared=1) == 1

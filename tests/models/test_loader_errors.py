@@ -66,7 +66,8 @@ def model_of(fields: dict[str, Any] | None = None, **changes: Any) -> Transforme
 
 
 def tensors_of(model: Transformer, split: bool = True) -> dict[str, Tensor]:
-    """The checkpoint of a model with random weights; not `split` takes merged tensors where there are any."""
+    """The checkpoint of a model with random weights; not `split` takes merged tensors where
+    there are any."""
     random_weights(model, seed=1)
     targets = list(model.targets())
     covered = {name for target in targets for name in target.covers}
@@ -102,7 +103,9 @@ def refusal(folder: Path, model: Transformer | None = None) -> str:
 
 @pytest.mark.parametrize("fields", [QWEN, DEEPSEEK], ids=["qwen3", "deepseek"])
 @pytest.mark.parametrize("split", [True, False])
-def test_a_sound_checkpoint_loads_split_or_merged(tmp_path: Path, fields: dict[str, Any], split: bool) -> None:
+def test_a_sound_checkpoint_loads_split_or_merged(
+    tmp_path: Path, fields: dict[str, Any], split: bool
+) -> None:
     wanted = tensors_of(model_of(fields))
     save(tmp_path, tensors_of(model_of(fields), split))
     model = model_of(fields)
@@ -130,7 +133,8 @@ def test_an_index_hides_other_files(tmp_path: Path, tensors: dict[str, Tensor]) 
 
 def test_what_is_left_out_by_design_is_no_surplus(tmp_path: Path) -> None:
     tensors = tensors_of(model_of(DEEPSEEK))
-    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(16, 32)  # the multi-token prediction module
+    # the multi-token prediction module
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(16, 32)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     save(tmp_path, tensors)
     load_weights(model_of(DEEPSEEK), tmp_path)
@@ -154,7 +158,13 @@ def test_a_truncated_file_is_named(tmp_path: Path, tensors: dict[str, Tensor], k
 
 
 @pytest.mark.parametrize(
-    "content", [b"\0" * 64, struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 8) + b"not json", b"version https://git-lfs"]
+    "content",
+    [
+        b"\0" * 64,
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 8) + b"not json",
+        b"version https://git-lfs",
+    ],
 )
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -174,15 +184,30 @@ def test_a_file_the_index_names_must_be_there(tmp_path: Path, tensors: dict[str,
     assert "00001" not in text
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": ["a"]}', '"text"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": ["a"]}',
+        '"text"',
+    ],
+)
 def test_a_damaged_index_is_named(tmp_path: Path, tensors: dict[str, Tensor], text: str) -> None:
     save(tmp_path, tensors)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json is not a valid index" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", ".hidden"])
-def test_an_index_may_not_point_elsewhere(tmp_path: Path, tensors: dict[str, Tensor], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", ".hidden"]
+)
+def test_an_index_may_not_point_elsewhere(
+    tmp_path: Path, tensors: dict[str, Tensor], name: str
+) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     save(tmp_path, tensors)
@@ -193,22 +218,31 @@ def test_an_index_may_not_point_elsewhere(tmp_path: Path, tensors: dict[str, Ten
 # ---- tensors
 
 
-def test_a_wrong_shape_names_tensor_file_and_both_shapes(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_wrong_shape_names_tensor_file_and_both_shapes(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     tensors["model.norm.weight"] = torch.ones(17)
     save(tmp_path, tensors)
     text = refusal(tmp_path)
-    assert text == "model.norm.weight in model.safetensors has shape [17], the configuration asks for [16]"
+    assert text == (
+        "model.norm.weight in model.safetensors has shape [17], the configuration asks for [16]"
+    )
 
 
 def test_a_transposed_matrix_is_no_match(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     tensors[name] = tensors[name].T
     save(tmp_path, tensors)
-    assert f"{name} in model.safetensors has shape [24, 16], the configuration asks for [16, 24]" in refusal(tmp_path)
+    assert (
+        f"{name} in model.safetensors has shape [24, 16], the configuration asks for [16, 24]"
+        in refusal(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn])
-def test_a_wrong_dtype_is_named(tmp_path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+def test_a_wrong_dtype_is_named(
+    tmp_path: Path, tensors: dict[str, Tensor], dtype: torch.dtype
+) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(dtype)
     save(tmp_path, tensors)
     text = refusal(tmp_path)
@@ -218,7 +252,13 @@ def test_a_wrong_dtype_is_named(tmp_path: Path, tensors: dict[str, Tensor], dtyp
 
 
 @pytest.mark.parametrize(
-    "name", ["lm_head.weight", "model.norm.weight", f"{EXPERTS}.3.up_proj.weight", "model.layers.0.self_attn.q_norm.weight"]
+    "name",
+    [
+        "lm_head.weight",
+        "model.norm.weight",
+        f"{EXPERTS}.3.up_proj.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+    ],
 )
 def test_a_missing_tensor_is_named(tmp_path: Path, tensors: dict[str, Tensor], name: str) -> None:
     del tensors[name]
@@ -232,7 +272,9 @@ def test_many_missing_tensors_are_counted(tmp_path: Path, tensors: dict[str, Ten
     assert refusal(tmp_path) == f"the checkpoint lacks {', '.join(gone[:5])} and 7 more"
 
 
-def test_a_tensor_the_index_promises_must_be_in_the_file(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_tensor_the_index_promises_must_be_in_the_file(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     save(tmp_path, {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
     index(tmp_path, dict.fromkeys(tensors, "model.safetensors"))
     assert refusal(tmp_path) == "the checkpoint lacks lm_head.weight"
@@ -254,14 +296,18 @@ def test_a_bias_nobody_announced_is_surplus(tmp_path: Path, tensors: dict[str, T
     assert "model.layers.1.self_attn.q_proj.bias" in refusal(tmp_path)
 
 
-def test_scales_without_a_quantized_configuration_are_surplus(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_scales_without_a_quantized_configuration_are_surplus(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     tensors["model.layers.1.self_attn.q_proj.weight_scale_inv"] = torch.ones(1, 1)
     save(tmp_path, tensors)
     assert "q_proj.weight_scale_inv" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("merged_first", [True, False])
-def test_merged_beside_split_is_a_duplicate(tmp_path: Path, tensors: dict[str, Tensor], merged_first: bool) -> None:
+def test_merged_beside_split_is_a_duplicate(
+    tmp_path: Path, tensors: dict[str, Tensor], merged_first: bool
+) -> None:
     """gate_up_proj beside gate_proj and up_proj: which one counts cannot be known."""
     del tensors[f"{EXPERTS}.2.up_proj.weight"]
     merged = {f"{EXPERTS}.gate_up_proj": torch.zeros(4, 16, 16)}
@@ -274,18 +320,33 @@ def test_merged_beside_split_is_a_duplicate(tmp_path: Path, tensors: dict[str, T
     assert EXPERTS in text
 
 
-def test_the_same_tensor_in_two_files_is_a_duplicate(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_the_same_tensor_in_two_files_is_a_duplicate(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     save(tmp_path, tensors, "a.safetensors")
     save(tmp_path, {"lm_head.weight": tensors["lm_head.weight"]}, "b.safetensors")
     assert refusal(tmp_path) == "lm_head.weight in b.safetensors fills lm_head.weight a second time"
 
 
 def test_a_quantized_checkpoint_lacking_a_scale(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 128}
-    quant = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "head_dim": 128,
+    }
+    quant = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
     model = model_of(**sizes, quantization_config=quant)
     tensors = tensors_of(model)
     scale = f"{EXPERTS}.1.down_proj.weight_scale_inv"
     del tensors[scale]
     save(tmp_path, tensors)
-    assert refusal(tmp_path, model_of(**sizes, quantization_config=quant)) == f"the checkpoint lacks {scale}"
+    assert (
+        refusal(tmp_path, model_of(**sizes, quantization_config=quant))
+        == f"the checkpoint lacks {scale}"
+    )

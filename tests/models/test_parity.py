@@ -1,4 +1,5 @@
-"""The same logits as transformers, in fp32, for every option, MLA form, and way of cutting a prompt."""
+"""The same logits as transformers, in fp32, for every option, MLA form, and way of cutting a
+prompt."""
 
 from __future__ import annotations
 
@@ -11,12 +12,21 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
 from rorqual.planner.costs.costs import attention_parameters
-from tests.models.checkpoints import OPTIONS, VOCAB, make_reference, merge, rewrite_config, save, save_fp8
+from tests.models.checkpoints import (
+    OPTIONS,
+    VOCAB,
+    make_reference,
+    merge,
+    rewrite_config,
+    save,
+    save_fp8,
+)
 from tests.models.driver import FORMS, Driver, all_logits, load
 
 BOUND = 1e-4
 LENGTH = 23
-CUTS = [[LENGTH], [1, 9, 17], [16]]  # whole prefill; chunked prefill then decode; one page-aligned chunk then decode
+# whole prefill; chunked prefill then decode; one page-aligned chunk then decode
+CUTS = [[LENGTH], [1, 9, 17], [16]]
 
 
 def tokens(requests: int = 2) -> torch.Tensor:
@@ -40,7 +50,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("ops", [Ops(), CpuOps(native=False), CpuOps()], ids=["reference", "torch", "native"])
+@pytest.mark.parametrize(
+    "ops", [Ops(), CpuOps(native=False), CpuOps()], ids=["reference", "torch", "native"]
+)
 def test_logits_equal_transformers(saved, option: str, ops: Ops):
     folder, want = saved(option)
     model = load(folder, ops)
@@ -50,7 +62,10 @@ def test_logits_equal_transformers(saved, option: str, ops: Ops):
 
 
 @pytest.mark.parametrize("forms", FORMS, ids="-".join)
-@pytest.mark.parametrize("option", ["v3", "v3-no-q-lora", "v3-yarn-mscales", "v3-half-rope", "v3-bias", "v2", "v2-no-q-lora"])
+@pytest.mark.parametrize(
+    "option",
+    ["v3", "v3-no-q-lora", "v3-yarn-mscales", "v3-half-rope", "v3-bias", "v2", "v2-no-q-lora"],
+)
 @pytest.mark.parametrize("ops", [Ops(), CpuOps()], ids=["reference", "native"])
 def test_mla_forms_agree(saved, option: str, forms: tuple[str, str], ops: Ops):
     folder, want = saved(option)
@@ -62,7 +77,8 @@ def test_mla_forms_agree(saved, option: str, forms: tuple[str, str], ops: Ops):
 @pytest.mark.parametrize("form", ["CD", "CC", "A_CC", "A_CC_ME", "AM_CC_ME"])
 @pytest.mark.parametrize("option", ["v3", "v2-no-q-lora"])
 def test_a_form_multiplies_by_the_parameters_that_costs_counts(saved, option: str, form: str):
-    """The matrices the layer really reads, and its two latent norms, beside planner/costs/costs.py."""
+    """The matrices the layer really reads, and its two latent norms, beside
+    planner/costs/costs.py."""
     model = load(saved(option)[0], Ops(), forms=(form, form))
     matrices = sum(weight.numel() for weight in model.layers[0].attention.form_weights(form))
     norms = model.config.attention.kv_lora_rank + (model.config.attention.q_lora_rank or 0)
@@ -72,13 +88,20 @@ def test_a_form_multiplies_by_the_parameters_that_costs_counts(saved, option: st
 def test_mixed_step_equals_separate_steps(saved):
     """A step with decode rows and prompt chunks gives what each gives alone."""
     folder, want = saved("v3")
-    ids, driver = tokens(), Driver(load(folder, CpuOps()), 2, LENGTH)
+    ids = tokens()
+    driver = Driver(load(folder, CpuOps()), 2, LENGTH)
     driver.logits(driver.step([ids[0, :10]], [0], decode=False))
     first = driver.step([ids[0, 10:11]], [10], decode=True)
     second = driver.step([ids[1, :6]], [0], decode=False, request=1)
     names = ("token_ids", "positions", "slot_mapping", "cos", "sin")
     joined = {name: torch.cat((getattr(first, name), getattr(second, name))) for name in names}
-    step = ForwardBatch(**joined, logit_rows=torch.arange(7), pool=driver.pool, decode=first.decode, prefill=second.prefill)
+    step = ForwardBatch(
+        **joined,
+        logit_rows=torch.arange(7),
+        pool=driver.pool,
+        decode=first.decode,
+        prefill=second.prefill,
+    )
     got = driver.logits(step)
     assert (got[0] - want[0, 10]).abs().max() < BOUND
     assert (got[1:] - want[1, :6]).abs().max() < BOUND
@@ -86,7 +109,8 @@ def test_mixed_step_equals_separate_steps(saved):
 
 def test_interleaved_micro_batches_equal_separate_ones(saved):
     folder, want = saved("v3")
-    ids, driver = tokens(), Driver(load(folder, CpuOps()), 2, LENGTH)
+    ids = tokens()
+    driver = Driver(load(folder, CpuOps()), 2, LENGTH)
     steps = [driver.step([ids[0]], [0], decode=False)]
     other = Driver(driver.model, 2, LENGTH)
     steps.append(other.step([ids[1]], [0], decode=False))
@@ -99,8 +123,9 @@ FP8 = (0.99, 0.9)  # three mantissa bits on every activation: a rounding error o
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, bounds: tuple[float, float]) -> None:
-    """Bounds for rounded arithmetic, on the logits' cosine at the median position and at the worst of nine in ten. (A rounding
-    that tips a near tie of the router changes a token's experts altogether, so the very worst position says little.)"""
+    """Bounds for rounded arithmetic, on the logits' cosine at the median position and at the
+    worst of nine in ten. (A rounding that tips a near tie of the router changes a token's
+    experts altogether, so the very worst position says little.)"""
     cosine = torch.cosine_similarity(got, want, dim=-1).flatten()
     assert cosine.median() > bounds[0], cosine
     assert cosine.quantile(0.1) > bounds[1], cosine
@@ -110,19 +135,36 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, bounds: tuple[float, floa
 @pytest.mark.parametrize("ops", [Ops(), CpuOps()], ids=["reference", "native"])
 def test_bf16_stays_near_fp32(saved, option: str, ops: Ops):
     folder, want = saved(option)
-    assert_near(all_logits(load(folder, ops, "bfloat16"), tokens(), CUTS[1], "bfloat16"), want, BF16)
+    assert_near(
+        all_logits(load(folder, ops, "bfloat16"), tokens(), CUTS[1], "bfloat16"), want, BF16
+    )
 
 
 def test_old_config_spellings_mean_the_same(saved, tmp_path: Path):
-    """rope_scaling, torch_dtype and topk_method as transformers 4 and DeepSeek's own files write them."""
+    """rope_scaling, torch_dtype and topk_method as transformers 4 and DeepSeek's own files write
+    them."""
     save("v3-yarn-mscales", tmp_path)
     _, want = saved("v3-yarn-mscales")
-    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
+    scaling = {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    }
     scaling.update(beta_fast=32, beta_slow=1)
     rewrite_config(
-        tmp_path, rope_parameters=None, rope_scaling=scaling, rope_theta=10000.0, dtype=None, torch_dtype="float32", topk_method="noaux_tc",
-        scoring_func="sigmoid", moe_layer_freq=1, ep_size=1,
-    )  # fmt: skip
+        tmp_path,
+        rope_parameters=None,
+        rope_scaling=scaling,
+        rope_theta=10000.0,
+        dtype=None,
+        torch_dtype="float32",
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        moe_layer_freq=1,
+        ep_size=1,
+    )
     assert (all_logits(load(tmp_path, CpuOps()), tokens(), [LENGTH]) - want).abs().max() < BOUND
 
 
@@ -143,14 +185,18 @@ def test_half_precision_weights_load_exactly(tmp_path: Path, dtype: str):
             parameter.copy_(parameter.to(getattr(torch, dtype)))
         want = reference(tokens()).logits
     # The router's correction bias stays fp32 in published checkpoints.
-    state = {name: t if "bias" in name else t.to(getattr(torch, dtype)) for name, t in reference.state_dict().items()}
+    state = {
+        name: t if "bias" in name else t.to(getattr(torch, dtype))
+        for name, t in reference.state_dict().items()
+    }
     reference.save_pretrained(tmp_path, state_dict=state)
     assert (all_logits(load(tmp_path, CpuOps()), tokens(), CUTS[1]) - want).abs().max() < BOUND
 
 
 @pytest.mark.parametrize("option", ["fp8", "fp8-aligned", "fp8-qwen"])
 def test_fp8_checkpoint(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch):
-    """128x128 block scales: exact against the dequantized weights while activations stay fp32, and near them with fp8 activations."""
+    """128x128 block scales: exact against the dequantized weights while activations stay fp32,
+    and near them with fp8 activations."""
     reference = save_fp8(option, tmp_path)
     with torch.no_grad():
         want = reference(tokens()).logits
@@ -162,7 +208,8 @@ def test_fp8_checkpoint(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("option", ["v3", "qwen"])
 def test_merged_tensors_load(tmp_path: Path, option: str):
-    """gate_up_proj, qkv_proj and all experts of a layer in one tensor mean the same as their parts."""
+    """gate_up_proj, qkv_proj and all experts of a layer in one tensor mean the same as their
+    parts."""
     reference = save(option, tmp_path)
     with torch.no_grad():
         want = reference(tokens()).logits

@@ -1,4 +1,5 @@
-"""Random weights: sane activations, routing spread as uniform routing predicts, the same bits for a seed, bounded memory."""
+"""Random weights: sane activations, routing spread as uniform routing predicts, the same bits
+for a seed, bounded memory."""
 
 from __future__ import annotations
 
@@ -72,7 +73,13 @@ def folder_of(config: dict, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("tokens", [4, 8, 16, 32])
 def test_experts_hit_as_uniform_routing_predicts(config: dict, tokens: int, tmp_path: Path):
     """Distinct experts a layer over prompts of random tokens: within 5 % of E (1 - (1 - k/E)^n)."""
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "record_expert_load": True, "max_num_seqs": 1, "dtype": "float32"}
+    options = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "record_expert_load": True,
+        "max_num_seqs": 1,
+        "dtype": "float32",
+    }
     llm = LLM(folder_of(config, tmp_path), enable_prefix_caching=False, **options)
     layers = llm.engine.model.moe_layers()
     generator = torch.Generator().manual_seed(0)
@@ -85,14 +92,21 @@ def test_experts_hit_as_uniform_routing_predicts(config: dict, tokens: int, tmp_
         hit += [int((layer.exchange.load > 0).sum()) for layer in layers]
         assert all(int(layer.exchange.load.sum()) == tokens * layer.moe.top_k for layer in layers)
     moe = layers[0].moe
-    assert sum(hit) / len(hit) == pytest.approx(expected_experts(moe.num_experts, moe.top_k, tokens), rel=0.05)
+    assert sum(hit) / len(hit) == pytest.approx(
+        expected_experts(moe.num_experts, moe.top_k, tokens), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("config", [V3, QWEN], ids=["v3", "qwen"])
 def test_activations_stay_sane(config: dict, tmp_path: Path):
     """Logits of a random model have a standard deviation near 1, and positions differ."""
     model_config = ModelConfig.from_file(folder_of(config, tmp_path))
-    build = Build(CpuOps(), torch.float32, torch.device("cpu"), residual_gain=RESIDUAL_GAIN * (2 * model_config.num_layers) ** -0.5)
+    build = Build(
+        CpuOps(),
+        torch.float32,
+        torch.device("cpu"),
+        residual_gain=RESIDUAL_GAIN * (2 * model_config.num_layers) ** -0.5,
+    )
     model = make_model(model_config, build, 128)
     random_weights(model, 0)
     driver = Driver(model, 1, 64)
@@ -112,18 +126,30 @@ def test_draw_is_normal_and_depends_on_name_and_seed():
     fill_normal(other, "b", 0, 0.5)
     fill_normal(seeded, "a", 1, 0.5)
     assert torch.equal(view, same)
-    assert torch.corrcoef(torch.stack([view.flatten(), other.flatten(), seeded.flatten()])).tril(-1).abs().max() < 0.01
+    assert (
+        torch.corrcoef(torch.stack([view.flatten(), other.flatten(), seeded.flatten()]))
+        .tril(-1)
+        .abs()
+        .max()
+        < 0.01
+    )
 
 
 def test_replicas_hold_their_experts_weights():
-    """A slot map with replicas: every slot holds its logical expert, and the sum over experts does not change."""
+    """A slot map with replicas: every slot holds its logical expert, and the sum over experts
+    does not change."""
     moe = ModelConfig.from_dict(V3).moe
     build = Build(CpuOps(), torch.float32, torch.device("cpu"))
-    layers = [MoE(build, "mlp", 256, moe, slots) for slots in (None, SlotMap((*reversed(range(64)), 5, 9), 64))]
+    layers = [
+        MoE(build, "mlp", 256, moe, slots)
+        for slots in (None, SlotMap((*reversed(range(64)), 5, 9), 64))
+    ]
     for layer in layers:
         for target in layer.targets():
             if not target.covers:
-                fill_normal(target.view, target.name, 0, target.std) if target.std else target.view.zero_()
+                fill_normal(
+                    target.view, target.name, 0, target.std
+                ) if target.std else target.view.zero_()
     assert torch.equal(layers[1].exchange.gate_up.data[64], layers[0].exchange.gate_up.data[5])
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -153,16 +179,31 @@ print(before, peak(), weight_bytes(model))
 
 
 def test_loading_peaks_little_above_the_weights(tmp_path: Path):
-    """One 0.9 GB file: resident memory grows by at most 1.15 times the weights' bytes, mapped file pages included."""
+    """One 0.9 GB file: resident memory grows by at most 1.15 times the weights' bytes, mapped
+    file pages included."""
     from safetensors.torch import save_file
 
-    config = {**QWEN, "hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 4096}
+    config = {
+        **QWEN,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "vocab_size": 4096,
+    }
     folder = folder_of(config, tmp_path)
-    model = make_model(ModelConfig.from_dict(config), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64)
-    tensors = {target.name: torch.full(target.shape, 0.01, dtype=torch.bfloat16) for target in model.targets() if not target.covers}
+    model = make_model(
+        ModelConfig.from_dict(config), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64
+    )
+    tensors = {
+        target.name: torch.full(target.shape, 0.01, dtype=torch.bfloat16)
+        for target in model.targets()
+        if not target.covers
+    }
     save_file(tensors, folder / "model.safetensors")
     del model, tensors
-    done = subprocess.run([sys.executable, "-c", LOAD, str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(folder)], capture_output=True, text=True, check=True
+    )
     before, after, weights = map(int, done.stdout.split())
     assert weights > 8e8
     assert after - before < 1.15 * weights
@@ -170,7 +211,9 @@ def test_loading_peaks_little_above_the_weights(tmp_path: Path):
 
 def test_a_router_kept_in_fp32_has_values_of_the_models_dtype():
     for dtype in (torch.bfloat16, torch.float32):
-        model = make_model(ModelConfig.from_dict(V3), Build(CpuOps(), dtype, torch.device("cpu")), 64)
+        model = make_model(
+            ModelConfig.from_dict(V3), Build(CpuOps(), dtype, torch.device("cpu")), 64
+        )
         random_weights(model, 0)
         gate = next(iter(model.moe_layers())).gate
         assert gate.dtype == torch.float32

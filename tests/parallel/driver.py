@@ -1,4 +1,5 @@
-"""One rank's part of a model, driven by hand: every rank walks through the same schedule and computes what its sequences bring."""
+"""One rank's part of a model, driven by hand: every rank walks through the same schedule and
+computes what its sequences bring."""
 
 from __future__ import annotations
 
@@ -29,30 +30,47 @@ class Turn:
 
 
 def schedule(lengths: Sequence[int], prompts: Sequence[int]) -> list[Turn]:
-    """Two prompt chunks of uneven length for each request, then one token a step until its length is reached."""
+    """Two prompt chunks of uneven length for each request, then one token a step until its
+    length is reached."""
     cut = [max(1, prompt // 2 - index % 3) for index, prompt in enumerate(prompts)]
     turns = [
         Turn({i: (0, stop) for i, stop in enumerate(cut)}, False),
-        Turn({i: (start, stop) for i, (start, stop) in enumerate(zip(cut, prompts, strict=True))}, False),
+        Turn(
+            {i: (start, stop) for i, (start, stop) in enumerate(zip(cut, prompts, strict=True))},
+            False,
+        ),
     ]
-    for position in range(max(length - prompt for length, prompt in zip(lengths, prompts, strict=True))):
-        ahead = {i: prompts[i] + position for i in range(len(lengths)) if prompts[i] + position < lengths[i]}
+    for position in range(
+        max(length - prompt for length, prompt in zip(lengths, prompts, strict=True))
+    ):
+        ahead = {
+            i: prompts[i] + position
+            for i in range(len(lengths))
+            if prompts[i] + position < lengths[i]
+        }
         turns.append(Turn({i: (start, start + 1) for i, start in ahead.items()}, True))
     return turns
 
 
 def split(turn: Turn, parts: int) -> list[Turn]:
     """Micro-batches: requests in turn."""
-    return [Turn({i: span for i, span in turn.spans.items() if i % parts == part}, turn.decode) for part in range(parts)]
+    return [
+        Turn({i: span for i, span in turn.spans.items() if i % parts == part}, turn.decode)
+        for part in range(parts)
+    ]
 
 
 def tokens_of(turn: Turn, home: Sequence[int], dp: int) -> list[int]:
     """Tokens of each data-parallel rank."""
-    return [sum(stop - start for i, (start, stop) in turn.spans.items() if home[i] == rank) for rank in range(dp)]
+    return [
+        sum(stop - start for i, (start, stop) in turn.spans.items() if home[i] == rank)
+        for rank in range(dp)
+    ]
 
 
 def homes(requests: int, dp: int) -> list[int]:
-    """Uneven on purpose: the first data-parallel rank has most requests, and with four the last one has none."""
+    """Uneven on purpose: the first data-parallel rank has most requests, and with four the last
+    one has none."""
     shares = {1: [requests], 2: [requests - 1, 1], 4: [requests - 2, 1, 1, 0]}[dp]
     return [rank for rank, share in enumerate(shares) for _ in range(share)]
 
@@ -61,10 +79,19 @@ class RankDriver:
     """Unused cache is NaN, so that a stray read shows."""
 
     def __init__(self, model: Transformer, requests: int, max_len: int):
-        self.model, mesh = model, model.mesh
-        self.home, self.dp = homes(requests, mesh.sizes.dp), mesh.sizes.dp
+        self.model = model
+        mesh = model.mesh
+        self.home = homes(requests, mesh.sizes.dp)
+        self.dp = mesh.sizes.dp
         pages = -(-max_len // PAGE)
-        form = next((layer.attention.decode_form for layer in model.layers if hasattr(layer.attention, "decode_form")), "A_CC_ME")
+        form = next(
+            (
+                layer.attention.decode_form
+                for layer in model.layers
+                if hasattr(layer.attention, "decode_form")
+            ),
+            "A_CC_ME",
+        )
         whole = kv_spec(model.config, PAGE, "float32", form, model.config.num_mtp_layers)
         spec = whole.shard(mesh.sizes.tp, model.cache_layers)
         self.pool = KVPool(spec, requests * pages + 1, CPU)
@@ -78,18 +105,38 @@ class RankDriver:
         """This rank's step of the turn, and every data-parallel rank's tokens."""
         tokens = tokens_of(turn, self.home, self.dp)
         layout = self.model.layout(tokens, turn.decode)
-        mine = {i: span for i, span in turn.spans.items() if self.home[i] == self.model.mesh.dp_rank}
-        positions = torch.cat([torch.arange(*span) for span in mine.values()] or [torch.empty(0, dtype=torch.int64)])
-        owner = torch.tensor([i for i, (start, stop) in mine.items() for _ in range(start, stop)], dtype=torch.int64)
+        mine = {
+            i: span for i, span in turn.spans.items() if self.home[i] == self.model.mesh.dp_rank
+        }
+        positions = torch.cat(
+            [torch.arange(*span) for span in mine.values()] or [torch.empty(0, dtype=torch.int64)]
+        )
+        owner = torch.tensor(
+            [i for i, (start, stop) in mine.items() for _ in range(start, stop)], dtype=torch.int64
+        )
         slots = self.tables[owner, positions // PAGE] * PAGE + positions % PAGE
         segment = None
         if mine:
-            lengths, stops = zip(*((stop - start, stop) for start, stop in mine.values()), strict=True)
-            segment = AttentionMetadata(self.tables[list(mine)], torch.tensor(stops), lengths, stops)
+            lengths, stops = zip(
+                *((stop - start, stop) for start, stop in mine.values()), strict=True
+            )
+            segment = AttentionMetadata(
+                self.tables[list(mine)], torch.tensor(stops), lengths, stops
+            )
         cos, sin = self.model.rotary.rows(positions)
         kind = {"decode": segment} if turn.decode else {"prefill": segment}
         everything = torch.arange(len(positions))
-        return ForwardBatch(ids[owner, positions], positions, slots, cos, sin, everything, self.pool, layout=layout, **kind), tokens
+        return ForwardBatch(
+            ids[owner, positions],
+            positions,
+            slots,
+            cos,
+            sin,
+            everything,
+            self.pool,
+            layout=layout,
+            **kind,
+        ), tokens
 
     @torch.inference_mode()
     def predict(self, ids: Tensor, turn: Turn) -> dict[tuple[int, int], Tensor]:
@@ -106,15 +153,25 @@ class RankDriver:
 
     def own(self, turn: Turn) -> list[tuple[int, int]]:
         """This rank's tokens in their order: (request, position)."""
-        return [(i, p) for i, span in turn.spans.items() if self.home[i] == self.model.mesh.dp_rank for p in range(*span)]
+        return [
+            (i, p)
+            for i, span in turn.spans.items()
+            if self.home[i] == self.model.mesh.dp_rank
+            for p in range(*span)
+        ]
 
     @torch.inference_mode()
-    def turn(self, ids: Tensor, turn: Turn, micro_batches: int, way: str, greedy: bool = True) -> dict[tuple[int, int], Tensor]:
-        """Logits by (request, position), on the last stage. `greedy` checks that the head finds the best entries by itself."""
+    def turn(
+        self, ids: Tensor, turn: Turn, micro_batches: int, way: str, greedy: bool = True
+    ) -> dict[tuple[int, int], Tensor]:
+        """Logits by (request, position), on the last stage. `greedy` checks that the head finds
+        the best entries by itself."""
         parts = split(turn, micro_batches)
         built = [self.step(ids, part) for part in parts]
         found: dict[tuple[int, int], Tensor] = {}
-        for part, (_, counts), hidden in zip(parts, built, WAYS[way]([self.model.forward(step) for step, _ in built]), strict=True):
+        for part, (_, counts), hidden in zip(
+            parts, built, WAYS[way]([self.model.forward(step) for step, _ in built]), strict=True
+        ):
             if self.model.mesh.last_stage:
                 logits = self.model.logits(hidden, counts)
                 if greedy:

@@ -1,4 +1,5 @@
-"""Meshes for what only asks where a rank stands: building, loading, and the form of what runs between collectives."""
+"""Meshes for what only asks where a rank stands: building, loading, and the form of what runs
+between collectives."""
 
 from __future__ import annotations
 
@@ -13,9 +14,18 @@ class Pretended(NullAxis):
 
     def __init__(self, name: str, cut: Shard):
         super().__init__(name)
-        self.shard, self.rank, self.size = cut, cut.index, cut.count
+        self.shard = cut
+        self.rank = cut.index
+        self.size = cut.count
 
 
 def place(sizes: ParallelConfig, rank: int) -> Mesh:
     groups = {axis: members(sizes, rank, axis) for axis in AXES}
-    return Mesh(sizes, rank, {axis: Pretended(axis, Shard(group.index(rank), len(group))) for axis, group in groups.items()})
+    return Mesh(
+        sizes,
+        rank,
+        {
+            axis: Pretended(axis, Shard(group.index(rank), len(group)))
+            for axis, group in groups.items()
+        },
+    )

@@ -1,4 +1,5 @@
-"""What ranks do in tests. Arguments and results are plain data; `world` counts the ranks that take part."""
+"""What ranks do in tests. Arguments and results are plain data; `world` counts the ranks that
+take part."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def groups() -> ProcessGroups:
 
 
 def mesh_of(sizes: dict[str, Any], world: int) -> Mesh:
-    """Over the first `world` ranks, or, for a rank beyond them, over as many others: every process makes equally many groups."""
+    """Over the first `world` ranks, or, for a rank beyond them, over as many others: every
+    process makes equally many groups."""
     first = dist.get_rank() // world * world if dist.is_initialized() else 0
     mesh = Mesh.of(ParallelConfig(**sizes), range(first, first + world), groups())
     for axis in mesh.axes.values():
@@ -70,15 +72,29 @@ def idle(world: int, sizes: dict[str, Any], **_: Any) -> None:
     mesh_of(sizes, world)
 
 
-def model_of(sizes: dict[str, Any], world: int, folder: str, forms: Forms = DEFAULT_FORMS, seed: int | None = None) -> Transformer:
+def model_of(
+    sizes: dict[str, Any],
+    world: int,
+    folder: str,
+    forms: Forms = DEFAULT_FORMS,
+    seed: int | None = None,
+) -> Transformer:
     config = ModelConfig.from_file(folder)
-    model = make_model(config, Build(CpuOps(), torch.float32, CPU, config.quant, mesh=mesh_of(sizes, world)), 256, *forms)
+    model = make_model(
+        config,
+        Build(CpuOps(), torch.float32, CPU, config.quant, mesh=mesh_of(sizes, world)),
+        256,
+        *forms,
+    )
     load_weights(model, Path(folder)) if seed is None else random_weights(model, seed)
     return model
 
 
 def traffic(mesh: Mesh) -> dict[str, dict[str, int]]:
-    found = {name: {call: count for call, count in axis.traffic.bytes.items() if count} for name, axis in mesh.axes.items()}
+    found = {
+        name: {call: count for call, count in axis.traffic.bytes.items() if count}
+        for name, axis in mesh.axes.items()
+    }
     return {name: calls for name, calls in found.items() if calls}
 
 
@@ -94,58 +110,108 @@ def compare(
     seed: int | None = None,
     peers: str = "",
 ) -> dict[str, Any]:
-    """Walk through the schedule and compare with the logits of one process: the largest difference, greedy tokens that differ beyond
-    a tie, and how many positions were compared here. peers: a folder for memory that the ranks share, taken by steps of few rows."""
+    """Walk through the schedule and compare with the logits of one process: the largest
+    difference, greedy tokens that differ beyond a tie, and how many positions were compared
+    here. peers: a folder for memory that the ranks share, taken by steps of few rows."""
     known = load_file(answers)
     model = model_of(sizes, world, folder, forms, seed)
-    shared, taking = None, ""
+    shared = None
+    taking = ""
     if peers:
         from tests.parallel import p2p_jobs
 
         config = model.config
-        taking = p2p_jobs.attach(model.mesh, config.moe, peers, 4, config.hidden_size, torch.float32, 2)
+        taking = p2p_jobs.attach(
+            model.mesh, config.moe, peers, 4, config.hidden_size, torch.float32, 2
+        )
         shared = p2p_jobs.peers_of(model.mesh, config.moe)
     driver = RankDriver(model, len(prompts), max(lengths))
-    worst, differ, positions = 0.0, 0, 0
+    worst = 0.0
+    differ = 0
+    positions = 0
     for turn in schedule(lengths, prompts):
-        for (request, position), logits in driver.turn(known["ids"], turn, model.mesh.sizes.micro_batches, way).items():
+        for (request, position), logits in driver.turn(
+            known["ids"], turn, model.mesh.sizes.micro_batches, way
+        ).items():
             want = known["logits"][request, position]
             worst = max(worst, float((logits - want).abs().max()))
-            differ += bool(logits.argmax() != want.argmax()) and bool(want.topk(2).values.diff().abs() > TIE)
+            differ += bool(logits.argmax() != want.argmax()) and bool(
+                want.topk(2).values.diff().abs() > TIE
+            )
             positions += 1
     taken = int(sum(buffer.totals[0] for buffer in shared.buffers)) if shared else 0
-    return {"worst": worst, "differ": differ, "positions": positions, "traffic": traffic(model.mesh), "taken": taken, "way": taking}
+    return {
+        "worst": worst,
+        "differ": differ,
+        "positions": positions,
+        "traffic": traffic(model.mesh),
+        "taken": taken,
+        "way": taking,
+    }
 
 
-def predict(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]) -> dict[str, list[float]]:
+def predict(
+    world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]
+) -> dict[str, list[float]]:
     """Logits of the prediction module by "request,position", random weights."""
     config = ModelConfig.from_file(folder)
-    model = make_model(config, Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world)), 256, with_mtp=True)
+    model = make_model(
+        config, Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world)), 256, with_mtp=True
+    )
     random_weights(model, 0)
-    driver, found = RankDriver(model, len(prompts), max(lengths)), {}
-    ids = torch.randint(config.vocab_size, (len(prompts), max(lengths) + 1), generator=torch.Generator().manual_seed(2))
+    driver = RankDriver(model, len(prompts), max(lengths))
+    found = {}
+    ids = torch.randint(
+        config.vocab_size,
+        (len(prompts), max(lengths) + 1),
+        generator=torch.Generator().manual_seed(2),
+    )
     for turn in schedule(lengths, prompts):
-        found.update({f"{i},{p}": logits.tolist() for (i, p), logits in driver.predict(ids, turn).items()})
+        found.update(
+            {f"{i},{p}": logits.tolist() for (i, p), logits in driver.predict(ids, turn).items()}
+        )
         model.mesh.pp.flush()
     return found
 
 
-def count_bytes(world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]) -> dict[str, Any]:
-    """The counters of a whole schedule, what messages.py expects of them, what the planner says of the first rank, and how many calls
-    there were."""
+def count_bytes(
+    world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]
+) -> dict[str, Any]:
+    """The counters of a whole schedule, what messages.py expects of them, what the planner says
+    of the first rank, and how many calls there were."""
     model = model_of(sizes, world, folder, seed=0)
-    mesh, driver = model.mesh, RankDriver(model, len(prompts), max(lengths))
-    ids, expected, planned = torch.zeros(len(prompts), max(lengths), dtype=torch.int64), {}, {}
+    mesh = model.mesh
+    driver = RankDriver(model, len(prompts), max(lengths))
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    expected = {}
+    planned = {}
     for turn in schedule(lengths, prompts):
         driver.turn(ids, turn, mesh.sizes.micro_batches, "chain", greedy=False)
         for part in split(turn, mesh.sizes.micro_batches):
             tokens = tokens_of(part, driver.home, mesh.sizes.dp)
-            found = step_messages(model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4)
-            add(expected, ((axis, call, value) for axis, calls in found.items() for call, value in calls.items()))
+            found = step_messages(
+                model.config, mesh.sizes, mesh.rank, tokens, turn.decode, itemsize=4
+            )
+            add(
+                expected,
+                (
+                    (axis, call, value)
+                    for axis, calls in found.items()
+                    for call, value in calls.items()
+                ),
+            )
             batch = BatchShape(1, tokens[0], logits=tokens[0])
-            work = GroupWork(batch if turn.decode else None, () if turn.decode else (batch,), sum(tokens))
+            work = GroupWork(
+                batch if turn.decode else None, () if turn.decode else (batch,), sum(tokens)
+            )
             messages = rank_step(model.config, mesh.sizes, work, Format("float32")).messages
-            add(planned, ((message.axis, message.kind, message.wire_bytes * message.layers) for message in messages))
+            add(
+                planned,
+                (
+                    (message.axis, message.kind, message.wire_bytes * message.layers)
+                    for message in messages
+                ),
+            )
     calls = sum(sum(axis.traffic.calls.values()) for axis in mesh.axes.values())
     return {"counted": traffic(mesh), "expected": expected, "planned": planned, "calls": calls}
 
@@ -163,23 +229,45 @@ def gathered(mesh: Mesh, layout: Layout, y: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def exchange(
-    world: int, sizes: dict[str, Any], tokens: list[int], picks: str, slots: list[int] | None = None, decode: bool = True, steps: int = 1
+    world: int,
+    sizes: dict[str, Any],
+    tokens: list[int],
+    picks: str,
+    slots: list[int] | None = None,
+    decode: bool = True,
+    steps: int = 1,
 ) -> dict[str, Any]:
-    """One layer's exchange against all experts on one device. picks: `spread`, or `first`: all tokens want the first experts."""
-    mesh, hidden, size, experts, top_k = mesh_of(sizes, world), 256, 32, 8, 3
+    """One layer's exchange against all experts on one device. picks: `spread`, or `first`: all
+    tokens want the first experts."""
+    mesh = mesh_of(sizes, world)
+    hidden = 256
+    size = 32
+    experts = 8
+    top_k = 3
     moe = MoEConfig(experts, top_k, size)
     slot_map = SlotMap(tuple(slots), experts) if slots else SlotMap.identity(experts)
     generator = torch.Generator().manual_seed(3)
-    up, down = torch.randn(experts, 2 * size, hidden, generator=generator) / 16, torch.randn(experts, hidden, size, generator=generator) / 6
+    up = torch.randn(experts, 2 * size, hidden, generator=generator) / 16
+    down = torch.randn(experts, hidden, size, generator=generator) / 6
     held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
     columns = slice(*mesh.axes["expert_tp"].shard.span(size))
-    gate_up = Weight(torch.cat((up[held, :size][:, columns], up[held, size:][:, columns]), 1).contiguous())
+    gate_up = Weight(
+        torch.cat((up[held, :size][:, columns], up[held, size:][:, columns]), 1).contiguous()
+    )
     ops = CpuOps()
     store = ExpertStore(
-        slot_map, gate_up, Weight(down[held][:, :, columns].contiguous()), ops.experts, CPU, mesh.axes["ep"].shard, ops.experts_fp8
+        slot_map,
+        gate_up,
+        Weight(down[held][:, :, columns].contiguous()),
+        ops.experts,
+        CPU,
+        mesh.axes["ep"].shard,
+        ops.experts_fp8,
     )
     made = make_exchange(mesh.sizes, moe, store)
-    made.record_load, worst, rows = True, 0.0, 0
+    made.record_load = True
+    worst = 0.0
+    rows = 0
     for step in range(steps):
         layout = mesh.layout(tokens, decode, moe)
         generator.manual_seed(100 * step + mesh.dp_rank)
@@ -192,8 +280,15 @@ def exchange(
         y = gathered(mesh, layout, made.wait(ticket))
         if len(x):
             want = ops.experts(x, ids, weights, Weight(up), Weight(down))
-            worst, rows = max(worst, float((y - want).abs().max() / want.abs().max())), rows + len(x)
-    return {"worst": worst, "rows": rows, "load": made.load.tolist(), "capturable": made.capturable, "traffic": traffic(mesh)}
+            worst = max(worst, float((y - want).abs().max() / want.abs().max()))
+            rows = rows + len(x)
+    return {
+        "worst": worst,
+        "rows": rows,
+        "load": made.load.tolist(),
+        "capturable": made.capturable,
+        "traffic": traffic(mesh),
+    }
 
 
 class Doubling:
@@ -202,25 +297,33 @@ class Doubling:
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
         return x.shape[0] == 1
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return 2 * x, 2 * x
 
 
 def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
     """Every call of an axis with uneven rows, zero rows included; ranks send their own number."""
     axis = mesh_of(sizes, world).stage
-    rank, counts = axis.rank, [(3 * r) % 4 for r in range(world)]
+    rank = axis.rank
+    counts = [(3 * r) % 4 for r in range(world)]
     mine = torch.full((counts[rank], 2), float(rank))
     total = torch.arange(2.0 * sum(counts)).view(-1, 2)
     start = sum(counts[:rank])
     send = [r + 1 for r in range(world)]
     told = axis.all_to_all(torch.full((sum(send), 1), float(rank)), send, [rank + 1] * world)
     blocks = axis.all_to_all_fixed(torch.arange(world).view(world, 1) * 10 + rank)
-    columns = axis.all_gather_columns(torch.full((2, 1 + rank % 2), float(rank)), [1 + r % 2 for r in range(world)])
+    columns = axis.all_gather_columns(
+        torch.full((2, 1 + rank % 2), float(rank)), [1 + r % 2 for r in range(world)]
+    )
     weight = torch.ones(2)
     plain = axis.add_norm(torch.ones(1, 2), torch.ones(1, 2), weight, 0.0, reference.add_norm)
     axis.fused = Doubling()
-    fused = [axis.add_norm(x, torch.ones(1, 2), weight, 0.0, reference.add_norm) for x in (torch.ones(1, 2), torch.ones(9, 2))]
+    fused = [
+        axis.add_norm(x, torch.ones(1, 2), weight, 0.0, reference.add_norm)
+        for x in (torch.ones(1, 2), torch.ones(9, 2))
+    ]
     axis.fused = None
     payload = torch.full((world, 1), rank + 1.0).to(torch.float8_e4m3fn)
     fp8 = axis.all_to_all_fixed(payload).float().flatten().tolist()
@@ -229,14 +332,23 @@ def collectives(world: int, sizes: dict[str, Any]) -> dict[str, Any]:
     axis.flush()
     return {
         "sum": axis.all_reduce(torch.tensor([float(rank + 1)])).item() == world * (world + 1) / 2,
-        "scatter": torch.equal(axis.reduce_scatter(total.clone(), counts), world * total[start : start + counts[rank]]),
-        "even scatter": torch.equal(axis.reduce_scatter(torch.ones(2 * world, 3)), torch.full((2, 3), float(world))),
-        "gather": axis.all_gather(mine, counts)[:, 0].tolist() == [float(r) for r, count in enumerate(counts) for _ in range(count)],
-        "to all": told.flatten().tolist() == [float(r) for r in range(world) for _ in range(rank + 1)],
+        "scatter": torch.equal(
+            axis.reduce_scatter(total.clone(), counts), world * total[start : start + counts[rank]]
+        ),
+        "even scatter": torch.equal(
+            axis.reduce_scatter(torch.ones(2 * world, 3)), torch.full((2, 3), float(world))
+        ),
+        "gather": axis.all_gather(mine, counts)[:, 0].tolist()
+        == [float(r) for r, count in enumerate(counts) for _ in range(count)],
+        "to all": told.flatten().tolist()
+        == [float(r) for r in range(world) for _ in range(rank + 1)],
         "to all fixed": blocks.flatten().tolist() == [10 * rank + r for r in range(world)],
-        "add norm": plain[1].tolist() == [[world + 1.0] * 2] and torch.equal(plain[0], weight[None]),
-        "fused": fused[0][1].tolist() == [[2.0] * 2] and fused[1][1].tolist() == [[world + 1.0] * 2] * 9,
-        "columns": columns[1].tolist() == [float(r) for r in range(world) for _ in range(1 + r % 2)],
+        "add norm": plain[1].tolist() == [[world + 1.0] * 2]
+        and torch.equal(plain[0], weight[None]),
+        "fused": fused[0][1].tolist() == [[2.0] * 2]
+        and fused[1][1].tolist() == [[world + 1.0] * 2] * 9,
+        "columns": columns[1].tolist()
+        == [float(r) for r in range(world) for _ in range(1 + r % 2)],
         "fp8": fp8 == [r + 1.0 for r in range(world)],
         "broadcast": axis.start_broadcast(torch.tensor([rank]), 1).wait().item() == 1,
         "ring": got.item() == (rank - 1) % world,
@@ -258,28 +370,42 @@ def refused(world: int, sizes: dict[str, Any], failing: list[int]) -> str:
     return ""
 
 
-def fused_all_reduce(world: int, sizes: dict[str, Any], folder: str, rows: list[int], two_shot: list[bool]) -> tuple[float, str]:
-    """Calls of the fused kernel over buffers in shared files; returns the largest error and a digest of all results."""
+def fused_all_reduce(
+    world: int, sizes: dict[str, Any], folder: str, rows: list[int], two_shot: list[bool]
+) -> tuple[float, str]:
+    """Calls of the fused kernel over buffers in shared files; returns the largest error and a
+    digest of all results."""
     import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
     from rorqual.ops.triton.comm.all_reduce_norm import all_reduce_norm, buffer_bytes
 
-    axis, columns, most = mesh_of(sizes, world).tp, 48, max(rows)
+    axis = mesh_of(sizes, world).tp
+    columns = 48
+    most = max(rows)
     size = buffer_bytes(most, columns, world, 4)
     mine = torch.from_file(f"{folder}/{axis.rank}", shared=True, size=size, dtype=torch.uint8)
     mine.zero_()
     axis.all_reduce(torch.ones(1))  # every file is there
-    buffers = [torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8) for rank in range(world)]
+    buffers = [
+        torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8)
+        for rank in range(world)
+    ]
     stop = torch.zeros(1, dtype=torch.int32)
     table = torch.tensor([memory.data_ptr() for memory in (*buffers, stop)])
-    epochs, weight = torch.zeros(most, dtype=torch.int32), torch.rand(columns, generator=torch.Generator().manual_seed(1))
-    worst, digest = 0.0, hashlib.sha256()
+    epochs = torch.zeros(most, dtype=torch.int32)
+    weight = torch.rand(columns, generator=torch.Generator().manual_seed(1))
+    worst = 0.0
+    digest = hashlib.sha256()
     for call, (count, shots) in enumerate(zip(rows, two_shot, strict=True)):
         parts = torch.randn(world, count, columns, generator=torch.Generator().manual_seed(call))
         residual = torch.randn(count, columns, generator=torch.Generator().manual_seed(99 + call))
         time.sleep(0.02 * ((axis.rank + call) % world))
-        normed, total = all_reduce_norm(table, epochs, axis.rank, parts[axis.rank].clone(), residual, weight, 1e-6, shots)
+        normed, total = all_reduce_norm(
+            table, epochs, axis.rank, parts[axis.rank].clone(), residual, weight, 1e-6, shots
+        )
         want = reference.add_norm(parts.sum(0), residual, weight, 1e-6)
-        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip((normed, total), want, strict=True)))
+        worst = max(
+            worst, *(float((a - b).abs().max()) for a, b in zip((normed, total), want, strict=True))
+        )
         digest.update(normed.numpy().tobytes() + total.numpy().tobytes())
     axis.all_reduce(torch.ones(1))
     return worst, digest.hexdigest()
@@ -303,7 +429,8 @@ def in_step(
     arrivals: list[tuple[int, int, int, SamplingParams]],
 ) -> dict[str, list[int]]:
     """The tokens of each request; see Lockstep.run."""
-    config, given = ModelConfig.from_file(folder), Settings(**settings)
+    config = ModelConfig.from_file(folder)
+    given = Settings(**settings)
     model = make_transformer(config, mesh_of(sizes, world), given)
     load_weights(model, Path(folder))
     member = Member(make_runner(model, given), [], {})
@@ -319,7 +446,9 @@ def peer_exchange(world: int, sizes: dict[str, Any], **arguments: Any) -> dict[s
     return p2p_jobs.compare(mesh_of(sizes, world), **arguments)
 
 
-def comm_rows(world: int, sizes: dict[str, Any], setup: dict[str, Any], peers: str = "") -> list[dict[str, Any]]:
+def comm_rows(
+    world: int, sizes: dict[str, Any], setup: dict[str, Any], peers: str = ""
+) -> list[dict[str, Any]]:
     if not peers:
         return [asdict(row) for row in comm.measure(comm.CommSetup(**setup))]
     from tests.parallel import p2p_jobs

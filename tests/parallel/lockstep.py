@@ -39,14 +39,16 @@ from rorqual.request import Request, SamplingParams
 from tests.engine.execution.replaying import ReplayingPlatform
 
 CPU = torch.device("cpu")
-PAGE, LONGEST = 4, 64
+PAGE = 4
+LONGEST = 64
 Results = dict[int, StepResult]
 BESIDE = ("pp", "tokens")  # what stages send each other overtakes what the ranks of a stage do
 
 
 @dataclass(frozen=True)
 class Settings:
-    """num_speculative_tokens drafts a step by `drafter`, draft_counts in turn if given; cudagraph_capture_sizes None: no graphs."""
+    """num_speculative_tokens drafts a step by `drafter`, draft_counts in turn if given;
+    cudagraph_capture_sizes None: no graphs."""
 
     num_speculative_tokens: int = 0
     drafter: str = "mtp"
@@ -291,7 +293,8 @@ class Lockstep:
 
     def compare(self, when: str) -> None:
         for (a, one), (b, other) in combinations(enumerate(self.members), 2):
-            mine, theirs = one.shared_with(other), other.shared_with(one)
+            mine = one.shared_with(other)
+            theirs = other.shared_with(one)
             for axes in mine:
                 found = first_difference(mine[axes], theirs[axes])
                 if found:

@@ -1,4 +1,5 @@
-"""Valid combinations of parallel sizes for 2 and 4 ranks, and a choice of them in which every pair of settings occurs."""
+"""Valid combinations of parallel sizes for 2 and 4 ranks, and a choice of them in which every
+pair of settings occurs."""
 
 from __future__ import annotations
 
@@ -33,10 +34,13 @@ def sizes_of(case: Case) -> Case:
 
 
 def valid(config: ModelConfig, world: int) -> Iterator[Case]:
-    """Every combination that is accepted, without those that only name what `auto` or no sequence parallelism give as well."""
+    """Every combination that is accepted, without those that only name what `auto` or no
+    sequence parallelism give as well."""
     for values in product(*RANGES.values()):
         case = dict(zip(RANGES, values, strict=True))
-        if case["tp"] * case["dp"] * case["pp"] != world or (case["sequence_parallel"] and case["tp"] == 1):
+        if case["tp"] * case["dp"] * case["pp"] != world or (
+            case["sequence_parallel"] and case["tp"] == 1
+        ):
             continue
         try:
             sizes = ParallelConfig(**sizes_of(case))
@@ -53,7 +57,8 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 
 
 def pairwise(cases: list[Case]) -> list[Case]:
-    """Greedy: the case with most pairs not seen yet, until every pair that occurs in `cases` has been seen."""
+    """Greedy: the case with most pairs not seen yet, until every pair that occurs in `cases` has
+    been seen."""
     missing = set().union(*map(pairs, cases))
     chosen = []
     while missing:
@@ -65,5 +70,9 @@ def pairwise(cases: list[Case]) -> list[Case]:
 
 def name_of(case: Case) -> str:
     short = {"dense_tp": "dense", "vocabulary_tp": "vocab", "micro_batches": "mb"}
-    parts = [f"{short.get(name, name)}{value}" for name, value in case.items() if name not in ("exchange", "sequence_parallel")]
+    parts = [
+        f"{short.get(name, name)}{value}"
+        for name, value in case.items()
+        if name not in ("exchange", "sequence_parallel")
+    ]
     return "-".join([*parts, case["exchange"], *(["sp"] if case["sequence_parallel"] else [])])

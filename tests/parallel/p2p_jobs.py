@@ -1,4 +1,5 @@
-"""What ranks do in the tests of exchanges over shared memory: their buffers are shared files, and Triton's interpreter runs the kernels."""
+"""What ranks do in the tests of exchanges over shared memory: their buffers are shared files,
+and Triton's interpreter runs the kernels."""
 
 from __future__ import annotations
 
@@ -27,28 +28,51 @@ from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
 from rorqual.parallel.p2p_memory import P2PMemory
 from tests.parallel.driver import CPU
 
-HIDDEN, INNER, EXPERTS, TOP_K = 160, 16, 8, 3
+HIDDEN = 160
+INNER = 16
+EXPERTS = 8
+TOP_K = 3
 Given = tuple[Tensor, Tensor, Tensor, Layout]
 
 
 def files(mesh: Mesh, folder: str) -> Callable[[GroupAxis, int, torch.device, Tensor], P2PMemory]:
-    """As P2PMemory.of, in files. Where kernels read before anyone has written lies NaN; counters are the caller's."""
+    """As P2PMemory.of, in files. Where kernels read before anyone has written lies NaN; counters
+    are the caller's."""
 
     def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> P2PMemory:
-        where = Path(folder) / f"{axis.name}{mesh.stage_rank - axis.rank * (mesh.stage.size // axis.size)}"
+        where = (
+            Path(folder)
+            / f"{axis.name}{mesh.stage_rank - axis.rank * (mesh.stage.size // axis.size)}"
+        )
         where.mkdir(exist_ok=True)
-        own = torch.from_file(str(where / str(axis.rank)), shared=True, size=size, dtype=torch.uint8)
+        own = torch.from_file(
+            str(where / str(axis.rank)), shared=True, size=size, dtype=torch.uint8
+        )
         own.fill_(255)
         mesh.stage.all_reduce(torch.ones(1))
-        found = [torch.from_file(str(where / str(rank)), shared=True, size=size, dtype=torch.uint8) for rank in range(axis.size)]
-        return P2PMemory(own, torch.tensor([memory.data_ptr() for memory in (*found, stop)]), stop, found)
+        found = [
+            torch.from_file(str(where / str(rank)), shared=True, size=size, dtype=torch.uint8)
+            for rank in range(axis.size)
+        ]
+        return P2PMemory(
+            own, torch.tensor([memory.data_ptr() for memory in (*found, stop)]), stop, found
+        )
 
     return of
 
 
-def attach(mesh: Mesh, moe: MoEConfig, folder: str, rows: int, hidden: int, dtype: torch.dtype, flights: int, start: int = 0) -> str:
-    """Steps of up to `rows` rows a data-parallel rank go through files, as they would through cards' memory; says so. `start`: what all
-    counters have come to already."""
+def attach(
+    mesh: Mesh,
+    moe: MoEConfig,
+    folder: str,
+    rows: int,
+    hidden: int,
+    dtype: torch.dtype,
+    flights: int,
+    start: int = 0,
+) -> str:
+    """Steps of up to `rows` rows a data-parallel rank go through files, as they would through
+    cards' memory; says so. `start`: what all counters have come to already."""
     with (
         mock.patch.object(mesh_module, "why_not_shared", return_value=""),
         mock.patch.object(P2PMemory, "of", files(mesh, folder)),
@@ -56,7 +80,9 @@ def attach(mesh: Mesh, moe: MoEConfig, folder: str, rows: int, hidden: int, dtyp
         way = mesh.all2all_backend(rows, hidden, moe, dtype, CPU, flights=flights)
     peers = peers_of(mesh, moe)
     for buffer in peers.buffers if peers else ():
-        peers.memory.own[buffer.start : buffer.start + 8 * buffer.areas.world].view(torch.int32).fill_(start)
+        peers.memory.own[buffer.start : buffer.start + 8 * buffer.areas.world].view(
+            torch.int32
+        ).fill_(start)
         buffer.totals.fill_(start)
     mesh.stage.all_reduce(torch.ones(1))
     return way
@@ -85,17 +111,26 @@ def dawdle(pause: random.Random | None) -> None:
 
 def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: float) -> Exchange:
     """Its experts take `late` seconds between the arrival of rows and reading them."""
-    slot_map, generator = SlotMap(tuple(slots), EXPERTS) if slots else SlotMap.identity(EXPERTS), torch.Generator().manual_seed(3)
+    slot_map = SlotMap(tuple(slots), EXPERTS) if slots else SlotMap.identity(EXPERTS)
+    generator = torch.Generator().manual_seed(3)
     up = torch.randn(EXPERTS, 2, INNER, HIDDEN, generator=generator).to(dtype) / 4
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator).to(dtype) / 4
     held = [slot_map.logical[slot] for slot in slot_map.local(mesh.axes["ep"].shard)]
     columns = slice(*mesh.axes["expert_tp"].shard.span(INNER))
-    gate_up, part = Weight(up[held][:, :, columns].flatten(1, 2)), Weight(down[held][:, :, columns].contiguous())
+    gate_up = Weight(up[held][:, :, columns].flatten(1, 2))
+    part = Weight(down[held][:, :, columns].contiguous())
 
     def compute_fp8(x: Tensor, scale: Tensor, kind: torch.dtype, *rest: Any) -> Tensor:
         return compute(reference.dequantize_activation(x, scale, kind), *rest)
 
-    def compute(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, base: Tensor | None = None) -> Tensor:
+    def compute(
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        base: Tensor | None = None,
+    ) -> Tensor:
         assert base is None, "an exchange between ranks adds no rows of its own"
         time.sleep(late)
         return reference.experts(x, ids, weights, gate_up, down)
@@ -112,10 +147,14 @@ def call(mesh: Mesh, number: int, tokens: list[int], dtype: torch.dtype) -> Give
     ids = torch.rand(count, EXPERTS, generator=generator).topk(TOP_K).indices
     ids = ids % TOP_K if number % 3 == 2 else ids
     layout = mesh.layout(tokens, True, MoEConfig(EXPERTS, TOP_K, INNER))
-    return *(layout.enter(part) for part in (x, ids, torch.rand(count, TOP_K, generator=generator))), layout  # type: ignore[return-value]
+    return *(
+        layout.enter(part) for part in (x, ids, torch.rand(count, TOP_K, generator=generator))
+    ), layout  # type: ignore[return-value]
 
 
-def walk(exchange: Exchange, calls: list[Given], at_once: int, pause: random.Random | None) -> Iterator[Tensor]:
+def walk(
+    exchange: Exchange, calls: list[Given], at_once: int, pause: random.Random | None
+) -> Iterator[Tensor]:
     """All calls, `at_once` under way; a rank with `pause` dawdles now and then."""
     for first in range(0, len(calls), at_once):
         tickets = []
@@ -132,15 +171,27 @@ def walk(exchange: Exchange, calls: list[Given], at_once: int, pause: random.Ran
 
 @torch.inference_mode()
 def compare(
-    mesh: Mesh, folder: str, tokens: list[list[int]], dtype: str, slots: list[int] | None, at_once: int, start: int, rows: int, late: int
+    mesh: Mesh,
+    folder: str,
+    tokens: list[list[int]],
+    dtype: str,
+    slots: list[int] | None,
+    at_once: int,
+    start: int,
+    rows: int,
+    late: int,
 ) -> dict[str, Any]:
-    """The same calls through shared memory, with no other meeting between them, and then through the process group. late: a rank whose
-    experts take their time."""
-    kind, pause = getattr(torch, dtype), random.Random(mesh.rank)
+    """The same calls through shared memory, with no other meeting between them, and then through
+    the process group. late: a rank whose experts take their time."""
+    kind = getattr(torch, dtype)
+    pause = random.Random(mesh.rank)
     layer = expert_layer(mesh, slots, kind, 0.05 if mesh.rank == late else 0)
     calls = [call(mesh, number, counts, kind) for number, counts in enumerate(tokens)]
-    moe, axis = MoEConfig(EXPERTS, TOP_K, INNER), calls[0][3].moe_axis
-    unshared = [mesh.all2all_backend(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)]
+    moe = MoEConfig(EXPERTS, TOP_K, INNER)
+    axis = calls[0][3].moe_axis
+    unshared = [
+        mesh.all2all_backend(rows, HIDDEN, moe, kind, CPU, share) for share in (True, False)
+    ]
     way = attach(mesh, moe, folder, rows, HIDDEN, kind, at_once, start)
     peers = axis.peers
     assert isinstance(peers, P2PDispatchBuffers)
@@ -154,7 +205,10 @@ def compare(
     wanted = list(walk(layer, calls, at_once, None))
     return {
         "equal": [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)],
-        "worst": max((float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True) if len(a)), default=0.0),
+        "worst": max(
+            (float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True) if len(a)),
+            default=0.0,
+        ),
         "largest": max((float(b.abs().max()) for b in wanted if len(b)), default=0.0),
         "rows": sum(len(y) for y in found),
         "taken": taken,

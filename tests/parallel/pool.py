@@ -1,4 +1,5 @@
-"""Ranks that live as long as the test session: processes joined by gloo on loopback, which run functions of tests.parallel.jobs by name."""
+"""Ranks that live as long as the test session: processes joined by gloo on loopback, which run
+functions of tests.parallel.jobs by name."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=SECONDS),
+    )
     jobs = importlib.import_module(JOBS)
     while (order := pipe.recv()) is not None:
         name, arguments = order
@@ -39,8 +46,8 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
 
 
 class RankPool:
-    """`run(job, world, sizes=..., ...)` calls jobs.<job>(world=world, ...) on ranks 0 .. world - 1; results by rank. Processes start
-    at first use."""
+    """`run(job, world, sizes=..., ...)` calls jobs.<job>(world=world, ...) on ranks 0 .. world -
+    1; results by rank. Processes start at first use."""
 
     def __init__(self) -> None:
         self.processes: list[Any] = []
@@ -71,14 +78,17 @@ class RankPool:
                 results[waiting[pipe]] = self._answer(job, waiting[pipe])  # type: ignore[index]
             if not ready:
                 self.stop()
-                raise RankError(f"{job}: ranks {sorted(waiting.values())} did not answer within {SECONDS} s")
+                raise RankError(
+                    f"{job}: ranks {sorted(waiting.values())} did not answer within {SECONDS} s"
+                )
         return [results[rank] for rank in range(world)]
 
     def _answer(self, job: str, rank: int) -> Any:
         try:
             fine, result = self.pipes[rank].recv()
         except EOFError:
-            fine, result = False, "the process died"
+            fine = False
+            result = "the process died"
         if not fine:
             self.stop()  # the others wait for this rank: no further job would meet all of them
             raise RankError(f"{job} on rank {rank}: {result}")
@@ -88,4 +98,5 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
-        self.processes, self.pipes = [], []
+        self.processes = []
+        self.pipes = []

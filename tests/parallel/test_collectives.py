@@ -1,4 +1,5 @@
-"""Each call of an axis over gloo, with uneven and with no rows; and the axis of one rank, on which nothing happens."""
+"""Each call of an axis over gloo, with uneven and with no rows; and the axis of one rank, on
+which nothing happens."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_what_one_rank_cannot_do_none_does(pool: RankPool, failing: list[int]) -
 
 
 def test_one_rank_is_the_identity() -> None:
-    axis, x = NullAxis("tp"), torch.ones(2, 2)
+    axis = NullAxis("tp")
+    x = torch.ones(2, 2)
     same = (
         axis.all_reduce(x),
         axis.reduce_scatter(x, [2]),
@@ -38,7 +40,15 @@ def test_one_rank_is_the_identity() -> None:
         axis.all_gather_columns(x, [2]),
         axis.start_broadcast(x, 0).wait(),
     )
-    assert all(y is x for y in (*same, axis.all_to_all(x, [2], [2]), axis.all_to_all_fixed(x), axis.start_all_gather(x).wait()))
+    assert all(
+        y is x
+        for y in (
+            *same,
+            axis.all_to_all(x, [2], [2]),
+            axis.all_to_all_fixed(x),
+            axis.start_all_gather(x).wait(),
+        )
+    )
     assert axis.traffic.total == 0
 
 
@@ -61,9 +71,16 @@ def test_groups_partition_the_ranks(sizes: dict[str, int]) -> None:
 
 
 def test_groups_of_an_example() -> None:
-    """Two stages of two attention groups of two: rank 5 is stage 1, data-parallel rank 0, place 1."""
+    """Two stages of two attention groups of two: rank 5 is stage 1, data-parallel rank 0, place
+    1."""
     sizes = ParallelConfig(tp=2, dp=2, pp=2, ep=2, dense_tp=4)
-    want = {"tp": (4, 5), "dp": (5, 7), "stage": (4, 5, 6, 7), "dense": (4, 5, 6, 7), "dense_dp": (5, 7)}
+    want = {
+        "tp": (4, 5),
+        "dp": (5, 7),
+        "stage": (4, 5, 6, 7),
+        "dense": (4, 5, 6, 7),
+        "dense_dp": (5, 7),
+    }
     want |= {"expert_tp": (4, 5), "ep": (5, 7), "pp": (1, 5), "head": (4, 5), "head_dp": (5,)}
     assert {axis: members(sizes, 5, axis) for axis in want} == want
 
@@ -72,7 +89,9 @@ class Reluctant(GroupAxis):
     """Over a group whose end takes until `recorded` is over, as NCCL's does."""
 
     def __init__(self, recorded: threading.Event):
-        self.group, self.recorded, self.told = Mock(), recorded, threading.Event()
+        self.group = Mock()
+        self.recorded = recorded
+        self.told = threading.Event()
 
     def abandon(self) -> None:
         self.told.set()
@@ -84,7 +103,11 @@ def test_no_group_that_is_given_up_waits_for_another() -> None:
     axes = [Reluctant(recorded) for _ in range(3)]
     twin = Reluctant(recorded)
     twin.group = axes[0].group
-    mesh = Mesh(ParallelConfig(tp=2), 0, dict(zip(AXES, itertools.chain(axes, itertools.repeat(twin)), strict=False)))
+    mesh = Mesh(
+        ParallelConfig(tp=2),
+        0,
+        dict(zip(AXES, itertools.chain(axes, itertools.repeat(twin)), strict=False)),
+    )
     mesh.abandon()
     assert all(axis.told.wait(5) for axis in [*axes[1:], twin])
     assert not axes[0].told.is_set(), "one group is given up once"

@@ -18,7 +18,8 @@ from tests.models.checkpoints import save
 from tests.parallel.pool import RankPool
 
 SHAPES = Path(__file__).parents[2] / "rorqual" / "shapes"
-PROMPTS, LENGTHS = [7, 5, 9, 6], [9, 9, 10, 8]
+PROMPTS = [7, 5, 9, 6]
+LENGTHS = [9, 9, 10, 8]
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2},
     {"tp": 4, "dense_tp": 2, "embed_tp": 2, "head_tp": 4},
@@ -37,7 +38,10 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 # Latents wider than hidden states, none of the query, and no latents at all.
-OTHERS = [(option, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True}) for option in ("v3", "v3-no-q-lora", "qwen")]
+OTHERS = [
+    (option, {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True})
+    for option in ("v3", "v3-no-q-lora", "qwen")
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,46 +58,79 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def name_of(value: Any) -> str:
-    return value if isinstance(value, str) else "-".join(f"{name}{size}" for name, size in value.items())
+    return (
+        value
+        if isinstance(value, str)
+        else "-".join(f"{name}{size}" for name, size in value.items())
+    )
 
 
-@pytest.mark.parametrize(("option", "sizes"), [*(("v3-narrow-latents", sizes) for sizes in LAYOUTS), *OTHERS], ids=name_of)
-def test_counted_bytes_are_the_expected_ones(pool: RankPool, folder_of: Callable[[str], Path], option: str, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("option", "sizes"),
+    [*(("v3-narrow-latents", sizes) for sizes in LAYOUTS), *OTHERS],
+    ids=name_of,
+)
+def test_counted_bytes_are_the_expected_ones(
+    pool: RankPool, folder_of: Callable[[str], Path], option: str, sizes: dict[str, Any]
+) -> None:
     world = ParallelConfig(**sizes).world
-    results = pool.run("count_bytes", world, sizes=sizes, folder=str(folder_of(option)), prompts=PROMPTS, lengths=LENGTHS)
+    results = pool.run(
+        "count_bytes",
+        world,
+        sizes=sizes,
+        folder=str(folder_of(option)),
+        prompts=PROMPTS,
+        lengths=LENGTHS,
+    )
     for rank, found in enumerate(results):
         assert found["counted"] == found["expected"], rank
     assert any(found["counted"] for found in results)
-    if sizes.get("dp", 1) <= 2 and sizes.get("pp", 1) == 1:  # the planner knows one rank's tokens, and those of all others together
+    # the planner knows one rank's tokens, and those of all others together
+    if sizes.get("dp", 1) <= 2 and sizes.get("pp", 1) == 1:
         assert results[0]["counted"] == results[0]["planned"]
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_data_parallel_attention_and_dense_layers_call_nothing(pool: RankPool, folder_of: Callable[[str], Path], world: int) -> None:
-    """A model of dense layers alone: with attention and dense layers both data-parallel no rank makes a single collective call."""
+def test_data_parallel_attention_and_dense_layers_call_nothing(
+    pool: RankPool, folder_of: Callable[[str], Path], world: int
+) -> None:
+    """A model of dense layers alone: with attention and dense layers both data-parallel no rank
+    makes a single collective call."""
     given = {"folder": str(folder_of("v3-all-dense")), "prompts": PROMPTS, "lengths": LENGTHS}
     for found in pool.run("count_bytes", world, sizes={"dp": world}, **given):
         assert found == {"counted": {}, "expected": {}, "planned": {}, "calls": 0}
-    assert pool.run("count_bytes", world, sizes={"dp": world, "dense_tp": world}, **given)[0]["calls"] > 0
+    assert (
+        pool.run("count_bytes", world, sizes={"dp": world, "dense_tp": world}, **given)[0]["calls"]
+        > 0
+    )
 
 
 def test_sharded_attention_gathers_the_narrower_of_latents_and_hidden_states() -> None:
-    """DeepSeek-V3's 1536 + 576 columns in place of 7168; V2-Lite has no query latent, Qwen3 no latents."""
+    """DeepSeek-V3's 1536 + 576 columns in place of 7168; V2-Lite has no query latent, Qwen3 no
+    latents."""
     shapes = {"deepseek-v3": 2112, "deepseek-v2-lite": 2048, "qwen3-30b-a3b": 2048}
     for name, columns in shapes.items():
         config = ModelConfig.from_file(SHAPES / name)
-        sent = step_messages(config, ParallelConfig(tp=8, sequence_parallel=True), 0, [800], decode=False, logits=[0])
+        sent = step_messages(
+            config, ParallelConfig(tp=8, sequence_parallel=True), 0, [800], decode=False, logits=[0]
+        )
         last = 7 * 100 * config.hidden_size * 2  # the norm behind the last layer
         assert sent["tp"]["all_gather"] == config.num_layers * 7 * 100 * columns * 2 + last, name
 
 
 def test_shared_experts_take_the_rows_that_routed_experts_gathered() -> None:
-    """Over 8 data-parallel ranks, then over pairs of ranks whose tokens are sharded: only the dense layers gather for themselves. An
-    exchange that does not gather leaves the shared experts to do it."""
+    """Over 8 data-parallel ranks, then over pairs of ranks whose tokens are sharded: only the
+    dense layers gather for themselves. An exchange that does not gather leaves the shared
+    experts to do it."""
     config = ModelConfig.from_file(SHAPES / "deepseek-v3")
-    row, dense, sparse = 7168 * 2, 3, 58
+    row = 7168 * 2
+    dense = 3
+    sparse = 58
     wide = step_messages(config, ParallelConfig(dp=8, ep=8, dense_tp=8), 0, [100] * 8, decode=True)
-    assert wide["dense_dp"] == {"all_gather": dense * 7 * 100 * row, "reduce_scatter": dense * 7 * 100 * row}
+    assert wide["dense_dp"] == {
+        "all_gather": dense * 7 * 100 * row,
+        "reduce_scatter": dense * 7 * 100 * row,
+    }
     pairs = ParallelConfig(tp=4, dp=2, ep=8, dense_tp=2)
     narrow = step_messages(config, pairs, 0, [100, 100], decode=True)
     assert narrow["dense"] == {"all_gather": dense * 25 * row, "reduce_scatter": dense * 25 * row}
@@ -101,19 +138,27 @@ def test_shared_experts_take_the_rows_that_routed_experts_gathered() -> None:
     assert sent["dense"]["all_gather"] == (dense + sparse) * 25 * row
 
 
-def test_data_parallel_dense_layers_and_heads_move_nothing(folder_of: Callable[[str], Path]) -> None:
+def test_data_parallel_dense_layers_and_heads_move_nothing(
+    folder_of: Callable[[str], Path],
+) -> None:
     config = ModelConfig.from_file(folder_of("v3"))
-    assert set(step_messages(config, ParallelConfig(dp=4, ep=4), 1, [3, 2, 0, 1], decode=True)) == {"dp"}
+    assert set(step_messages(config, ParallelConfig(dp=4, ep=4), 1, [3, 2, 0, 1], decode=True)) == {
+        "dp"
+    }
 
 
 def test_all_reduces_of_published_layouts() -> None:
-    """DeepSeek-R1 on one node: two all-reduces a layer under tp, all-gather and reduce-scatter under data-parallel attention."""
+    """DeepSeek-R1 on one node: two all-reduces a layer under tp, all-gather and reduce-scatter
+    under data-parallel attention."""
     config = ModelConfig.from_file(SHAPES / "deepseek-v3")
     row = 7168 * 2
     tp = step_messages(config, ParallelConfig(tp=8), 0, [1], decode=True)
-    assert tp["tp"]["all_reduce"] == 122 * (2 * row * 7 // 8)  # 2 a layer; the last norm takes the place of the first
+    # 2 a layer; the last norm takes the place of the first
+    assert tp["tp"]["all_reduce"] == 122 * (2 * row * 7 // 8)
     dp = step_messages(config, ParallelConfig(dp=8, ep=8), 0, [128] * 8, decode=True)
-    assert dp == {"dp": {"all_gather": 58 * 7 * 128 * (row + 64), "reduce_scatter": 58 * 7 * 128 * row}}
+    assert dp == {
+        "dp": {"all_gather": 58 * 7 * 128 * (row + 64), "reduce_scatter": 58 * 7 * 128 * row}
+    }
 
 
 def test_a_byte_count_by_hand() -> None:

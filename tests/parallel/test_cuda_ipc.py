@@ -1,4 +1,5 @@
-"""What is asked of CUDA's driver to share memory between processes; the driver here is a stand-in."""
+"""What is asked of CUDA's driver to share memory between processes; the driver here is a
+stand-in."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class Driver:
     """Hands out addresses, and handles that hold them; keeps what was called."""
 
     def __init__(self, fails: str = ""):
-        self.fails, self.calls = fails, []  # type: ignore[var-annotated]
+        # type: ignore[var-annotated]
+        self.fails = fails
+        self.calls = []
 
     def __getattr__(self, name: str) -> Any:
         def function(*args: Any) -> int:
@@ -44,10 +47,16 @@ class Driver:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda_ipc, "_undo", lambda function, pointer, card: getattr(cuda_ipc.driver(), function)(pointer))
+    monkeypatch.setattr(
+        cuda_ipc,
+        "_undo",
+        lambda function, pointer, card: getattr(cuda_ipc.driver(), function)(pointer),
+    )
 
 
-def test_a_block_is_known_elsewhere_by_its_handle_and_given_back(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_known_elsewhere_by_its_handle_and_given_back(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = Driver()
     monkeypatch.setattr(cuda_ipc, "driver", lambda: driver)
     own = cuda_ipc.Mapping.new(640)
@@ -70,7 +79,9 @@ def test_a_block_is_known_elsewhere_by_its_handle_and_given_back(card: None, mon
 
 
 @pytest.mark.parametrize("fails", ["cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"])
-def test_the_driver_s_name_for_what_went_wrong(card: None, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_the_driver_s_name_for_what_went_wrong(
+    card: None, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     driver = Driver(fails)
     monkeypatch.setattr(cuda_ipc, "driver", lambda: driver)
     with pytest.raises(RuntimeError, match=rf"{fails}: CUDA_ERROR_NOT_PERMITTED \(800\)"):

@@ -1,4 +1,5 @@
-"""Exchanges alone: the weighted sums of all experts on one device, whoever holds the tokens and whoever holds the experts."""
+"""Exchanges alone: the weighted sums of all experts on one device, whoever holds the tokens and
+whoever holds the experts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
@@ -34,11 +39,17 @@ WAYS: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4, "exchange": "low_latency"},
     {"tp": 2, "dp": 2, "ep": 2, "exchange": "low_latency"},
 ]
-ROWS = {1: [[5]], 2: [[4, 4], [7, 1], [0, 3], [0, 0]], 4: [[2, 2, 2, 2], [6, 0, 1, 3], [0, 0, 0, 1]]}
+ROWS = {
+    1: [[5]],
+    2: [[4, 4], [7, 1], [0, 3], [0, 0]],
+    4: [[2, 2, 2, 2], [6, 0, 1, 3], [0, 0, 0, 1]],
+}
 
 
 def name_of(sizes: dict[str, Any]) -> str:
-    return "-".join(str(value) if name == "exchange" else f"{name}{value}" for name, value in sizes.items())
+    return "-".join(
+        str(value) if name == "exchange" else f"{name}{value}" for name, value in sizes.items()
+    )
 
 
 def world_of(sizes: dict[str, Any]) -> int:
@@ -47,7 +58,8 @@ def world_of(sizes: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("sizes", WAYS, ids=name_of)
 def test_sums_are_those_of_one_device(pool: RankPool, sizes: dict[str, Any]) -> None:
-    """Uneven rows, ranks without rows, and experts whose rank nobody asks (`first`: three of eight experts take all tokens)."""
+    """Uneven rows, ranks without rows, and experts whose rank nobody asks (`first`: three of
+    eight experts take all tokens)."""
     for tokens in ROWS[sizes.get("dp", 1)]:
         for picks in ("spread", "first"):
             results = pool.run("exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks=picks)
@@ -55,48 +67,63 @@ def test_sums_are_those_of_one_device(pool: RankPool, sizes: dict[str, Any]) -> 
             assert sum(result["rows"] for result in results) == sum(tokens) * sizes.get("tp", 1)
 
 
-# Experts 5 and 2 have a second slot, 5 a third; the slots of one expert lie on different ranks, or on the same one.
+# Experts 5 and 2 have a second slot, 5 a third; the slots of one expert lie on different ranks, or
+# on the same one.
 REPLICAS = [0, 1, 2, 3, 4, 5, 6, 7, 5, 2, 5, 0]
 
 
 @pytest.mark.parametrize("sizes", [way for way in WAYS if way.get("ep", 1) > 1], ids=name_of)
 def test_replicas(pool: RankPool, sizes: dict[str, Any]) -> None:
     tokens = ROWS[sizes.get("dp", 1)][-3 if "dp" in sizes else 0]
-    results = pool.run("exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks="spread", slots=REPLICAS)
+    results = pool.run(
+        "exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks="spread", slots=REPLICAS
+    )
     assert max(result["worst"] for result in results) < 1e-5
 
 
 @pytest.mark.parametrize("exchange", ["allgather_ep", "alltoall", "low_latency"])
 def test_load_counts_logical_picks_of_the_tokens_submitted(pool: RankPool, exchange: str) -> None:
     sizes = {"dp": 2, "ep": 2, "exchange": exchange}
-    results = pool.run("exchange", 2, sizes=sizes, tokens=[5, 2], picks="first", slots=REPLICAS, steps=2)
+    results = pool.run(
+        "exchange", 2, sizes=sizes, tokens=[5, 2], picks="first", slots=REPLICAS, steps=2
+    )
     assert [result["load"] for result in results] == [[10] * 3 + [0] * 5, [4] * 3 + [0] * 5]
 
 
 def test_one_exchange_for_prompts_another_for_decoding(pool: RankPool) -> None:
-    """`auto` with long prompts goes all-to-all, with tokens sharded; with few tokens it gathers. The same experts serve both."""
+    """`auto` with long prompts goes all-to-all, with tokens sharded; with few tokens it gathers.
+    The same experts serve both."""
     sizes = {"tp": 2, "dp": 2, "ep": 4}
     few = pool.run("exchange", 4, sizes=sizes, tokens=[3, 5], picks="spread")
     assert "all_to_all" not in few[0]["traffic"].get("stage", {})
     assert few[0]["capturable"]
-    many = pool.run("exchange", 4, sizes=sizes, tokens=[2 * ALLTOALL_ROWS, 7], picks="spread", decode=False)
+    many = pool.run(
+        "exchange", 4, sizes=sizes, tokens=[2 * ALLTOALL_ROWS, 7], picks="spread", decode=False
+    )
     assert "all_to_all" in many[0]["traffic"]["stage"]
     assert max(result["worst"] for result in few + many) < 1e-5
 
 
 def test_tokens_go_once_to_each_rank(pool: RankPool) -> None:
-    """Three experts of a token on one rank: one row of 256 fp32 and 3 picks there, one row back; nothing for the rank's own."""
+    """Three experts of a token on one rank: one row of 256 fp32 and 3 picks there, one row back;
+    nothing for the rank's own."""
     sizes = {"dp": 2, "ep": 2, "exchange": "alltoall"}
     first, second = pool.run("exchange", 2, sizes=sizes, tokens=[5, 2], picks="first")
-    row, picks, counts = 256 * 4, 3 * 8, 8
-    assert first["traffic"]["dp"]["all_to_all"] == counts + 2 * row  # only sums for the other's two tokens
+    row = 256 * 4
+    picks = 3 * 8
+    counts = 8
+    # only sums for the other's two tokens
+    assert first["traffic"]["dp"]["all_to_all"] == counts + 2 * row
     assert second["traffic"]["dp"]["all_to_all"] == counts + 2 * (row + picks)
 
 
 def test_fp8_dispatch_rounds_what_it_sends_and_halves_it(pool: RankPool) -> None:
     sizes = {"dp": 2, "ep": 2, "exchange": "low_latency"}
     exact, rounded = (
-        pool.run("exchange", 2, sizes={**sizes, "fp8_dispatch": fp8}, tokens=[8, 5], picks="spread")[0] for fp8 in (False, True)
+        pool.run(
+            "exchange", 2, sizes={**sizes, "fp8_dispatch": fp8}, tokens=[8, 5], picks="spread"
+        )[0]
+        for fp8 in (False, True)
     )
     assert exact["worst"] < 1e-5 < rounded["worst"] < 0.08
     sent = [result["traffic"]["dp"]["all_to_all"] for result in (exact, rounded)]
@@ -128,7 +155,9 @@ QWEN = MoEConfig(128, 8, 768)
         ({"dp": 8, "ep": 8, "exchange": "low_latency"}, V3, 4096, False, "low_latency"),
     ],
 )
-def test_the_rule(sizes: dict[str, Any], moe: MoEConfig, rows: int, decode: bool, want: str) -> None:
+def test_the_rule(
+    sizes: dict[str, Any], moe: MoEConfig, rows: int, decode: bool, want: str
+) -> None:
     chosen = ParallelConfig(**sizes)
     assert chosen_exchange(chosen, moe, rows, decode) == want
     assert want in possible_exchanges(chosen, moe)
@@ -177,13 +206,25 @@ def test_one_device_has_a_local_exchange() -> None:
 
 
 def go_round(name: str) -> torch.Tensor:
-    """One decode step through an exchange of rank 1 of 2, on tensors without contents: nothing can be read by the host."""
-    mesh, moe = place(ParallelConfig(dp=2, ep=2, exchange=name), 1), MoEConfig(8, 3, 16)
+    """One decode step through an exchange of rank 1 of 2, on tensors without contents: nothing
+    can be read by the host."""
+    mesh = place(ParallelConfig(dp=2, ep=2, exchange=name), 1)
+    moe = MoEConfig(8, 3, 16)
     nothing = Weight(torch.empty(0))
     with FakeTensorMode():
-        store = ExpertStore(SlotMap(tuple(REPLICAS), 8), nothing, nothing, lambda x, *_: x, torch.device("cpu"), mesh.axes["ep"].shard)
-        made, layout = make_exchange(mesh.sizes, moe, store), mesh.layout([4, 4], True, moe)
-        ticket = made.dispatch(torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout)
+        store = ExpertStore(
+            SlotMap(tuple(REPLICAS), 8),
+            nothing,
+            nothing,
+            lambda x, *_: x,
+            torch.device("cpu"),
+            mesh.axes["ep"].shard,
+        )
+        made = make_exchange(mesh.sizes, moe, store)
+        layout = mesh.layout([4, 4], True, moe)
+        ticket = made.dispatch(
+            torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout
+        )
         made.run_experts(ticket)
         return made.wait(ticket)
 

@@ -23,7 +23,9 @@ def asks(most: int = 8, **changes: Any) -> SamplingParams:
     return SamplingParams(**{**settings, **changes})
 
 
-GREEDY, PLAIN, FILTERED = asks(), asks(temperature=0.8), asks(temperature=1.0, top_p=0.9)
+GREEDY = asks()
+PLAIN = asks(temperature=0.8)
+FILTERED = asks(temperature=1.0, top_p=0.9)
 GRAMMAR = asks(structured=StructuredOutput("grammar", "cycle"))
 # (before which step, data-parallel rank, prompt length, parameters)
 SCENES: dict[str, list[tuple[int, int, int, SamplingParams]]] = {
@@ -132,6 +134,9 @@ def test_processes_end_with_the_tokens_of_one(pool: RankPool, tmp_path: Path) ->
     llm = LLM(tmp_path, **options)
     outs = llm.generate(prompts, [params for _, params in asked])
     wanted = {f"r{number}": out.outputs[0].token_ids for number, out in enumerate(outs)}
-    for settings in ({"cudagraph_capture_sizes": (1,)}, {"num_speculative_tokens": 2, "window": False, "cudagraph_capture_sizes": (1,)}):
+    for settings in (
+        {"cudagraph_capture_sizes": (1,)},
+        {"num_speculative_tokens": 2, "window": False, "cudagraph_capture_sizes": (1,)},
+    ):
         given = {"folder": str(tmp_path), "settings": settings, "arrivals": arrivals}
         assert pool.run("in_step", 2, sizes={"dp": 2}, **given) == [wanted] * 2

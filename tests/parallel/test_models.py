@@ -1,4 +1,5 @@
-"""Whole tiny models on several ranks: the logits of one process within fp32 rounding, and the same greedy tokens."""
+"""Whole tiny models on several ranks: the logits of one process within fp32 rounding, and the
+same greedy tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ from tests.parallel.driver import homes
 from tests.parallel.pool import RankPool
 
 BOUND = 1e-4
-ARCHITECTURES = {"v3": "DeepseekV3ForCausalLM", "v2": "DeepseekV2ForCausalLM", "qwen": "Qwen3MoeForCausalLM"}
-PROMPTS, LENGTHS = [7, 5, 9, 6], [10, 9, 11, 8]
+ARCHITECTURES = {
+    "v3": "DeepseekV3ForCausalLM",
+    "v2": "DeepseekV2ForCausalLM",
+    "qwen": "Qwen3MoeForCausalLM",
+}
+PROMPTS = [7, 5, 9, 6]
+LENGTHS = [10, 9, 11, 8]
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +40,37 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
         if (option, forms) not in known:
             folder = tmp_path_factory.mktemp(option)
             save(option, folder)
-            ids = torch.randint(0, VOCAB, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5))
+            ids = torch.randint(
+                0, VOCAB, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5)
+            )
             logits = all_logits(load(folder, CpuOps(), forms=forms), ids, [max(LENGTHS)])
             save_file({"ids": ids, "logits": logits}, folder / "answers")
             known[option, forms] = str(folder), str(folder / "answers")
         folder_, answers = known[option, forms]
-        return {"folder": folder_, "answers": answers, "prompts": PROMPTS, "lengths": LENGTHS, "forms": forms}
+        return {
+            "folder": folder_,
+            "answers": answers,
+            "prompts": PROMPTS,
+            "lengths": LENGTHS,
+            "forms": forms,
+        }
 
     return get
 
 
-def check(pool: RankPool, sizes: dict[str, Any], given: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+def check(
+    pool: RankPool, sizes: dict[str, Any], given: dict[str, Any], **options: Any
+) -> list[dict[str, Any]]:
     world = sizes.get("tp", 1) * sizes.get("dp", 1) * sizes.get("pp", 1)
     results = pool.run("compare", world, sizes=sizes, **given, **options)
     for rank, result in enumerate(results):
         assert result["worst"] < BOUND, (rank, result)
         assert result["differ"] == 0, (rank, result)
     # Every rank of the last stage has the logits of its data-parallel rank.
-    share = [homes(len(PROMPTS), sizes.get("dp", 1)).count(rank) > 0 for rank in range(sizes.get("dp", 1))]
+    share = [
+        homes(len(PROMPTS), sizes.get("dp", 1)).count(rank) > 0
+        for rank in range(sizes.get("dp", 1))
+    ]
     seen = sum(result["positions"] for result in results)
     assert seen == sum(LENGTHS) * sizes.get("tp", 1), (seen, share)
     return results
@@ -64,20 +83,30 @@ def way_of(case: dict[str, Any]) -> str:
 
 
 def cases(option: str, choose: bool, worlds: tuple[int, ...] = (2, 4)) -> list[Any]:
-    """Parameters of both numbers of ranks: all valid combinations, or those in which every pair of settings occurs."""
+    """Parameters of both numbers of ranks: all valid combinations, or those in which every pair
+    of settings occurs."""
     family, changes = OPTIONS[option]
     kind, _, base = CLASSES[family]
-    config = ModelConfig.from_dict({**kind(**{**base, **changes}).to_dict(), "architectures": [ARCHITECTURES[family]]})
+    config = ModelConfig.from_dict(
+        {**kind(**{**base, **changes}).to_dict(), "architectures": [ARCHITECTURES[family]]}
+    )
     found = [list(matrix.valid(config, world)) for world in worlds]
     return [case for valid in found for case in (matrix.pairwise(valid) if choose else valid)]
 
 
-def parameters(options: tuple[str, ...], choose: bool, worlds: tuple[int, ...] = (2, 4)) -> list[Any]:
+def parameters(
+    options: tuple[str, ...], choose: bool, worlds: tuple[int, ...] = (2, 4)
+) -> list[Any]:
     found = [(option, case) for option in options for case in cases(option, choose, worlds)]
-    return [pytest.param(option, case, id=f"{option}-{matrix.name_of(case)}") for option, case in found]
+    return [
+        pytest.param(option, case, id=f"{option}-{matrix.name_of(case)}") for option, case in found
+    ]
 
 
-CHOSEN = [*parameters(("v3-narrow-latents",), choose=True), *parameters(("qwen",), choose=True, worlds=(4,))]
+CHOSEN = [
+    *parameters(("v3-narrow-latents",), choose=True),
+    *parameters(("qwen",), choose=True, worlds=(4,)),
+]
 
 
 @pytest.mark.parametrize(("option", "case"), CHOSEN)
@@ -86,14 +115,21 @@ def test_every_pair_of_settings(pool: RankPool, saved, option: str, case: dict[s
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize(("option", "case"), parameters(("v3-narrow-latents", "qwen"), choose=False))
+@pytest.mark.parametrize(
+    ("option", "case"), parameters(("v3-narrow-latents", "qwen"), choose=False)
+)
 def test_every_valid_combination(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
     check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize(("option", "case"), parameters(("v2-no-q-lora", "v3-bias", "v3-tied", "qwen-tied", "qwen-bias"), choose=True))
-def test_every_pair_of_settings_of_other_options(pool: RankPool, saved, option: str, case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("option", "case"),
+    parameters(("v2-no-q-lora", "v3-bias", "v3-tied", "qwen-tied", "qwen-bias"), choose=True),
+)
+def test_every_pair_of_settings_of_other_options(
+    pool: RankPool, saved, option: str, case: dict[str, Any]
+) -> None:
     check(pool, matrix.sizes_of(case), saved(option), way=way_of(case))
 
 
@@ -112,16 +148,26 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("option", "sizes"), OTHERS, ids=[f"{option}{'-sp' * ('sequence_parallel' in sizes)}" for option, sizes in OTHERS])
-def test_options_of_the_architectures(pool: RankPool, saved, option: str, sizes: dict[str, Any]) -> None:
-    """Biases, tied heads, no query latent or a wide one, dense layers: what a cut could get wrong."""
+@pytest.mark.parametrize(
+    ("option", "sizes"),
+    OTHERS,
+    ids=[f"{option}{'-sp' * ('sequence_parallel' in sizes)}" for option, sizes in OTHERS],
+)
+def test_options_of_the_architectures(
+    pool: RankPool, saved, option: str, sizes: dict[str, Any]
+) -> None:
+    """Biases, tied heads, no query latent or a wide one, dense layers: what a cut could get
+    wrong."""
     check(pool, sizes, saved(option))
 
 
-@pytest.mark.parametrize("forms", [("CD", "CD"), ("A_CC", "A_CC"), ("AM_CC_ME", "AM_CC_ME")], ids="-".join)
+@pytest.mark.parametrize(
+    "forms", [("CD", "CD"), ("A_CC", "A_CC"), ("AM_CC_ME", "AM_CC_ME")], ids="-".join
+)
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "sp"])
 def test_mla_forms_over_heads(pool: RankPool, saved, forms: tuple[str, str], sharded: bool) -> None:
-    """With tokens sharded the forms start from gathered latents: query input, entries to decompress."""
+    """With tokens sharded the forms start from gathered latents: query input, entries to
+    decompress."""
     check(pool, {"tp": 2, "sequence_parallel": sharded}, saved("v3-narrow-latents", forms))
 
 
@@ -135,36 +181,69 @@ MTP_SIZES = [
 
 @pytest.mark.parametrize("sizes", MTP_SIZES, ids=str)
 def test_prediction_modules(pool: RankPool, saved, tmp_path: Path, sizes: dict[str, Any]) -> None:
-    """The module's own layer, fed with embedding and hidden states of several ranks, and the head behind it."""
-    config = {**json.loads((Path(saved("v3-narrow-latents")["folder"]) / "config.json").read_text()), "num_nextn_predict_layers": 1}
+    """The module's own layer, fed with embedding and hidden states of several ranks, and the
+    head behind it."""
+    config = {
+        **json.loads((Path(saved("v3-narrow-latents")["folder"]) / "config.json").read_text()),
+        "num_nextn_predict_layers": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = {"folder": str(tmp_path), "prompts": PROMPTS, "lengths": LENGTHS}
     want = jobs.predict(1, {}, **given)
-    results = pool.run("predict", sizes.get("tp", 1) * sizes.get("dp", 1) * sizes.get("pp", 1), sizes=sizes, **given)
+    results = pool.run(
+        "predict",
+        sizes.get("tp", 1) * sizes.get("dp", 1) * sizes.get("pp", 1),
+        sizes=sizes,
+        **given,
+    )
     assert set().union(*results) == set(want)
     for result in results:
         for place, logits in result.items():
             assert (torch.tensor(logits) - torch.tensor(want[place])).abs().max() < BOUND, place
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.full_matrix)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2, "ep": 2}, pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.full_matrix)],
+    ids=str,
+)
 def test_the_bundled_checkpoint(pool: RankPool, tmp_path: Path, sizes: dict[str, Any]) -> None:
     model = load(BUNDLED, CpuOps())
-    ids = torch.randint(model.config.vocab_size, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(
+        model.config.vocab_size,
+        (len(PROMPTS), max(LENGTHS)),
+        generator=torch.Generator().manual_seed(5),
+    )
     save_file({"ids": ids, "logits": all_logits(model, ids, [max(LENGTHS)])}, tmp_path / "answers")
-    check(pool, sizes, {"folder": str(BUNDLED), "answers": str(tmp_path / "answers"), "prompts": PROMPTS, "lengths": LENGTHS})
+    check(
+        pool,
+        sizes,
+        {
+            "folder": str(BUNDLED),
+            "answers": str(tmp_path / "answers"),
+            "prompts": PROMPTS,
+            "lengths": LENGTHS,
+        },
+    )
 
 
 @needs_triton
 @pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")
 @pytest.mark.parametrize(
-    ("exchange", "dense_tp", "taken"), [("low_latency", 1, True), ("allgather_ep", 1, True), ("allgather_ep", 2, False)]
+    ("exchange", "dense_tp", "taken"),
+    [("low_latency", 1, True), ("allgather_ep", 1, True), ("allgather_ep", 2, False)],
 )
-def test_decode_steps_through_shared_memory(pool: RankPool, saved: Any, tmp_path: Path, exchange: str, dense_tp: int, taken: bool) -> None:
-    """Prompts take the process group, single tokens the kernels, unless shared experts want all rows; two micro-batches are under way at
-    once."""
+def test_decode_steps_through_shared_memory(
+    pool: RankPool, saved: Any, tmp_path: Path, exchange: str, dense_tp: int, taken: bool
+) -> None:
+    """Prompts take the process group, single tokens the kernels, unless shared experts want all
+    rows; two micro-batches are under way at once."""
     sizes = {"dp": 2, "ep": 2, "dense_tp": dense_tp, "exchange": exchange, "micro_batches": 2}
     results = check(pool, sizes, saved("v3"), way="run", peers=str(tmp_path))
     assert all((result["taken"] > 0) is taken for result in results)
-    words = "memory shared by the cards" if taken else "process group: its rows are those of shared experts as well"
+    words = (
+        "memory shared by the cards"
+        if taken
+        else "process group: its rows are those of shared experts as well"
+    )
     assert all(words in result["way"] for result in results)

@@ -1,4 +1,5 @@
-"""The fused all-reduce as a Hopper card would run it, compiled without a card. Run as a script it prints what the compiler made."""
+"""The fused all-reduce as a Hopper card would run it, compiled without a card. Run as a script
+it prints what the compiler made."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def compiled(capability: int) -> list[dict[str, object]]:
@@ -23,25 +26,51 @@ def compiled(capability: int) -> list[dict[str, object]]:
 
     rows = []
     for world, two_shot in ((2, False), (8, False), (8, True)):
-        table, epochs = torch.empty(world + 1, dtype=torch.int64), torch.empty(128, dtype=torch.int32)
+        table = torch.empty(world + 1, dtype=torch.int64)
+        epochs = torch.empty(128, dtype=torch.int32)
         x = torch.empty(8, 7168, dtype=torch.bfloat16)
         with compiling(capability) as found:
-            all_reduce_norm(table, epochs, 0, x, x, torch.empty(7168, dtype=torch.bfloat16), 1e-6, two_shot)
+            all_reduce_norm(
+                table, epochs, 0, x, x, torch.empty(7168, dtype=torch.bfloat16), 1e-6, two_shot
+            )
         (kernel,) = found
-        words = ("sys.release.exch", "sys.acquire.add", "ld.global.cg.v4", "ld.global.cg.b16", "griddepcontrol.wait")
-        rows.append({"world": world, "two_shot": two_shot, **kernel.resources(), **{word: kernel.ptx.count(word) for word in words}})
+        words = (
+            "sys.release.exch",
+            "sys.acquire.add",
+            "ld.global.cg.v4",
+            "ld.global.cg.b16",
+            "griddepcontrol.wait",
+        )
+        rows.append(
+            {
+                "world": world,
+                "two_shot": two_shot,
+                **kernel.resources(),
+                **{word: kernel.ptx.count(word) for word in words},
+            }
+        )
     return rows
 
 
 def test_the_kernel_compiles_for_hopper() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for row in json.loads(done.stdout):
         assert row["stack"] == 0, row
         meetings = 2 if row["two_shot"] else 1
         assert row["sys.release.exch"] == row["sys.acquire.add"] == meetings, row
-        assert row["ld.global.cg.v4"] >= row["world"], row  # rows of other cards come 16 bytes at a time
+        # rows of other cards come 16 bytes at a time
+        assert row["ld.global.cg.v4"] >= row["world"], row
         assert row["ld.global.cg.b16"] == 0, row
         assert row["griddepcontrol.wait"] == 1, row
 

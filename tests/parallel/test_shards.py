@@ -1,5 +1,5 @@
-"""What a rank holds: its window of every tensor, from a file or from a seed, and no byte of another's. One process plays all ranks,
-since building and loading need no collective."""
+"""What a rank holds: its window of every tensor, from a file or from a seed, and no byte of
+another's. One process plays all ranks, since building and loading need no collective."""
 
 from __future__ import annotations
 
@@ -49,7 +49,12 @@ WIDE = {
 }
 FP8 = {
     **WIDE,
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    },
 }
 QWEN = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -75,8 +80,14 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-def build(config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32) -> Transformer:
-    return make_model(config, Build(CpuOps(native=False), dtype, CPU, config.quant, mesh=mesh or Mesh.single()), 64)
+def build(
+    config: ModelConfig, mesh: Mesh | None = None, dtype: torch.dtype = torch.float32
+) -> Transformer:
+    return make_model(
+        config,
+        Build(CpuOps(native=False), dtype, CPU, config.quant, mesh=mesh or Mesh.single()),
+        64,
+    )
 
 
 def own(model: Transformer) -> list[Target]:
@@ -88,7 +99,10 @@ def expanded(tensor: Tensor, target: Target) -> Tensor:
 
 
 def window(target: Target) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in zip(target.origin, target.view.shape, strict=True))
+    return tuple(
+        slice(start, start + length)
+        for start, length in zip(target.origin, target.view.shape, strict=True)
+    )
 
 
 def in_file(model: Transformer) -> dict[str, Tensor]:
@@ -102,9 +116,12 @@ def in_file(model: Transformer) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("fields", [WIDE, FP8, QWEN], ids=["v3", "fp8", "qwen"])
-def test_random_shards_are_windows_of_the_unsharded_draw(fields: dict[str, Any], sizes: dict[str, Any]) -> None:
+def test_random_shards_are_windows_of_the_unsharded_draw(
+    fields: dict[str, Any], sizes: dict[str, Any]
+) -> None:
     """Bit for bit, and the windows of all ranks cover every element of every tensor."""
-    config, chosen = ModelConfig.from_dict(fields), ParallelConfig(**sizes)
+    config = ModelConfig.from_dict(fields)
+    chosen = ParallelConfig(**sizes)
     check_parallel(config, chosen)
     whole = build(config)
     random_weights(whole, 7)
@@ -114,7 +131,9 @@ def test_random_shards_are_windows_of_the_unsharded_draw(fields: dict[str, Any],
         model = build(config, place(chosen, rank))
         random_weights(model, 7)
         for target in own(model):
-            assert torch.equal(target.view.float(), expanded(tensors[target.name], target)[window(target)].float()), target.name
+            assert torch.equal(
+                target.view.float(), expanded(tensors[target.name], target)[window(target)].float()
+            ), target.name
             marks = expanded(seen[target.name], target).clone()
             marks[window(target)] = True
             seen[target.name] |= marks[:: target.repeat]
@@ -122,7 +141,8 @@ def test_random_shards_are_windows_of_the_unsharded_draw(fields: dict[str, Any],
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    read, sizes = TensorReader._read, []
+    read = TensorReader._read
+    sizes = []
 
     def counting(self: TensorReader, part: tuple[slice, ...]) -> Tensor:
         data = read(self, part)
@@ -133,11 +153,23 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-FILES = [("v3", False), ("v3", True), ("qwen-bias", False), ("qwen-bias", True), ("v3-tied", False), ("fp8", False), ("fp8-aligned", False)]
+FILES = [
+    ("v3", False),
+    ("v3", True),
+    ("qwen-bias", False),
+    ("qwen-bias", True),
+    ("v3-tied", False),
+    ("fp8", False),
+    ("fp8-aligned", False),
+]
 
 
-@pytest.mark.parametrize(("option", "merged"), FILES, ids=[f"{option}{'-merged' * merged}" for option, merged in FILES])
-def test_each_rank_reads_its_shard_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, merged: bool) -> None:
+@pytest.mark.parametrize(
+    ("option", "merged"), FILES, ids=[f"{option}{'-merged' * merged}" for option, merged in FILES]
+)
+def test_each_rank_reads_its_shard_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, merged: bool
+) -> None:
     save_fp8(option, tmp_path) if option.startswith("fp8") else save(option, tmp_path)
     if merged:
         merge(tmp_path)
@@ -152,7 +184,10 @@ def test_each_rank_reads_its_shard_alone(tmp_path: Path, monkeypatch: pytest.Mon
             reads.clear()
             model = as_loaded(config, tmp_path, place(chosen, rank))
             for target in own(model):
-                assert torch.equal(target.view.float(), expanded(tensors[target.name], target)[window(target)].float()), target.name
+                assert torch.equal(
+                    target.view.float(),
+                    expanded(tensors[target.name], target)[window(target)].float(),
+                ), target.name
             held = sum(target.view.numel() for target in own(model) if target.repeat == 1)
             scales = sum(target.view.numel() for target in own(model) if target.repeat > 1)
             assert held <= sum(reads) <= held + scales
@@ -172,16 +207,26 @@ def as_loaded(config: ModelConfig, folder: Path, mesh: Mesh | None = None) -> Tr
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, Any]) -> None:
-    """A file with a different scale in every block: each shard, dequantized, is the window of the whole, dequantized."""
-    config, chosen = ModelConfig.from_dict(FP8), ParallelConfig(**sizes)
+    """A file with a different scale in every block: each shard, dequantized, is the window of
+    the whole, dequantized."""
+    config = ModelConfig.from_dict(FP8)
+    chosen = ParallelConfig(**sizes)
     drawn = build(config)
     drawn.finalize = lambda: None  # type: ignore[method-assign]
     random_weights(drawn, 1)
     tensors = {name: tensor.contiguous() for name, tensor in in_file(drawn).items()}
     generator = torch.Generator().manual_seed(2)
-    scales = {name: torch.rand(tensor.shape, generator=generator) + 0.5 for name, tensor in tensors.items() if name.endswith("_scale_inv")}
+    scales = {
+        name: torch.rand(tensor.shape, generator=generator) + 0.5
+        for name, tensor in tensors.items()
+        if name.endswith("_scale_inv")
+    }
     save_file(tensors | scales, tmp_path / "model.safetensors")
-    wide = {name: dequantize_block(tensors[name], scales[name + "_scale_inv"]) for name in tensors if name + "_scale_inv" in scales}
+    wide = {
+        name: dequantize_block(tensors[name], scales[name + "_scale_inv"])
+        for name in tensors
+        if name + "_scale_inv" in scales
+    }
     for rank in range(chosen.world):
         model = as_loaded(config, tmp_path, place(chosen, rank))
         views = {target.name: target for target in own(model)}
@@ -194,14 +239,25 @@ def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, 
 
 
 def test_fp8_rows_may_be_cut_inside_a_block() -> None:
-    """Query heads of 56 rows: two ranks meet in one block, and both keep its scale for each of their rows."""
+    """Query heads of 56 rows: two ranks meet in one block, and both keep its scale for each of
+    their rows."""
     model = build(ModelConfig.from_dict(FP8), place(ParallelConfig(tp=2), 1))
-    queries = next(target for target in own(model) if target.name.endswith("0.self_attn.q_b_proj.weight_scale_inv"))
-    assert (queries.shape, queries.repeat, queries.origin, tuple(queries.view.shape)) == ((2, 1), 128, (112, 0), (112, 1))
+    queries = next(
+        target
+        for target in own(model)
+        if target.name.endswith("0.self_attn.q_b_proj.weight_scale_inv")
+    )
+    assert (queries.shape, queries.repeat, queries.origin, tuple(queries.view.shape)) == (
+        (2, 1),
+        128,
+        (112, 0),
+        (112, 1),
+    )
 
 
 def test_fp8_logits_of_two_ranks_are_those_of_one() -> None:
-    """Partial sums of one layer's products added by hand: scales travel with their blocks, whatever the cut."""
+    """Partial sums of one layer's products added by hand: scales travel with their blocks,
+    whatever the cut."""
     config = ModelConfig.from_dict(FP8)
     models = [build(config, place(ParallelConfig(tp=2), rank)) for rank in range(2)]
     whole = build(config)
@@ -222,11 +278,15 @@ def test_a_checkpoint_without_another_ranks_expert_is_refused_by_every_rank(tmp_
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for rank in range(2):
         with pytest.raises(LoadError, match=r"lacks model\.layers\.1\.mlp\.experts\.15\.up_proj"):
-            load_weights(build(ModelConfig.from_file(tmp_path), place(ParallelConfig(dp=2, ep=2), rank)), tmp_path)
+            load_weights(
+                build(ModelConfig.from_file(tmp_path), place(ParallelConfig(dp=2, ep=2), rank)),
+                tmp_path,
+            )
 
 
 def test_memory_of_a_rank(tmp_path: Path) -> None:
-    """Experts and heads are divided; what every rank repeats is the router, norms and latent projections."""
+    """Experts and heads are divided; what every rank repeats is the router, norms and latent
+    projections."""
     config = ModelConfig.from_dict(WIDE)
     whole, part = (build(config, mesh) for mesh in (None, place(ParallelConfig(tp=4), 0)))
 
@@ -237,20 +297,26 @@ def test_memory_of_a_rank(tmp_path: Path) -> None:
         assert held(whole, name) == 4 * held(part, name), name
     for name in ("norm", "q_a_proj", "kv_a_proj", "mlp.gate."):
         assert held(whole, name) == held(part, name), name
-    assert held(part, "lm_head") == held(part, "embed_tokens") == 33 * 256  # 130 entries: 33, 33, 33, 31
+    # 130 entries: 33, 33, 33, 31
+    assert held(part, "lm_head") == held(part, "embed_tokens") == 33 * 256
     assert held(build(config, place(ParallelConfig(tp=4), 3)), "lm_head") == 31 * 256
 
 
 def test_cache_of_a_rank() -> None:
-    """Keys and values per head are divided down to one head a rank; the latent is whole on each; a stage holds its own layers."""
-    qwen, v3 = ModelConfig.from_dict(QWEN), ModelConfig.from_dict(WIDE)
+    """Keys and values per head are divided down to one head a rank; the latent is whole on each;
+    a stage holds its own layers."""
+    qwen = ModelConfig.from_dict(QWEN)
+    v3 = ModelConfig.from_dict(WIDE)
     spec = kv_spec(qwen, 16, "bfloat16")
     assert [plane.shape for plane in spec.shard(2).layers[0]] == [(1, 24), (1, 24)]
     assert spec.shard(4) == spec.shard(2)
     assert spec.shard(2).bytes_per_token * 2 == spec.bytes_per_token
     latent = kv_spec(v3, 16, "bfloat16")
     assert latent.shard(4) == latent
-    assert [plane.shape for plane in kv_spec(v3, 16, "bfloat16", "CD").shard(2).layers[0]] == [(2, 56), (2, 128)]
+    assert [plane.shape for plane in kv_spec(v3, 16, "bfloat16", "CD").shard(2).layers[0]] == [
+        (2, 56),
+        (2, 128),
+    ]
     assert len(spec.shard(1, range(2, 3)).layers) == 1
 
 
@@ -279,20 +345,39 @@ def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], words: str) -> No
     ("fields", "sizes", "words"),
     [
         (QWEN, {"tp": 3}, "tp=3 does not divide the model's 8 attention heads"),
-        ({**QWEN, "num_key_value_heads": 4, "num_attention_heads": 24}, {"tp": 6}, "neither divides nor is a multiple of"),
+        (
+            {**QWEN, "num_key_value_heads": 4, "num_attention_heads": 24},
+            {"tp": 6},
+            "neither divides nor is a multiple of",
+        ),
         (QWEN, {"dp": 16, "ep": 16}, "ep=16 does not divide the model's 8 experts"),
         (QWEN, {"pp": 4}, "pp=4 exceeds the model's 3 layers"),
-        ({**QWEN, "tie_word_embeddings": True}, {"dp": 2, "head_tp": 2}, "embed_tp=1 and head_tp=2 must be equal"),
+        (
+            {**QWEN, "tie_word_embeddings": True},
+            {"dp": 2, "head_tp": 2},
+            "embed_tp=1 and head_tp=2 must be equal",
+        ),
         (FP8, {"dp": 4}, "expert_tp=4 cuts an expert of 256 columns inside an fp8 block of 128"),
-        ({**FP8, "v_head_dim": 64}, {"tp": 4, "dense_tp": 1, "ep": 4}, "tp=4 cuts the attention output of 256 columns"),
+        (
+            {**FP8, "v_head_dim": 64},
+            {"tp": 4, "dense_tp": 1, "ep": 4},
+            "tp=4 cuts the attention output of 256 columns",
+        ),
     ],
 )
-def test_models_that_cannot_be_cut_so(fields: dict[str, Any], sizes: dict[str, Any], words: str) -> None:
+def test_models_that_cannot_be_cut_so(
+    fields: dict[str, Any], sizes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         check_parallel(ModelConfig.from_dict(fields), ParallelConfig(**sizes))
 
 
 def test_pipeline_stages_share_the_layers() -> None:
     sizes = ParallelConfig(pp=4)
-    assert [list(sizes.stage_layers(10, rank)) for rank in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+    assert [list(sizes.stage_layers(10, rank)) for rank in range(4)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7],
+        [8, 9],
+    ]
     assert [len(sizes.stage_layers(61, rank)) for rank in range(4)] == [16, 15, 15, 15]

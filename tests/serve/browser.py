@@ -1,4 +1,5 @@
-"""Chromium without a window, driven through its DevTools protocol: enough to load a page, look at it and hear its complaints."""
+"""Chromium without a window, driven through its DevTools protocol: enough to load a page, look
+at it and hear its complaints."""
 
 from __future__ import annotations
 
@@ -12,8 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
+PROGRAM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 QUIET = (
     "--disable-extensions",
     "--disable-background-networking",
@@ -24,7 +34,8 @@ QUIET = (
 
 
 class Browser:
-    """One tab. `errors` holds what its console complained of: exceptions, console.error, failed loads, broken policies."""
+    """One tab. `errors` holds what its console complained of: exceptions, console.error, failed
+    loads, broken policies."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -38,7 +49,9 @@ class Browser:
         assert PROGRAM is not None
         self.folder = tempfile.mkdtemp(prefix="rorqual-browser-")
         command = [PROGRAM, *FLAGS, *QUIET, f"--user-data-dir={self.folder}", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self.http = aiohttp.ClientSession()
         self.socket = await self.http.ws_connect(await self._page(), max_msg_size=0)
         self.reader = asyncio.create_task(self._read())
@@ -55,7 +68,9 @@ class Browser:
                 assert self.process.poll() is None, "the browser ended"
                 await asyncio.sleep(0.05)
             while True:
-                async with self.http.get(f"http://127.0.0.1:{note.read_text().split()[0]}/json") as answer:
+                async with self.http.get(
+                    f"http://127.0.0.1:{note.read_text().split()[0]}/json"
+                ) as answer:
                     pages = [one for one in await answer.json() if one["type"] == "page"]
                 if pages:
                     return pages[0]["webSocketDebuggerUrl"]
@@ -83,8 +98,14 @@ class Browser:
         if method == "Page.lifecycleEvent" and params["name"] == "load":
             self.loaded.add(params["loaderId"])
         elif method == "Runtime.exceptionThrown":
-            self.errors.append(str(params["exceptionDetails"].get("exception", params["exceptionDetails"])))
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.errors.append(
+                str(params["exceptionDetails"].get("exception", params["exceptionDetails"]))
+            )
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(str(params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
@@ -98,8 +119,17 @@ class Browser:
         return answer["result"]
 
     async def shape(self, width: int, height: int, scheme: str = "light") -> None:
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        await self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     async def open(self, url: str) -> None:
         begun = await self.call("Page.navigate", url=url)
@@ -109,7 +139,9 @@ class Browser:
                 await asyncio.sleep(0.02)
 
     async def value(self, expression: str) -> Any:
-        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -121,14 +153,24 @@ class Browser:
                     await asyncio.sleep(0.1)
                 return found
         except TimeoutError:
-            raise AssertionError(f"never true: {expression}\n{await self.value('document.body.innerText')}\n{self.errors}") from None
+            raise AssertionError(
+                "never true: "
+                f"{expression}\n{await self.value('document.body.innerText')}\n{self.errors}"
+            ) from None
 
     async def picture(self, path: Path, whole: bool = True) -> None:
-        answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **await self._clip(whole))
+        answer = await self.call(
+            "Page.captureScreenshot",
+            format="png",
+            captureBeyondViewport=whole,
+            **await self._clip(whole),
+        )
         path.write_bytes(base64.b64decode(answer["data"]))
 
     async def _clip(self, whole: bool) -> dict[str, Any]:
         if not whole:
             return {}
         size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
+        return {
+            "clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        }

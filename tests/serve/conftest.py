@@ -27,8 +27,20 @@ MODEL = "rorqual-bundled"
 def server() -> Iterator[Any]:
     from tests.serve.running import start_server
 
-    options = ("--dtype", "float32", "--max-num-seqs", "32", "--max-model-len", "512", "--record-expert-load", "--reasoning", "on")
-    with start_server(*options, "--max-n", "8", "--max-body-bytes", "200000", "--max-regex-size", "512") as running:
+    options = (
+        "--dtype",
+        "float32",
+        "--max-num-seqs",
+        "32",
+        "--max-model-len",
+        "512",
+        "--record-expert-load",
+        "--reasoning",
+        "on",
+    )
+    with start_server(
+        *options, "--max-n", "8", "--max-body-bytes", "200000", "--max-regex-size", "512"
+    ) as running:
         yield running
 
 

@@ -1,9 +1,10 @@
-"""What the server costs: throughput and processor time at a fixed concurrency, streamed and not, beside the offline engine.
+"""What the server costs: throughput and processor time at a fixed concurrency, streamed and not,
+beside the offline engine.
 
     python tests/serve/load.py [--concurrency 64] [--output 128] [--threads N]
 
-Both engines compute with the same number of threads. Starts a server with the bundled checkpoint. The client reads raw sockets and
-parses nothing, so that its own share stays small.
+Both engines compute with the same number of threads. Starts a server with the bundled checkpoint.
+The client reads raw sockets and parses nothing, so that its own share stays small.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ async def ask(port: int, body: dict) -> tuple[float, float, int]:
     head = "\r\n".join(lines) + "\r\n\r\n"
     start = time.perf_counter()
     writer.write(head.encode() + data)
-    first, events = 0.0, 0
+    first = 0.0
+    events = 0
     while chunk := await reader.read(1 << 16):
         first = first or time.perf_counter()
         events += chunk.count(b"data: ")
@@ -59,19 +61,26 @@ async def ask(port: int, body: dict) -> tuple[float, float, int]:
     return first - start, time.perf_counter() - start, events
 
 
-async def burst(port: int, prompts: list[list[int]], output: int, stream: bool) -> list[tuple[float, float, int]]:
+async def burst(
+    port: int, prompts: list[list[int]], output: int, stream: bool
+) -> list[tuple[float, float, int]]:
     common = {"max_tokens": output, "ignore_eos": True, "temperature": 0, "stream": stream}
     return await asyncio.gather(*(ask(port, {"prompt": prompt, **common}) for prompt in prompts))
 
 
-def measure(server: Running, concurrency: int, prompt: int, output: int, stream: bool) -> dict[str, float]:
+def measure(
+    server: Running, concurrency: int, prompt: int, output: int, stream: bool
+) -> dict[str, float]:
     prompts = [[random.randrange(3, 4000) for _ in range(prompt)] for _ in range(concurrency)]
     engine = engine_pid(server)
     before = cpu(server.pid), cpu(engine), cpu(os.getpid())
     start = time.perf_counter()
     results = asyncio.run(burst(server.port, prompts, output, stream))
     seconds = time.perf_counter() - start
-    used = [now - then for now, then in zip((cpu(server.pid), cpu(engine), cpu(os.getpid())), before, strict=True)]
+    used = [
+        now - then
+        for now, then in zip((cpu(server.pid), cpu(engine), cpu(os.getpid())), before, strict=True)
+    ]
     tokens = concurrency * output
     return {
         "tok_s": tokens / seconds,
@@ -111,13 +120,17 @@ def main() -> None:
     alone = offline(*sizes, given.dtype, given.threads)
     print(f"offline                {alone:8.0f} tok/s")
     threads = str(given.threads)
-    with start_server("--dtype", given.dtype, "--threads", threads, environment={"OMP_NUM_THREADS": threads}) as server:
+    with start_server(
+        "--dtype", given.dtype, "--threads", threads, environment={"OMP_NUM_THREADS": threads}
+    ) as server:
         for stream in (False, True):
             measure(server, *sizes, stream)
             runs = [measure(server, *sizes, stream) for _ in range(given.repeats)]
             middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             print(
-                f"{'streamed' if stream else 'not streamed':12} {100 * middle['tok_s'] / alone:5.1f} % {middle['tok_s']:8.0f} tok/s", middle
+                f"{'streamed' if stream else 'not streamed':12} "
+                f"{100 * middle['tok_s'] / alone:5.1f} % {middle['tok_s']:8.0f} tok/s",
+                middle,
             )
 
 

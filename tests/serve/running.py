@@ -21,7 +21,9 @@ class Running:
     """`pid` is the API process. Leaving the context ends it and whatever it started."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path):
-        self.process, self.log, self.pid = process, log, process.pid
+        self.process = process
+        self.log = log
+        self.pid = process.pid
         self.port = 0
 
     @property
@@ -33,8 +35,12 @@ class Running:
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status and decoded body; any status is an answer."""
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        made = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **headers}, method=method)
+        data = (
+            None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        )
+        made = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json", **headers}, method=method
+        )
         try:
             with urllib.request.urlopen(made, timeout=60) as answer:
                 return answer.status, _decoded(answer.read())
@@ -49,7 +55,9 @@ class Running:
     def wait_until(self, condition: Any, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.text()}"
+            assert self.process.poll() is None, (
+                f"the server ended with {self.process.returncode}:\n{self.text()}"
+            )
             assert time.monotonic() < deadline, f"still waiting after {seconds} s:\n{self.text()}"
             time.sleep(0.02)
 
@@ -81,7 +89,9 @@ class Running:
         self.log.unlink(missing_ok=True)
 
 
-def start_server(*options: str, wait: bool = True, environment: dict[str, str] | None = None) -> Running:
+def start_server(
+    *options: str, wait: bool = True, environment: dict[str, str] | None = None
+) -> Running:
     """`rorqual serve` on a free port."""
     import tempfile
 
@@ -89,7 +99,11 @@ def start_server(*options: str, wait: bool = True, environment: dict[str, str] |
     root = os.environ.get("PYTHONPATH", str(ROOT)).split(":")[0] or str(ROOT)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **(environment or {})}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rorqual", "serve", "--port", "0", *options], stdout=handle, stderr=handle, env=env, cwd=root
+        [sys.executable, "-m", "rorqual", "serve", "--port", "0", *options],
+        stdout=handle,
+        stderr=handle,
+        env=env,
+        cwd=root,
     )
     os.close(handle)
     server = Running(process, Path(name))

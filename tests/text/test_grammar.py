@@ -1,4 +1,5 @@
-"""Matchers over the bundled vocabulary: what they allow, that they can be taken back, and that nothing hostile gets through."""
+"""Matchers over the bundled vocabulary: what they allow, that they can be taken back, and that
+nothing hostile gets through."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from rorqual.request import StructuredOutput
 from rorqual.text.grammar import GrammarLimits, XGrammars
 from rorqual.text.tokenizer import Tokenizer
 
-VOCAB, EOS = 4096, 1
+VOCAB = 4096
+EOS = 1
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,19 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 CASES = [
     (StructuredOutput("regex", "[a-c]+x"), "abcax", "abd"),
-    (StructuredOutput("choice", json.dumps(["yes", "yesterday", 'a "quoted" one'])), "yesterday", "yet"),
+    (
+        StructuredOutput("choice", json.dumps(["yes", "yesterday", 'a "quoted" one'])),
+        "yesterday",
+        "yet",
+    ),
     (StructuredOutput("json_object"), '{"a": [1, {"b": null}]}', "[1]"),
     (
-        StructuredOutput("json_schema", json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})),
+        StructuredOutput(
+            "json_schema",
+            json.dumps(
+                {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+            ),
+        ),
         '{"n": -12}',
         '{"n": 1.5',
     ),
@@ -67,7 +78,12 @@ CASES = [
                     "format": {
                         "type": "sequence",
                         "elements": [
-                            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"},
+                            {
+                                "type": "tag",
+                                "begin": "",
+                                "content": {"type": "any_text"},
+                                "end": "</think>",
+                            },
                             {"type": "regex", "pattern": "[0-9]+"},
                         ],
                     },
@@ -81,7 +97,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("structure", "good", "bad"), CASES, ids=[case[0].kind for case in CASES])
-def test_accepts_what_matches_and_nothing_else(grammars: XGrammars, tokenizer: Tokenizer, structure: StructuredOutput, good: str, bad: str):
+def test_accepts_what_matches_and_nothing_else(
+    grammars: XGrammars, tokenizer: Tokenizer, structure: StructuredOutput, good: str, bad: str
+):
     matcher = grammars.matcher(structure)
     for token in ids(tokenizer, good):
         assert token in allowed(matcher)
@@ -96,7 +114,9 @@ def test_accepts_what_matches_and_nothing_else(grammars: XGrammars, tokenizer: T
 
 
 @pytest.mark.parametrize(("structure", "good", "bad"), CASES, ids=[case[0].kind for case in CASES])
-def test_rollback_restores_every_mask(grammars: XGrammars, tokenizer: Tokenizer, structure: StructuredOutput, good: str, bad: str):
+def test_rollback_restores_every_mask(
+    grammars: XGrammars, tokenizer: Tokenizer, structure: StructuredOutput, good: str, bad: str
+):
     matcher = grammars.matcher(structure)
     masks = []
     tokens = [*ids(tokenizer, good), EOS]
@@ -136,17 +156,23 @@ def test_special_tokens_are_never_allowed(grammars: XGrammars, tokenizer: Tokeni
         (StructuredOutput("structural_tag", "{}"), "cannot be compiled"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(grammars: XGrammars, structure: StructuredOutput, words: str):
+def test_what_cannot_be_compiled_is_refused(
+    grammars: XGrammars, structure: StructuredOutput, words: str
+):
     with pytest.raises(RequestError, match=words):
         grammars.matcher(structure)
 
 
-def test_memory_and_time_are_bounded_and_the_process_survives(grammars: XGrammars, monkeypatch: pytest.MonkeyPatch):
+def test_memory_and_time_are_bounded_and_the_process_survives(
+    grammars: XGrammars, monkeypatch: pytest.MonkeyPatch
+):
     """A grammar of exponential size; then an innocent one, from the same process."""
     rules = "".join(f"r{i} ::= r{i + 1} r{i + 1} r{i + 1} r{i + 1} | [a-z]\n" for i in range(12))
     start = time.monotonic()
     with pytest.raises(RequestError, match="more than 2 s"):
-        grammars.matcher(StructuredOutput("grammar", "root ::= r0\n" + rules + 'r12 ::= "x"{0,3000}'))
+        grammars.matcher(
+            StructuredOutput("grammar", "root ::= r0\n" + rules + 'r12 ::= "x"{0,3000}')
+        )
     assert time.monotonic() - start < 10
     assert grammars.helper is not None
     before = grammars.helper.child.pid
@@ -165,7 +191,8 @@ def test_a_killed_helper_is_an_error_and_comes_back(grammars: XGrammars):
 
 
 def test_prepare_brings_it_in_beside_the_caller(grammars: XGrammars):
-    structure, done = StructuredOutput("regex", "prepared[0-9]"), threading.Event()
+    structure = StructuredOutput("regex", "prepared[0-9]")
+    done = threading.Event()
     errors: list[Exception | None] = []
     assert not grammars.ready(structure)
     grammars.prepare(structure, lambda error: (errors.append(error), done.set()))  # type: ignore[func-returns-value]

@@ -1,4 +1,5 @@
-"""Stop strings over a stream: the same text whatever the pieces, and never a part of a stop string that is completed later."""
+"""Stop strings over a stream: the same text whatever the pieces, and never a part of a stop
+string that is completed later."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from rorqual.text.stop import StopStrings
 
 
 def by_definition(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Cut at the stop string that is complete first, the longest of those complete at the same place."""
+    """Cut at the stop string that is complete first, the longest of those complete at the same
+    place."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -37,8 +39,15 @@ few_stops = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 
 
 @settings(max_examples=800, deadline=None)
-@given(text=letters, stops=few_stops, cuts=st.lists(st.integers(0, 40), max_size=12), include=st.booleans())
-def test_any_split_shows_what_the_definition_says(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
+@given(
+    text=letters,
+    stops=few_stops,
+    cuts=st.lists(st.integers(0, 40), max_size=12),
+    include=st.booleans(),
+)
+def test_any_split_shows_what_the_definition_says(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
     wanted, found = by_definition(text, stops, include)
     stream = StopStrings(stops, include)
     assert "".join(feed(stream, split(text, cuts))) == wanted
@@ -47,7 +56,9 @@ def test_any_split_shows_what_the_definition_says(text: str, stops: list[str], c
 
 @settings(max_examples=500, deadline=None)
 @given(text=letters, later=letters, stops=few_stops, cuts=st.lists(st.integers(0, 40), max_size=12))
-def test_what_is_shown_is_never_taken_back(text: str, later: str, stops: list[str], cuts: list[int]) -> None:
+def test_what_is_shown_is_never_taken_back(
+    text: str, later: str, stops: list[str], cuts: list[int]
+) -> None:
     """Whatever follows, the text shown so far begins the final one."""
     stream = StopStrings(stops)
     shown = "".join(stream.push(piece) for piece in split(text, cuts))
@@ -66,15 +77,29 @@ def test_no_more_is_held_back_than_needed(text: str, stops: list[str]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(max_size=40), stop=st.text(min_size=1, max_size=3), cuts=st.lists(st.integers(0, 60), max_size=6))
+@given(
+    text=st.text(max_size=40),
+    stop=st.text(min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 60), max_size=6),
+)
 def test_any_unicode(text: str, stop: str, cuts: list[int]) -> None:
     text = text[:20] + stop + text[20:]
-    assert "".join(feed(StopStrings([stop]), split(text, cuts))) == by_definition(text, [stop], False)[0]
+    assert (
+        "".join(feed(StopStrings([stop]), split(text, cuts)))
+        == by_definition(text, [stop], False)[0]
+    )
 
 
 def test_a_stop_across_pieces() -> None:
     stream = StopStrings(["\n\nUser:"])
-    assert feed(stream, ["Hello\n", "\nUs", "er", ": more", "and more"]) == ["Hello", "", "", "", "", ""]
+    assert feed(stream, ["Hello\n", "\nUs", "er", ": more", "and more"]) == [
+        "Hello",
+        "",
+        "",
+        "",
+        "",
+        "",
+    ]
     assert stream.found == "\n\nUser:"
 
 

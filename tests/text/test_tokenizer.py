@@ -1,4 +1,5 @@
-"""Detokenizing token by token: whole characters only, and in the end exactly the text of all tokens."""
+"""Detokenizing token by token: whole characters only, and in the end exactly the text of all
+tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from rorqual.errors import LoadError, RequestError
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
-CORPUS = ["the quick brown fox jumps over the lazy dog " * 4, "鯨は海に住む 鯨は大きい", "naïve café cafe\u0301", "😀😀 👩‍👩‍👧‍👦"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog " * 4,
+    "鯨は海に住む 鯨は大きい",
+    "naïve café cafe\u0301",
+    "😀😀 👩‍👩‍👧‍👦",
+]
 TEXTS = [
     "plain words, 123",
     "  leading and trailing  ",
@@ -46,7 +52,10 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     raw.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=320, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+        ),
     )
     raw.add_tokens([AddedToken("<tool>", special=False)])
     return save(raw, tmp_path_factory.mktemp("byte_level"), eos_token="<eos>")
@@ -60,7 +69,9 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         vocab[letter] = len(vocab)
     raw = RawTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     raw.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="never")
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     raw.add_special_tokens(["<eos>"])
     return save(raw, tmp_path_factory.mktemp("byte_fallback"))
 
@@ -81,7 +92,8 @@ def test_each_character_comes_whole(byte_level: Tokenizer, text: str) -> None:
     if REPLACEMENT not in text:
         assert REPLACEMENT not in "".join(pieces)
         assert rest == ""
-    # Nothing is held back longer than needed: where the tokens so far end with a character, all of it is out.
+    # Nothing is held back longer than needed: where the tokens so far end with a character, all of
+    # it is out.
     shown = ""
     for count, piece in enumerate(pieces, 1):
         shown += piece
@@ -99,15 +111,20 @@ def test_any_text_survives(byte_level: Tokenizer, text: str) -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(ids=st.lists(st.integers(0, 319), max_size=40), skip=st.booleans())
-def test_any_tokens_end_as_decode_has_them(byte_level: Tokenizer, ids: list[int], skip: bool) -> None:
-    """A model may put out bytes that are no text; they become replacements, the same ones in either way."""
+def test_any_tokens_end_as_decode_has_them(
+    byte_level: Tokenizer, ids: list[int], skip: bool
+) -> None:
+    """A model may put out bytes that are no text; they become replacements, the same ones in
+    either way."""
     pieces, rest = stream_of(byte_level, ids, skip)
     assert "".join(pieces) + rest == byte_level.decode(ids, skip)
     shown = ""
     for count, piece in enumerate(pieces, 1):
         shown += piece
         assert byte_level.decode(ids[:count], skip).startswith(shown)
-        assert not piece.endswith(REPLACEMENT), "a replacement that a later byte may turn into a character"
+        assert not piece.endswith(REPLACEMENT), (
+            "a replacement that a later byte may turn into a character"
+        )
 
 
 def test_an_unfinished_character_is_shown_by_flush(byte_level: Tokenizer) -> None:
@@ -143,7 +160,8 @@ def test_the_text_of_one_token_alone(byte_level: Tokenizer) -> None:
 
 
 def test_a_long_run_without_text_stays_cheap(byte_level: Tokenizer) -> None:
-    """With ignore_eos a model may repeat a token that shows nothing; the cost of a token must not grow with their number."""
+    """With ignore_eos a model may repeat a token that shows nothing; the cost of a token must
+    not grow with their number."""
     eos = byte_level.raw.token_to_id("<eos>")
 
     def seconds(count: int) -> float:
@@ -154,7 +172,8 @@ def test_a_long_run_without_text_stays_cheap(byte_level: Tokenizer) -> None:
         return time.thread_time() - start
 
     seconds(10)
-    few, many = min(seconds(500) for _ in range(3)), seconds(4000)
+    few = min(seconds(500) for _ in range(3))
+    many = seconds(4000)
     assert many < 3 * 8 * few, f"4,000 skipped tokens take {many:.3f} s, 500 take {few:.3f} s"
 
 
@@ -173,11 +192,17 @@ def bytes_as_tokens(data: bytes) -> list[int]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(ids=st.lists(st.one_of(st.integers(0, 285), st.sampled_from(bytes_as_tokens("鯨é".encode()))), max_size=20))
+@given(
+    ids=st.lists(
+        st.one_of(st.integers(0, 285), st.sampled_from(bytes_as_tokens("鯨é".encode()))),
+        max_size=20,
+    )
+)
 @example(ids=[*bytes_as_tokens("鯨".encode()), *bytes_as_tokens(b"\xff"), 260])
 def test_byte_fallback_survives_any_tokens(byte_fallback: Tokenizer, ids: list[int]) -> None:
-    """Here `decode` may change its mind about bytes already shown (a run with one bad byte is all replacements), so the text need
-    not equal it; but no tokens may raise, and letters must come through."""
+    """Here `decode` may change its mind about bytes already shown (a run with one bad byte is
+    all replacements), so the text need not equal it; but no tokens may raise, and letters must
+    come through."""
     pieces, rest = stream_of(byte_fallback, ids)
     text = "".join(pieces) + rest
     letters = list(byte_fallback.decode([i for i in ids if i > 256]))
@@ -211,7 +236,8 @@ def test_a_base_model_has_no_chat(byte_level: Tokenizer) -> None:
 @pytest.mark.parametrize("place", ["settings", "file"])
 def test_chat_template(byte_level: Tokenizer, tmp_path: Path, place: str) -> None:
     template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor "
+        "%}{% if add_generation_prompt %}[bot]{% endif %}"
     )
     raw = RawTokenizer.from_file(str(byte_level.folder / "tokenizer.json"))
     given_ = {"chat_template": template} if place == "settings" else {}
@@ -221,13 +247,16 @@ def test_chat_template(byte_level: Tokenizer, tmp_path: Path, place: str) -> Non
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "fox"}])
     assert tokenizer.decode(ids, skip_special_tokens=False) == "[user]fox<eos>[bot]"
     assert raw.token_to_id("<eos>") in ids
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "fox"}], add_generation_prompt=False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "fox"}], add_generation_prompt=False
+    )
     assert tokenizer.decode(ids, skip_special_tokens=False) == "[user]fox<eos>"
 
 
 # ---- what stands around a text
 
-BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
 WRAPPED = {"__type": "AddedToken", "content": EOS, "normalized": True}
 WRAPPED.update(dict.fromkeys(("lstrip", "rstrip", "single_word"), False))
 BYTES = processors.ByteLevel(trim_offsets=False)

@@ -1,4 +1,5 @@
-"""Tool-call parsers: whole texts, every way of cutting them in two, character by character, and texts that only look like calls."""
+"""Tool-call parsers: whole texts, every way of cutting them in two, character by character, and
+texts that only look like calls."""
 
 from __future__ import annotations
 
@@ -15,16 +16,23 @@ from rorqual.serve.http.calls import _joined
 from rorqual.text.json_scan import CallObject
 from rorqual.text.tool_calls import FORMATS, DeepSeekParser, HermesParser, Told, detect
 
-B, E = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CB, SEP, CE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+B = "<｜tool▁calls▁begin｜>"
+E = "<｜tool▁calls▁end｜>"
+CB = "<｜tool▁call▁begin｜>"
+SEP = "<｜tool▁sep｜>"
+CE = "<｜tool▁call▁end｜>"
 
 
-def parse(parser: HermesParser | DeepSeekParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def parse(
+    parser: HermesParser | DeepSeekParser, pieces: list[str]
+) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, as a client would put them together."""
     told = [parser.push(piece) for piece in pieces]
     told.append(parser.flush())
     calls = _joined([delta for one in told for delta in one.calls])
-    return "".join(one.content for one in told), [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return "".join(one.content for one in told), [
+        (call["function"]["name"], call["function"]["arguments"]) for call in calls
+    ]
 
 
 HERMES = [
@@ -52,11 +60,16 @@ HERMES = [
 DEEPSEEK = [
     (f'{B}{CB}function{SEP}f\n```json\n{{"a": 1}}\n```{CE}{E}', "", [("f", '{"a": 1}')]),
     (
-        f'Sure.\n{B}{CB}function{SEP}f\n```json\n{{"s": "``` {{"}}\n```{CE}\n{CB}function{SEP}g\n```json\n{{}}\n```{CE}{E}',
+        f'Sure.\n{B}{CB}function{SEP}f\n```json\n{{"s": "``` '
+        f'{{"}}\n```{CE}\n{CB}function{SEP}g\n```json\n{{}}\n```{CE}{E}',
         "Sure.",
         [("f", '{"s": "``` {"}'), ("g", "{}")],
     ),
-    (f'{B}{CB}f{SEP}{{"a": [1, 2]}}{CE}{CB}g{SEP}{{}}{CE}{E}', "", [("f", '{"a": [1, 2]}'), ("g", "{}")]),
+    (
+        f'{B}{CB}f{SEP}{{"a": [1, 2]}}{CE}{CB}g{SEP}{{}}{CE}{E}',
+        "",
+        [("f", '{"a": [1, 2]}'), ("g", "{}")],
+    ),
     (f"{B}{CB}function{SEP}{{}}{CE}{E}", "", [("function", "{}")]),
     (f"{CB}f{SEP}{{}}{CE}", "", [("f", "{}")]),
     (f'{B}{CB}f{SEP}{{"a": 1', "", [("f", '{"a": 1')]),
@@ -67,7 +80,9 @@ CASES = [(HermesParser, *case) for case in HERMES] + [(DeepSeekParser, *case) fo
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
-def test_every_cut_gives_the_same(parser: type[HermesParser], text: str, content: str, calls: list[tuple[str, str]]):
+def test_every_cut_gives_the_same(
+    parser: type[HermesParser], text: str, content: str, calls: list[tuple[str, str]]
+):
     whole = parse(parser(), [text])
     if text.endswith("done"):
         content = "done"
@@ -80,9 +95,11 @@ def test_every_cut_gives_the_same(parser: type[HermesParser], text: str, content
 @settings(max_examples=150, deadline=None)
 @given(st.text(alphabet='<tool_call>/{}":,name argument\\[]1', max_size=80), st.randoms())
 def test_any_text_cut_anywhere(text: str, chance: random.Random):
-    """Text that is no call comes out as it went in, or calls are found the same way however it was cut."""
+    """Text that is no call comes out as it went in, or calls are found the same way however it
+    was cut."""
     whole = parse(HermesParser(), [text])
-    pieces, rest = [], text
+    pieces = []
+    rest = text
     while rest:
         size = chance.randint(1, 5)
         pieces.append(rest[:size])
@@ -94,8 +111,21 @@ def test_any_text_cut_anywhere(text: str, chance: random.Random):
 
 def test_arguments_come_before_the_call_ends():
     parser = HermesParser()
-    told = [parser.push(piece) for piece in ('<tool_call>{"name": "f", "argu', 'ments": {"text": "one', " two", ' three"}}</tool_call>')]
-    assert [delta.get("function", {}).get("arguments") for one in told for delta in one.calls] == ["", '{"text": "one', " two", ' three"}']
+    told = [
+        parser.push(piece)
+        for piece in (
+            '<tool_call>{"name": "f", "argu',
+            'ments": {"text": "one',
+            " two",
+            ' three"}}</tool_call>',
+        )
+    ]
+    assert [delta.get("function", {}).get("arguments") for one in told for delta in one.calls] == [
+        "",
+        '{"text": "one',
+        " two",
+        ' three"}',
+    ]
     deep = DeepSeekParser()
     told = [deep.push(piece) for piece in (f"{B}{CB}f{SEP}{{", '"a": 1, ', f'"b": 2}}{CE}{E}')]
     assert [len(one.calls) > 0 for one in told] == [True, True, True]
@@ -111,7 +141,8 @@ def test_long_arguments_take_linear_time():
         return time.thread_time() - start
 
     seconds(1000)
-    short, long = (min(seconds(size) for _ in range(3)) for size in (4_000, 40_000))  # a collection of garbage may fall into any one
+    # a collection of garbage may fall into any one
+    short, long = (min(seconds(size) for _ in range(3)) for size in (4_000, 40_000))
     assert long < 40 * max(short, 0.005)
 
 

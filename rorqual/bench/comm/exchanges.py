@@ -1,7 +1,9 @@
-"""The exchanges that `rorqual bench comm` times: over collectives of a process group, and over memory that the ranks share (`symm`).
+"""The exchanges that `rorqual bench comm` times: over collectives of a process group, and over
+memory that the ranks share (`symm`).
 
-Experts cost nothing while the clock runs. What goes through shared memory is compared with the process group, before it is timed
-and after: bit for bit, but for all-gathers, whose sums a process group adds in its own order.
+Experts cost nothing while the clock runs. What goes through shared memory is compared with the
+process group, before it is timed and after: bit for bit, but for all-gathers, whose sums a process
+group adds in its own order.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ Share = Callable[[Mesh, MoEConfig, Tensor], None]
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """`sent`: bytes that leave a rank, where routing alone tells; peer_us: what DeepEP takes for the same, as published."""
+    """`sent`: bytes that leave a rank, where routing alone tells; peer_us: what DeepEP takes for
+    the same, as published."""
 
     name: str
     axis: Axis
@@ -50,7 +53,8 @@ class ExchangeCase:
 
 @dataclass(frozen=True)
 class Sizes:
-    """An expert layer over `ranks` ranks, one data-parallel rank each. checked: calls that are compared before and after timing."""
+    """An expert layer over `ranks` ranks, one data-parallel rank each. checked: calls that are
+    compared before and after timing."""
 
     ranks: int
     hidden: int
@@ -68,15 +72,27 @@ class ExchangeLayer:
     """Data-parallel attention over all ranks, whole experts on each, tokens routed at random."""
 
     def __init__(self, sizes: Sizes, groups: ProcessGroups, x: Tensor, exchange: str, fp8: bool):
-        self.x, self.fp8, self.exact = x, fp8, True
+        self.x = x
+        self.fp8 = fp8
+        self.exact = True
         self.moe = MoEConfig(sizes.experts, sizes.top_k, 1)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.ids = torch.rand(x.shape[0], sizes.experts, generator=generator).topk(sizes.top_k).indices.to(x.device)
-        self.weights, nothing = torch.rand(self.ids.shape, generator=generator).to(x.device), Weight(torch.empty(0))
-        parallel = ParallelConfig(dp=sizes.ranks, ep=sizes.ranks, exchange=exchange, fp8_dispatch=fp8)
+        self.ids = (
+            torch.rand(x.shape[0], sizes.experts, generator=generator)
+            .topk(sizes.top_k)
+            .indices.to(x.device)
+        )
+        self.weights = torch.rand(self.ids.shape, generator=generator).to(x.device)
+        nothing = Weight(torch.empty(0))
+        parallel = ParallelConfig(
+            dp=sizes.ranks, ep=sizes.ranks, exchange=exchange, fp8_dispatch=fp8
+        )
         self.mesh = Mesh.of(parallel, groups=groups)
-        cut, slots = self.mesh.axes["ep"].shard, SlotMap.identity(sizes.experts)
-        self.store = ExpertStore(slots, nothing, nothing, self._experts, x.device, cut, self._experts_fp8)
+        cut = self.mesh.axes["ep"].shard
+        slots = SlotMap.identity(sizes.experts)
+        self.store = ExpertStore(
+            slots, nothing, nothing, self._experts, x.device, cut, self._experts_fp8
+        )
         self.exchange = make_exchange(parallel, self.moe, self.store)
         self.layout = self.mesh.layout([x.shape[0]] * sizes.ranks, True, self.moe)
 
@@ -87,7 +103,9 @@ class ExchangeLayer:
         weight = weights.masked_fill(places < 0, 0).sum(1, keepdim=True)
         return torch.where(weight > 0, x.float() * weight, 0).to(x.dtype)
 
-    def _experts_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype, places: Tensor, weights: Tensor, *_: Any) -> Tensor:
+    def _experts_fp8(
+        self, x: Tensor, scale: Tensor, dtype: torch.dtype, places: Tensor, weights: Tensor, *_: Any
+    ) -> Tensor:
         """Experts in fp8 take such rows as they are."""
         if not self.exact:
             return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -116,31 +134,47 @@ class ExchangeLayer:
         return float(self.axis.all_reduce(away)) / self.axis.size
 
 
-def exchanges(sizes: Sizes, groups: ProcessGroups, x: Tensor, share: Share | None) -> Iterator[ExchangeCase]:
+def exchanges(
+    sizes: Sizes, groups: ProcessGroups, x: Tensor, share: Share | None
+) -> Iterator[ExchangeCase]:
     """All ways over the process group, then, given a way to share memory, those over that."""
     for name, fp8 in WAYS:
         layer = ExchangeLayer(sizes, groups, x, name, fp8)
-        yield ExchangeCase(f"exchange {name}{' fp8' * fp8}", layer.axis, layer.timed, layer.exchange.capturable)
+        yield ExchangeCase(
+            f"exchange {name}{' fp8' * fp8}", layer.axis, layer.timed, layer.exchange.capturable
+        )
     for name, fp8 in SHARED if share else ():
         assert share is not None
         layer, plain = (ExchangeLayer(sizes, groups, x, name, fp8) for _ in range(2))
         share(layer.mesh, layer.moe, x)
         if layer.axis.peers is not None:
             check(layer, plain, sizes.checked)
-            yield from _shared(layer, f"{name} symm{' fp8' * fp8}", published(sizes, x) if fp8 else None)
+            yield from _shared(
+                layer, f"{name} symm{' fp8' * fp8}", published(sizes, x) if fp8 else None
+            )
             check(layer, plain, sizes.checked)
 
 
-def _shared(layer: ExchangeLayer, name: str, peer: tuple[float, float] | None) -> Iterator[ExchangeCase]:
+def _shared(
+    layer: ExchangeLayer, name: str, peer: tuple[float, float] | None
+) -> Iterator[ExchangeCase]:
     from rorqual.ops.triton.comm import dispatch_combine as kernels
     from rorqual.parallel.p2p_dispatch import P2PDispatchBuffers
 
-    peers, axis, x = layer.axis.peers, layer.axis, layer.x
+    peers = layer.axis.peers
+    axis = layer.axis
+    x = layer.x
     assert isinstance(peers, P2PDispatchBuffers)
-    buffer, capacity, columns = peers.buffers[0], x.shape[0], x.shape[1]
+    buffer = peers.buffers[0]
+    capacity = x.shape[0]
+    columns = x.shape[1]
     place = kernels.ExpertPlacement(len(layer.store.mine))
-    rows, picks = layer.rows_away(), 8 * layer.ids.shape[1]
-    there = round(rows * (picks + (columns + 4 * -(-columns // 128) if layer.fp8 else columns * x.element_size())))
+    rows = layer.rows_away()
+    picks = 8 * layer.ids.shape[1]
+    there = round(
+        rows
+        * (picks + (columns + 4 * -(-columns // 128) if layer.fp8 else columns * x.element_size()))
+    )
     back = round(rows * columns * x.element_size())
 
     def dispatch() -> None:
@@ -153,18 +187,26 @@ def _shared(layer: ExchangeLayer, name: str, peer: tuple[float, float] | None) -
         kernels.send_combine(buffer, y, capacity)
         return kernels.combine(buffer, x)
 
-    yield ExchangeCase(f"exchange {name}", axis, layer.timed, True, there + back, sum(peer) if peer else None)
+    yield ExchangeCase(
+        f"exchange {name}", axis, layer.timed, True, there + back, sum(peer) if peer else None
+    )
     if not name.startswith("allgather"):  # the same kernels
-        yield ExchangeCase(f"dispatch {name}", axis, dispatch, True, there, peer[0] if peer else None)
+        yield ExchangeCase(
+            f"dispatch {name}", axis, dispatch, True, there, peer[0] if peer else None
+        )
         yield ExchangeCase(f"combine {name}", axis, combine, True, back, peer[1] if peer else None)
 
 
 def check(layer: ExchangeLayer, plain: ExchangeLayer, calls: int) -> None:
-    """Raises EngineError, on all ranks, if one of them gets other sums than from the process group."""
-    generator, kept, wrong = torch.Generator().manual_seed(99 + dist.get_rank()), layer.x, 0
+    """Raises EngineError, on all ranks, if one of them gets other sums than from the process
+    group."""
+    generator = torch.Generator().manual_seed(99 + dist.get_rank())
+    kept = layer.x
+    wrong = 0
     for _ in range(calls):
         layer.x = plain.x = torch.randn(kept.shape, generator=generator).to(kept)
-        got, want = layer.call(), plain.call()
+        got = layer.call()
+        want = plain.call()
         if layer.layout.exchange == "low_latency":
             wrong += not torch.equal(got, want)
         else:
@@ -172,11 +214,15 @@ def check(layer: ExchangeLayer, plain: ExchangeLayer, calls: int) -> None:
     layer.x = plain.x = kept
     total = int(plain.axis.all_reduce(torch.tensor(wrong, device=kept.device)))
     if total:
-        raise EngineError(f"{layer.layout.exchange} over shared memory differs from the process group in {total} calls")
+        raise EngineError(
+            f"{layer.layout.exchange} over shared memory differs from the process group in "
+            f"{total} calls"
+        )
 
 
 def published(sizes: Sizes, x: Tensor) -> tuple[float, float] | None:
-    """Microseconds of DeepEP's low-latency dispatch (fp8) and combine (bf16) on H200 of one host, from the shipped tables."""
+    """Microseconds of DeepEP's low-latency dispatch (fp8) and combine (bf16) on H200 of one
+    host, from the shipped tables."""
     shape = {"hidden": sizes.hidden, "experts": sizes.experts, "top_k": sizes.top_k}
     if shape != PUBLISHED or x.dtype != torch.bfloat16 or not x.is_cuda:
         return None

@@ -1,8 +1,11 @@
-"""`rorqual bench comm`: collectives and exchanges between ranks, in microseconds, beside the bytes each rank sends.
+"""`rorqual bench comm`: collectives and exchanges between ranks, in microseconds, beside the bytes
+each rank sends.
 
-Starts its ranks as processes of this host, joined over loopback, or takes part in a group that torchrun has started (RANK is set). Experts
-cost nothing here: each exchange returns what it was sent, so its time is that of the network and of sorting tokens. On cards calls that
-can be captured are timed inside a CUDA graph; what goes through memory that the cards share has rows of its own (`symm`).
+Starts its ranks as processes of this host, joined over loopback, or takes part in a group that
+torchrun has started (RANK is set). Experts cost nothing here: each exchange returns what it was
+sent, so its time is that of the network and of sorting tokens. On cards calls that can be captured
+are timed inside a CUDA graph; what goes through memory that the cards share has rows of its own
+(`symm`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from rorqual.parallel.mesh import Mesh, ProcessGroups
 
 @dataclass(frozen=True)
 class CommSetup:
-    """What to measure: `rows` a rank of `hidden` columns; an expert layer of `experts`, `top_k` a token."""
+    """What to measure: `rows` a rank of `hidden` columns; an expert layer of `experts`, `top_k`
+    a token."""
 
     ranks: int
     device: str
@@ -51,8 +55,9 @@ class CommSetup:
 
 @dataclass(frozen=True)
 class CommRow:
-    """Median of the slowest rank. `sent`: bytes that leave a rank, as parallel/comm_counters.py counts them; over shared memory those of the rows
-    that were routed away. peer_us: what DeepEP takes, as published."""
+    """Median of the slowest rank. `sent`: bytes that leave a rank, as parallel/comm_counters.py
+    counts them; over shared memory those of the rows that were routed away. peer_us: what DeepEP
+    takes, as published."""
 
     name: str
     ranks: int
@@ -68,24 +73,39 @@ class CommRow:
 
 
 def bench(setup: CommSetup) -> list[CommRow]:
-    """Rows of all measurements, on rank 0; other ranks of a torchrun group get none. Raises ConfigError for impossible sizes."""
+    """Rows of all measurements, on rank 0; other ranks of a torchrun group get none. Raises
+    ConfigError for impossible sizes."""
     if setup.ranks < 2:
-        raise ConfigError(f"ranks={setup.ranks} must be at least 2: a single rank has nobody to talk to")
+        raise ConfigError(
+            f"ranks={setup.ranks} must be at least 2: a single rank has nobody to talk to"
+        )
     if setup.experts % setup.ranks:
         raise ConfigError(f"experts={setup.experts} must be a multiple of ranks={setup.ranks}")
-    if setup.device == "cuda" and torch.cuda.device_count() < setup.ranks and "RANK" not in os.environ:
-        raise ConfigError(f"ranks={setup.ranks} exceeds the {torch.cuda.device_count()} cards of this host")
+    if (
+        setup.device == "cuda"
+        and torch.cuda.device_count() < setup.ranks
+        and "RANK" not in os.environ
+    ):
+        raise ConfigError(
+            f"ranks={setup.ranks} exceeds the {torch.cuda.device_count()} cards of this host"
+        )
     if "RANK" in os.environ:
         return _joined(setup)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=_rank, args=(setup, rank, folder), daemon=True) for rank in range(setup.ranks)]
+        processes = [
+            context.Process(target=_rank, args=(setup, rank, folder), daemon=True)
+            for rank in range(setup.ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
-            raise ConfigError(f"ranks ended with {[process.exitcode for process in processes]}; their messages stand above")
+            raise ConfigError(
+                f"ranks ended with {[process.exitcode for process in processes]}; their "
+                "messages stand above"
+            )
         return [CommRow(**row) for row in json.loads((Path(folder) / "rows").read_text())]
 
 
@@ -94,7 +114,9 @@ def _rank(setup: CommSetup, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     if setup.device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(_backend(setup), init_method=f"file://{folder}/store", rank=rank, world_size=setup.ranks)
+    dist.init_process_group(
+        _backend(setup), init_method=f"file://{folder}/store", rank=rank, world_size=setup.ranks
+    )
     rows = measure(setup)
     if rank == 0:
         (Path(folder) / "rows").write_text(json.dumps([asdict(row) for row in rows]))
@@ -120,35 +142,56 @@ def _backend(setup: CommSetup) -> str:
 
 @torch.inference_mode()
 def measure(setup: CommSetup, share: Share | None = None) -> list[CommRow]:
-    """On every rank at once; the rows are the same on all. `share` gives ranks memory in common, where they are no cards."""
-    groups, found = ProcessGroups(), []
+    """On every rank at once; the rows are the same on all. `share` gives ranks memory in common,
+    where they are no cards."""
+    groups = ProcessGroups()
+    found = []
     sizes = Sizes(setup.ranks, setup.hidden, setup.experts, setup.top_k, min(10, setup.calls))
     share = share_cards if setup.device == "cuda" else share
-    device = torch.device("cuda", torch.cuda.current_device()) if setup.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if setup.device == "cuda"
+        else torch.device("cpu")
+    )
     mesh = Mesh.of(ParallelConfig(tp=setup.ranks), groups=groups)
     for rows in setup.rows:
         x = torch.randn(rows, setup.hidden, dtype=getattr(torch, setup.dtype), device=device)
-        for case in chain(_collectives(mesh.tp, x), _fused(mesh, x), exchanges(sizes, groups, x, share)):
+        for case in chain(
+            _collectives(mesh.tp, x), _fused(mesh, x), exchanges(sizes, groups, x, share)
+        ):
             found.append(_timed(setup, case, rows))
     return found
 
 
 def _collectives(axis: Axis, x: Tensor) -> Iterator[ExchangeCase]:
-    zeros, every = torch.zeros_like(x), x.repeat(axis.size, 1)  # sums in place stay zero
+    # sums in place stay zero
+    zeros = torch.zeros_like(x)
+    every = x.repeat(axis.size, 1)
     yield ExchangeCase("all_reduce", axis, lambda: axis.all_reduce(zeros))
-    yield ExchangeCase("all_reduce + add + norm", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
+    yield ExchangeCase(
+        "all_reduce + add + norm",
+        axis,
+        lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm),
+    )
     yield ExchangeCase("all_gather", axis, lambda: axis.all_gather(x))
     yield ExchangeCase("reduce_scatter", axis, lambda: axis.reduce_scatter(every))
-    yield ExchangeCase("all_to_all", axis, lambda: axis.all_to_all_fixed(every.view(axis.size, -1, x.shape[1])))
+    yield ExchangeCase(
+        "all_to_all", axis, lambda: axis.all_to_all_fixed(every.view(axis.size, -1, x.shape[1]))
+    )
 
 
 def _fused(mesh: Mesh, x: Tensor) -> Iterator[ExchangeCase]:
     """The same in one kernel over symmetric memory, on cards."""
     if not x.is_cuda or not isinstance(mesh.tp, GroupAxis):
         return
-    axis, zeros = mesh.tp, torch.zeros_like(x)
+    axis = mesh.tp
+    zeros = torch.zeros_like(x)
     mesh.fuse_all_reduce(x.shape[0], x.shape[1], x.dtype, x.device)
-    yield ExchangeCase("all_reduce + add + norm, fused", axis, lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm))
+    yield ExchangeCase(
+        "all_reduce + add + norm, fused",
+        axis,
+        lambda: axis.add_norm(zeros, x, x[0], 1e-6, reference.add_norm),
+    )
     axis.fused = None
 
 
@@ -162,9 +205,13 @@ def _timed(setup: CommSetup, case: ExchangeCase, rows: int) -> CommRow:
     case.call()
     sent = case.axis.traffic.total if case.sent is None else case.sent
     seconds = _captured(case.call, setup) if capture else _called(case.call, setup)
-    slowest = torch.tensor([seconds], dtype=torch.float64, device="cuda" if setup.device == "cuda" else "cpu")
+    slowest = torch.tensor(
+        [seconds], dtype=torch.float64, device="cuda" if setup.device == "cuda" else "cpu"
+    )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return CommRow(case.name, case.axis.size, rows, slowest.item() * 1e6, sent, capture, case.peer_us)
+    return CommRow(
+        case.name, case.axis.size, rows, slowest.item() * 1e6, sent, capture, case.peer_us
+    )
 
 
 def _called(call: Call, setup: CommSetup) -> float:
@@ -181,7 +228,8 @@ def _called(call: Call, setup: CommSetup) -> float:
 
 
 def _captured(call: Call, setup: CommSetup) -> float:
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()  # calls of a group follow one another, also from stream to stream
     with torch.cuda.stream(side):
         call()
@@ -192,7 +240,8 @@ def _captured(call: Call, setup: CommSetup) -> float:
     times = []
     for _ in range(setup.repeats):
         dist.barrier()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         stop.record()
@@ -205,16 +254,28 @@ def print_table(rows: Sequence[CommRow], setup: CommSetup, console: Console | No
     if not rows:
         return
     layer = f"{setup.experts} experts, {setup.top_k} a token"
-    title = f"{rows[0].ranks} ranks, {_backend(setup)}, rows of {setup.hidden} {setup.dtype}, {layer}"
+    title = (
+        f"{rows[0].ranks} ranks, {_backend(setup)}, rows of {setup.hidden} {setup.dtype}, {layer}"
+    )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("call", "rows a rank", "us", "DeepEP us", "bytes sent", "GB/s", ""):
         table.add_column(column, justify="left" if column == "call" else "right")
     for row in rows:
         peer = "" if row.peer_us is None else f"{row.peer_us:.1f}"
-        table.add_row(row.name, str(row.rows), f"{row.us:.1f}", peer, f"{row.sent:,}", f"{row.gb_s:.2f}", "graph" if row.captured else "")
+        table.add_row(
+            row.name,
+            str(row.rows),
+            f"{row.us:.1f}",
+            peer,
+            f"{row.sent:,}",
+            f"{row.gb_s:.2f}",
+            "graph" if row.captured else "",
+        )
     (console or Console()).print(table)
 
 
 def as_json(rows: Sequence[CommRow], setup: CommSetup) -> str:
     about = {**asdict(setup), "torch": torch.__version__, "python": sys.version.split()[0]}
-    return json.dumps({**about, "rows": [{**asdict(row), "gb_s": row.gb_s} for row in rows]}, indent=1)
+    return json.dumps(
+        {**about, "rows": [{**asdict(row), "gb_s": row.gb_s} for row in rows]}, indent=1
+    )

@@ -1,9 +1,10 @@
 """Cases of rorqual.bench.kernels.run: experts, fp8 products, norms and cache epilogues.
 
-A time is the median over replays of one CUDA graph that calls the kernel over rotated data (more than 200 MB in all, random, experts
-drawn uniformly), so nothing is found in L2. floor: the bytes that must be read and written for these draws / 4.3 TB/s, or operations
-/ 735 (bf16) or 1341 (fp8) TFLOP/s, whichever is longer. error: 1 - 2 sum(xy) / sum(x^2 + y^2) against fp64 on some tokens, with fp8
-activations rounded as the kernel rounds them; a NaN left by an unwritten output shows.
+A time is the median over replays of one CUDA graph that calls the kernel over rotated data (more
+than 200 MB in all, random, experts drawn uniformly), so nothing is found in L2. floor: the bytes
+that must be read and written for these draws / 4.3 TB/s, or operations / 735 (bf16) or 1341 (fp8)
+TFLOP/s, whichever is longer. error: 1 - 2 sum(xy) / sum(x^2 + y^2) against fp64 on some tokens,
+with fp8 activations rounded as the kernel rounds them; a NaN left by an unwritten output shows.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from rorqual.ops.triton.rowwise import norm
 from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
 from rorqual.ops.triton.runtime.precompile import compiling
 
-BANDWIDTH, RATES = 4.3e12, {"bf16": 735e12, "fp8": 1341e12}
+BANDWIDTH = 4.3e12
+RATES = {"bf16": 735e12, "fp8": 1341e12}
 ROTATE = 260e6
 CHECKED = 6  # tokens computed anew
 Call = Callable[[], Any]
@@ -38,8 +40,9 @@ Call = Callable[[], Any]
 
 @dataclass
 class KernelSetup:
-    """Calls over rotated data; how far the first one's output is from the truth; bytes and operations of a call. peers: by name, what
-    makes another library's call over the same data, whose first output `judge` looks at."""
+    """Calls over rotated data; how far the first one's output is from the truth; bytes and
+    operations of a call. peers: by name, what makes another library's call over the same data,
+    whose first output `judge` looks at."""
 
     calls: list[Call]
     error: Callable[[], float]
@@ -51,7 +54,8 @@ class KernelSetup:
 
 @dataclass
 class KernelCase:
-    """One line of the table. peer: microseconds of the best peer on this card (anchors/README.md)."""
+    """One line of the table. peer: microseconds of the best peer on this card
+    (anchors/README.md)."""
 
     name: str
     kind: str
@@ -60,7 +64,8 @@ class KernelCase:
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    x, y = got.double(), expected.double()
+    x = got.double()
+    y = expected.double()
     return (1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item()
 
 
@@ -113,7 +118,8 @@ def poisoned() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """slots experts of hidden x inner, top_k picks a token; the last `shared` of both are every token's."""
+    """slots experts of hidden x inner, top_k picks a token; the last `shared` of both are every
+    token's."""
 
     kind: str
     slots: int
@@ -132,14 +138,34 @@ class ExpertShape:
 
 
 QWEN3_30B = ExpertShape("bf16", 128, 2048, 768, 8)
-V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)  # what one of 8 ranks holds, one local pick a token
-V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)  # the same, 8 picks a token of which 7/8 are elsewhere
+# what one of 8 ranks holds, one local pick a token
+V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)
+# the same, 8 picks a token of which 7/8 are elsewhere
+V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)
 V2_LITE = ExpertShape("bf16", 64, 2048, 1408, 6)
 QWEN3_235B_TP8 = ExpertShape("bf16", 128, 4096, 192, 8)  # a rank's columns of every expert
 EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
-    (QWEN3_30B, "experts bf16", {1: 30.7, 2: None, 4: 75.6, 8: 128.6, 64: 297.9, 256: 323.7, 1024: 382.2, 4096: 859.8, 16384: 2878.9}),
+    (
+        QWEN3_30B,
+        "experts bf16",
+        {
+            1: 30.7,
+            2: None,
+            4: 75.6,
+            8: 128.6,
+            64: 297.9,
+            256: 323.7,
+            1024: 382.2,
+            4096: 859.8,
+            16384: 2878.9,
+        },
+    ),
     (V2_LITE, "experts bf16 V2-Lite", {1: None, 8: None, 64: None, 256: None}),
-    (V3_SHARE, "experts fp8", {1: 46.7, 8: 89.5, 32: 243.5, 128: 362.8, 512: 401.7, 2048: 598.0, 8192: 1578.3}),
+    (
+        V3_SHARE,
+        "experts fp8",
+        {1: 46.7, 8: 89.5, 32: 243.5, 128: 362.8, 512: 401.7, 2048: 598.0, 8192: 1578.3},
+    ),
     (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
     (QWEN3_235B_TP8, "experts bf16 Qwen3-235B tp8", {1: None, 64: None}),
 ]
@@ -153,7 +179,10 @@ def random_weight(kind: str, device: torch.device, *shape: int) -> Weight:
         part.normal_(std=shape[-1] ** -0.5)
     if kind == "bf16":
         return Weight(data)
-    scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=device) * 0.01 + 0.005
+    scale = (
+        torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=device) * 0.01
+        + 0.005
+    )
     return Weight((data * 100).to(FP8), scale)
 
 
@@ -162,7 +191,10 @@ def expert_weights(shape: ExpertShape, device: torch.device) -> tuple[Weight, We
     if key not in _weights:
         _weights.clear()  # one set at a time
         gate_up = random_weight(shape.kind, device, shape.slots, 2 * shape.inner, shape.hidden)
-        _weights[key] = gate_up, random_weight(shape.kind, device, shape.slots, shape.hidden, shape.inner)
+        _weights[key] = (
+            gate_up,
+            random_weight(shape.kind, device, shape.slots, shape.hidden, shape.inner),
+        )
     return _weights[key]
 
 
@@ -179,7 +211,9 @@ def draws(shape: ExpertShape, tokens: int, device: torch.device) -> list[Draw]:
         if share:
             ids[ids >= shape.slots] = -1
         x = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
-        picked = reference.with_shared(ids, torch.rand(ids.shape, device=device), slots, shape.shared)
+        picked = reference.with_shared(
+            ids, torch.rand(ids.shape, device=device), slots, shape.shared
+        )
         out.append((x, *picked))
     return out
 
@@ -204,8 +238,16 @@ def expert_truth(draw: Draw, rows: Tensor, gate_up: Weight, down: Weight) -> Ten
         at, pick = (ids[rows] == slot).nonzero(as_tuple=True)
         up = reference.dequantize(gate_up[slot], torch.float64)
         gate, value = (rounded(x[rows][at]).double() @ up.t()).chunk(2, -1)
-        h = rounded((torch.nn.functional.silu(gate) * value).float().to(x.dtype if not gate_up.quantized else torch.float32)).double()
-        total.index_add_(0, at, h @ reference.dequantize(down[slot], torch.float64).t() * weights[rows][at, pick, None])
+        h = rounded(
+            (torch.nn.functional.silu(gate) * value)
+            .float()
+            .to(x.dtype if not gate_up.quantized else torch.float32)
+        ).double()
+        total.index_add_(
+            0,
+            at,
+            h @ reference.dequantize(down[slot], torch.float64).t() * weights[rows][at, pick, None],
+        )
     return total
 
 
@@ -224,18 +266,72 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Kerne
 
     calls: list[Call] = [partial(call, draw) for draw in picked]
     size, flops = expert_cost(shape, picked)
-    others = {} if shape is V3_RANK or shape.shared else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
+    others = (
+        {}
+        if shape is V3_RANK or shape.shared
+        else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
+    )
     return KernelSetup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
 
 
 # --- fp8 products ---
 
 LINEARS: dict[tuple[int, int], dict[int, float | None]] = {
-    (2112, 7168): {1: 16.4, 8: None, 16: None, 32: None, 64: 13.1, 128: 14.4, 256: None, 512: None, 4096: 97.3},
-    (24576, 1536): {1: 20.2, 8: None, 16: None, 32: None, 64: 19.8, 128: 20.7, 256: None, 512: None, 4096: 248.4},
-    (7168, 16384): {1: 45.1, 8: None, 16: None, 32: None, 64: 42.7, 128: 46.5, 256: None, 512: None, 4096: 644.5},
-    (4096, 7168): {1: 19.2, 8: None, 16: None, 32: None, 64: 16.6, 128: 17.5, 256: None, 512: None, 4096: 176.4},
-    (7168, 2048): {1: 11.5, 8: None, 16: None, 32: None, 64: 11.5, 128: 12.0, 256: None, 512: None, 4096: 94.7},
+    (2112, 7168): {
+        1: 16.4,
+        8: None,
+        16: None,
+        32: None,
+        64: 13.1,
+        128: 14.4,
+        256: None,
+        512: None,
+        4096: 97.3,
+    },
+    (24576, 1536): {
+        1: 20.2,
+        8: None,
+        16: None,
+        32: None,
+        64: 19.8,
+        128: 20.7,
+        256: None,
+        512: None,
+        4096: 248.4,
+    },
+    (7168, 16384): {
+        1: 45.1,
+        8: None,
+        16: None,
+        32: None,
+        64: 42.7,
+        128: 46.5,
+        256: None,
+        512: None,
+        4096: 644.5,
+    },
+    (4096, 7168): {
+        1: 19.2,
+        8: None,
+        16: None,
+        32: None,
+        64: 16.6,
+        128: 17.5,
+        256: None,
+        512: None,
+        4096: 176.4,
+    },
+    (7168, 2048): {
+        1: 11.5,
+        8: None,
+        16: None,
+        32: None,
+        64: 11.5,
+        128: 12.0,
+        256: None,
+        512: None,
+        4096: 94.7,
+    },
     # what V3 has besides with tp 8: queries, and the dense layers
     (3072, 1536): {1: None, 64: None},
     (4608, 7168): {1: None, 64: None},
@@ -243,11 +339,17 @@ LINEARS: dict[tuple[int, int], dict[int, float | None]] = {
 }
 
 
-def linear_data(rows: int, columns: int, tokens: int, device: torch.device) -> tuple[list[Weight], Tensor, Quantized]:
+def linear_data(
+    rows: int, columns: int, tokens: int, device: torch.device
+) -> tuple[list[Weight], Tensor, Quantized]:
     first = random_weight("fp8", device, rows, columns)
     copies = min(32, max(2, int(-(-ROTATE // (rows * columns)))))
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
-    return [first, *(Weight(first.data.clone(), first.scale) for _ in range(copies - 1))], x, quantize(x)
+    return (
+        [first, *(Weight(first.data.clone(), first.scale) for _ in range(copies - 1))],
+        x,
+        quantize(x),
+    )
 
 
 def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> KernelSetup:
@@ -256,14 +358,19 @@ def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> 
 
     def judge(out: Tensor) -> float:
         some = torch.randperm(tokens, device=device)[:64]
-        truth = reference.rounded_to_fp8(x[some]).double() @ reference.dequantize(weights[0], torch.float64).t()
+        truth = (
+            reference.rounded_to_fp8(x[some]).double()
+            @ reference.dequantize(weights[0], torch.float64).t()
+        )
         assert not out.isnan().any(), "output left unwritten"
         return difference(out[some], truth)
 
     calls: list[Call] = [partial(fp8_gemm.linear, packed, w) for w in weights]
     size = rows * columns + tokens * columns + 2 * tokens * rows
     others = {"DeepGEMM": partial(peers.deep_gemm, x, weights)}
-    return KernelSetup(calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge)
+    return KernelSetup(
+        calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge
+    )
 
 
 # --- bf16 products of a few tokens ---
@@ -272,13 +379,17 @@ SMALL = [(2048, 4096), (5120, 2048), (3648, 2048), (5632, 2048), (2048, 2816), (
 # Qwen3-30B: out, qkv; V2-Lite: down, shared gate_up, shared down; Qwen3-30B: head
 
 
-def small_data(rows: int, columns: int, tokens: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def small_data(
+    rows: int, columns: int, tokens: int, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
     copies = min(32, max(2, int(-(-ROTATE // (2 * rows * columns)))))
     x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
     return [random_weight("bf16", device, rows, columns).data for _ in range(copies)], x
 
 
-def small_setup(rows: int, columns: int, tokens: int, library: bool, device: torch.device) -> KernelSetup:
+def small_setup(
+    rows: int, columns: int, tokens: int, library: bool, device: torch.device
+) -> KernelSetup:
     """The kernel, or the library's product in the same place."""
     weights, x = small_data(rows, columns, tokens, device)
     product = torch.nn.functional.linear if library else gemv.linear
@@ -286,7 +397,12 @@ def small_setup(rows: int, columns: int, tokens: int, library: bool, device: tor
     def error() -> float:
         return difference(product(x, weights[0]), x.double() @ weights[0].double().t())
 
-    return KernelSetup([partial(product, x, w) for w in weights], error, 2 * rows * columns, 2 * tokens * rows * columns)
+    return KernelSetup(
+        [partial(product, x, w) for w in weights],
+        error,
+        2 * rows * columns,
+        2 * tokens * rows * columns,
+    )
 
 
 def shared_setup(tokens: int, small: bool, device: torch.device) -> KernelSetup:
@@ -300,10 +416,18 @@ def shared_setup(tokens: int, small: bool, device: torch.device) -> KernelSetup:
         return torch.nn.functional.linear(norm.swiglu(torch.nn.functional.linear(x, up)), down)
 
     def error() -> float:
-        return difference(call(ups[0], downs[0]), reference.mlp(x.double(), Weight(ups[0].double()), Weight(downs[0].double())))
+        return difference(
+            call(ups[0], downs[0]),
+            reference.mlp(x.double(), Weight(ups[0].double()), Weight(downs[0].double())),
+        )
 
     pairs = list(zip(ups, downs, strict=False))
-    return KernelSetup([partial(call, *pair) for pair in pairs], error, 2 * 3 * 2816 * 2048, 6 * tokens * 2816 * 2048)
+    return KernelSetup(
+        [partial(call, *pair) for pair in pairs],
+        error,
+        2 * 3 * 2816 * 2048,
+        6 * tokens * 2816 * 2048,
+    )
 
 
 # --- small kernels ---
@@ -315,7 +439,11 @@ def rotated(size: float, build: Callable[[], Any], device: torch.device) -> list
 
 def norm_setup(tokens: int, quant: bool, device: torch.device) -> KernelSetup:
     weight = torch.rand(7168, device=device, dtype=torch.bfloat16) + 0.5
-    sets = rotated(tokens * 7168 * 4, lambda: torch.randn(2, tokens, 7168, device=device, dtype=torch.bfloat16), device)
+    sets = rotated(
+        tokens * 7168 * 4,
+        lambda: torch.randn(2, tokens, 7168, device=device, dtype=torch.bfloat16),
+        device,
+    )
 
     def call(pair: Tensor) -> Any:
         return norm.add_norm(pair[0], pair[1], weight, 1e-6, quant)
@@ -323,9 +451,15 @@ def norm_setup(tokens: int, quant: bool, device: torch.device) -> KernelSetup:
     def error() -> float:
         expected, _ = reference.add_norm(sets[0][0], sets[0][1], weight, 1e-6)
         out, _ = call(sets[0])
-        return difference(unpacked(quantize(out)), reference.rounded_to_fp8(expected)) if quant else difference(out, expected)
+        return (
+            difference(unpacked(quantize(out)), reference.rounded_to_fp8(expected))
+            if quant
+            else difference(out, expected)
+        )
 
-    return KernelSetup([partial(call, pair) for pair in sets], error, tokens * 7168 * (9 if quant else 8))
+    return KernelSetup(
+        [partial(call, pair) for pair in sets], error, tokens * 7168 * (9 if quant else 8)
+    )
 
 
 def unpacked(x: Quantized) -> Tensor:
@@ -333,7 +467,11 @@ def unpacked(x: Quantized) -> Tensor:
 
 
 def quantize_setup(tokens: int, device: torch.device) -> KernelSetup:
-    sets = rotated(tokens * 7168 * 2, lambda: torch.randn(tokens, 7168, device=device, dtype=torch.bfloat16), device)
+    sets = rotated(
+        tokens * 7168 * 2,
+        lambda: torch.randn(tokens, 7168, device=device, dtype=torch.bfloat16),
+        device,
+    )
 
     def error() -> float:
         return difference(unpacked(quantize(sets[0])), reference.rounded_to_fp8(sets[0]))
@@ -342,54 +480,100 @@ def quantize_setup(tokens: int, device: torch.device) -> KernelSetup:
 
 
 def swiglu_setup(tokens: int, device: torch.device) -> KernelSetup:
-    sets = rotated(tokens * 4096 * 2, lambda: torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16), device)
+    sets = rotated(
+        tokens * 4096 * 2,
+        lambda: torch.randn(tokens, 4096, device=device, dtype=torch.bfloat16),
+        device,
+    )
 
     def error() -> float:
-        return difference(unpacked(norm.swiglu_fp8(sets[0])), reference.rounded_to_fp8(reference.swiglu(sets[0])))
+        return difference(
+            unpacked(norm.swiglu_fp8(sets[0])), reference.rounded_to_fp8(reference.swiglu(sets[0]))
+        )
 
     return KernelSetup([partial(norm.swiglu_fp8, x) for x in sets], error, tokens * 4096 * 2.5)
 
 
 def latent_setup(tokens: int, fp8: bool, device: torch.device) -> KernelSetup:
     """`fp8`: into an fp8 cache."""
-    q_weight, kv_weight = (torch.rand(n, device=device, dtype=torch.bfloat16) + 0.5 for n in (1536, 512))
+    q_weight, kv_weight = (
+        torch.rand(n, device=device, dtype=torch.bfloat16) + 0.5 for n in (1536, 512)
+    )
     cos, sin = torch.randn(2, tokens, 32, device=device)
     pages = 2 + tokens // 64
     plane = torch.empty(pages, 64, 576, device=device, dtype=torch.bfloat16).fill_(float("nan"))
     plane = torch.full((pages, 64, 656), 255, device=device, dtype=torch.uint8) if fp8 else plane
     slots = torch.randperm(pages * 64, device=device)[:tokens]
-    sets = rotated(tokens * 2112 * 2, lambda: torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16), device)
+    sets = rotated(
+        tokens * 2112 * 2,
+        lambda: torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16),
+        device,
+    )
 
     def call(x: Tensor) -> Any:
-        return rope_kv_write.latent_epilogue(x, q_weight, kv_weight, cos, sin, slots, plane, 1e-6, True)
+        return rope_kv_write.latent_epilogue(
+            x, q_weight, kv_weight, cos, sin, slots, plane, 1e-6, True
+        )
 
     def error() -> float:
         got = call(sets[0])
         first, latent, key = sets[0].split((1536, 512, 64), -1)
-        entry = torch.cat((reference.norm(latent, kv_weight, 1e-6), reference.rope(key[:, None], cos, sin, True)[:, 0]), -1)
-        rows, packed = plane.flatten(0, 1)[slots], reference.pack_latent(entry, 512)
-        rows, entry = (reference.unpack_latent(x, 512, got.dtype) for x in (rows, packed)) if fp8 else (rows, entry)
-        return difference(torch.cat((got, rows), 1), torch.cat((reference.norm(first, q_weight, 1e-6), entry), 1))
+        entry = torch.cat(
+            (
+                reference.norm(latent, kv_weight, 1e-6),
+                reference.rope(key[:, None], cos, sin, True)[:, 0],
+            ),
+            -1,
+        )
+        rows = plane.flatten(0, 1)[slots]
+        packed = reference.pack_latent(entry, 512)
+        rows, entry = (
+            (reference.unpack_latent(x, 512, got.dtype) for x in (rows, packed))
+            if fp8
+            else (rows, entry)
+        )
+        return difference(
+            torch.cat((got, rows), 1), torch.cat((reference.norm(first, q_weight, 1e-6), entry), 1)
+        )
 
-    return KernelSetup([partial(call, x) for x in sets], error, tokens * (2112 * 2 + 1536 * 2 + plane.shape[2] * plane.element_size()))
+    return KernelSetup(
+        [partial(call, x) for x in sets],
+        error,
+        tokens * (2112 * 2 + 1536 * 2 + plane.shape[2] * plane.element_size()),
+    )
 
 
 def heads_setup(tokens: int, device: torch.device) -> KernelSetup:
-    heads, groups, size = 32, 4, 128
-    q_weight, k_weight = (torch.rand(size, device=device, dtype=torch.bfloat16) + 0.5 for _ in range(2))
+    heads = 32
+    groups = 4
+    size = 128
+    q_weight, k_weight = (
+        torch.rand(size, device=device, dtype=torch.bfloat16) + 0.5 for _ in range(2)
+    )
     cos, sin = torch.randn(2, tokens, size // 2, device=device)
     pages = 2 + tokens // 64
-    planes = torch.empty(2, pages, 64, groups, size, device=device, dtype=torch.bfloat16).fill_(float("nan"))
+    planes = torch.empty(2, pages, 64, groups, size, device=device, dtype=torch.bfloat16).fill_(
+        float("nan")
+    )
     slots = torch.randperm(pages * 64, device=device)[:tokens]
-    sets = rotated(tokens * 5120 * 2, lambda: torch.randn(tokens, 5120, device=device, dtype=torch.bfloat16), device)
+    sets = rotated(
+        tokens * 5120 * 2,
+        lambda: torch.randn(tokens, 5120, device=device, dtype=torch.bfloat16),
+        device,
+    )
 
     def call(x: Tensor) -> Tensor:
-        return rope_kv_write.heads_epilogue(x, q_weight, k_weight, cos, sin, slots, planes[0], planes[1], 1e-6)
+        return rope_kv_write.heads_epilogue(
+            x, q_weight, k_weight, cos, sin, slots, planes[0], planes[1], 1e-6
+        )
 
     def error() -> float:
         got = call(sets[0])
         q, k, v = sets[0].view(tokens, -1, size).split((heads, groups, groups), 1)
-        q, k = (reference.rope(reference.norm(t, w, 1e-6), cos, sin, False) for t, w in ((q, q_weight), (k, k_weight)))
+        q, k = (
+            reference.rope(reference.norm(t, w, 1e-6), cos, sin, False)
+            for t, w in ((q, q_weight), (k, k_weight))
+        )
         written = [plane.flatten(0, 1)[slots] for plane in planes]
         return difference(torch.cat((got, *written), 1), torch.cat((q, k, v), 1))
 
@@ -408,11 +592,17 @@ def cases() -> Iterator[KernelCase]:
             yield KernelCase(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer)
     for n, k in SMALL:
         for m in (1, 4):
-            yield KernelCase(f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False))
-            yield KernelCase(f"linear bf16 library {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, True))
+            yield KernelCase(
+                f"linear bf16 {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, False)
+            )
+            yield KernelCase(
+                f"linear bf16 library {n}x{k} M{m}", "bf16", partial(small_setup, n, k, m, True)
+            )
     for m in (1, 4):
         yield KernelCase(f"mlp bf16 V2-Lite shared T{m}", "bf16", partial(shared_setup, m, True))
-        yield KernelCase(f"mlp bf16 library V2-Lite shared T{m}", "bf16", partial(shared_setup, m, False))
+        yield KernelCase(
+            f"mlp bf16 library V2-Lite shared T{m}", "bf16", partial(shared_setup, m, False)
+        )
     for t in (1, 128, 8192):
         yield KernelCase(f"quantize 7168 T{t}", "bf16", partial(quantize_setup, t))
         yield KernelCase(f"add_norm 7168 T{t}", "bf16", partial(norm_setup, t, False))
@@ -434,13 +624,19 @@ def measure_peers(setup: KernelSetup, check: bool) -> dict[str, Any]:
     return peers.best(setup.peers, one)
 
 
-def measure(case: KernelCase, device: torch.device, check: bool, peer: bool = False) -> dict[str, Any]:
+def measure(
+    case: KernelCase, device: torch.device, check: bool, peer: bool = False
+) -> dict[str, Any]:
     setup = case.setup(device)
     us = median_us(setup.calls)
     row: dict[str, Any] = {
-        "kernel": case.name, "us": us, "peer_us": case.peer, "floor_us": max(setup.bytes / BANDWIDTH, setup.flops / RATES[case.kind]) * 1e6,
-        "gb_s": setup.bytes / us / 1e3, "tflop_s": setup.flops / us / 1e6,
-    }  # fmt: skip
+        "kernel": case.name,
+        "us": us,
+        "peer_us": case.peer,
+        "floor_us": max(setup.bytes / BANDWIDTH, setup.flops / RATES[case.kind]) * 1e6,
+        "gb_s": setup.bytes / us / 1e3,
+        "tflop_s": setup.flops / us / 1e6,
+    }
     if check:
         with poisoned():
             row["error"] = setup.error()
@@ -459,7 +655,8 @@ def row(case: KernelCase, device: torch.device, check: bool, peer: bool = False)
 
 
 def precompile(chosen: list[KernelCase], device: torch.device) -> None:
-    """Everything the cases launch, side by side, so that the lone thread of the measurement never waits for a compiler."""
+    """Everything the cases launch, side by side, so that the lone thread of the measurement
+    never waits for a compiler."""
     with compiling():
         for case in chosen:
             with contextlib.suppress(Exception):
@@ -475,4 +672,8 @@ def reason(failure: BaseException) -> str:
 
 def selected(only: str, among: Iterable[KernelCase] | None = None) -> list[KernelCase]:
     words = [word for word in only.split(",") if word]
-    return [case for case in among or cases() if not words or any(word in case.name + "$" for word in words)]
+    return [
+        case
+        for case in among or cases()
+        if not words or any(word in case.name + "$" for word in words)
+    ]

@@ -1,5 +1,5 @@
-"""Cases of rorqual.bench.kernels.run: what stands around routed experts in an MoE layer. Routers, the sort of picks, and shared experts
-among the routed ones or beside them."""
+"""Cases of rorqual.bench.kernels.run: what stands around routed experts in an MoE layer.
+Routers, the sort of picks, and shared experts among the routed ones or beside them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,30 @@ from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.rowwise import norm
 
-V2_LITE, V3 = ExpertShape("bf16", 66, 2048, 1408, 8, 2), ExpertShape("fp8", 257, 7168, 2048, 9, 1)
+V2_LITE = ExpertShape("bf16", 66, 2048, 1408, 8, 2)
+V3 = ExpertShape("fp8", 257, 7168, 2048, 9, 1)
 V3_TP8 = ExpertShape("fp8", 257, 7168, 256, 9, 1)  # a rank's columns of every expert
-JOINED = [(V2_LITE, "experts bf16 V2-Lite joined"), (V3, "experts fp8 V3 joined"), (V3_TP8, "experts fp8 V3 tp8 joined")]
+JOINED = [
+    (V2_LITE, "experts bf16 V2-Lite joined"),
+    (V3, "experts fp8 V3 joined"),
+    (V3_TP8, "experts fp8 V3 tp8 joined"),
+]
 FUSED_SHARED_TOKENS = (1, 2, 4, 8, 64, 256, 1024, 4096)
 
 # --- routers ---
 
 ROUTERS = {
-    "V3": MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True, scaling=2.5),
+    "V3": MoEConfig(
+        256,
+        8,
+        2048,
+        scoring="sigmoid",
+        method="noaux_tc",
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        scaling=2.5,
+    ),
     "Qwen3": MoEConfig(128, 8, 768, norm_topk_prob=True, router_fp32=False),
     "V2-Lite": MoEConfig(64, 6, 1408),
 }
@@ -49,20 +64,31 @@ def route_setup(model: str, tokens: int, device: torch.device) -> KernelSetup:
         zero = torch.zeros_like(sets[0])
         ids, weights = topk.route(sets[0], bias, moe)
         expected_ids, expected = reference.route(sets[0], bias, moe)
-        return base.difference(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected))
+        return base.difference(
+            zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected)
+        )
 
-    return KernelSetup([partial(topk.route, x, bias, moe) for x in sets], error, tokens * (moe.num_experts * 4 + moe.top_k * 12))
+    return KernelSetup(
+        [partial(topk.route, x, bias, moe) for x in sets],
+        error,
+        tokens * (moe.num_experts * 4 + moe.top_k * 12),
+    )
 
 
-def gate_data(model: str, tokens: int, device: torch.device, kind: torch.dtype | None = None) -> tuple[list[Tensor], Tensor]:
+def gate_data(
+    model: str, tokens: int, device: torch.device, kind: torch.dtype | None = None
+) -> tuple[list[Tensor], Tensor]:
     """(gates, x). kind: of the gate; left out, as a layer holds it."""
-    moe, hidden = ROUTERS[model], 7168 if model == "V3" else 2048
+    moe = ROUTERS[model]
+    hidden = 7168 if model == "V3" else 2048
     kind = kind or (torch.float32 if moe.router_fp32 else torch.bfloat16)
 
     def one() -> Tensor:
         return torch.randn(moe.num_experts, hidden, device=device).mul_(hidden**-0.5).to(kind)
 
-    return base.rotated(moe.num_experts * hidden * 4, one, device), torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    return base.rotated(moe.num_experts * hidden * 4, one, device), torch.randn(
+        tokens, hidden, device=device, dtype=torch.bfloat16
+    )
 
 
 def joint(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -70,16 +96,24 @@ def joint(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple
 
 
 def split(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    return topk.route(gating.partial_logits(x, gate), bias, moe, kind=torch.float32 if moe.router_fp32 else gate.dtype)
+    return topk.route(
+        gating.partial_logits(x, gate),
+        bias,
+        moe,
+        kind=torch.float32 if moe.router_fp32 else gate.dtype,
+    )
 
 
 def apart(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
     return topk.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
 
 
-def router_setup(model: str, tokens: int, way: Routing, kind: torch.dtype | None, device: torch.device) -> KernelSetup:
-    """One kernel for few tokens (`joint`), partial products on tensor cores and then the choice (`split`), or the library's product and
-    then the choice (`apart`). Rounded logits may tie: error by weights."""
+def router_setup(
+    model: str, tokens: int, way: Routing, kind: torch.dtype | None, device: torch.device
+) -> KernelSetup:
+    """One kernel for few tokens (`joint`), partial products on tensor cores and then the choice
+    (`split`), or the library's product and then the choice (`apart`). Rounded logits may tie:
+    error by weights."""
     moe = ROUTERS[model]
     bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
     gates, x = gate_data(model, tokens, device, kind)
@@ -87,7 +121,9 @@ def router_setup(model: str, tokens: int, way: Routing, kind: torch.dtype | None
     def error() -> float:
         _, weights = way(x, gates[0], bias, moe)
         exact = x.double() @ gates[0].double().t()
-        _, expected = reference.route(exact.float() if moe.router_fp32 else exact.to(gates[0].dtype), bias, moe)
+        _, expected = reference.route(
+            exact.float() if moe.router_fp32 else exact.to(gates[0].dtype), bias, moe
+        )
         return base.difference(weights.sort(-1).values, expected.sort(-1).values)
 
     size = gates[0].numel() * gates[0].element_size() + x.numel() * 2
@@ -98,14 +134,17 @@ def router_setup(model: str, tokens: int, way: Routing, kind: torch.dtype | None
 
 
 def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> KernelSetup:
-    """Picks of routed experts and of shared ones among them, to the blocks of 32 rows. buckets: in one pass over them, else each program
-    scans them all."""
-    moe, shared = ROUTERS[model], SHARED[model]
+    """Picks of routed experts and of shared ones among them, to the blocks of 32 rows. buckets:
+    in one pass over them, else each program scans them all."""
+    moe = ROUTERS[model]
+    shared = SHARED[model]
     slots = moe.num_experts + shared
 
     def one() -> Tensor:
         ids = torch.rand(tokens, moe.num_experts, device=device).topk(moe.top_k).indices
-        return reference.with_shared(ids, torch.rand(ids.shape, device=device), moe.num_experts, shared)[0]
+        return reference.with_shared(
+            ids, torch.rand(ids.shape, device=device), moe.num_experts, shared
+        )[0]
 
     def call(ids: Tensor) -> Any:
         with mock.patch.object(align, "BUCKET_PICKS", align.BUCKET_PICKS if buckets else 0):
@@ -114,7 +153,8 @@ def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> 
     sets = [one() for _ in range(4)]
 
     def error() -> float:
-        out, flat = call(sets[0]), sets[0].flatten().tolist()
+        out = call(sets[0])
+        flat = sets[0].flatten().tolist()
         for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist():
             members = out.order[start + shift : min(stop, start + 32) + shift].tolist()
             assert members
@@ -143,15 +183,19 @@ def as_layer(shape: ExpertShape, gate_up: Weight, down: Weight) -> tuple[Weight,
 
 
 def routed_of(shape: ExpertShape, weight: Weight) -> Weight:
-    return Weight(weight.data[: shape.routed], None if weight.scale is None else weight.scale[: shape.routed])
+    return Weight(
+        weight.data[: shape.routed], None if weight.scale is None else weight.scale[: shape.routed]
+    )
 
 
 def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> KernelSetup:
     """The same sums with shared experts as a layer of their own: what joining them is to save."""
     from rorqual.ops.triton.backend import TritonOps
 
-    ops, (gate_up, down) = TritonOps(), base.expert_weights(shape, device)
-    shared, routed = as_layer(shape, gate_up, down), (routed_of(shape, gate_up), routed_of(shape, down))
+    ops = TritonOps()
+    (gate_up, down) = base.expert_weights(shape, device)
+    shared = as_layer(shape, gate_up, down)
+    routed = (routed_of(shape, gate_up), routed_of(shape, down))
     picked = base.draws(shape, tokens, device)
     own = [tuple(part[:, : -shape.shared].contiguous() for part in draw[1:]) for draw in picked]
 
@@ -160,25 +204,38 @@ def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Kerne
 
     def error() -> float:
         rows = torch.randperm(tokens, device=device)[: base.CHECKED]
-        return base.difference(call(picked[0][0], *own[0])[rows], base.expert_truth(picked[0], rows, gate_up, down))
+        return base.difference(
+            call(picked[0][0], *own[0])[rows], base.expert_truth(picked[0], rows, gate_up, down)
+        )
 
-    calls: list[Call] = [partial(call, draw[0], *mine) for draw, mine in zip(picked, own, strict=True)]
+    calls: list[Call] = [
+        partial(call, draw[0], *mine) for draw, mine in zip(picked, own, strict=True)
+    ]
     return KernelSetup(calls, error, *base.expert_cost(shape, picked))
 
 
 # --- the sum over a token's experts, and the norm behind it ---
 
-SUMS = {"2048 K8": (2048, 8), "4096 K8": (4096, 8), "7168 K9": (7168, 9)}  # V2-Lite and Qwen3-30B; Qwen3-235B; V3
+# V2-Lite and Qwen3-30B; Qwen3-235B; V3
+SUMS = {"2048 K8": (2048, 8), "4096 K8": (4096, 8), "7168 K9": (7168, 9)}
 SUM_WAYS = ("", "spare ", "apart ")
 
 
-def sum_norm_setup(hidden: int, top_k: int, tokens: int, way: str, device: torch.device) -> KernelSetup:
-    """One kernel, as it is or with as many loads at a time as the compiler likes (`spare`), or two (`apart`)."""
+def sum_norm_setup(
+    hidden: int, top_k: int, tokens: int, way: str, device: torch.device
+) -> KernelSetup:
+    """One kernel, as it is or with as many loads at a time as the compiler likes (`spare`), or
+    two (`apart`)."""
     weight = torch.rand(hidden, device=device, dtype=torch.bfloat16) + 0.5
 
     def one() -> tuple[DeferredMoESum, Tensor]:
-        y, residual = (torch.randn(rows, hidden, device=device, dtype=torch.bfloat16) for rows in (tokens * top_k, tokens))
-        return DeferredMoESum(y, None, torch.rand(tokens, top_k, device=device), None, combine.combine), residual
+        y, residual = (
+            torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+            for rows in (tokens * top_k, tokens)
+        )
+        return DeferredMoESum(
+            y, None, torch.rand(tokens, top_k, device=device), None, combine.combine
+        ), residual
 
     def call(gave: DeferredMoESum, residual: Tensor) -> tuple[Tensor, Tensor]:
         if way == "apart ":
@@ -190,11 +247,18 @@ def sum_norm_setup(hidden: int, top_k: int, tokens: int, way: str, device: torch
     sets = base.rotated(row * (top_k + 1), one, device)
 
     def error() -> float:
-        (gave, residual), found = sets[0], call(*sets[0])
-        for mine, other in zip(found, norm.add_norm(gave.total(), residual, weight, 1e-6), strict=True):
+        (gave, residual) = sets[0]
+        found = call(*sets[0])
+        for mine, other in zip(
+            found, norm.add_norm(gave.total(), residual, weight, 1e-6), strict=True
+        ):
             assert torch.equal(mine, other), "not the bits of the two kernels"
-        total = (gave.y.double().view(tokens, top_k, hidden) * gave.weights.double()[..., None]).sum(1)
-        return base.difference(found[0], reference.add_norm(total, residual.double(), weight.double(), 1e-6)[0])
+        total = (
+            gave.y.double().view(tokens, top_k, hidden) * gave.weights.double()[..., None]
+        ).sum(1)
+        return base.difference(
+            found[0], reference.add_norm(total, residual.double(), weight.double(), 1e-6)[0]
+        )
 
     return KernelSetup([partial(call, *given) for given in sets], error, row * (top_k + 3))
 
@@ -211,38 +275,54 @@ def constants(way: str) -> list[Any]:
     if way:
         patches.append(mock.patch.object(ex, "SORTS_WHILE_ROUTING", False))
     if way == "before ":
-        patches += [mock.patch.object(gating, "TOKENS", {}), mock.patch.object(align, "BUCKET_PICKS", 0)]
+        patches += [
+            mock.patch.object(gating, "TOKENS", {}),
+            mock.patch.object(align, "BUCKET_PICKS", 0),
+        ]
     return patches
 
 
 def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> KernelSetup:
-    """Router, routed and shared experts. As they are; with the sort of picks a kernel of its own; also with shared experts as a layer of
-    their own; and also with the library's gate product and a sort that scans. Routing is natural: gates are random."""
+    """Router, routed and shared experts. As they are; with the sort of picks a kernel of its
+    own; also with shared experts as a layer of their own; and also with the library's gate
+    product and a sort that scans. Routing is natural: gates are random."""
     from rorqual.ops.triton.backend import TritonOps
 
-    ops, moe, shape = TritonOps(), ROUTERS[model], LAYERS[model]
+    ops = TritonOps()
+    moe = ROUTERS[model]
+    shape = LAYERS[model]
     whole = base.expert_weights(shape, device)
     joined = way in ("", "sorted apart ") or not shape.shared
     gate_up, down = whole if joined else (routed_of(shape, whole[0]), routed_of(shape, whole[1]))
     layer = None if joined else as_layer(shape, *whole)
     bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
     gates, _ = gate_data(model, 1, device)
-    inputs = [torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16) for _ in range(8 if tokens <= 16 else 2)]
+    inputs = [
+        torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
+        for _ in range(8 if tokens <= 16 else 2)
+    ]
 
     def call(x: Tensor, gate: Tensor) -> Tensor:
         with contextlib.ExitStack() as stack:
             for patch in constants(way):
                 stack.enter_context(patch)
             beside = ops.mlp(x, *layer) if layer else None
-            return ops.routed_experts(x, gate, bias, moe, gate_up, down, beside, shape.shared if joined else 0)
+            return ops.routed_experts(
+                x, gate, bias, moe, gate_up, down, beside, shape.shared if joined else 0
+            )
 
     def error() -> float:
         rows = torch.randperm(tokens, device=device)[: base.CHECKED]
         draw = inputs[0], *ops.router(inputs[0], gates[0], bias, moe, shape.shared)
-        return base.difference(call(inputs[0], gates[0])[rows], base.expert_truth(draw, rows, *whole))
+        return base.difference(
+            call(inputs[0], gates[0])[rows], base.expert_truth(draw, rows, *whole)
+        )
 
     calls: list[Call] = [partial(call, x, gate) for x, gate in zip(inputs, gates, strict=False)]
-    picked = [(x, *ops.router(x, gate, bias, moe, shape.shared)) for x, gate in zip(inputs, gates, strict=False)]
+    picked = [
+        (x, *ops.router(x, gate, bias, moe, shape.shared))
+        for x, gate in zip(inputs, gates, strict=False)
+    ]
     return KernelSetup(calls, error, *base.expert_cost(shape, picked))
 
 
@@ -252,26 +332,50 @@ def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> Kern
 def cases() -> Iterator[KernelCase]:
     for model in ROUTERS:
         for t in (1, 8):
-            yield KernelCase(f"router {model} T{t}", "bf16", partial(router_setup, model, t, joint, None))
+            yield KernelCase(
+                f"router {model} T{t}", "bf16", partial(router_setup, model, t, joint, None)
+            )
         if ROUTERS[model].router_fp32:
-            yield KernelCase(f"router bf16 gate {model} T1", "bf16", partial(router_setup, model, 1, joint, torch.bfloat16))
+            yield KernelCase(
+                f"router bf16 gate {model} T1",
+                "bf16",
+                partial(router_setup, model, 1, joint, torch.bfloat16),
+            )
         for t in (1, 8, 16, 64, 256, 512, 4096):
-            yield KernelCase(f"router split {model} T{t}", "bf16", partial(router_setup, model, t, split, None))
-            yield KernelCase(f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, apart, None))
+            yield KernelCase(
+                f"router split {model} T{t}", "bf16", partial(router_setup, model, t, split, None)
+            )
+            yield KernelCase(
+                f"router apart {model} T{t}", "bf16", partial(router_setup, model, t, apart, None)
+            )
             if ROUTERS[model].router_fp32:
-                yield KernelCase(f"router split bf16 gate {model} T{t}", "bf16", partial(router_setup, model, t, split, torch.bfloat16))
+                yield KernelCase(
+                    f"router split bf16 gate {model} T{t}",
+                    "bf16",
+                    partial(router_setup, model, t, split, torch.bfloat16),
+                )
         for t in (1, 64, 128, 256, 8192):
             yield KernelCase(f"route {model} T{t}", "bf16", partial(route_setup, model, t))
         for t in (8, 64, 256):
             yield KernelCase(f"sort {model} T{t}", "bf16", partial(sort_setup, model, t, True))
-            yield KernelCase(f"sort by scans {model} T{t}", "bf16", partial(sort_setup, model, t, False))
+            yield KernelCase(
+                f"sort by scans {model} T{t}", "bf16", partial(sort_setup, model, t, False)
+            )
     for (name, sizes), t, way in itertools.product(SUMS.items(), (2, 8, 64, 256, 512), SUM_WAYS):
-        yield KernelCase(f"sum_norm {way}{name} T{t}", "bf16", partial(sum_norm_setup, *sizes, t, way))
+        yield KernelCase(
+            f"sum_norm {way}{name} T{t}", "bf16", partial(sum_norm_setup, *sizes, t, way)
+        )
     for model, shape in LAYERS.items():
         for t, way in itertools.product((1, 8, 64, 256), WAYS):
             if shape.shared or way != "beside ":
-                yield KernelCase(f"moe {way}{model} T{t}", shape.kind, partial(layer_setup, model, t, way))
+                yield KernelCase(
+                    f"moe {way}{model} T{t}", shape.kind, partial(layer_setup, model, t, way)
+                )
     for shape, name in JOINED:
         for t in FUSED_SHARED_TOKENS:
             yield KernelCase(f"{name} T{t}", shape.kind, partial(base.expert_setup, shape, t))
-            yield KernelCase(f"{name.replace('joined', 'beside')} T{t}", shape.kind, partial(beside_setup, shape, t))
+            yield KernelCase(
+                f"{name.replace('joined', 'beside')} T{t}",
+                shape.kind,
+                partial(beside_setup, shape, t),
+            )

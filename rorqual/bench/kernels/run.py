@@ -1,12 +1,15 @@
-"""All kernels of rorqual.ops.triton on one card, one line each, beside the floor of bytes and operations and the best peer's time.
+"""All kernels of rorqual.ops.triton on one card, one line each, beside the floor of bytes and
+operations and the best peer's time.
 
-usage: PYTHONPATH=. python3 -m rorqual.bench.kernels.run [--check] [--tune] [--peer] [--only WORD,WORD] [--json FILE] [--limit SECONDS]
+usage: PYTHONPATH=. python3 -m rorqual.bench.kernels.run [--check] [--tune] [--peer] [--only
+WORD,WORD] [--json FILE] [--limit SECONDS]
 
-How times, floors and errors are taken stands in kernels_attention.py, kernels_experts.py and kernels_sampling.py, which hold the
-cases with kernels_moe.py. --only takes comma-separated parts of case names, in which $ stands for a name's end. --tune tries the
-configurations of the chosen cases instead, prints the best and keeps them for this card (rorqual/ops/triton/runtime/tuning.py). --peer runs
-vLLM's kernels, where it is installed, on the same data in the same process; otherwise the peer's column holds figures taken earlier on an
-H200.
+How times, floors and errors are taken stands in kernels_attention.py, kernels_experts.py and
+kernels_sampling.py, which hold the cases with kernels_moe.py. --only takes comma-separated parts of
+case names, in which $ stands for a name's end. --tune tries the configurations of the chosen cases
+instead, prints the best and keeps them for this card (rorqual/ops/triton/runtime/tuning.py). --peer
+runs vLLM's kernels, where it is installed, on the same data in the same process; otherwise the
+peer's column holds figures taken earlier on an H200.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ HEADER = f"{'kernel':42}{'us':>9}{'floor':>8}{'of it':>6}{'GB/s':>7}{'TFLOP':>7}
 
 def run(only: str | None = None, check: bool = False, tune: bool = False, json: Path | None = None,
         limit: float = 500, peer: bool = False) -> list[dict[str, Any]]:  # fmt: skip
-    """Measure and print; start no further case after `limit` seconds. Returns one dictionary a case: kernel, us, floor_us, gb_s, tflop_s,
-    peer_us, error, config, and with `peer` what kernels_peer.best says; or kernel and failed."""
+    """Measure and print; start no further case after `limit` seconds. Returns one dictionary a
+    case: kernel, us, floor_us, gb_s, tflop_s, peer_us, error, config, and with `peer` what
+    kernels_peer.best says; or kernel and failed."""
     if peer:
         check_installed()
-    began, done = time.monotonic(), []
+    began = time.monotonic()
+    done = []
     device = torch.device("cuda")
     torch.manual_seed(0)
     keep_compiled()
@@ -50,7 +55,9 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
     return done
 
 
-def rows(device: torch.device, only: str, check: bool, tune: bool, peer: bool = False) -> Iterator[dict[str, Any]]:
+def rows(
+    device: torch.device, only: str, check: bool, tune: bool, peer: bool = False
+) -> Iterator[dict[str, Any]]:
     yield from attention.rows(device, check, tune, only, peer)
     if tune:
         tuning.tune_all(device, only)
@@ -65,17 +72,25 @@ def line(row: dict[str, Any]) -> str:
     head = f"{row['kernel']:42}"
     if row.get("us") is None:
         return f"{head} FAILED {row.get('failed') or row.get('failures')}"
-    peer, error, us, floor = row["peer_us"], row.get("error"), row["us"], row["floor_us"]
+    peer = row["peer_us"]
+    error = row.get("error")
+    us = row["us"]
+    floor = row["floor_us"]
     against = f"{peer:8.1f}{us / peer:6.2f}" if peer else " " * 14
     judged = f"{error:9.1e}" if error is not None else " " * 9
     text = f"{head}{us:9.1f}{floor:8.1f}{100 * floor / us:5.0f}%{row['gb_s']:7.0f}{row['tflop_s']:7.0f}{against}{judged}  {short(row)}"
-    trials = [f"\n{'':42}{trial:9.1f}  {attention.short(config)}" for trial, config in row.get("trials", [])[1:]]
+    trials = [
+        f"\n{'':42}{trial:9.1f}  {attention.short(config)}"
+        for trial, config in row.get("trials", [])[1:]
+    ]
     beside = [f"\n{'':42}{told(us)}  {name}" for name, us in row.get("peers", {}).items()]
     return (
         text
         + "".join(beside)
         + "".join(trials)
-        + "".join(f"\n{'':42}{why}  {attention.short(config)}" for why, config in row.get("failures", []))
+        + "".join(
+            f"\n{'':42}{why}  {attention.short(config)}" for why, config in row.get("failures", [])
+        )
     )
 
 
@@ -88,7 +103,9 @@ def short(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare with fp64")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--peer", action="store_true", help="run vLLM's kernels too")

@@ -1,7 +1,9 @@
-"""`rorqual bench kernels --tune`: search the configurations of products, experts and routers for a shape, and keep the best for this card.
+"""`rorqual bench kernels --tune`: search the configurations of products, experts and routers for a
+shape, and keep the best for this card.
 
-Options are compiled side by side, timed as the cases of kernels_experts.py are, and the fastest whose output is that of the
-configuration in use is stored (rorqual/ops/triton/runtime/tuning.py). Attention's few configurations are tried in kernels_attention.py.
+Options are compiled side by side, timed as the cases of kernels_experts.py are, and the fastest
+whose output is that of the configuration in use is stored (rorqual/ops/triton/runtime/tuning.py).
+Attention's few configurations are tried in kernels_attention.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from rorqual.ops.triton.moe.align import moe_align_block_size
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import is_hopper, next_power
 
-ALIKE = {"bf16": 1e-4, "fp8": 1e-3}  # how far a kept configuration's output may be from that of the one in use
+# how far a kept configuration's output may be from that of the one in use
+ALIKE = {"bf16": 1e-4, "fp8": 1e-3}
 SHOWN = 5
 Results = list[tuple[float, Any]]  # (us, configuration), the fastest first
 
@@ -45,7 +48,8 @@ class TuningSearch:
 
 
 def timed(name: str, options: list[Any], calls_of: Callable[[Any], list[Call]]) -> Results:
-    """Compile all options side by side, time each, print the best. Options that do not compile or fit are left out."""
+    """Compile all options side by side, time each, print the best. Options that do not compile
+    or fit are left out."""
     began = time.time()
     with cases.compiling():
         for option in options:
@@ -89,13 +93,25 @@ def tile_candidates(kind: str, rows: int, first: bool) -> Iterator[ex.Tile]:
     ):
         if warps == 16 and (rows < 128 or n < 128):
             continue
-        matrices, width = (2 if first else 1), (1 if kind == "fp8" else 2)
-        outputs = n * rows * matrices / (32 * warps)  # accumulators a thread; fp8 holds a partial sum as well
+        matrices = 2 if first else 1
+        width = 1 if kind == "fp8" else 2
+        # accumulators a thread; fp8 holds a partial sum as well
+        outputs = n * rows * matrices / (32 * warps)
         outputs *= 1.5 if kind == "fp8" and first else 2 if kind == "fp8" else 1
         shared = (n * matrices + rows) * k * width * stages
-        if outputs > 150 or shared > 220_000 or (kind == "fp8" and k != 128) or (kind == "fp8" and first and n != 128):
+        if (
+            outputs > 150
+            or shared > 220_000
+            or (kind == "fp8" and k != 128)
+            or (kind == "fp8" and first and n != 128)
+        ):
             continue
-        if (not swap and rows < 64) or (swap and rows > 128) or n * matrices * rows < 64 * 4 * warps or shared < 30_000:
+        if (
+            (not swap and rows < 64)
+            or (swap and rows > 128)
+            or n * matrices * rows < 64 * 4 * warps
+            or shared < 30_000
+        ):
             continue
         if n == 256 and (kind == "fp8" or swap):
             continue
@@ -104,11 +120,16 @@ def tile_candidates(kind: str, rows: int, first: bool) -> Iterator[ex.Tile]:
 
 def row_candidates(picks: float, slots: int) -> list[int]:
     mean = picks / slots
-    return [rows for rows in (16, 32, 64, 128) if rows / 8 <= mean * 2 + 4 and (rows * 4 >= mean or rows == 128)]
+    return [
+        rows
+        for rows in (16, 32, 64, 128)
+        if rows / 8 <= mean * 2 + 4 and (rows * 4 >= mean or rows == 128)
+    ]
 
 
 def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
-    """The best tiles of both products for each number of rows, then the whole layer with each of these plans."""
+    """The best tiles of both products for each number of rows, then the whole layer with each of
+    these plans."""
     gate_up, down = cases.expert_weights(shape, device)
     picked = cases.draws(shape, tokens, device)
     picks = shape.routed_picks(tokens)
@@ -120,29 +141,57 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
 
     used = ex.plan_for(down, picks, shape.shared)
     plans = [used, *tall_plans(used, shape, picks, device)]
-    plans += [plan for rows in row_candidates(picks, shape.routed) if (plan := best_tiles(shape, picked, gate_up, down, rows))]
-    named = {"kind": shape.kind, "slots": shape.routed, "hidden": shape.hidden, "inner": shape.inner}
+    plans += [
+        plan
+        for rows in row_candidates(picks, shape.routed)
+        if (plan := best_tiles(shape, picked, gate_up, down, rows))
+    ]
+    named = {
+        "kind": shape.kind,
+        "slots": shape.routed,
+        "hidden": shape.hidden,
+        "inner": shape.inner,
+    }
     named["mean"] = tuning.near(picks / shape.routed)
 
     def stored(plan: ex.GroupedGemmPlan) -> dict[str, Any]:
         return named | {"tall": True} if plan.tall else named
 
-    keep("experts", stored, timed("whole layer", plans, whole), whole, used, ALIKE[shape.kind], device)
+    keep(
+        "experts",
+        stored,
+        timed("whole layer", plans, whole),
+        whole,
+        used,
+        ALIKE[shape.kind],
+        device,
+    )
 
 
-def tall_plans(used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device) -> list[ex.GroupedGemmPlan]:
-    """experts_tall.py's kernel where an expert has many rows, with the tiles in use where it is not to be had."""
+def tall_plans(
+    used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device
+) -> list[ex.GroupedGemmPlan]:
+    """experts_tall.py's kernel where an expert has many rows, with the tiles in use where it is
+    not to be had."""
     if shape.kind != "fp8" or picks / shape.routed < 16 or not is_hopper(device):
         return []
-    return [replace(used, rows=rows, tall=stages) for rows, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3))]
+    return [
+        replace(used, rows=rows, tall=stages)
+        for rows, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (256, 3))
+    ]
 
 
-def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, rows: int) -> ex.GroupedGemmPlan | None:
+def best_tiles(
+    shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, rows: int
+) -> ex.GroupedGemmPlan | None:
     """The plan of the tiles that are fastest by themselves, with so many rows a block."""
     pairs = [(draw[0], moe_align_block_size(draw[1], shape.slots, rows)) for draw in picked]
 
     def first(tile: ex.Tile) -> list[Call]:
-        return [partial(ex.gate_up_product, x, gate_up, blocks, shape.top_k, tile) for x, blocks in pairs]
+        return [
+            partial(ex.gate_up_product, x, gate_up, blocks, shape.top_k, tile)
+            for x, blocks in pairs
+        ]
 
     up = timed(f"rows {rows} up", list(tile_candidates(shape.kind, rows, True)), first)
     if not up:
@@ -150,38 +199,67 @@ def best_tiles(shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: We
     hidden = [call() for call in first(up[0][1])]
 
     def second(tile: ex.Tile) -> list[Call]:
-        return [partial(ex.down_product, h, down, blocks, torch.bfloat16, tile) for h, (_, blocks) in zip(hidden, pairs, strict=True)]
+        return [
+            partial(ex.down_product, h, down, blocks, torch.bfloat16, tile)
+            for h, (_, blocks) in zip(hidden, pairs, strict=True)
+        ]
 
     below = timed(f"rows {rows} down", list(tile_candidates(shape.kind, rows, False)), second)
     return ex.GroupedGemmPlan(rows, up[0][1], below[0][1]) if below else None
 
 
-def tune_direct(shape: ExpertShape, picks: int, picked: list[Draw], gate_up: Weight, down: Weight, device: torch.device) -> None:
+def tune_direct(
+    shape: ExpertShape,
+    picks: int,
+    picked: list[Draw],
+    gate_up: Weight,
+    down: Weight,
+    device: torch.device,
+) -> None:
     """Both kernels alike, then each varied beside the best of these."""
     options = itertools.product((8, 16, 32), (128, 256, 512), (4, 8), (2, 3, 4))
-    plans = [direct.DirectPlan(rows, columns, rows, columns, warps, stages) for rows, columns, warps, stages in options]
+    plans = [
+        direct.DirectPlan(rows, columns, rows, columns, warps, stages)
+        for rows, columns, warps, stages in options
+    ]
     used = direct.direct_plan_for(down, picks)
 
     def both(plan: direct.DirectPlan) -> list[Call]:
         return [partial(direct.direct_experts, *draw, gate_up, down, plan) for draw in picked]
 
     results = timed("direct, both", [used, *plans], both)
-    for name, fields in (("up", ("up_rows", "up_columns")), ("down", ("down_rows", "down_columns"))):
+    for name, fields in (
+        ("up", ("up_rows", "up_columns")),
+        ("down", ("down_rows", "down_columns")),
+    ):
         sizes = itertools.product((4, 8, 16, 32, 64), (128, 256, 512, 1024))
-        some = [replace(results[0][1], **{fields[0]: rows, fields[1]: columns}) for rows, columns in sizes]
-        results = sorted(results + timed(f"direct, {name} alone varied", some, both), key=lambda result: result[0])
-    named = {"kind": shape.kind, "picks": tuning.near(picks), "hidden": shape.hidden, "inner": shape.inner}
+        some = [
+            replace(results[0][1], **{fields[0]: rows, fields[1]: columns})
+            for rows, columns in sizes
+        ]
+        results = sorted(
+            results + timed(f"direct, {name} alone varied", some, both),
+            key=lambda result: result[0],
+        )
+    named = {
+        "kind": shape.kind,
+        "picks": tuning.near(picks),
+        "hidden": shape.hidden,
+        "inner": shape.inner,
+    }
     keep("experts_direct", named, results, both, used, ALIKE[shape.kind], device)
 
 
 # --- products ---
 
 
-ROOM = (66_000, 104_000, 200_000)  # bytes of a program's stages: three, two or one of them fit a multiprocessor
+# bytes of a program's stages: three, two or one of them fit a multiprocessor
+ROOM = (66_000, 104_000, 200_000)
 
 
 def stream_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
-    """Where two fit but one is launched, the next kernel's weights come while this one's parts are added up."""
+    """Where two fit but one is launched, the next kernel's weights come while this one's parts
+    are added up."""
     heights = (max(8, next_power(tokens)),) if tokens <= 128 else (64, 128) if tokens <= 512 else ()
     for m, n, room, split in itertools.product(heights, (64, 128), ROOM, (1, 2, 4, 64)):
         stages = min(16, room // ((n + m) * 128))
@@ -204,9 +282,15 @@ def linear_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
     """Triton's forms."""
     fitting = min(128, max(16, next_power(tokens)))
     heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
-    options = itertools.product(heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8))
+    options = itertools.product(
+        heights, (64, 128), (4, 8), (3, 4, 6, 8), (True, False), (True, False), (1, 2, 4, 8)
+    )
     for m, n, warps, stages, swap, tma, split in options:
-        if m * n * 2 / (32 * warps) > 150 or (m + n) * 128 * stages > 220_000 or m * n < 64 * 4 * warps:
+        if (
+            m * n * 2 / (32 * warps) > 150
+            or (m + n) * 128 * stages > 220_000
+            or m * n < 64 * 4 * warps
+        ):
             continue
         if (not swap and m < 64) or (tokens > 256 and split > 1):
             continue
@@ -214,18 +298,23 @@ def linear_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
     tall = itertools.product((64, 128, 256), (4, 8, 16), (2, 3, 4, 5, 6), (0, 1, 2))
     for m, warps, stages, waves in tall if tokens > 256 else ():
         if m == 16 * warps and (m + 128) * 128 * stages <= 220_000:
-            yield fp8_gemm.LinearPlan(m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves)
+            yield fp8_gemm.LinearPlan(
+                m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves
+            )
 
 
 def sizes_alike(plan: fp8_gemm.LinearPlan, tokens: int) -> list[float]:
-    """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that fill the same tile are alike; one token,
-    which is a decode step of one request, has a rule of its own."""
+    """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that
+    fill the same tile are alike; one token, which is a decode step of one request, has a rule of
+    its own."""
     if not plan.stream or tokens > plan.m:
         return tuning.near(tokens)
     return [1, 1] if tokens == 1 else [2 if plan.m == 8 else plan.m // 2 + 1, plan.m]
 
 
-def tune_linear(rows: int, columns: int, tokens: int, device: torch.device, gluon: bool = False) -> None:
+def tune_linear(
+    rows: int, columns: int, tokens: int, device: torch.device, gluon: bool = False
+) -> None:
     """Triton's forms, or those in Gluon, beside the configuration in use."""
     if gluon and not is_hopper(device):
         return
@@ -258,7 +347,9 @@ def tune_small(rows: int, columns: int, tokens: int, device: torch.device) -> No
         return [partial(gemv.linear, x, w, plan=plan) for w in weights]
 
     used = gemv.plan_for(weights[0], tokens)
-    results = timed(f"linear bf16 {rows}x{columns} M{tokens}", [used, *small_candidates(tokens)], calls)
+    results = timed(
+        f"linear bf16 {rows}x{columns} M{tokens}", [used, *small_candidates(tokens)], calls
+    )
     named = {"rows": rows, "columns": columns, "tokens": tuning.near(tokens)}
     keep("linear_small", named, results, calls, used, ALIKE["bf16"], device)
 
@@ -268,9 +359,16 @@ def tune_small(rows: int, columns: int, tokens: int, device: torch.device) -> No
 
 def gate_candidates(tokens: int, experts: int, parts: int) -> Iterator[gating.GatePlan]:
     """parts: bf16 matrices that the gate is the sum of."""
-    options = itertools.product((16, 32, 64, 128), (64, 128), (64, 128), (4, 8, 16, 32), (4, 8), (2, 3, 4))
+    options = itertools.product(
+        (16, 32, 64, 128), (64, 128), (64, 128), (4, 8, 16, 32), (4, 8), (2, 3, 4)
+    )
     for m, n, k, split, warps, stages in options:
-        if m <= next_power(tokens) and n <= experts and n >= 16 * warps and (n * 2 * min(parts, 2) + m * 2) * k * stages < 220_000:
+        if (
+            m <= next_power(tokens)
+            and n <= experts
+            and n >= 16 * warps
+            and (n * 2 * min(parts, 2) + m * 2) * k * stages < 220_000
+        ):
             yield gating.GatePlan(m, n, k, split, warps, stages)
 
 
@@ -284,13 +382,36 @@ def tune_router(model: str, tokens: int, kind: torch.dtype | None, device: torch
     def calls(plan: gating.GatePlan) -> list[Call]:
         return [partial(_routed, x, gate, bias, config, logits, plan) for gate in gates]
 
-    used, parts = gating.plan_for(gates[0], tokens), 1 if gates[0].dtype == torch.bfloat16 else 3
-    results = timed("gate and choice", [used, *gate_candidates(tokens, config.num_experts, parts)], calls)
-    named = {"kind": gating.kind_of(gates[0]), "experts": config.num_experts, "hidden": x.shape[1], "tokens": tuning.near(tokens)}
-    keep("gate", named, results, lambda plan: [partial(_logits, x, gates[0], plan)], used, 1e-9, device)
+    used = gating.plan_for(gates[0], tokens)
+    parts = 1 if gates[0].dtype == torch.bfloat16 else 3
+    results = timed(
+        "gate and choice", [used, *gate_candidates(tokens, config.num_experts, parts)], calls
+    )
+    named = {
+        "kind": gating.kind_of(gates[0]),
+        "experts": config.num_experts,
+        "hidden": x.shape[1],
+        "tokens": tuning.near(tokens),
+    }
+    keep(
+        "gate",
+        named,
+        results,
+        lambda plan: [partial(_logits, x, gates[0], plan)],
+        used,
+        1e-9,
+        device,
+    )
 
 
-def _routed(x: Tensor, gate: Tensor, bias: Tensor | None, config: MoEConfig, logits: torch.dtype, plan: gating.GatePlan) -> Any:
+def _routed(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    config: MoEConfig,
+    logits: torch.dtype,
+    plan: gating.GatePlan,
+) -> Any:
     return topk.route(gating.partial_logits(x, gate, plan), bias, config, kind=logits)
 
 
@@ -314,7 +435,9 @@ def searches() -> Iterator[TuningSearch]:
     for (n, k), peers in cases.LINEARS.items():
         for m in peers:
             yield TuningSearch(f"linear {n}x{k} M{m}", partial(tune_linear, n, k, m))
-            yield TuningSearch(f"linear gluon {n}x{k} M{m}", partial(tune_linear, n, k, m, gluon=True))
+            yield TuningSearch(
+                f"linear gluon {n}x{k} M{m}", partial(tune_linear, n, k, m, gluon=True)
+            )
     for n, k in cases.SMALL:
         for m in (1, 4):
             yield TuningSearch(f"linear bf16 {n}x{k} M{m}", partial(tune_small, n, k, m))

@@ -1,4 +1,5 @@
-"""A model without its routed experts: what stays on one side when the experts live on another. It keeps routers and shared experts."""
+"""A model without its routed experts: what stays on one side when the experts live on another.
+It keeps routers and shared experts."""
 
 from __future__ import annotations
 
@@ -57,15 +58,24 @@ class ExpertlessMoE(MoE):
 class DeepseekBackbone(Deepseek):
     def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
         sparse = self.config.moe_layers[index]
-        return ExpertlessMoE(build, f"{prefix}.mlp", self.config) if sparse else super().make_mlp(build, index, prefix)
+        return (
+            ExpertlessMoE(build, f"{prefix}.mlp", self.config)
+            if sparse
+            else super().make_mlp(build, index, prefix)
+        )
 
 
 class QwenBackbone(Qwen3Moe):
     def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
         sparse = self.config.moe_layers[index]
-        return ExpertlessMoE(build, f"{prefix}.mlp", self.config) if sparse else super().make_mlp(build, index, prefix)
+        return (
+            ExpertlessMoE(build, f"{prefix}.mlp", self.config)
+            if sparse
+            else super().make_mlp(build, index, prefix)
+        )
 
 
 def make_backbone(config: ModelConfig, build: Build) -> Transformer:
-    """Parameters are allocated and not yet filled; positions come with the step, so its own rotary tables are empty."""
+    """Parameters are allocated and not yet filled; positions come with the step, so its own
+    rotary tables are empty."""
     return DeepseekBackbone(config, build, 1) if config.is_mla else QwenBackbone(config, build, 1)

@@ -1,4 +1,5 @@
-"""What `bench layers` times: real layers with random weights over the platform's own op table, one case a module, variant and size."""
+"""What `bench layers` times: real layers with random weights over the platform's own op table,
+one case a module, variant and size."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One thing to time. phase: tokens (n tokens) | prefill (one prompt of n) | decode (one token a request, KV length n)."""
+    """One thing to time. phase: tokens (n tokens) | prefill (one prompt of n) | decode (one
+    token a request, KV length n)."""
 
     module: str
     variant: str
@@ -92,14 +94,22 @@ class LayerBench:
 
     def hidden(self, rows: int) -> Tensor:
         """Hidden states as a norm leaves them: random directions of unit mean square."""
-        draw = torch.randn(rows, self.config.hidden_size, generator=torch.Generator().manual_seed(SEED))
+        draw = torch.randn(
+            rows, self.config.hidden_size, generator=torch.Generator().manual_seed(SEED)
+        )
         return torch.nn.functional.rms_norm(draw, draw.shape[-1:]).to(self.device, self.dtype)
 
     def format(self, form: str = "A_CC_ME") -> Format:
         return Format(dtype=self.dtype_name, form=form)
 
-    def cost(self, module: str, batch: BatchShape, form: str = "A_CC_ME", layers: tuple[int, ...] = (0,)) -> Op:
-        ops = (op for layer in layers for op in costs.layer_ops(self.config, layer, batch, self.format(form)))
+    def cost(
+        self, module: str, batch: BatchShape, form: str = "A_CC_ME", layers: tuple[int, ...] = (0,)
+    ) -> Op:
+        ops = (
+            op
+            for layer in layers
+            for op in costs.layer_ops(self.config, layer, batch, self.format(form))
+        )
         return costs.total(op for op in ops if op.part in PARTS[module])
 
     def batch(self, phase: str, n: int) -> BatchShape:
@@ -120,14 +130,19 @@ def fill(layers: Layers) -> None:
 
 
 def size_of(layers: Layers) -> int:
-    return sum(target.view.numel() for target in layers.targets() if not target.covers and not target.name.endswith("_scale_inv"))
+    return sum(
+        target.view.numel()
+        for target in layers.targets()
+        if not target.covers and not target.name.endswith("_scale_inv")
+    )
 
 
 class Cache:
     """A pool of random entries for `layers` layers, and steps over it with scattered pages."""
 
     def __init__(self, bench: LayerBench, form: str, layers: int = 1):
-        self.bench, self.page = bench, bench.platform.default_page_size
+        self.bench = bench
+        self.page = bench.platform.default_page_size
         columns = -(-max(bench.tokens) // self.page)
         pages = columns * bench.requests
         spec = kv_spec(replace(bench.config, num_layers=layers), self.page, bench.dtype_name, form)
@@ -138,14 +153,27 @@ class Cache:
         self.tables = order.view(bench.requests, columns).to(bench.device)
 
     def step(self, phase: str, n: int) -> ForwardBatch:
-        decode, device = phase == "decode", self.bench.device
+        decode = phase == "decode"
+        device = self.bench.device
         rows = self.bench.requests if decode else 1
-        positions = torch.full((rows,), n - 1, device=device) if decode else torch.arange(n, device=device)
-        owner = torch.arange(rows, device=device) if decode else torch.zeros(n, dtype=torch.int64, device=device)
+        positions = (
+            torch.full((rows,), n - 1, device=device) if decode else torch.arange(n, device=device)
+        )
+        owner = (
+            torch.arange(rows, device=device)
+            if decode
+            else torch.zeros(n, dtype=torch.int64, device=device)
+        )
         slots = self.tables[owner, positions // self.page] * self.page + positions % self.page
         tables = self.tables[:rows, : -(-n // self.page)].contiguous()
-        segment = AttentionMetadata(tables, torch.full((rows,), n, device=device), (1,) * rows if decode else (n,), (n,) * rows)
-        ids, (cos, sin) = torch.zeros_like(positions), self.bench.rotary.rows(positions)
+        segment = AttentionMetadata(
+            tables,
+            torch.full((rows,), n, device=device),
+            (1,) * rows if decode else (n,),
+            (n,) * rows,
+        )
+        ids = torch.zeros_like(positions)
+        (cos, sin) = self.bench.rotary.rows(positions)
         step = ForwardBatch(ids, positions, slots, cos, sin, owner[:1], self.pool)
         return replace(step, decode=segment) if decode else replace(step, prefill=segment)
 
@@ -154,9 +182,12 @@ class Cache:
 
 
 def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
-    """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by the host), `cpu+h2d` (and copied over)
-    and `pinned` (read by the device's own kernel, as `embed_device: cpu` does)."""
-    config, ops, platform = bench.config, bench.build.ops, bench.platform
+    """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by
+    the host), `cpu+h2d` (and copied over) and `pinned` (read by the device's own kernel, as
+    `embed_device: cpu` does)."""
+    config = bench.config
+    ops = bench.build.ops
+    platform = bench.platform
     table = bench.build.empty(config.vocab_size, config.hidden_size).normal_()
     draws = {n: torch.randint(config.vocab_size, (n,)) for n in bench.tokens}
     runs: dict[str, Callable[[Tensor], Callable[[], object]]] = {}
@@ -173,21 +204,31 @@ def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
 
 
 def mlp_cases(bench: LayerBench) -> Iterator[LayerCase]:
-    config, layer = bench.config, bench.config.moe_layers.index(False)
-    mlp = DenseMLP(bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.dense_intermediate)
+    config = bench.config
+    layer = bench.config.moe_layers.index(False)
+    mlp = DenseMLP(
+        bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.dense_intermediate
+    )
     fill(mlp)
     for n in bench.tokens:
         cost = bench.cost("mlp", BatchShape(1, n), layers=(layer,))
-        yield LayerCase("mlp", "dense", "tokens", n, partial(mlp.forward, bench.hidden(n)), cost, size_of(mlp))
+        yield LayerCase(
+            "mlp", "dense", "tokens", n, partial(mlp.forward, bench.hidden(n)), cost, size_of(mlp)
+        )
 
 
 def mla_cases(bench: LayerBench) -> Iterator[LayerCase]:
-    """One layer a form, in both phases: a form that suits decoding shows what it costs for prompts, and the reverse."""
+    """One layer a form, in both phases: a form that suits decoding shows what it costs for
+    prompts, and the reverse."""
     for form in MLA_FORMS:
-        layer = MLA(bench.build, bench.config, 0, "model.layers.0.self_attn", prefill=form, decode=form)
+        layer = MLA(
+            bench.build, bench.config, 0, "model.layers.0.self_attn", prefill=form, decode=form
+        )
         fill(layer)
         layer.finalize()
-        yield from _attention_cases(bench, "mla", form, layer, costs.attention_parameters(bench.config, form))
+        yield from _attention_cases(
+            bench, "mla", form, layer, costs.attention_parameters(bench.config, form)
+        )
 
 
 def gqa_cases(bench: LayerBench) -> Iterator[LayerCase]:
@@ -196,7 +237,9 @@ def gqa_cases(bench: LayerBench) -> Iterator[LayerCase]:
     yield from _attention_cases(bench, "gqa", "GQA", layer, size_of(layer))
 
 
-def _attention_cases(bench: LayerBench, module: str, form: str, layer: MLA | GQA, parameters: int) -> Iterator[LayerCase]:
+def _attention_cases(
+    bench: LayerBench, module: str, form: str, layer: MLA | GQA, parameters: int
+) -> Iterator[LayerCase]:
     cache = Cache(bench, form)
     for phase, n in _phases(bench):
         step = cache.step(phase, n)
@@ -211,8 +254,11 @@ def _phases(bench: LayerBench) -> Iterator[tuple[str, int]]:
 
 def dense_layer_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Norm, attention, norm, MLP, with the engine's default forms."""
-    config, index = bench.config, bench.config.moe_layers.index(False)
-    model = make_backbone(replace(config, num_layers=1, moe_layers=(False,), vocab_size=1), bench.build)
+    config = bench.config
+    index = bench.config.moe_layers.index(False)
+    model = make_backbone(
+        replace(config, num_layers=1, moe_layers=(False,), vocab_size=1), bench.build
+    )
     fill(model)
     model.finalize()
     layer = model.layers[0]
@@ -221,7 +267,9 @@ def dense_layer_cases(bench: LayerBench) -> Iterator[LayerCase]:
         step = cache.step(phase, n)
         cost = bench.cost("dense_layer", bench.batch(phase, n), _default_form(phase), (index,))
         run = partial(_through, [layer], bench.hidden(step.num_tokens), step)
-        yield LayerCase("dense_layer", "default", phase, n, run, cost, size_of(layer), bench.cache_bytes())
+        yield LayerCase(
+            "dense_layer", "default", phase, n, run, cost, size_of(layer), bench.cache_bytes()
+        )
 
 
 def _default_form(phase: str) -> str:
@@ -232,7 +280,8 @@ def _default_form(phase: str) -> str:
 
 
 class ForcedMoE(MoE):
-    """The router computes, then `forced` ids take the place of its choice. Its weights stay: they cost the same."""
+    """The router computes, then `forced` ids take the place of its choice. Its weights stay:
+    they cost the same."""
 
     forced: Tensor | None = None
 
@@ -252,16 +301,20 @@ class ForcedMoE(MoE):
 
 
 def routed_ids(kind: str, tokens: int, moe: MoEConfig) -> Tensor:
-    """Expert ids [T, K], drawn without replacement: `uniform`, or `zipf` with weight 1/rank^1.1 over experts in random order."""
+    """Expert ids [T, K], drawn without replacement: `uniform`, or `zipf` with weight 1/rank^1.1
+    over experts in random order."""
     generator = torch.Generator().manual_seed(SEED)
     if kind == "uniform":
         return torch.rand(tokens, moe.num_experts, generator=generator).topk(moe.top_k, -1).indices
     ranks = torch.randperm(moe.num_experts, generator=generator) + 1
-    return torch.multinomial(ranks.double().pow(-ZIPF).expand(tokens, -1), moe.top_k, generator=generator)
+    return torch.multinomial(
+        ranks.double().pow(-ZIPF).expand(tokens, -1), moe.top_k, generator=generator
+    )
 
 
 def moe_cases(bench: LayerBench) -> Iterator[LayerCase]:
-    config, layer = bench.config, bench.config.moe_layers.index(True)
+    config = bench.config
+    layer = bench.config.moe_layers.index(True)
     moe = ForcedMoE(bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.moe)
     fill(moe)
     for kind in ("natural", "uniform", "zipf"):
@@ -272,14 +325,30 @@ def moe_cases(bench: LayerBench) -> Iterator[LayerCase]:
                 routed = routed_ids(kind, n, config.moe).to(bench.device)
             run = partial(moe.run, x, None if kind == "natural" else torch.cat((routed, shared), 1))
             hit = routed.unique().numel()
-            yield LayerCase("moe", kind, "tokens", n, run, _moe_cost(bench, layer, n, hit), size_of(moe), experts_hit=hit)
+            yield LayerCase(
+                "moe",
+                kind,
+                "tokens",
+                n,
+                run,
+                _moe_cost(bench, layer, n, hit),
+                size_of(moe),
+                experts_hit=hit,
+            )
 
 
 def _moe_cost(bench: LayerBench, layer: int, n: int, hit: int) -> Op:
     """With the bytes of the experts really in use."""
-    ops = [op for op in costs.layer_ops(bench.config, layer, BatchShape(1, n), bench.format()) if op.part in PARTS["moe"]]
+    ops = [
+        op
+        for op in costs.layer_ops(bench.config, layer, BatchShape(1, n), bench.format())
+        if op.part in PARTS["moe"]
+    ]
     share = hit / costs.expected_experts(bench.config.moe.num_experts, bench.config.moe.top_k, n)
-    return costs.total(replace(op, weight_bytes=op.weight_bytes * share) if op.part == "routed_experts" else op for op in ops)
+    return costs.total(
+        replace(op, weight_bytes=op.weight_bytes * share) if op.part == "routed_experts" else op
+        for op in ops
+    )
 
 
 # ---- backbone
@@ -299,19 +368,36 @@ def backbone_cases(bench: LayerBench) -> Iterator[LayerCase]:
     model = make_backbone(replace(config, vocab_size=1), bench.build)
     fill(model)
     model.finalize()
-    layers, held = model.layers, sum(map(size_of, model.layers))
+    layers = model.layers
+    held = sum(map(size_of, model.layers))
     cache = Cache(bench, "A_CC_ME", config.num_layers)
     for phase, n in _phases(bench):
         step = cache.step(phase, n)
-        cost = bench.cost("backbone", bench.batch(phase, n), _default_form(phase), tuple(range(config.num_layers)))
+        cost = bench.cost(
+            "backbone", bench.batch(phase, n), _default_form(phase), tuple(range(config.num_layers))
+        )
         run = partial(_through, layers, bench.hidden(step.num_tokens), step)
-        yield LayerCase("backbone", "default", phase, n, run, cost, held, bench.cache_bytes() * config.num_layers)
+        yield LayerCase(
+            "backbone",
+            "default",
+            phase,
+            n,
+            run,
+            cost,
+            held,
+            bench.cache_bytes() * config.num_layers,
+        )
 
 
 CASES = {
-    "embed_tokens": embed_cases, "mlp": mlp_cases, "mla": mla_cases, "gqa": gqa_cases, "dense_layer": dense_layer_cases,
-    "moe": moe_cases, "backbone": backbone_cases,
-}  # fmt: skip
+    "embed_tokens": embed_cases,
+    "mlp": mlp_cases,
+    "mla": mla_cases,
+    "gqa": gqa_cases,
+    "dense_layer": dense_layer_cases,
+    "moe": moe_cases,
+    "backbone": backbone_cases,
+}
 
 
 def modules_of(config: ModelConfig) -> list[str]:
@@ -328,16 +414,26 @@ def check_memory(bench: LayerBench, modules: list[str]) -> None:
     for name in modules:
         need = _weight_bytes(bench, name)
         if need > free:
-            raise CapacityError(f"module {name} needs {need / 2**30:.2f} GiB of weights, {free / 2**30:.2f} GiB are free; leave it out")
+            raise CapacityError(
+                f"module {name} needs {need / 2**30:.2f} GiB of weights, {free / 2**30:.2f} "
+                "GiB are free; leave it out"
+            )
 
 
 def _weight_bytes(bench: LayerBench, module: str) -> int:
-    config, name = bench.config, bench.dtype_name
+    config = bench.config
+    name = bench.dtype_name
     if module == "embed_tokens":
         return costs.weight_bytes(config, fmt=bench.format()).embedding
-    first = config.moe_layers.index(module == "moe") if module in ("mlp", "dense_layer", "moe") else 0
+    first = (
+        config.moe_layers.index(module == "moe") if module in ("mlp", "dense_layer", "moe") else 0
+    )
     layers = range(config.num_layers) if module == "backbone" else (first,)
-    listed = [weight for layer in layers for weight in layer_weights(config, layer, config.moe_layers[layer])]
+    listed = [
+        weight
+        for layer in layers
+        for weight in layer_weights(config, layer, config.moe_layers[layer])
+    ]
     if module == "mla":  # the form with the most weights holds its products beside the rest
         listed += attention_weights(config, 0, "AM_CC_ME")[-3:]
     return sum(weight.bytes(name) for weight in listed if weight.part in PARTS[module])

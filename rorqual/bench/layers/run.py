@@ -1,7 +1,9 @@
-"""The per-module sweep: how long each kind of layer takes at n tokens, or against n cached ones, on the device at hand.
+"""The per-module sweep: how long each kind of layer takes at n tokens, or against n cached ones, on
+the device at hand.
 
-Every call is timed alone, from an idle device to an idle device, and the median is kept: launch costs are in it. Weights and hidden
-states are random, never zero, and every routing prints the experts it hit, without which an MoE figure says nothing.
+Every call is timed alone, from an idle device to an idle device, and the median is kept: launch
+costs are in it. Weights and hidden states are random, never zero, and every routing prints the
+experts it hit, without which an MoE figure says nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WARM_UPS = 2
 MOST_CALLS = 1000
 COLLAPSED = 0.5  # of the experts that uniform routing hits
-PHASES = {"tokens": "n tokens", "prefill": "one prompt of n tokens", "decode": "one token a request, n cached"}
+PHASES = {
+    "tokens": "n tokens",
+    "prefill": "one prompt of n tokens",
+    "decode": "one token a request, n cached",
+}
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One measurement. seconds: median of `calls`, `best` the fastest; flops, bytes: what the call computes and must read (planner/costs/costs.py).
+    """One measurement. seconds: median of `calls`, `best` the fastest; flops, bytes: what the call
+    computes and must read (planner/costs/costs.py).
 
     cache_bytes: of one token, over the module's layers; `experts_expected` under uniform routing.
     """
@@ -58,7 +65,9 @@ class LayerRow:
     @property
     def collapsed(self) -> bool:
         """Routing so narrow that the time says nothing about a real model."""
-        return self.experts_hit is not None and self.experts_hit < COLLAPSED * (self.experts_expected or 0)
+        return self.experts_hit is not None and self.experts_hit < COLLAPSED * (
+            self.experts_expected or 0
+        )
 
     @property
     def noisy(self) -> bool:
@@ -79,7 +88,8 @@ def bench(
     threads: int | None = None,
     ignore_fields: Iterable[str] = (),
 ) -> list[LayerRow]:
-    """`sweep` of a model given by folder or Hugging Face id (None: the bundled one); only its config.json is read."""
+    """`sweep` of a model given by folder or Hugging Face id (None: the bundled one); only its
+    config.json is read."""
     config = ModelConfig.from_file(model_folder(model, weights=False), ignore_fields)
     if threads:
         torch.set_num_threads(threads)
@@ -97,8 +107,9 @@ def sweep(
     requests: int = 1,
     progress: Callable[[LayerRow], None] | None = None,
 ) -> list[LayerRow]:
-    """Measure `modules` (None: all the model has), each time at least `repeats` calls and `min_seconds`. Raises ConfigError for a
-    module the model lacks, CapacityError where the weights of one do not fit."""
+    """Measure `modules` (None: all the model has), each time at least `repeats` calls and
+    `min_seconds`. Raises ConfigError for a module the model lacks, CapacityError where the
+    weights of one do not fit."""
     chosen = _check_modules(config, modules)
     name = config.dtype if dtype == "auto" else dtype
     _check_sizes(name, tokens, repeats, requests)
@@ -108,7 +119,9 @@ def sweep(
     with torch.inference_mode(), setup.platform.stream():
         for module in chosen:
             for case in CASES[module](setup):
-                rows.append(_row(setup, case, measure(case.run, setup.platform, repeats, min_seconds)))
+                rows.append(
+                    _row(setup, case, measure(case.run, setup.platform, repeats, min_seconds))
+                )
                 if progress:
                     progress(rows[-1])
     return rows
@@ -118,21 +131,31 @@ def _check_modules(config: ModelConfig, modules: Sequence[str] | None) -> list[s
     known = modules_of(config)
     for name in modules or ():
         if name not in known:
-            raise ConfigError(f"module {name!r} is not one of this model's; accepted: {', '.join(known)}")
+            raise ConfigError(
+                f"module {name!r} is not one of this model's; accepted: {', '.join(known)}"
+            )
     return [name for name in known if modules is None or name in modules]
 
 
 def _check_sizes(dtype: str, tokens: Sequence[int], repeats: int, requests: int) -> None:
     if DTYPE_BYTES.get(dtype, 0) < 2:
-        raise ConfigError(f"dtype={dtype!r} is not supported; accepted: auto, bfloat16, float16, float32")
-    for name, value in (*(("tokens", n) for n in tokens), ("repeats", repeats), ("requests", requests)):
+        raise ConfigError(
+            f"dtype={dtype!r} is not supported; accepted: auto, bfloat16, float16, float32"
+        )
+    for name, value in (
+        *(("tokens", n) for n in tokens),
+        ("repeats", repeats),
+        ("requests", requests),
+    ):
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
     if not tokens:
         raise ConfigError("tokens is empty; give at least one size")
 
 
-def measure(run: Callable[[], object], platform: Platform, repeats: int, min_seconds: float) -> list[float]:
+def measure(
+    run: Callable[[], object], platform: Platform, repeats: int, min_seconds: float
+) -> list[float]:
     """Seconds of each call."""
     for _ in range(WARM_UPS):
         run()
@@ -147,19 +170,34 @@ def measure(run: Callable[[], object], platform: Platform, repeats: int, min_sec
 
 
 def _row(setup: LayerBench, case: LayerCase, times: list[float]) -> LayerRow:
-    moe, requests = setup.config.moe, setup.requests if case.phase == "decode" else 1
-    head = (case.module, case.variant, case.phase, case.n, requests, median(times), min(times), len(times))
+    moe = setup.config.moe
+    requests = setup.requests if case.phase == "decode" else 1
+    head = (
+        case.module,
+        case.variant,
+        case.phase,
+        case.n,
+        requests,
+        median(times),
+        min(times),
+        len(times),
+    )
     row = LayerRow(*head, case.cost.flops, case.cost.bytes, case.parameters, case.cache_bytes)
     if case.experts_hit is None:
         return row
-    return replace(row, experts_hit=case.experts_hit, experts_expected=expected_experts(moe.num_experts, moe.top_k, case.n))
+    return replace(
+        row,
+        experts_hit=case.experts_hit,
+        experts_expected=expected_experts(moe.num_experts, moe.top_k, case.n),
+    )
 
 
 # ---- printing
 
 
 def print_table(rows: Iterable[LayerRow], console: Console | None = None) -> None:
-    """One table a module and phase: sizes down, variants across, milliseconds; for experts the number hit in brackets."""
+    """One table a module and phase: sizes down, variants across, milliseconds; for experts the
+    number hit in brackets."""
     console = console or Console()
     groups: dict[tuple[str, str], list[LayerRow]] = {}
     for row in rows:
@@ -169,7 +207,10 @@ def print_table(rows: Iterable[LayerRow], console: Console | None = None) -> Non
         console.print(f"\n[bold]{module}[/bold]: ms, {PHASES[phase]}{requests}")
         console.print(_table(group))
         if any(row.collapsed for row in group):
-            console.print("! collapsed routing: fewer than half the experts that uniform routing would hit; do not plan with these figures")
+            console.print(
+                "! collapsed routing: fewer than half the experts that uniform routing would "
+                "hit; do not plan with these figures"
+            )
         if any(row.noisy for row in group):
             console.print("~ more than twice the fastest call: the machine was busy")
 
@@ -182,7 +223,9 @@ def _table(rows: list[LayerRow]) -> Table:
         table.add_column(variant, justify="right")
     table.add_row("parameters", *(count(row.parameters) for row in variants.values()), style="dim")
     if any(row.cache_bytes for row in rows):
-        table.add_row("bytes a token", *(f"{row.cache_bytes:,}" for row in variants.values()), style="dim")
+        table.add_row(
+            "bytes a token", *(f"{row.cache_bytes:,}" for row in variants.values()), style="dim"
+        )
     for n in dict.fromkeys(row.n for row in rows):
         by_variant = {row.variant: row for row in rows if row.n == n}
         table.add_row(str(n), *(_cell(by_variant[variant]) for variant in variants))

@@ -1,9 +1,11 @@
-"""Where a decode step's time goes on a card: time by kernel, and how long the card waited between kernels.
+"""Where a decode step's time goes on a card: time by kernel, and how long the card waited between
+kernels.
 
-torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one before ends), so busy time is the
-union of their spans. A wait longer than WAIT_US is none between two kernels of a recorded step: it lies between two steps, or the step was
-not recorded. The host is to blame where it launched something during the wait; otherwise the launch was there before, and the wait is
-what the card takes to begin a recording.
+torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one
+before ends), so busy time is the union of their spans. A wait longer than WAIT_US is none between
+two kernels of a recorded step: it lies between two steps, or the step was not recorded. The host is
+to blame where it launched something during the wait; otherwise the launch was there before, and the
+wait is what the card takes to begin a recording.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 
 WAIT_US = 5.0
-LAUNCHES = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")  # beginnings of their names
+# beginnings of their names
+LAUNCHES = (
+    "cudaGraphLaunch",
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
 NAME = 64
 
 
@@ -43,9 +52,10 @@ class KernelTime:
 
 @dataclass
 class StepProfile:
-    """Microseconds of one step, averaged: `step` from the first kernel to the last, `busy` while at least one ran, `short` in waits of at
-    most WAIT_US, `long` in longer ones, of which `late` in those during which the host was launching. `longest`: the longest waits, each
-    with the kernel that ended it."""
+    """Microseconds of one step, averaged: `step` from the first kernel to the last, `busy` while
+    at least one ran, `short` in waits of at most WAIT_US, `long` in longer ones, of which `late`
+    in those during which the host was launching. `longest`: the longest waits, each with the
+    kernel that ended it."""
 
     step: float
     busy: float
@@ -56,25 +66,39 @@ class StepProfile:
     longest: list[tuple[float, str]] = field(default_factory=list)
 
     def lines(self, most: int = 24) -> Iterator[str]:
-        waits = f"waits up to {WAIT_US:g} us {self.short:.0f}, longer ones {self.long:.0f} (for the host {self.late:.0f})"
+        waits = (
+            f"waits up to {WAIT_US:g} us {self.short:.0f}, longer ones {self.long:.0f} (for "
+            f"the host {self.late:.0f})"
+        )
         yield f"step {self.step:.0f} us: busy {self.busy:.0f}, {waits}"
         for us, name in self.longest:
             yield f"  a wait of {us:.1f} us before {name[:NAME]}"
         for kernel in self.kernels[:most]:
-            share, each = 100 * kernel.us / self.step, kernel.us / kernel.calls
-            yield f"{kernel.us:9.1f} us{share:5.1f} %{kernel.calls:8.1f} calls{each:9.2f} us each  {kernel.name[:NAME]}"
+            share = 100 * kernel.us / self.step
+            each = kernel.us / kernel.calls
+            yield (
+                f"{kernel.us:9.1f} us{share:5.1f} %{kernel.calls:8.1f} calls{each:9.2f} us "
+                f"each  {kernel.name[:NAME]}"
+            )
 
 
 def summarize(spans: Sequence[Span], steps: int, launches: Sequence[float] = ()) -> StepProfile:
     """`spans` of so many steps alike; `launches`: when the host launched something."""
-    ordered, launched = sorted(spans, key=lambda span: span.start), sorted(launches)
+    ordered = sorted(spans, key=lambda span: span.start)
+    launched = sorted(launches)
     waits: list[tuple[float, str]] = []
-    busy, late, last = 0.0, 0.0, ordered[0].start
+    busy = 0.0
+    late = 0.0
+    last = ordered[0].start
     for span in ordered:
         if span.start > last:
             waits.append((span.start - last, span.name))
             after = bisect_left(launched, last)
-            if span.start - last > WAIT_US and after < len(launched) and launched[after] <= span.start:
+            if (
+                span.start - last > WAIT_US
+                and after < len(launched)
+                and launched[after] <= span.start
+            ):
                 late += span.start - last
         busy += max(0.0, span.end - max(span.start, last))
         last = max(last, span.end)
@@ -98,7 +122,9 @@ def summarize(spans: Sequence[Span], steps: int, launches: Sequence[float] = ())
 def check_platform(platform: Platform) -> None:
     """Raises ConfigError where there is no card."""
     if platform.name != "cuda":
-        raise ConfigError(f"--profile reads a card's clock; accepted: device cuda, not {platform.name}")
+        raise ConfigError(
+            f"--profile reads a card's clock; accepted: device cuda, not {platform.name}"
+        )
 
 
 def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile:
@@ -107,7 +133,12 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
 
     engine = llm.engine
     check_platform(engine.platform)
-    params = SamplingParams(temperature=0, max_tokens=enough_tokens(engine, prompts, steps + 16), ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=enough_tokens(engine, prompts, steps + 16),
+        ignore_eos=True,
+        detokenize=False,
+    )
     with steady_state_steps(engine, prompts, params):
         for _ in range(5):
             engine.step()
@@ -121,11 +152,12 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
 
 
 def timeline(events: object) -> tuple[list[Span], list[float]]:
-    """(what ran on the card, when the host launched something), from torch.profiler's events: the runtime's calls are among those of the
-    host."""
+    """(what ran on the card, when the host launched something), from torch.profiler's events:
+    the runtime's calls are among those of the host."""
     from torch.autograd import DeviceType
 
-    spans, launches = [], []
+    spans = []
+    launches = []
     for event in events:  # type: ignore[attr-defined]
         if event.device_type == DeviceType.CUDA:
             spans.append(Span(event.name, event.time_range.start, event.time_range.end))

@@ -1,5 +1,6 @@
-"""`rorqual bench offline`: output tokens/s of the whole engine at given concurrencies, beside the memory-bandwidth floor and,
-on request, beside transformers' generate in the same process on the same checkpoint, prompts, dtype and threads."""
+"""`rorqual bench offline`: output tokens/s of the whole engine at given concurrencies, beside
+the memory-bandwidth floor and, on request, beside transformers' generate in the same process on
+the same checkpoint, prompts, dtype and threads."""
 
 from __future__ import annotations
 
@@ -46,10 +47,12 @@ SHORTEST = 8  # steps of all requests together that are worth a clock of their o
 
 @dataclass
 class OfflineRow:
-    """One concurrency. `step_ms`: of a step while all requests are decoding, on its own clock; beside a peer, which has no such moment, and
-    where outputs are too short for one (`settings` says so), (time for all tokens - time for the first) / (output - 1), in which the
-    difference of two prompt runs shows. With speculation a step verifies drafts, makes new ones and brings `accepted_length` tokens a
-    request. `acceptance`: share of drafts taken, by place (a draft is taken only after all before it). Ratios are against the first row.
+    """One concurrency. `step_ms`: of a step while all requests are decoding, on its own clock;
+    beside a peer, which has no such moment, and where outputs are too short for one (`settings`
+    says so), (time for all tokens - time for the first) / (output - 1), in which the difference of
+    two prompt runs shows. With speculation a step verifies drafts, makes new ones and brings
+    `accepted_length` tokens a request. `acceptance`: share of drafts taken, by place (a draft is
+    taken only after all before it). Ratios are against the first row.
     """
 
     engine: str
@@ -75,8 +78,9 @@ class OfflineRow:
 
 @dataclass
 class OfflineWork:
-    """What every concurrency runs: `groups` batches of different prompts one after the other, all sampled at `temperature`.
-    Prompts are random ids, or pieces of the text file `data`. profiled: so many decode steps are looked at in a profiler afterwards."""
+    """What every concurrency runs: `groups` batches of different prompts one after the other,
+    all sampled at `temperature`. Prompts are random ids, or pieces of the text file `data`.
+    profiled: so many decode steps are looked at in a profiler afterwards."""
 
     prompt: int
     output: int
@@ -87,7 +91,9 @@ class OfflineWork:
     profiled: int = 0
 
     def sampling(self, tokens: int) -> SamplingParams:
-        return SamplingParams(temperature=self.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        return SamplingParams(
+            temperature=self.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
 
 
 @dataclass
@@ -98,7 +104,9 @@ class Report:
     def beside(self, rows: Iterable[OfflineRow]) -> None:
         """Each behind that of the same concurrency."""
         for row in rows:
-            last = max(i for i, other in enumerate(self.rows) if other.concurrency == row.concurrency)
+            last = max(
+                i for i, other in enumerate(self.rows) if other.concurrency == row.concurrency
+            )
             self.rows.insert(last + 1, row)
 
     def write(self, path: Path) -> None:
@@ -106,35 +114,51 @@ class Report:
         path.write_text(json.dumps({"rows": rows, **self.provenance}, indent=2) + "\n")
 
 
-def run(report: Report, llm: LLM, concurrency: Sequence[int], work: OfflineWork, compare: str | None = None) -> None:
-    """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to measure it too, or the name of a peer that is
-    measured later (vllm_peer.py)."""
+def run(
+    report: Report,
+    llm: LLM,
+    concurrency: Sequence[int],
+    work: OfflineWork,
+    compare: str | None = None,
+) -> None:
+    """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to
+    measure it too, or the name of a peer that is measured later (vllm_peer.py)."""
     if work.profiled:
         check_platform(llm.engine.platform)
     if not report.provenance:
         llm.generate(make_prompts(llm, 1, min(work.prompt, 16), work.data), greedy(1))
         age = process_age()
         report.provenance = {**provenance(llm), "start_to_first_token_seconds": round(age, 2)}
-    bandwidth = report.provenance.get("read_bandwidth_gb_s", 0) * 1e9 or read_bandwidth(llm.engine.platform)
+    bandwidth = report.provenance.get("read_bandwidth_gb_s", 0) * 1e9 or read_bandwidth(
+        llm.engine.platform
+    )
     gc.collect()
-    gc.freeze()  # what is loaded stays: a collection in the middle of a run would look through all of it, in either engine
+    # what is loaded stays: a collection in the middle of a run would look through all of it, in
+    # either engine
+    gc.freeze()
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
-    here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1  # a lone rank has its own requests alone
+    # a lone rank has its own requests alone
+    here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
     profiled = []
     for count in concurrency:
         made = make_prompts(llm, count // here * work.groups, work.prompt, work.data)
-        groups = [made[start : start + count // here] for start in range(0, len(made), count // here)]
+        groups = [
+            made[start : start + count // here] for start in range(0, len(made), count // here)
+        ]
         floor = 1e3 * floor_seconds(llm, count, work.prompt + work.output // 2, bandwidth)
         report.rows.append(ours(llm, groups, work, floor, here, alike=compare is not None))
         _tell(report.rows[-1])
         profiled.append((report.rows[-1], groups[0]))
         if compare in IN_PROCESS:
             peer = TransformersBaseline(llm, groups[0])
-            once, settings = peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
+            once, settings = (
+                peer.compiled() if compare == "transformers-compiled" else peer.best(work.output)
+            )
             report.rows.append(_row(compare, groups[:1], work, once, floor))
             report.rows[-1].settings = settings
             _tell(report.rows[-1])
-    for row, prompts in profiled if work.profiled else ():  # at the end: a profiler that has been there slows what follows
+    # at the end: a profiler that has been there slows what follows
+    for row, prompts in profiled if work.profiled else ():
         row.profile = profile_steps(llm, prompts, work.profiled)
     gc.unfreeze()
 
@@ -142,13 +166,18 @@ def run(report: Report, llm: LLM, concurrency: Sequence[int], work: OfflineWork,
 def _tell(row: OfflineRow) -> None:
     """As soon as it is known: a long run may be cut short."""
     drafts = (
-        f" num_speculative_tokens {row.num_speculative_tokens}, {row.accepted_length:.2f} tokens a step,"
+        f" num_speculative_tokens {row.num_speculative_tokens}, "
+        f"{row.accepted_length:.2f} tokens a step,"
         if row.num_speculative_tokens
         else ""
     )
     step = f"step {row.step_ms:.3f} ms (floor {row.floor_ms:.3f})"
     rates = f"{row.tokens_per_s:,.1f} tok/s, prefill {row.prefill_tokens_per_s:,.0f} tok/s"
-    print(f"{row.engine} batch {row.concurrency}:{drafts} {step}, {rates}", file=sys.stderr, flush=True)
+    print(
+        f"{row.engine} batch {row.concurrency}:{drafts} {step}, {rates}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def provenance(llm: LLM) -> dict[str, Any]:
@@ -160,22 +189,30 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "weights": engine.config.weights,
         "dtype": engine.dtype,
         "kv_cache_dtype": engine.config.kv_cache_dtype,
-        "device": torch.cuda.get_device_name() if engine.platform.name == "cuda" else host.processor() or host.machine(),
+        "device": torch.cuda.get_device_name()
+        if engine.platform.name == "cuda"
+        else host.processor() or host.machine(),
         "threads": torch.get_num_threads(),
         "allreduce_backend": engine.stats.allreduce_backend,
         "all2all_backend": engine.stats.all2all_backend,
-        "startup_seconds": {name: round(seconds, 3) for name, seconds in engine.stats.startup.items()},
+        "startup_seconds": {
+            name: round(seconds, 3) for name, seconds in engine.stats.startup.items()
+        },
     }
 
 
 def process_age() -> float:
-    """Seconds since this process was started, by the kernel's clock: imports and loading included."""
-    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+    """Seconds since this process was started, by the kernel's clock: imports and loading
+    included."""
+    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def read_bandwidth(platform: Platform) -> float:
-    """Bytes/s at which the device's memory is read, by summing a random buffer larger than its caches."""
+    """Bytes/s at which the device's memory is read, by summing a random buffer larger than its
+    caches."""
     size = READ_BYTES if platform.name == "cpu" else 16 * READ_BYTES
     data = torch.rand(size // 4, device=platform.device)
 
@@ -188,15 +225,24 @@ def read_bandwidth(platform: Platform) -> float:
 
 
 def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float:
-    """Of one step, its drafts and their verification included, under uniform routing. Of several ranks: of one of them, nothing sent."""
-    engine, num_speculative_tokens = llm.engine, llm.engine.config.num_speculative_tokens
-    config, fmt = engine.model_config, Format(engine.dtype, engine.config.kv_cache_dtype, engine.config.mla_decode)
+    """Of one step, its drafts and their verification included, under uniform routing. Of several
+    ranks: of one of them, nothing sent."""
+    engine = llm.engine
+    num_speculative_tokens = llm.engine.config.num_speculative_tokens
+    config = engine.model_config
+    fmt = Format(engine.dtype, engine.config.kv_cache_dtype, engine.config.mla_decode)
     sizes = engine.config.parallel
     if not sizes.is_single:
         rows = -(-batch // sizes.dp)
-        decode = BatchShape.verify(rows, context, num_speculative_tokens) if num_speculative_tokens else BatchShape.decode(rows, context)
+        decode = (
+            BatchShape.verify(rows, context, num_speculative_tokens)
+            if num_speculative_tokens
+            else BatchShape.decode(rows, context)
+        )
         work = RankWork(
-            decode, stage_tokens=batch * (num_speculative_tokens + 1), drafts=num_speculative_tokens if engine.mtp_layers else 0
+            decode,
+            stage_tokens=batch * (num_speculative_tokens + 1),
+            drafts=num_speculative_tokens if engine.mtp_layers else 0,
         )
         step = rank_step(config, sizes, work, fmt)
         return sizes.pp * (step.total("weight_bytes") + step.total("cache_bytes")) / bandwidth
@@ -210,7 +256,9 @@ def floor_seconds(llm: LLM, batch: int, context: int, bandwidth: float) -> float
         passes = [verify if engine.config.draft_window else BatchShape.decode(batch, context)]
         passes += [BatchShape.decode(batch, context)] * (num_speculative_tokens - 1)
         layer = config.num_layers - 1  # the module's own layer is built like the last one
-        needed += sum(total(layer_ops(config, layer, work, fmt)).bytes + merge + head for work in passes)
+        needed += sum(
+            total(layer_ops(config, layer, work, fmt)).bytes + merge + head for work in passes
+        )
     return needed / bandwidth
 
 
@@ -222,7 +270,8 @@ def make_prompts(llm: LLM, count: int, length: int, data: Path | None) -> list[l
         return [ids[i * stride : i * stride + length] for i in range(count)]
     vocab = llm.engine.model_config.vocab_size
     if llm.engine.config.single_rank_bench:
-        vocab //= llm.engine.config.parallel.embed_tp or 1  # rank 0 has the embeddings of the first ids, and zeros for the others
+        # rank 0 has the embeddings of the first ids, and zeros for the others
+        vocab //= llm.engine.config.parallel.embed_tp or 1
     generator = torch.Generator().manual_seed(count)
     return torch.randint(vocab, (count, length), generator=generator).tolist()
 
@@ -237,34 +286,54 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def ours(llm: LLM, groups: list[list[list[int]]], work: OfflineWork, floor_ms: float, times: int = 1, alike: bool = False) -> OfflineRow:
-    """`times`: so many ranks, this one included, are taken to do what this one does. alike: `step_ms` as a peer's is measured."""
+def ours(
+    llm: LLM,
+    groups: list[list[list[int]]],
+    work: OfflineWork,
+    floor_ms: float,
+    times: int = 1,
+    alike: bool = False,
+) -> OfflineRow:
+    """`times`: so many ranks, this one included, are taken to do what this one does. alike:
+    `step_ms` as a peer's is measured."""
     llm.generate(groups[0], greedy(min(4, work.output)))  # warm up
 
     def once(tokens: int) -> float:
         llm.engine.scheduler.prefix.clear()
         return _timed(lambda: [llm.generate(prompts, work.sampling(tokens)) for prompts in groups])
 
-    engine, config = llm.engine, llm.engine.config
+    engine = llm.engine
+    config = llm.engine.config
     drafts = DraftCounts(llm)
     row = _row("rorqual", groups, work, once, floor_ms)
     drafts.describe(row)
     row.concurrency *= times
     row.tokens_per_s *= times
     row.prefill_tokens_per_s *= times
-    steady = None if alike and not config.num_speculative_tokens else steady_steps(llm, groups, work)
+    steady = (
+        None if alike and not config.num_speculative_tokens else steady_steps(llm, groups, work)
+    )
     if steady is not None:
         row.step_ms = 1e3 * steady
-    row.settings = f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
+    row.settings = (
+        f"threads {torch.get_num_threads()}" if engine.platform.name == "cpu" else config.exe_mode
+    )
     if compiled := engine.stats.compiled:
-        row.settings += f", compile: {compiled.variants} variants, {compiled.from_cache} from the cache, {compiled.seconds:.1f} s"
+        row.settings += (
+            f", compile: {compiled.variants} variants, {compiled.from_cache} from the cache, "
+            f"{compiled.seconds:.1f} s"
+        )
     if steady is None:
         row.settings += ", step: a difference"
     if engine.speculation:
-        row.settings += f", {engine.speculation.drafter}" + (" adaptive" if config.speculative_policy == "adaptive" else "")
+        row.settings += f", {engine.speculation.drafter}" + (
+            " adaptive" if config.speculative_policy == "adaptive" else ""
+        )
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
     if not config.parallel.is_single:
-        row.settings += f", {layout_name(config.parallel)}" + (", LONE RANK: nothing is sent" if config.single_rank_bench else "")
+        row.settings += f", {layout_name(config.parallel)}" + (
+            ", LONE RANK: nothing is sent" if config.single_rank_bench else ""
+        )
     row.experts_hit = experts_hit(llm, groups[0])
     return row
 
@@ -273,23 +342,30 @@ class DraftCounts:
     """Drafts verified and taken since it was made."""
 
     def __init__(self, llm: LLM):
-        self.stats, self.num_speculative_tokens = llm.engine.stats, llm.engine.config.num_speculative_tokens
+        self.stats = llm.engine.stats
+        self.num_speculative_tokens = llm.engine.config.num_speculative_tokens
         self.before = (list(self.stats.drafted), list(self.stats.accepted))
 
     def describe(self, row: OfflineRow) -> None:
         drafted, accepted = (
             [now - then for now, then in zip(nows, thens, strict=True)]
-            for nows, thens in ((self.stats.drafted, self.before[0]), (self.stats.accepted, self.before[1]))
+            for nows, thens in (
+                (self.stats.drafted, self.before[0]),
+                (self.stats.accepted, self.before[1]),
+            )
         )
         row.num_speculative_tokens = self.num_speculative_tokens
-        row.acceptance = [round(a / d, 4) if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
+        row.acceptance = [
+            round(a / d, 4) if d else 0.0 for a, d in zip(accepted, drafted, strict=True)
+        ]
         if drafted and drafted[0]:
             row.accepted_length = round(1 + sum(accepted) / drafted[0], 3)
 
 
 def steady_steps(llm: LLM, groups: list[list[list[int]]], work: OfflineWork) -> float | None:
-    """Median over runs of the seconds of a decode step while every request is decoding. None where outputs are too short to tell; with
-    speculation, where there is no other way, that raises ConfigError."""
+    """Median over runs of the seconds of a decode step while every request is decoding. None
+    where outputs are too short to tell; with speculation, where there is no other way, that
+    raises ConfigError."""
     try:
         found = [steady_step(llm, prompts, work) for prompts in groups for _ in range(work.repeats)]
     except ConfigError:
@@ -306,7 +382,8 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: OfflineWork) -> tuple
     engine.scheduler.prefix.clear()
     with steady_state_steps(engine, prompts, asked.sampling(asked.output)) as count:
         engine.step()
-        start, steps = time.perf_counter(), 0
+        start = time.perf_counter()
+        steps = 0
         while len(engine.scheduler.decoding) == count:
             engine.step()
             steps += 1
@@ -315,16 +392,21 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: OfflineWork) -> tuple
 
 
 def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
-    """Distinct experts a layer in one decode step of these prompts, averaged over layers. Counted in a step of its own, neither
-    recorded nor compiled. None on several ranks, each of which sees its own tokens alone."""
-    engine, layers = llm.engine, llm.engine.model.moe_layers()
+    """Distinct experts a layer in one decode step of these prompts, averaged over layers.
+    Counted in a step of its own, neither recorded nor compiled. None on several ranks, each of
+    which sees its own tokens alone."""
+    engine = llm.engine
+    layers = llm.engine.model.moe_layers()
     if engine.group is not None:
         return None
     with steady_state_steps(engine, prompts, greedy(enough_tokens(engine, prompts, 8))):
         while engine.in_flight:
             engine.collect()
         runner = engine.runner
-        graphs, compiled, runner.graphs, runner.compiled = runner.graphs, runner.compiled, None, None
+        graphs = runner.graphs
+        compiled = runner.compiled
+        runner.graphs = None
+        runner.compiled = None
         for layer in layers:
             layer.exchange.load.zero_()
             layer.exchange.record_load = True
@@ -332,21 +414,40 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
         engine.collect()
         for layer in layers:
             layer.exchange.record_load = engine.config.record_expert_load
-        runner.graphs, runner.compiled = graphs, compiled
+        runner.graphs = graphs
+        runner.compiled = compiled
     hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
     return sum(hit) / max(1, len(hit))
 
 
-def _row(engine: str, groups: list[list[list[int]]], work: OfflineWork, once: Callable[[int], float], floor_ms: float) -> OfflineRow:
+def _row(
+    engine: str,
+    groups: list[list[list[int]]],
+    work: OfflineWork,
+    once: Callable[[int], float],
+    floor_ms: float,
+) -> OfflineRow:
     first = statistics.median(once(1) for _ in range(work.repeats)) / len(groups)
     whole = statistics.median(once(work.output) for _ in range(work.repeats)) / len(groups)
     return row_of(engine, len(groups[0]), len(groups[0][0]), work.output, first, whole, floor_ms)
 
 
-def row_of(engine: str, count: int, prompt: int, output: int, first: float, whole: float, floor_ms: float) -> OfflineRow:
+def row_of(
+    engine: str, count: int, prompt: int, output: int, first: float, whole: float, floor_ms: float
+) -> OfflineRow:
     """first, whole: seconds for one token and for all of each request, prompts included."""
     step = (whole - first) / max(1, output - 1)
-    return OfflineRow(engine, count, prompt, output, whole, count * output / whole, 1e3 * step, count * prompt / first, floor_ms)
+    return OfflineRow(
+        engine,
+        count,
+        prompt,
+        output,
+        whole,
+        count * output / whole,
+        1e3 * step,
+        count * prompt / first,
+        floor_ms,
+    )
 
 
 def print_report(report: Report) -> None:
@@ -374,21 +475,52 @@ def print_report(report: Report) -> None:
     for row in report.rows:
         base = first.setdefault(row.concurrency, row.tokens_per_s)
         ratio = row.tokens_per_s / base if row.engine == "rorqual" else base / row.tokens_per_s
-        cells = (f"{row.tokens_per_s:,.0f}", f"{row.step_ms:.3f}", f"{row.floor_ms:.3f}", f"{row.percent_of_floor:.0f}")
+        cells = (
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.step_ms:.3f}",
+            f"{row.floor_ms:.3f}",
+            f"{row.percent_of_floor:.0f}",
+        )
         sizes = (str(row.concurrency), f"{row.prompt}/{row.output}")
         hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
         drafts = (
-            (f"{row.accepted_length:.2f}", " ".join(f"{share:.2f}" for share in row.acceptance)) if row.num_speculative_tokens else ("", "")
+            (f"{row.accepted_length:.2f}", " ".join(f"{share:.2f}" for share in row.acceptance))
+            if row.num_speculative_tokens
+            else ("", "")
         )
-        name = f"{row.engine} num_speculative_tokens={row.num_speculative_tokens}" if row.num_speculative_tokens else row.engine
-        table.add_row(name, *sizes, *cells, f"{row.prefill_tokens_per_s:,.0f}", hit, *drafts, f"{ratio:.2f}x", row.settings)
+        name = (
+            f"{row.engine} num_speculative_tokens={row.num_speculative_tokens}"
+            if row.num_speculative_tokens
+            else row.engine
+        )
+        table.add_row(
+            name,
+            *sizes,
+            *cells,
+            f"{row.prefill_tokens_per_s:,.0f}",
+            hit,
+            *drafts,
+            f"{ratio:.2f}x",
+            row.settings,
+        )
     console = Console()
-    console = console if console.is_terminal else Console(width=150)  # a log file has no width to fit into
+    # a log file has no width to fit into
+    console = console if console.is_terminal else Console(width=150)
     console.print(table)
     for row in report.rows:
         if row.profile:
-            print("\n".join([f"batch {row.concurrency}, num_speculative_tokens {row.num_speculative_tokens}:", *row.profile.lines()]))
-    startup = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items())
+            print(
+                "\n".join(
+                    [
+                        f"batch {row.concurrency}, num_speculative_tokens "
+                        f"{row.num_speculative_tokens}:",
+                        *row.profile.lines(),
+                    ]
+                )
+            )
+    startup = ", ".join(
+        f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items()
+    )
     first = report.provenance["start_to_first_token_seconds"]
     print(f"start-up: {startup}; from the start of the process to the first token {first:.1f} s")
     print(f"memory read at {report.provenance['read_bandwidth_gb_s']} GB/s")

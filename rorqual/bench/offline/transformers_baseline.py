@@ -1,4 +1,5 @@
-"""transformers' generate on the same checkpoint, prompts, dtype and threads: what `bench offline --compare` puts beside ours."""
+"""transformers' generate on the same checkpoint, prompts, dtype and threads: what `bench offline
+--compare` puts beside ours."""
 
 from __future__ import annotations
 
@@ -13,14 +14,18 @@ Once = Callable[[int], float]
 
 
 class TransformersBaseline:
-    """One batch of prompts. Both ways return (seconds for generating so many tokens greedily, the settings in words)."""
+    """One batch of prompts. Both ways return (seconds for generating so many tokens greedily,
+    the settings in words)."""
 
     def __init__(self, llm: LLM, prompts: list[list[int]]):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        folder, dtype = llm.engine.config.model, getattr(torch, llm.engine.dtype)
+        folder = llm.engine.config.model
+        dtype = getattr(torch, llm.engine.dtype)
         if llm.engine.config.weights == "random":
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(folder), dtype=dtype
+            )
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.model = model.eval()
@@ -31,11 +36,17 @@ class TransformersBaseline:
         from transformers import GenerationConfig
 
         settings = GenerationConfig(
-            max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0, cache_implementation=cache
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation=cache,
         )
         start = time.perf_counter()
         with torch.inference_mode():
-            self.model.generate(self.ids, attention_mask=torch.ones_like(self.ids), generation_config=settings)
+            self.model.generate(
+                self.ids, attention_mask=torch.ones_like(self.ids), generation_config=settings
+            )
         return time.perf_counter() - start
 
     def best(self, output: int) -> tuple[Once, str]:
@@ -45,20 +56,30 @@ class TransformersBaseline:
             for attention in ("sdpa", "eager"):
                 self._set(experts, attention)
                 self.generate(2)
-                probes.append((min(self.generate(min(output, 32)) for _ in range(3)), experts, attention))
+                probes.append(
+                    (min(self.generate(min(output, 32)) for _ in range(3)), experts, attention)
+                )
         _, experts, attention = min(probes)
         self._set(experts, attention)
-        return self.generate, f"experts {experts}, attention {attention}, threads {torch.get_num_threads()}"
+        return (
+            self.generate,
+            f"experts {experts}, attention {attention}, threads {torch.get_num_threads()}",
+        )
 
     def compiled(self) -> tuple[Once, str]:
-        """torch.compile over a static cache. Compiling takes a minute or two for every batch size and is not counted."""
+        """torch.compile over a static cache. Compiling takes a minute or two for every batch
+        size and is not counted."""
         experts = "batched_mm" if len(self.ids) == 1 else "grouped_mm"
         self._set(experts, "sdpa")
         self.model.forward = torch.compile(self.model.forward)
-        return self._warm, f"compiled, static cache, experts {experts}, threads {torch.get_num_threads()}"
+        return (
+            self._warm,
+            f"compiled, static cache, experts {experts}, threads {torch.get_num_threads()}",
+        )
 
     def _warm(self, tokens: int) -> float:
-        """The cache's size follows the number of tokens: a size seen for the first time is compiled for, uncounted."""
+        """The cache's size follows the number of tokens: a size seen for the first time is
+        compiled for, uncounted."""
         if tokens not in self.compiled_for:
             self.compiled_for.add(tokens)
             self.generate(tokens, "static")

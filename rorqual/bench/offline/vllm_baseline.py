@@ -1,7 +1,9 @@
-"""vLLM on the same shapes, for `bench offline --compare vllm`: the whole engine's steps and prompts, and how many experts its tokens pick.
+"""vLLM on the same shapes, for `bench offline --compare vllm`: the whole engine's steps and
+prompts, and how many experts its tokens pick.
 
-It runs after ours, in processes of its own (vllm_child.py), so that neither holds the other's memory: one for the times, with vLLM's own
-defaults, and one that hands out what its routers chose, which costs time.
+It runs after ours, in processes of its own (vllm_child.py), so that neither holds the other's
+memory: one for the times, with vLLM's own defaults, and one that hands out what its routers chose,
+which costs time.
 """
 
 from __future__ import annotations
@@ -36,46 +38,88 @@ def check_installed() -> None:
 
 def check(config: EngineConfig) -> None:
     """Raises ConfigError where the two would not do alike."""
-    if not config.parallel.is_single or config.num_speculative_tokens or config.kv_cache_dtype != "auto":
-        raise ConfigError("--compare vllm takes one card, no speculation, and a cache as the model has it")
+    if (
+        not config.parallel.is_single
+        or config.num_speculative_tokens
+        or config.kv_cache_dtype != "auto"
+    ):
+        raise ConfigError(
+            "--compare vllm takes one card, no speculation, and a cache as the model has it"
+        )
 
 
-def measure(config: EngineConfig, dtype: str, num_layers: int, ours: Sequence[OfflineRow], work: OfflineWork) -> Iterator[OfflineRow]:
-    """A row of vLLM's for each of `ours`, whose floors hold for it as well. num_layers: of the model, cut or whole. Raises EngineError
-    where vLLM does not run."""
+def measure(
+    config: EngineConfig, dtype: str, num_layers: int, ours: Sequence[OfflineRow], work: OfflineWork
+) -> Iterator[OfflineRow]:
+    """A row of vLLM's for each of `ours`, whose floors hold for it as well. num_layers: of the
+    model, cut or whole. Raises EngineError where vLLM does not run."""
     with tempfile.TemporaryDirectory() as folder:
         model = config.model
         if config.weights == "random":
-            shape = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": num_layers}
+            shape = json.loads((Path(config.model) / "config.json").read_text(encoding="utf-8")) | {
+                "num_hidden_layers": num_layers
+            }
             (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
             model = folder
         job = {
-            "model": model, "random": config.weights == "random", "gain": RESIDUAL_GAIN * (2 * num_layers) ** -0.5, "dtype": dtype,
-            "prompt": work.prompt, "output": work.output, "repeats": work.repeats, "temperature": work.temperature,
-            "concurrency": [row.concurrency for row in ours], "batched_tokens": config.max_num_batched_tokens, "routing": False,
-        }  # fmt: skip
+            "model": model,
+            "random": config.weights == "random",
+            "gain": RESIDUAL_GAIN * (2 * num_layers) ** -0.5,
+            "dtype": dtype,
+            "prompt": work.prompt,
+            "output": work.output,
+            "repeats": work.repeats,
+            "temperature": work.temperature,
+            "concurrency": [row.concurrency for row in ours],
+            "batched_tokens": config.max_num_batched_tokens,
+            "routing": False,
+        }
         timed = {answer["concurrency"]: answer for answer in _answers(job) if "whole" in answer}
         try:
-            hit = {answer["concurrency"]: answer["experts_hit"] for answer in _answers(job | {"routing": True}) if "experts_hit" in answer}
+            hit = {
+                answer["concurrency"]: answer["experts_hit"]
+                for answer in _answers(job | {"routing": True})
+                if "experts_hit" in answer
+            }
         except EngineError as error:  # models without experts, versions that do not tell
             log.warning("experts hit are not known: %s", error)
             hit = {}
         for row in ours:
-            answer, count = timed[row.concurrency], row.concurrency
-            found = row_of("vllm", count, work.prompt, work.output, answer["first"], answer["whole"], row.floor_ms)
+            answer = timed[row.concurrency]
+            count = row.concurrency
+            found = row_of(
+                "vllm",
+                count,
+                work.prompt,
+                work.output,
+                answer["first"],
+                answer["whole"],
+                row.floor_ms,
+            )
             yield replace(found, experts_hit=hit.get(count), settings=_version())
 
 
 def _answers(job: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "rorqual.bench.offline.vllm_process"]
     try:
-        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(
+            command,
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise EngineError(f"vLLM has not answered within {PATIENCE:.0f} s") from None
     if done.returncode:
         said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        raise EngineError(f"vLLM ended with status {done.returncode}: {' | '.join(said[-3:])[-600:]}")
-    return [json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)]
+        raise EngineError(
+            f"vLLM ended with status {done.returncode}: {' | '.join(said[-3:])[-600:]}"
+        )
+    return [
+        json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)
+    ]
 
 
 def _version() -> str:

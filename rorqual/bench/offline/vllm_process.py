@@ -1,7 +1,8 @@
-"""vLLM in a process of its own, for vllm_peer.py: a job as JSON on standard input, answers as lines of standard output behind MARK.
+"""vLLM in a process of its own, for vllm_peer.py: a job as JSON on standard input, answers as lines
+of standard output behind MARK.
 
-Written for vLLM 0.25.1. Random weights are rewritten after vLLM has made its own: those send nearly every token to the same few experts,
-whose cost is not that of the layer.
+Written for vLLM 0.25.1. Random weights are rewritten after vLLM has made its own: those send nearly
+every token to the same few experts, whose cost is not that of the layer.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ def tell(**answer: Any) -> None:
 
 
 def natural(model: torch.nn.Module, gain: float) -> int:
-    """Random weights whose activations keep their size and whose routers spread, as this project's own: rows of unit norm, `gain` where
-    they write to the residual stream, norms of one. Returns the number of parameters."""
+    """Random weights whose activations keep their size and whose routers spread, as this
+    project's own: rows of unit norm, `gain` where they write to the residual stream, norms of
+    one. Returns the number of parameters."""
     torch.manual_seed(0)
     seen = 0
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        data, factor = parameter.data, gain if any(part in name for part in TO_RESIDUAL) else 1.0
+        data = parameter.data
+        factor = gain if any(part in name for part in TO_RESIDUAL) else 1.0
         seen += data.numel()
         if data.dtype == torch.float8_e4m3fn:
             for part in data if data.dim() == 3 else (data,):
@@ -48,8 +51,9 @@ def natural(model: torch.nn.Module, gain: float) -> int:
 
 
 def experts_hit(routed: Sequence[Any]) -> float:
-    """routed: of each request [tokens, layers, picks], the experts of its last tokens. Distinct experts of all requests a step and layer,
-    averaged; layers that route nothing (all their rows alike) do not count."""
+    """routed: of each request [tokens, layers, picks], the experts of its last tokens. Distinct
+    experts of all requests a step and layer, averaged; layers that route nothing (all their rows
+    alike) do not count."""
     picks = torch.stack([torch.as_tensor(request[-ROUTED_STEPS:]).long() for request in routed])
     hit = []
     for layer in range(picks.shape[2]):
@@ -59,37 +63,69 @@ def experts_hit(routed: Sequence[Any]) -> float:
 
 
 def run(job: dict[str, Any]) -> None:
-    """job: model, random, gain, dtype, prompt, output, repeats, temperature, concurrency, batched_tokens, routing."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # minutes; recording and the warm-up runs compile what the timed runs meet
+    """job: model, random, gain, dtype, prompt, output, repeats, temperature, concurrency,
+    batched_tokens, routing."""
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    # minutes; recording and the warm-up runs compile what the timed runs meet
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     from vllm import LLM, SamplingParams
 
-    began, output = time.perf_counter(), ROUTED_STEPS + 2 if job["routing"] else job["output"]
-    recorded = {"cudagraph_capture_sizes": sorted(job["concurrency"])}  # of vLLM's own sizes those that are used
-    only: dict[str, Any] = {"enforce_eager": True, "enable_return_routed_experts": True} if job["routing"] else recorded
+    began = time.perf_counter()
+    output = ROUTED_STEPS + 2 if job["routing"] else job["output"]
+    # of vLLM's own sizes those that are used
+    recorded = {"cudagraph_capture_sizes": sorted(job["concurrency"])}
+    only: dict[str, Any] = (
+        {"enforce_eager": True, "enable_return_routed_experts": True}
+        if job["routing"]
+        else recorded
+    )
     llm = LLM(
-        model=job["model"], dtype=job["dtype"], load_format="dummy" if job["random"] else "auto", skip_tokenizer_init=True,
-        enable_prefix_caching=False, max_model_len=job["prompt"] + output + 8, max_num_seqs=max(job["concurrency"]),
-        max_num_batched_tokens=job["batched_tokens"], disable_log_stats=True, **only,
-    )  # fmt: skip
+        model=job["model"],
+        dtype=job["dtype"],
+        load_format="dummy" if job["random"] else "auto",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=job["prompt"] + output + 8,
+        max_num_seqs=max(job["concurrency"]),
+        max_num_batched_tokens=job["batched_tokens"],
+        disable_log_stats=True,
+        **only,
+    )
     if job["random"]:
         llm.apply_model(lambda model: natural(model, job["gain"]))
     tell(start=time.perf_counter() - began)
-    vocab, generator = llm.llm_engine.model_config.get_vocab_size(), torch.Generator().manual_seed(0)
+    vocab = llm.llm_engine.model_config.get_vocab_size()
+    generator = torch.Generator().manual_seed(0)
 
     def generate(count: int, tokens: int) -> tuple[float, Any]:
         ids = torch.randint(vocab, (count, job["prompt"]), generator=generator).tolist()
-        params = SamplingParams(temperature=job["temperature"], max_tokens=tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=job["temperature"], max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
         start = time.perf_counter()
-        outs = llm.generate([{"prompt_token_ids": prompt} for prompt in ids], params, use_tqdm=False)
+        outs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in ids], params, use_tqdm=False
+        )
         return time.perf_counter() - start, outs
 
     for count in job["concurrency"]:
         if job["routing"]:
-            tell(concurrency=count, experts_hit=experts_hit([out.outputs[0].routed_experts for out in generate(count, output)[1]]))
+            tell(
+                concurrency=count,
+                experts_hit=experts_hit(
+                    [out.outputs[0].routed_experts for out in generate(count, output)[1]]
+                ),
+            )
             continue
         generate(count, min(4, output))  # warm up
-        first, whole = (statistics.median(generate(count, tokens)[0] for _ in range(job["repeats"])) for tokens in (1, output))
+        first, whole = (
+            statistics.median(generate(count, tokens)[0] for _ in range(job["repeats"]))
+            for tokens in (1, output)
+        )
         tell(concurrency=count, first=first, whole=whole)
 
 

@@ -1,6 +1,8 @@
-"""One OpenAI-compatible server as `bench serve` sees it: requests in, the times of their chunks out.
+"""One OpenAI-compatible server as `bench serve` sees it: requests in, the times of their chunks
+out.
 
-aiohttp carries the streams: 12 us of CPU a chunk against 49 with httpx, on the same machine (see docs/benchmarking.md)."""
+aiohttp carries the streams: 12 us of CPU a chunk against 49 with httpx, on the same machine (see
+docs/benchmarking.md)."""
 
 from __future__ import annotations
 
@@ -19,13 +21,15 @@ from rorqual.errors import ConfigError, TargetError
 if TYPE_CHECKING:
     import aiohttp
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 LONGEST_CAUSE = 200
 
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """Where requests go and what each asks for. `timeout` and `connect_timeout` in seconds; `temperature` None leaves it to the server."""
+    """Where requests go and what each asks for. `timeout` and `connect_timeout` in seconds;
+    `temperature` None leaves it to the server."""
 
     base_url: str = "http://127.0.0.1:8000"
     endpoint: str = COMPLETIONS
@@ -41,12 +45,23 @@ class ServerTarget:
     keep_text: bool = False
 
     def __post_init__(self) -> None:
-        if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
-            raise ConfigError(f"base URL {self.base_url!r}; accepted: http://host:port or https://host:port")
+        if (
+            urlsplit(self.base_url).scheme not in ("http", "https")
+            or not urlsplit(self.base_url).hostname
+        ):
+            raise ConfigError(
+                f"base URL {self.base_url!r}; accepted: http://host:port or https://host:port"
+            )
         if not self.endpoint.endswith("/completions"):
-            raise ConfigError(f"endpoint {self.endpoint!r}; accepted: {COMPLETIONS}, {CHAT} or another path that ends like them")
+            raise ConfigError(
+                f"endpoint {self.endpoint!r}; accepted: {COMPLETIONS}, {CHAT} or another "
+                "path that ends like them"
+            )
         if self.timeout <= 0 or self.connect_timeout <= 0:
-            raise ConfigError(f"timeout={self.timeout}, connect_timeout={self.connect_timeout}; both must be above 0 seconds")
+            raise ConfigError(
+                f"timeout={self.timeout}, connect_timeout={self.connect_timeout}; both must "
+                "be above 0 seconds"
+            )
 
     @property
     def chat(self) -> bool:
@@ -54,14 +69,21 @@ class ServerTarget:
 
     def url(self, path: str) -> str:
         base = self.base_url.rstrip("/")
-        return base + path.removeprefix("/v1") if base.endswith("/v1") and path.startswith("/v1/") else base.removesuffix("/v1") + path
+        return (
+            base + path.removeprefix("/v1")
+            if base.endswith("/v1") and path.startswith("/v1/")
+            else base.removesuffix("/v1") + path
+        )
 
     def body(self, prompt: Prompt) -> bytes:
         """The JSON of a request; made before a run, so that encoding takes nothing from it."""
         content = prompt.content if isinstance(prompt.content, str) else prompt.content.tolist()
         asked: dict[str, Any] = {"model": self.model, "stream": self.stream}
         if self.chat:
-            asked |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": prompt.output_len}
+            asked |= {
+                "messages": [{"role": "user", "content": content}],
+                "max_completion_tokens": prompt.output_len,
+            }
         else:
             asked |= {"prompt": content, "max_tokens": prompt.output_len}
         if self.stream:
@@ -75,8 +97,9 @@ class ServerTarget:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times in seconds of one clock (time.perf_counter): `due` by the load's schedule, `start` when it was sent, `chunks` of
-    those chunks that carried tokens, `end` of the last chunk of the answer. Token counts are the server's (None: it gave none)."""
+    """One request. Times in seconds of one clock (time.perf_counter): `due` by the load's
+    schedule, `start` when it was sent, `chunks` of those chunks that carried tokens, `end` of
+    the last chunk of the answer. Token counts are the server's (None: it gave none)."""
 
     input_len: int
     output_len: int
@@ -108,8 +131,13 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first: (end - first chunk) / (tokens - 1), whatever the chunks carried."""
-        return (self.end - self.chunks[0]) / (self.output_tokens - 1) if self.chunks and self.output_tokens > 1 else None
+        """Seconds a token after the first: (end - first chunk) / (tokens - 1), whatever the
+        chunks carried."""
+        return (
+            (self.end - self.chunks[0]) / (self.output_tokens - 1)
+            if self.chunks and self.output_tokens > 1
+            else None
+        )
 
     @property
     def itls(self) -> list[float]:
@@ -136,28 +164,41 @@ class Client:
         own = {"Content-Type": "application/json"}
         if self.target.api_key:
             own["Authorization"] = f"Bearer {self.target.api_key}"
-        timeout = aiohttp.ClientTimeout(total=self.target.timeout, sock_connect=self.target.connect_timeout)
+        timeout = aiohttp.ClientTimeout(
+            total=self.target.timeout, sock_connect=self.target.connect_timeout
+        )
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
         headers = own | dict(self.target.headers)
-        self.session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=2**18)
+        self.session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=headers, read_bufsize=2**18
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()
 
     async def send(self, body: bytes, record: RequestRecord) -> RequestRecord:
-        """Fill in the record. Never raises but for cancellation: whatever goes wrong becomes `record.error`."""
+        """Fill in the record. Never raises but for cancellation: whatever goes wrong becomes
+        `record.error`."""
         import aiohttp
 
         record.start = time.perf_counter()
         try:
-            async with self.session.post(self.target.url(self.target.endpoint), data=body) as response:
+            async with self.session.post(
+                self.target.url(self.target.endpoint), data=body
+            ) as response:
                 if response.status != 200:
                     raise Failure(f"HTTP {response.status}: {_message(await response.text())}")
                 if self.target.stream:
                     await self._read_stream(response, record)
                 else:
-                    _take(record, await response.json(content_type=None), time.perf_counter(), self.target.keep_text, whole=True)
+                    _take(
+                        record,
+                        await response.json(content_type=None),
+                        time.perf_counter(),
+                        self.target.keep_text,
+                        whole=True,
+                    )
             _check(record, self.target.stream)
         except Failure as error:
             record.error = str(error)[:LONGEST_CAUSE]
@@ -166,13 +207,18 @@ class Client:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             record.error = f"{type(error).__name__}: {error}"[:LONGEST_CAUSE]
         except (LookupError, TypeError, AttributeError) as error:
-            record.error = f"an answer of another shape than OpenAI's: {type(error).__name__} {error}"[:LONGEST_CAUSE]
+            record.error = (
+                f"an answer of another shape than OpenAI's: {type(error).__name__} {error}"[
+                    :LONGEST_CAUSE
+                ]
+            )
         record.end = record.end or time.perf_counter()
         return record
 
     async def _read_stream(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
         """Server-sent events, line by line; lines read together share a time."""
-        rest, keep = b"", self.target.keep_text
+        rest = b""
+        keep = self.target.keep_text
         async for data in response.content.iter_any():
             now = time.perf_counter()
             *lines, rest = (rest + data).split(b"\n")
@@ -188,19 +234,32 @@ class Client:
 
         brief = aiohttp.ClientTimeout(total=10)
         try:
-            async with self.session.request(method, self.target.url(path), timeout=brief) as response:
+            async with self.session.request(
+                method, self.target.url(path), timeout=brief
+            ) as response:
                 return response.status, await response.text()
-        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError, asyncio.IncompleteReadError) as error:
+        except (
+            aiohttp.ClientError,
+            OSError,
+            TimeoutError,
+            UnicodeDecodeError,
+            asyncio.IncompleteReadError,
+        ) as error:
             return 0, f"{type(error).__name__}: {error}"
 
     async def first_model(self) -> str:
         status, text = await self.page("/v1/models")
         if status != 200:
-            raise TargetError(f"{self.target.url('/v1/models')} answers {status or text}; is the server up, and the API key right?")
+            raise TargetError(
+                f"{self.target.url('/v1/models')} answers {status or text}; is the server "
+                "up, and the API key right?"
+            )
         try:
             return str(json.loads(text)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
-            raise TargetError(f"{self.target.url('/v1/models')} names no model; pass --model") from None
+            raise TargetError(
+                f"{self.target.url('/v1/models')} names no model; pass --model"
+            ) from None
 
 
 def _take_line(record: RequestRecord, payload: bytes, now: float, keep_text: bool) -> None:
@@ -210,9 +269,12 @@ def _take_line(record: RequestRecord, payload: bytes, now: float, keep_text: boo
         _take(record, json.loads(payload), now, keep_text)
 
 
-def _take(record: RequestRecord, event: Any, now: float, keep_text: bool, whole: bool = False) -> None:
-    """One event of a stream, or the body of a whole answer. An empty delta that neither opens nor closes the answer is a token whose
-    bytes make no character yet; the chunk that only names the role, and the one that only names the finish, carry none."""
+def _take(
+    record: RequestRecord, event: Any, now: float, keep_text: bool, whole: bool = False
+) -> None:
+    """One event of a stream, or the body of a whole answer. An empty delta that neither opens
+    nor closes the answer is a token whose bytes make no character yet; the chunk that only names
+    the role, and the one that only names the finish, carry none."""
     if not isinstance(event, dict):
         raise Failure("an answer that is no JSON object")
     if "error" in event:
@@ -221,7 +283,12 @@ def _take(record: RequestRecord, event: Any, now: float, keep_text: bool, whole:
         choice = choices[0]
         finish = choice.get("finish_reason")
         delta = choice.get("delta") or choice.get("message") or choice
-        text = delta.get("content") or delta.get("text") or delta.get("reasoning_content") or delta.get("reasoning")
+        text = (
+            delta.get("content")
+            or delta.get("text")
+            or delta.get("reasoning_content")
+            or delta.get("reasoning")
+        )
         carries = text or delta.get("tool_calls") or (finish is None and "role" not in delta)
         if carries and not whole:
             record.chunks.append(now)
@@ -232,11 +299,13 @@ def _take(record: RequestRecord, event: Any, now: float, keep_text: bool, whole:
     if usage := event.get("usage"):
         _count(record, usage)
     if spec := (event.get("metrics") or {}).get("speculative_decoding"):
-        record.spec_steps, record.spec_accepted = spec.get("num_spec_steps"), spec.get("num_accepted_draft_tokens")
+        record.spec_steps = spec.get("num_spec_steps")
+        record.spec_accepted = spec.get("num_accepted_draft_tokens")
 
 
 def _count(record: RequestRecord, usage: Mapping[str, Any]) -> None:
-    record.prompt_tokens, record.completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    record.prompt_tokens = usage.get("prompt_tokens")
+    record.completion_tokens = usage.get("completion_tokens")
     record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 

@@ -1,4 +1,5 @@
-"""Result files side by side: this command's, those of vLLM's benchmark (--save-result) and of SGLang's (JSON lines)."""
+"""Result files side by side: this command's, those of vLLM's benchmark (--save-result) and of
+SGLang's (JSON lines)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ COMPARED = (
 
 
 def table(series: Mapping[str, Sequence[Figures]]) -> Any:
-    """Every file's rows beside those of the first file at the same concurrency (or, without one, at the same rate): value and ratio."""
+    """Every file's rows beside those of the first file at the same concurrency (or, without one,
+    at the same rate): value and ratio."""
     from rich.table import Table
 
     table = Table(title=f"ratios are against {next(iter(series))}")
@@ -32,7 +34,12 @@ def table(series: Mapping[str, Sequence[Figures]]) -> Any:
         for row in rows:
             base = first.get(_place(row)) if number else None
             cells = (_ratio(row.get(key), base.get(key) if base else None) for _, key in COMPARED)
-            table.add_row(name, str(row.get("max_concurrency") or "-"), str(row.get("request_rate", "-")), *cells)
+            table.add_row(
+                name,
+                str(row.get("max_concurrency") or "-"),
+                str(row.get("request_rate", "-")),
+                *cells,
+            )
     return table
 
 
@@ -45,8 +52,8 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def read(files: Sequence[Path], gpus: int | None = None) -> dict[str, list[Figures]]:
-    """Rows of each file, under its label where all labels differ, else its name, else its path. `gpus` overrides what the files say; a
-    foreign file says nothing and counts as one."""
+    """Rows of each file, under its label where all labels differ, else its name, else its path.
+    `gpus` overrides what the files say; a foreign file says nothing and counts as one."""
     pages = {path: _pages(path) for path in files}
     if len(pages) < len(files):
         raise ConfigError("the same result file is named twice")
@@ -56,7 +63,10 @@ def read(files: Sequence[Path], gpus: int | None = None) -> dict[str, list[Figur
         [str(path) for path in files],
     )
     names = next(way for way in ways if len(set(way)) == len(files))
-    return {name: _rows(path, page, gpus) for name, (path, page) in zip(names, pages.items(), strict=True)}
+    return {
+        name: _rows(path, page, gpus)
+        for name, (path, page) in zip(names, pages.items(), strict=True)
+    }
 
 
 def _rows(path: Path, pages: Sequence[Figures], gpus: int | None) -> list[Figures]:
@@ -84,7 +94,8 @@ def _pages(path: Path) -> list[Figures]:
 
 def _complete(row: Figures, gpus: int | None) -> Figures:
     """What other scripts do not write follows from what they do."""
-    cards, tpot = gpus or row.get("num_gpus") or 1, row.get("median_tpot_ms")
+    cards = gpus or row.get("num_gpus") or 1
+    tpot = row.get("median_tpot_ms")
     more = {
         "num_gpus": cards,
         "output_throughput_per_gpu": row["output_throughput"] / cards,

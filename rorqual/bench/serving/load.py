@@ -1,4 +1,5 @@
-"""When requests are sent: at a rate, under a cap on how many are open at a time, by a trace's timestamps, or several of these."""
+"""When requests are sent: at a rate, under a cap on how many are open at a time, by a trace's
+timestamps, or several of these."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ DESCRIPTORS = 65536
 
 @dataclass(frozen=True)
 class ArrivalLoad:
-    """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma distribution of the intervals (1 is a Poisson
-    process, below 1 burstier, above 1 more even); `concurrency`: most open requests at a time (None: no cap)."""
+    """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma
+    distribution of the intervals (1 is a Poisson process, below 1 burstier, above 1 more even);
+    `concurrency`: most open requests at a time (None: no cap)."""
 
     concurrency: int | None = None
     rate: float = math.inf
@@ -32,24 +34,34 @@ class ArrivalLoad:
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"max_concurrency={self.concurrency}; must be at least 1")
         if not self.rate > 0:
-            raise ConfigError(f"request_rate={self.rate}; must be above 0 requests/s (inf sends all at once)")
+            raise ConfigError(
+                f"request_rate={self.rate}; must be above 0 requests/s (inf sends all at once)"
+            )
         if not self.burstiness > 0:
-            raise ConfigError(f"burstiness={self.burstiness}; must be above 0 (1 is a Poisson process)")
+            raise ConfigError(
+                f"burstiness={self.burstiness}; must be above 0 (1 is a Poisson process)"
+            )
 
     def arrivals(self, rng: np.random.Generator, count: int) -> list[float]:
-        """Seconds after the start, sorted. Intervals are gamma distributed with shape `burstiness` and mean 1/rate, then scaled so that
-        the last request comes at count/rate, as in vLLM's benchmark: seeds then differ in the pattern, not in the rate."""
+        """Seconds after the start, sorted. Intervals are gamma distributed with shape
+        `burstiness` and mean 1/rate, then scaled so that the last request comes at count/rate,
+        as in vLLM's benchmark: seeds then differ in the pattern, not in the rate."""
         if math.isinf(self.rate):
             return [0.0] * count
         if math.isinf(self.burstiness):
             return [(i + 1) / self.rate for i in range(count)]
         times = np.cumsum(rng.gamma(self.burstiness, 1 / (self.rate * self.burstiness), size=count))
-        return (times * (count / self.rate / times[-1])).tolist() if count and times[-1] > 0 else [0.0] * count
+        return (
+            (times * (count / self.rate / times[-1])).tolist()
+            if count and times[-1] > 0
+            else [0.0] * count
+        )
 
 
 @dataclass(frozen=True)
 class Run:
-    """Every request of a run, and what the client itself spent on it (seconds of wall time and of CPU in this process)."""
+    """Every request of a run, and what the client itself spent on it (seconds of wall time and
+    of CPU in this process)."""
 
     records: list[RequestRecord]
     start: float
@@ -64,13 +76,15 @@ async def drive(
     arrivals: Sequence[float],
     seen: Callable[[RequestRecord], None] = lambda _: None,
 ) -> Run:
-    """Send every prompt at its time and wait for all answers. Where the cap holds a request back it waits here, in order, and its clock
-    starts when it is sent. `seen` is called with each record as it is sent and again when it is complete (its `end` is set then)."""
+    """Send every prompt at its time and wait for all answers. Where the cap holds a request back
+    it waits here, in order, and its clock starts when it is sent. `seen` is called with each
+    record as it is sent and again when it is complete (its `end` is set then)."""
     _raise_descriptor_limit()
     bodies = [client.target.body(prompt) for prompt in prompts]
     gate = asyncio.Semaphore(load.concurrency or max(1, len(prompts)))
     gc.collect()
-    gc.freeze()  # the prompts stay; a collection in the middle of a run would look through all of them
+    # the prompts stay; a collection in the middle of a run would look through all of them
+    gc.freeze()
 
     async def one(body: bytes, record: RequestRecord) -> None:
         try:
@@ -80,15 +94,20 @@ async def drive(
         finally:
             gate.release()
 
-    before, start = _cpu_seconds(), time.perf_counter()
-    records = [RequestRecord(prompt.input_len, prompt.output_len, start + at) for prompt, at in zip(prompts, arrivals, strict=True)]
+    before = _cpu_seconds()
+    start = time.perf_counter()
+    records = [
+        RequestRecord(prompt.input_len, prompt.output_len, start + at)
+        for prompt, at in zip(prompts, arrivals, strict=True)
+    ]
     async with asyncio.TaskGroup() as group:
         for body, record in zip(bodies, records, strict=True):
             if (wait := record.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             await gate.acquire()
             group.create_task(one(body, record))
-    wall, cpu = time.perf_counter() - start, _cpu_seconds() - before
+    wall = time.perf_counter() - start
+    cpu = _cpu_seconds() - before
     gc.unfreeze()
     return Run(records, start, wall, cpu)
 

@@ -1,6 +1,8 @@
-"""Throughput against interactivity: output tokens/s/GPU over output tokens/s/user, one point a concurrency, as PNG and as one HTML page.
+"""Throughput against interactivity: output tokens/s/GPU over output tokens/s/user, one point a
+concurrency, as PNG and as one HTML page.
 
-Colours are Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/); series differ in marker too."""
+Colours are Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/);
+series differ in marker too."""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ TEMPLATE = Path(__file__).with_name("pareto.html")
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """x in tokens/s/user, y in tokens/s/GPU; `label`: the concurrency (or the rate); `efficient`: no other of its series has more of both;
-    `chosen`: the answer of an SLO search, `probe`: one of its other measurements."""
+    """x in tokens/s/user, y in tokens/s/GPU; `label`: the concurrency (or the rate);
+    `efficient`: no other of its series has more of both; `chosen`: the answer of an SLO search,
+    `probe`: one of its other measurements."""
 
     x: float
     y: float
@@ -47,33 +50,57 @@ class ParetoChart:
 
 
 def chart(results: Mapping[str, Sequence[Figures]], limit: float | None = None) -> ParetoChart:
-    """Rows without tokens/s/user (not streamed, one token each, all failed) have no place and are left out."""
+    """Rows without tokens/s/user (not streamed, one token each, all failed) have no place and
+    are left out."""
     series = {name: _points(rows) for name, rows in results.items()}
     if not any(series.values()):
-        raise ConfigError("nothing to draw: no row has output tokens/s/user, which needs streaming and two output tokens or more")
+        raise ConfigError(
+            "nothing to draw: no row has output tokens/s/user, which needs streaming and two "
+            "output tokens or more"
+        )
     first = next(row for rows in results.values() for row in rows)
     model = first.get("model_id") or "server"
-    return ParetoChart(f"{Path(str(model)).name}: throughput against interactivity", _subtitle(results), series, limit)
+    return ParetoChart(
+        f"{Path(str(model)).name}: throughput against interactivity",
+        _subtitle(results),
+        series,
+        limit,
+    )
 
 
 def _subtitle(results: Mapping[str, Sequence[Figures]]) -> str:
     """What all rows share of lengths and cards."""
     rows = [row for rows in results.values() for row in rows]
-    lengths = {(row.get("random_input_len"), row.get("random_output_len")) for row in rows if row.get("dataset_name") == "random"}
+    lengths = {
+        (row.get("random_input_len"), row.get("random_output_len"))
+        for row in rows
+        if row.get("dataset_name") == "random"
+    }
     gpus = {row.get("num_gpus", 1) for row in rows}
     data = {row.get("dataset_name") for row in rows} - {None}
-    parts = ["random tokens, {}/{} in/out".format(*lengths.pop())] if data == {"random"} and len(lengths) == 1 else sorted(map(str, data))
+    parts = (
+        ["random tokens, {}/{} in/out".format(*lengths.pop())]
+        if data == {"random"} and len(lengths) == 1
+        else sorted(map(str, data))
+    )
     parts += [f"{gpus.pop()} GPU"] if len(gpus) == 1 else ["per GPU of each"]
     return ", ".join([*parts, "labels are the maximum concurrency"])
 
 
 def _points(rows: Sequence[Figures]) -> list[ParetoPoint]:
-    found = [row for row in rows if row.get("tps_user") is not None and row.get("output_throughput_per_gpu") is not None]
+    found = [
+        row
+        for row in rows
+        if row.get("tps_user") is not None and row.get("output_throughput_per_gpu") is not None
+    ]
     places = [(float(row["tps_user"]), float(row["output_throughput_per_gpu"])) for row in found]
     best = frontier(places)
     flags = [(bool(row.get("slo_choice")), bool(row.get("slo_probe"))) for row in found]
     rows_places = zip(places, found, flags, strict=True)
-    points = [ParetoPoint(*place, _label(row), place in best, *marks, _facts(row)) for place, row, marks in rows_places]
+    points = [
+        ParetoPoint(*place, _label(row), place in best, *marks, _facts(row))
+        for place, row, marks in rows_places
+    ]
     return sorted(points, key=lambda point: (point.x, -point.y))
 
 
@@ -104,12 +131,15 @@ def _facts(row: Figures) -> dict[str, str]:
 
 
 def write_png(found: ParetoChart, path: Path) -> None:
-    """8 x 5 inches at 150 dots an inch. Filled markers are on their series' Pareto front, hollow ones are not."""
+    """8 x 5 inches at 150 dots an inch. Filled markers are on their series' Pareto front, hollow
+    ones are not."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("charts need matplotlib: install rorqual[bench], or pass --no-chart") from None
+        raise ConfigError(
+            "charts need matplotlib: install rorqual[bench], or pass --no-chart"
+        ) from None
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -118,10 +148,19 @@ def write_png(found: ParetoChart, path: Path) -> None:
     axes.set_title(found.title, fontsize=13, fontweight="bold", loc="left", pad=24)
     axes.text(0, 1.025, found.subtitle, fontsize=9, color="#555555", transform=axes.transAxes)
     everything = [point for points in found.series.values() for point in points]
-    edges = {"xlim": (0, 1.08 * max(point.x for point in everything)), "ylim": (0, 1.1 * max(point.y for point in everything))}
+    edges = {
+        "xlim": (0, 1.08 * max(point.x for point in everything)),
+        "ylim": (0, 1.1 * max(point.y for point in everything)),
+    }
     axes.set(xlabel=X_LABEL, ylabel=Y_LABEL, **edges)
     if found.limit is not None:
-        axes.axvline(found.limit, color="#777777", linewidth=1, linestyle="--", label=f"objective: {found.limit:g} tokens/s/user")
+        axes.axvline(
+            found.limit,
+            color="#777777",
+            linewidth=1,
+            linestyle="--",
+            label=f"objective: {found.limit:g} tokens/s/user",
+        )
     _annotate(axes, everything)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -135,10 +174,28 @@ def _draw(axes: Any, name: str, points: Sequence[ParetoPoint], colour: str, mark
     axes.plot([p.x for p in points], [p.y for p in points], color=colour, linewidth=1.6, alpha=0.8)
     axes.plot([], [], color=colour, marker=marker, label=name)
     for point in points:
-        fill, size = colour if point.efficient else "white", 4 if point.probe and not point.chosen else 7
-        axes.plot(point.x, point.y, marker=marker, markersize=size, color=colour, markerfacecolor=fill, clip_on=False, zorder=3)
+        fill = colour if point.efficient else "white"
+        size = 4 if point.probe and not point.chosen else 7
+        axes.plot(
+            point.x,
+            point.y,
+            marker=marker,
+            markersize=size,
+            color=colour,
+            markerfacecolor=fill,
+            clip_on=False,
+            zorder=3,
+        )
         if point.chosen:
-            axes.plot(point.x, point.y, marker="o", markersize=14, color="#333333", markerfacecolor="none", zorder=4)
+            axes.plot(
+                point.x,
+                point.y,
+                marker="o",
+                markersize=14,
+                color="#333333",
+                markerfacecolor="none",
+                zorder=4,
+            )
 
 
 def _annotate(axes: Any, points: Sequence[ParetoPoint]) -> None:
@@ -151,7 +208,15 @@ def _annotate(axes: Any, points: Sequence[ParetoPoint]) -> None:
         taken.append((x, y))
         weight = "bold" if point.chosen else "normal"
         place = {"xytext": (8, 6), "textcoords": "offset points"}
-        axes.annotate(point.label, (point.x, point.y), **place, fontsize=9, color="#333333", fontweight=weight, zorder=5)
+        axes.annotate(
+            point.label,
+            (point.x, point.y),
+            **place,
+            fontsize=9,
+            color="#333333",
+            fontweight=weight,
+            zorder=5,
+        )
 
 
 def _styles() -> Iterator[tuple[str, str]]:
@@ -162,9 +227,15 @@ def _styles() -> Iterator[tuple[str, str]]:
 
 
 def write_html(found: ParetoChart, path: Path, notes: Sequence[str] = ()) -> None:
-    """One file that needs nothing else: data, drawing code and a table for readers without either."""
-    series = [{"name": name, "points": [asdict(point) for point in points]} for name, points in found.series.items()]
-    data = json.dumps({"series": series, "x": X_LABEL, "y": Y_LABEL, "limit": found.limit}).replace("<", "\\u003c")
+    """One file that needs nothing else: data, drawing code and a table for readers without
+    either."""
+    series = [
+        {"name": name, "points": [asdict(point) for point in points]}
+        for name, points in found.series.items()
+    ]
+    data = json.dumps({"series": series, "x": X_LABEL, "y": Y_LABEL, "limit": found.limit}).replace(
+        "<", "\\u003c"
+    )
     parts = {
         "@TITLE@": html.escape(found.title),
         "@SUBTITLE@": html.escape(found.subtitle),
@@ -183,9 +254,15 @@ def _table(found: ParetoChart) -> str:
     names = next(list(point.facts) for points in found.series.values() for point in points)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("Result", "Concurrency", *names))
     lines = [(name, point) for name, points in found.series.items() for point in points]
-    body = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(point.label)}</td>{_cells(point)}</tr>" for name, point in lines)
+    body = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(point.label)}</td>{_cells(point)}</tr>"
+        for name, point in lines
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cells(point: ParetoPoint) -> str:
-    return "".join(f"<td{' class=none' if value == MISSING else ''}>{html.escape(value)}</td>" for value in point.facts.values())
+    return "".join(
+        f"<td{' class=none' if value == MISSING else ''}>{html.escape(value)}</td>"
+        for value in point.facts.values()
+    )

@@ -1,6 +1,8 @@
-"""What `bench serve` shows while it runs: a bar on a terminal, a line a stage in a log file; on standard error, apart from the results.
+"""What `bench serve` shows while it runs: a bar on a terminal, a line a stage in a log file; on
+standard error, apart from the results.
 
-Drawing is done by the event loop twice a second rather than by a thread of its own, which would delay the chunks' times."""
+Drawing is done by the event loop twice a second rather than by a thread of its own, which would
+delay the chunks' times."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Progress:
 
     def __init__(self, visible: bool = False):
         self.visible = visible
-        self.title, self.total = "", 0
+        self.title = ""
+        self.total = 0
         self.bar: Any = None
         self._reset()
 
@@ -30,7 +33,8 @@ class Progress:
         self.open = self.done = self.failed = self.tokens = 0
 
     def stage(self, title: str, total: int = 0) -> None:
-        self.title, self.total = title, total
+        self.title = title
+        self.total = total
         self._reset()
         if self.visible and total and not sys.stderr.isatty():
             print(f"{title}: {total} requests", file=sys.stderr, flush=True)

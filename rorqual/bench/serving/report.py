@@ -1,4 +1,5 @@
-"""How `bench serve` shows its rows: the table everyone recognizes, one line a row for a sweep, and JSON."""
+"""How `bench serve` shows its rows: the table everyone recognizes, one line a row for a sweep,
+and JSON."""
 
 from __future__ import annotations
 
@@ -43,13 +44,22 @@ def value_text(value: float | None, digits: int = 2) -> str:
 def result_table(row: Figures) -> str:
     """The classic table: label in 40 columns, then the value."""
     lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
-    lines += [f"{label + ':':<40} {value_text(value, digits):<10}" for label, value, digits in _totals(row)]
+    lines += [
+        f"{label + ':':<40} {value_text(value, digits):<10}"
+        for label, value, digits in _totals(row)
+    ]
     for name, short, title in SECTIONS:
         lines.append(title.center(WIDTH, "-"))
         for kind in ("mean", "median", *(f"p{percent:g}" for percent in _percentiles(row, name))):
-            lines.append(f"{f'{kind.capitalize()} {short} (ms):':<40} {value_text(row[f'{kind}_{name}_ms']):<10}")
+            lines.append(
+                f"{f'{kind.capitalize()} {short} (ms):':<40} "
+                f"{value_text(row[f'{kind}_{name}_ms']):<10}"
+            )
     lines.append("Client and Stream".center(WIDTH, "-"))
-    lines += [f"{label + ':':<40} {value_text(value, digits):<10}" for label, value, digits in _client(row)]
+    lines += [
+        f"{label + ':':<40} {value_text(value, digits):<10}"
+        for label, value, digits in _client(row)
+    ]
     return "\n".join([*lines, "=" * WIDTH])
 
 
@@ -85,7 +95,11 @@ def _client(row: Figures) -> Iterable[tuple[str, float | None, int]]:
 
 def _percentiles(row: Figures, name: str) -> list[float]:
     """Those measured, of which the table shows the 99th alone where it is there."""
-    found = sorted(float(key[1 : -len(f"_{name}_ms")]) for key in row if key.startswith("p") and key.endswith(f"_{name}_ms"))
+    found = sorted(
+        float(key[1 : -len(f"_{name}_ms")])
+        for key in row
+        if key.startswith("p") and key.endswith(f"_{name}_ms")
+    )
     return [99.0] if 99.0 in found else found
 
 
@@ -103,13 +117,22 @@ def sweep_table(rows: Sequence[Figures], title: str, chosen: int | None = None) 
         table.add_column(label, justify="right")
     for row in rows:
         style = "bold green" if chosen is not None and row["max_concurrency"] == chosen else None
-        table.add_row(*(value_text(row.get(key), digits) for _, key, digits in COLUMNS), style=style)
+        table.add_row(
+            *(value_text(row.get(key), digits) for _, key, digits in COLUMNS), style=style
+        )
     return table
 
 
-def document(rows: Sequence[Figures], provenance: Figures, search: Figures | None = None) -> Figures:
-    """The JSON: one row lies flat at the top, under vLLM's and SGLang's keys; several are a list under `rows`."""
-    head: Figures = {"schema": SCHEMA, "date": provenance["client"]["date"], "label": provenance["label"]}
+def document(
+    rows: Sequence[Figures], provenance: Figures, search: Figures | None = None
+) -> Figures:
+    """The JSON: one row lies flat at the top, under vLLM's and SGLang's keys; several are a list
+    under `rows`."""
+    head: Figures = {
+        "schema": SCHEMA,
+        "date": provenance["client"]["date"],
+        "label": provenance["label"],
+    }
     head["server_info"] = provenance["server"]["info"]
     body: Figures = dict(rows[0]) if len(rows) == 1 and search is None else {"rows": list(rows)}
     return head | body | ({"slo": search} if search else {}) | {"provenance": provenance}
@@ -124,10 +147,24 @@ def verdict(found: Figures) -> str:
     """The answer of an SLO search in a sentence or two."""
     if found["max_concurrency"] is None:
         return (
-            f"no concurrency tried keeps {found['objective']}; {found['lowest_that_breaks_it']} breaks it: {', '.join(found['broken_by'])}"
+            f"no concurrency tried keeps {found['objective']}; "
+            f"{found['lowest_that_breaks_it']} breaks it: {', '.join(found['broken_by'])}"
         )
-    rates = f"{found['output_throughput']:,.1f} output tok/s ({found['output_throughput_per_gpu']:,.1f} per GPU)"
-    feel = f"median TTFT {value_text(found['median_ttft_ms'])} ms, {value_text(found['tps_user'])} tok/s/user"
-    first = f"highest concurrency that keeps {found['objective']}: {found['max_concurrency']}, {rates}, {feel}"
+    rates = (
+        f"{found['output_throughput']:,.1f} output tok/s "
+        f"({found['output_throughput_per_gpu']:,.1f} per GPU)"
+    )
+    feel = (
+        f"median TTFT {value_text(found['median_ttft_ms'])} ms, "
+        f"{value_text(found['tps_user'])} tok/s/user"
+    )
+    first = (
+        f"highest concurrency that keeps {found['objective']}: {found['max_concurrency']}, "
+        f"{rates}, {feel}"
+    )
     broken = found["lowest_that_breaks_it"]
-    return first + (f"\n{broken} breaks it: {', '.join(found['broken_by'])}" if broken else "\nno higher one was tried")
+    return first + (
+        f"\n{broken} breaks it: {', '.join(found['broken_by'])}"
+        if broken
+        else "\nno higher one was tried"
+    )

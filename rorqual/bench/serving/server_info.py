@@ -1,5 +1,5 @@
-"""What a server says of itself: version, configuration, speculation counters; and flushing its prefix cache. All of it is optional: a
-page a server does not have is None, never a failure."""
+"""What a server says of itself: version, configuration, speculation counters; and flushing its
+prefix cache. All of it is optional: a page a server does not have is None, never a failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from rorqual.bench.serving.client import Client
 from rorqual.errors import TargetError
 
-INFO_PAGES = ("/server_info", "/get_server_info")  # SGLang's two spellings; vLLM has the first in development mode
+# SGLang's two spellings; vLLM has the first in development mode
+INFO_PAGES = ("/server_info", "/get_server_info")
 FLUSH_PAGES = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM in development mode
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+([^\s]+)")
@@ -21,7 +22,8 @@ SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+([^\s]+)")
 
 @dataclass(frozen=True)
 class SpeculationCounters:
-    """Totals of speculation since the server started, and a gauge where that is all it has; None where it has none."""
+    """Totals of speculation since the server started, and a gauge where that is all it has; None
+    where it has none."""
 
     drafts: float | None = None
     accepted: float | None = None
@@ -43,8 +45,10 @@ class SpeculationCounters:
 
 
 def parse_counters(text: str) -> SpeculationCounters:
-    """Prometheus text. Understood under any prefix: spec_decode_num_drafts with spec_decode_num_accepted_tokens (vLLM's names, `_total`
-    or not), a histogram ...accept(ed)_length, and the gauge spec_accept_length (SGLang). Series of several engines are added."""
+    """Prometheus text. Understood under any prefix: spec_decode_num_drafts with
+    spec_decode_num_accepted_tokens (vLLM's names, `_total` or not), a histogram
+    ...accept(ed)_length, and the gauge spec_accept_length (SGLang). Series of several engines
+    are added."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         if match := SAMPLE.match(line):
@@ -55,9 +59,13 @@ def parse_counters(text: str) -> SpeculationCounters:
                 continue
     lengths = next((name for name in sums if re.search(r"accept(ed)?_length_sum$", name)), None)
     if lengths is not None:
-        return SpeculationCounters(drafts=sums.get(lengths.removesuffix("_sum") + "_count"), emitted=sums[lengths])
+        return SpeculationCounters(
+            drafts=sums.get(lengths.removesuffix("_sum") + "_count"), emitted=sums[lengths]
+        )
     return SpeculationCounters(
-        sums.get("spec_decode_num_drafts"), sums.get("spec_decode_num_accepted_tokens"), gauge=sums.get("spec_accept_length")
+        sums.get("spec_decode_num_drafts"),
+        sums.get("spec_decode_num_accepted_tokens"),
+        gauge=sums.get("spec_accept_length"),
     )
 
 
@@ -83,8 +91,8 @@ async def counters(client: Client, path: str) -> SpeculationCounters:
 
 
 async def flush(client: Client, path: str) -> str | None:
-    """Ask the server to forget cached prefixes; returns the page that did. `path` is auto (try what is known), none, or a page, which
-    must then work."""
+    """Ask the server to forget cached prefixes; returns the page that did. `path` is auto (try
+    what is known), none, or a page, which must then work."""
     if path == "none":
         return None
     known: Sequence[str] = FLUSH_PAGES if path == "auto" else (path,)
@@ -93,7 +101,10 @@ async def flush(client: Client, path: str) -> str | None:
         if status in (200, 204):
             return page
     if path != "auto":
-        raise TargetError(f"flushing the cache at {client.target.url(path)} failed: {status or ''} {' '.join(text.split())[:200]}")
+        raise TargetError(
+            f"flushing the cache at {client.target.url(path)} failed: {status or ''} "
+            f"{' '.join(text.split())[:200]}"
+        )
     return None
 
 

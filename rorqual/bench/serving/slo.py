@@ -1,7 +1,9 @@
-"""The highest concurrency that keeps a service level objective: what `bench serve --slo ttft=2s,tps_user=20` searches for.
+"""The highest concurrency that keeps a service level objective: what `bench serve --slo
+ttft=2s,tps_user=20` searches for.
 
-Probes grow by a factor from the start until one breaks the objective (or shrink until one keeps it), then halve the bracket in ratio. The
-search assumes that latency grows with concurrency, and takes each measurement at its word: noise near the edge moves the answer by it."""
+Probes grow by a factor from the start until one breaks the objective (or shrink until one keeps
+it), then halve the bracket in ratio. The search assumes that latency grows with concurrency, and
+takes each measurement at its word: noise near the edge moves the answer by it."""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ GROWTH = 4
 TOLERANCE = 1.05  # the bracket's ratio at which the search ends
 STATISTICS = ("median", "mean", "p90", "p95", "p99")
 TIME_KEYS = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2el"}
-ACCEPTED = "ttft, tpot, itl or e2el with a time (2s, 50ms), tps_user with tokens/s; mean_, p90_, p95_ or p99_ before the name"
+ACCEPTED = (
+    "ttft, tpot, itl or e2el with a time (2s, 50ms), tps_user with tokens/s; mean_, p90_, "
+    "p95_ or p99_ before the name"
+)
 
 
 @dataclass(frozen=True)
@@ -49,15 +54,25 @@ class Objective:
     @property
     def tps_user(self) -> float | None:
         """The least median tokens/s/user asked for, which a Pareto chart can show."""
-        return max((1e3 / term.most for term in self.terms if term.key == "median_tpot_ms"), default=None)
+        return max(
+            (1e3 / term.most for term in self.terms if term.key == "median_tpot_ms"), default=None
+        )
 
     def kept(self, row: Mapping[str, Any]) -> bool:
-        return not row["failed"] and row["completed"] > 0 and all(term.kept(row) for term in self.terms)
+        return (
+            not row["failed"]
+            and row["completed"] > 0
+            and all(term.kept(row) for term in self.terms)
+        )
 
     def broken_by(self, row: Mapping[str, Any]) -> list[str]:
         """The terms a row breaks, in words."""
         failed = [f"{row['failed']} failed requests"] if row["failed"] else []
-        return failed + [f"{term.key} {_number(row.get(term.key))} > {term.most:g}" for term in self.terms if not term.kept(row)]
+        return failed + [
+            f"{term.key} {_number(row.get(term.key))} > {term.most:g}"
+            for term in self.terms
+            if not term.kept(row)
+        ]
 
 
 def _term(item: str) -> Term:
@@ -74,7 +89,8 @@ def _term(item: str) -> Term:
         rate = 0.0
     if rate <= 0:
         raise ConfigError(f"objective {item!r}: {value!r} is no number of tokens/s above 0")
-    return Term(item, f"{statistic}_tpot_ms", 1e3 / rate)  # a user's tokens/s are 1/TPOT; of the slowest 1 % with p99
+    # a user's tokens/s are 1/TPOT; of the slowest 1 % with p99
+    return Term(item, f"{statistic}_tpot_ms", 1e3 / rate)
 
 
 def _number(value: float | None) -> str:
@@ -83,8 +99,9 @@ def _number(value: float | None) -> str:
 
 @dataclass
 class ConcurrencySearch:
-    """Ask `next` for a concurrency, measure, `tell` whether it kept the objective. At most `probes` are asked for, none above `most`;
-    `known` holds answers that cost nothing more, such as the rows of a sweep."""
+    """Ask `next` for a concurrency, measure, `tell` whether it kept the objective. At most
+    `probes` are asked for, none above `most`; `known` holds answers that cost nothing more, such
+    as the rows of a sweep."""
 
     start: int = 4
     most: int = 4096
@@ -102,13 +119,18 @@ class ConcurrencySearch:
 
     @property
     def bracket(self) -> tuple[int | None, int | None]:
-        """(highest concurrency that keeps the objective below every one that breaks it, lowest that breaks it)."""
+        """(highest concurrency that keeps the objective below every one that breaks it, lowest
+        that breaks it)."""
         broken = min((c for c, kept in self.known.items() if not kept), default=None)
-        kept = max((c for c, kept in self.known.items() if kept and (broken is None or c < broken)), default=None)
+        kept = max(
+            (c for c, kept in self.known.items() if kept and (broken is None or c < broken)),
+            default=None,
+        )
         return kept, broken
 
     def next(self) -> int | None:
-        """The next concurrency to measure; None when the answer stands (`bracket[0]`) or the probes are used up."""
+        """The next concurrency to measure; None when the answer stands (`bracket[0]`) or the
+        probes are used up."""
         return self._candidate() if self.probes > 0 else None
 
     def _candidate(self) -> int | None:

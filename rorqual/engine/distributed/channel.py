@@ -1,6 +1,8 @@
-"""Frames over a socket between rank 0 and another rank: a kind, a length, and that many bytes. No torch.
+"""Frames over a socket between rank 0 and another rank: a kind, a length, and that many bytes. No
+torch.
 
-On one host the socket is one of an inherited pair; between hosts it is TCP, and engine/distributed/handshake.py comes before anything else on it.
+On one host the socket is one of an inherited pair; between hosts it is TCP, and
+engine/distributed/handshake.py comes before anything else on it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from rorqual.errors import EngineError
 
 HEADER = struct.Struct("!BI")
 LARGEST = 1 << 30  # bytes of a frame; a plan of a million prompt tokens has 7 MB
-PROBE_SECONDS, PROBES = 5, 4  # a host that answers nothing for PROBE_SECONDS * (PROBES + 1) is gone
+# a host that answers nothing for PROBE_SECONDS * (PROBES + 1) is gone
+PROBE_SECONDS = 5
+PROBES = 4
 
 
 class FrameKind(IntEnum):
@@ -39,15 +43,22 @@ class FrameError(EngineError):
 
 
 class Channel:
-    """One end. `send` may be called from several threads, `receive` from one. `largest`: bytes of a frame that are accepted."""
+    """One end. `send` may be called from several threads, `receive` from one. `largest`: bytes
+    of a frame that are accepted."""
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST):
-        self.socket, self.largest = connection, largest
+        self.socket = connection
+        self.largest = largest
         self.lock = threading.Lock()
         if connection.family == socket.AF_INET:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a plan must not wait for the next
+            # a plan must not wait for the next
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (("TCP_KEEPIDLE", PROBE_SECONDS), ("TCP_KEEPINTVL", PROBE_SECONDS), ("TCP_KEEPCNT", PROBES)):
+            for name, value in (
+                ("TCP_KEEPIDLE", PROBE_SECONDS),
+                ("TCP_KEEPINTVL", PROBE_SECONDS),
+                ("TCP_KEEPCNT", PROBES),
+            ):
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -71,7 +82,8 @@ class Channel:
             self.socket.sendall(HEADER.pack(kind, len(data)) + data)
 
     def receive(self) -> tuple[FrameKind, bytes] | None:
-        """The next frame, or None when the other end is gone. Raises FrameError; the link is of no use after."""
+        """The next frame, or None when the other end is gone. Raises FrameError; the link is of
+        no use after."""
         header = self._read(HEADER.size)
         if header is None:
             return None
@@ -81,7 +93,9 @@ class Channel:
         try:
             known = FrameKind(kind)
         except ValueError:
-            raise FrameError(f"a frame of kind {kind} came; accepted: {min(FrameKind)} to {max(FrameKind)}") from None
+            raise FrameError(
+                f"a frame of kind {kind} came; accepted: {min(FrameKind)} to {max(FrameKind)}"
+            ) from None
         data = self._read(size)
         return None if data is None else (known, data)
 

@@ -43,23 +43,44 @@ def decode_output(data: bytes) -> DataParallelOutput:
 
 
 def encode_result(result: StepResult) -> bytes:
-    logprobs = {row: [[e.sampled, e.rank, e.top_ids, e.top] for e in entries] for row, entries in result.logprobs.items()}
+    logprobs = {
+        row: [[e.sampled, e.rank, e.top_ids, e.top] for e in entries]
+        for row, entries in result.logprobs.items()
+    }
     return json.dumps([result.tokens, result.drafted, logprobs], separators=(",", ":")).encode()
 
 
 def decode_result(data: bytes) -> StepResult:
     tokens, drafted, logprobs = json.loads(data)
-    entries = {int(row): [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in found] for row, found in logprobs.items()}
+    entries = {
+        int(row): [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in found]
+        for row, found in logprobs.items()
+    }
     return StepResult(tokens, drafted, entries)
 
 
 def _from_part(part: SchedulerOutput) -> list[Any]:
     chunks = [_from_chunk(chunk) for chunk in part.chunks]
     rows = [
-        [row.slot, _from_params(row.params), row.seed, row.pages, row.prompt_len, row.tokens, sorted(row.stop_ids)]
+        [
+            row.slot,
+            _from_params(row.params),
+            row.seed,
+            row.pages,
+            row.prompt_len,
+            row.tokens,
+            sorted(row.stop_ids),
+        ]
         for row in part.new_requests
     ]
-    return [part.decode_slots, part.decode_bounds, chunks, rows, part.pages, part.num_speculative_tokens]
+    return [
+        part.decode_slots,
+        part.decode_bounds,
+        chunks,
+        rows,
+        part.pages,
+        part.num_speculative_tokens,
+    ]
 
 
 def _from_chunk(chunk: PrefillChunk) -> list[Any]:
@@ -69,14 +90,18 @@ def _from_chunk(chunk: PrefillChunk) -> list[Any]:
 def _to_part(data: list[Any]) -> SchedulerOutput:
     slots, bounds, chunks, rows, pages, num_speculative_tokens = data
     new_requests = [
-        NewRequest(slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops))
+        NewRequest(
+            slot, _to_params(params), seed, tuple(held), prompt_len, tuple(tokens), frozenset(stops)
+        )
         for slot, params, seed, held, prompt_len, tokens, stops in rows
     ]
     made = [
         PrefillChunk(slot, start, tokens, sample, tuple(following))
         for slot, start, tokens, sample, following in chunks
     ]  # fmt: skip
-    return SchedulerOutput(slots, bounds, made, new_requests, [tuple(page) for page in pages], num_speculative_tokens)
+    return SchedulerOutput(
+        slots, bounds, made, new_requests, [tuple(page) for page in pages], num_speculative_tokens
+    )
 
 
 def _from_params(params: SamplingParams) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""The ranks of an engine as rank 0 sees them: started by a launcher, watched and ended here. Rank 0 computes along.
+"""The ranks of an engine as rank 0 sees them: started by a launcher, watched and ended here. Rank 0
+computes along.
 
-A rank that exits, reports a failure, or gives no sign of life for `watchdog_seconds` ends the group: children are killed and links are
-closed, at which every other rank ends itself, so that no collective waits for it; every later call raises EngineError with its name.
+A rank that exits, reports a failure, or gives no sign of life for `watchdog_seconds` ends the
+group: children are killed and links are closed, at which every other rank ends itself, so that no
+collective waits for it; every later call raises EngineError with its name.
 
 Ranks stay together because all launch the same steps. An error in rank 0 alone, Ctrl-C among them,
 has three cases. Before any byte of a plan has left, nobody knows of the step. From then on until
@@ -51,16 +53,20 @@ log = logging.getLogger("rorqual.engine")
 CLOSE_SECONDS = 5.0
 BLAME_SECONDS = 1.0
 SUSPECT_SECONDS = 3.5 * ALIVE_SECONDS  # silent for so long while another rank's collective failed
-LAST_SECONDS = 20  # for the rest of a process whose groups were aborted, once its own handlers have run
-VERDICT_SECONDS = 3.0  # a collective fails at once when a peer dies; whose death it was is known a little later
+# for the rest of a process whose groups were aborted, once its own handlers have run
+LAST_SECONDS = 20
+# a collective fails at once when a peer dies; whose death it was is known a little later
+VERDICT_SECONDS = 3.0
 
 
 class DistributedExecutor:
     """Rank 0's side of all ranks. `doing`: what it is in, for whoever reads of a failure."""
 
     def __init__(self, config: EngineConfig):
-        self.config, self.sizes = config, config.parallel
-        read_model(config)  # a layout the model cannot have is refused before any process is started
+        self.config = config
+        self.sizes = config.parallel
+        # a layout the model cannot have is refused before any process is started
+        read_model(config)
         self.failed: str | None = None
         self.mesh: Mesh | None = None
         self.closed = False
@@ -71,12 +77,19 @@ class DistributedExecutor:
         self.sender = GrammarSender(lambda data: self._send(FrameKind.GRAMMAR, data))
         self.launcher = make_launcher(config)
         try:
-            self.workers = [self._member(number, joined) for number, joined in enumerate(self.launcher.start(), 1)]
+            self.workers = [
+                self._member(number, joined)
+                for number, joined in enumerate(self.launcher.start(), 1)
+            ]
         except BaseException:
             self.launcher.close()
             raise
         self.stopped = threading.Event()
-        threading.Thread(target=send_heartbeats, args=([member.channel for member in self.workers], self.stopped), daemon=True).start()
+        threading.Thread(
+            target=send_heartbeats,
+            args=([member.channel for member in self.workers], self.stopped),
+            daemon=True,
+        ).start()
         threading.Thread(target=self._watch, daemon=True).start()
         atexit.register(self.close)
 
@@ -88,7 +101,8 @@ class DistributedExecutor:
         return member
 
     def start(self) -> Worker:
-        """Send every rank its configuration and make rank 0's share; returns when all can compute."""
+        """Send every rank its configuration and make rank 0's share; returns when all can
+        compute."""
         try:
             self._start()
         except (RuntimeError, OSError) as error:
@@ -105,7 +119,8 @@ class DistributedExecutor:
         return self.rank
 
     def _start(self) -> None:
-        launcher, config = self.launcher, self.config
+        launcher = self.launcher
+        config = self.config
         self.doing = "loading"
         collectives_on(launcher.interface)
         for member in self.workers:
@@ -130,7 +145,8 @@ class DistributedExecutor:
     def launch(self, plan: DataParallelOutput) -> Any:
         """Of what it returns `collect` wants everything, in the same order, or nothing any more."""
         self._check()
-        data, common = encode_output(plan), plan.common()
+        data = encode_output(plan)
+        common = plan.common()
         with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
             self.launched += 1
             if self.grammars is not None:
@@ -173,7 +189,8 @@ class DistributedExecutor:
             own = self.rank.runner.collect(launched)
         except RuntimeError as error:
             self._fail(error)
-        self._check()  # what waited for a rank that is gone was ended, and drew nothing that means anything
+        # what waited for a rank that is gone was ended, and drew nothing that means anything
+        self._check()
         return [self._result(leader, number) if leader else own for leader in self.leaders]
 
     def _result(self, member: WorkerHandle, wanted: int) -> StepResult:
@@ -208,12 +225,17 @@ class DistributedExecutor:
             raise EngineError(self.failed)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """A call failed: say which rank is to blame, if that becomes known, and what was being waited for."""
+        """A call failed: say which rank is to blame, if that becomes known, and what was being
+        waited for."""
         deadline = time.monotonic() + VERDICT_SECONDS
         while not self.failed and time.monotonic() < deadline:
             time.sleep(0.05)
         reason = " ".join(str(error).split())
-        self._end(f"{self.failed}: {reason}" if self.failed else f"rank 0 failed while {self.doing}: {reason}")
+        self._end(
+            f"{self.failed}: {reason}"
+            if self.failed
+            else f"rank 0 failed while {self.doing}: {reason}"
+        )
         raise EngineError(self.failed) from error
 
     def _watch(self) -> None:
@@ -221,26 +243,30 @@ class DistributedExecutor:
             verdict = self._verdict()
             if verdict and not self.closed and not self.failed:
                 self._end(f"{verdict}; rank 0 was {self.doing}")
-                log.error("%s", self.failed)  # at once: rank 0 itself may be in a collective that ends late
+                # at once: rank 0 itself may be in a collective that ends late
+                log.error("%s", self.failed)
                 return
             time.sleep(0.1)
 
     def _verdict(self) -> str | None:
-        """Which rank is to blame. A rank that failed may only have waited for one that died or hangs: that one is named first, and gets
-        a moment to show."""
+        """Which rank is to blame. A rank that failed may only have waited for one that died or
+        hangs: that one is named first, and gets a moment to show."""
         gone = first(member.gone(self._most_silent(member)) for member in self.workers)
         failed = first(member.failed() for member in self.workers)
         deadline = time.monotonic() + BLAME_SECONDS
         while failed and not gone and time.monotonic() < deadline and not self.closed:
             time.sleep(0.05)
-            gone = first(member.gone(SUSPECT_SECONDS) for member in self.workers if member.ready.is_set())
+            gone = first(
+                member.gone(SUSPECT_SECONDS) for member in self.workers if member.ready.is_set()
+            )
         return f"{gone}; {failed}" if gone and failed else gone or failed
 
     def _most_silent(self, member: WorkerHandle) -> float:
         return self.config.watchdog_seconds if member.ready.is_set() else START_SECONDS
 
     def _end(self, verdict: str) -> None:
-        """`failed` is set before anything that waits is let go: nobody may take what it returns for a result."""
+        """`failed` is set before anything that waits is let go: nobody may take what it returns
+        for a result."""
         self.failed = verdict
         for member in self.workers:
             member.end()
@@ -301,14 +327,17 @@ def uninterrupted() -> Iterator[None]:
 
 
 def leave_behind() -> None:
-    """Process groups that were aborted are not to be closed again, and taken apart where the interpreter ends they may keep it from
-    ending: it would wait for ranks that are no more. So they outlive it, and the process ends without asking libraries to clean up."""
+    """Process groups that were aborted are not to be closed again, and taken apart where the
+    interpreter ends they may keep it from ending: it would wait for ranks that are no more. So
+    they outlive it, and the process ends without asking libraries to clean up."""
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "on_exit"):  # glibc's: called with the exit status, behind Python's own handlers and before the libraries'
+    # glibc's: called with the exit status, behind Python's own handlers and before the libraries'
+    if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)
-    atexit.register(signal.alarm, LAST_SECONDS)  # and should something else wait: a signal that nobody handles
+    # and should something else wait: a signal that nobody handles
+    atexit.register(signal.alarm, LAST_SECONDS)
 
 
 def first(found: Iterable[str | None]) -> str | None:

@@ -34,7 +34,9 @@ class ExpertLoad:
     ranks answered last, none before the first."""
 
     def __init__(self, members: list[WorkerHandle], stage: int, experts: int):
-        self.workers, self.stage, self.experts = members, stage, experts
+        self.workers = members
+        self.stage = stage
+        self.experts = experts
         self.newest: Counts = []
         self.question = 0
         self.own: Callable[[], Tensor] | None = None  # until the question is answered by all
@@ -51,7 +53,8 @@ class ExpertLoad:
         if self.own is None or missing or any(number != self.question for number, _ in answers):
             return
         loads = [self.own(), *(decode_load(data, self.experts) for _, data in answers)]
-        self.newest, self.own = self._summed(loads), None
+        self.newest = self._summed(loads)
+        self.own = None
 
     def _summed(self, loads: list[Tensor]) -> Counts:
         """Ranks of a stage count tokens of their own in the same layers; stages follow in order."""

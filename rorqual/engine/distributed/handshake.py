@@ -1,11 +1,13 @@
-"""Who is at the other end of a fresh TCP connection: each side shows that it knows the secret, and neither sends it. No torch.
+"""Who is at the other end of a fresh TCP connection: each side shows that it knows the secret, and
+neither sends it. No torch.
 
     rank 0 -> CHALLENGE   a: 32 random bytes
     worker -> ANSWER      HMAC(secret, "worker" + a + b + badge), b: 32 random bytes, badge: JSON
     rank 0 -> WELCOME     HMAC(secret, "rank 0" + a + b + badge), or REFUSED with a sentence
 
-HMAC is that of SHA-256 (RFC 2104), compared in constant time. Nothing in an answer is looked at before its HMAC is right; no frame may
-be larger than FRAME bytes and no handshake longer than SECONDS. What follows on the connection is neither encrypted nor signed.
+HMAC is that of SHA-256 (RFC 2104), compared in constant time. Nothing in an answer is looked at
+before its HMAC is right; no frame may be larger than FRAME bytes and no handshake longer than
+SECONDS. What follows on the connection is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class HandshakeError(EngineError):
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """What a worker says about itself: its rank, how many ranks it knows of, its process and host."""
+    """What a worker says about itself: its rank, how many ranks it knows of, its process and
+    host."""
 
     rank: int
     world: int
@@ -56,24 +59,29 @@ def seal(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def challenge(channel: Channel, secret: bytes) -> tuple[PeerIdentity, bytes]:
-    """Rank 0's part: the worker's badge, and what to send it in a WELCOME. Raises HandshakeError, having told the worker."""
+    """Rank 0's part: the worker's badge, and what to send it in a WELCOME. Raises
+    HandshakeError, having told the worker."""
     with hurried(channel):
         nonce = secrets.token_bytes(NONCE)
         channel.send(FrameKind.CHALLENGE, nonce)
         data = expect(channel, FrameKind.ANSWER)
-        digest, rest = data[:DIGEST], data[DIGEST:]
+        digest = data[:DIGEST]
+        rest = data[DIGEST:]
         if not hmac.compare_digest(digest, seal(secret, b"worker", nonce, rest)):
             refuse(channel, "its secret is not that of rank 0")
         return PeerIdentity.decode(rest[NONCE:]), seal(secret, b"rank 0", nonce, rest)
 
 
 def answer(channel: Channel, secret: bytes, identity: PeerIdentity) -> None:
-    """The worker's part. Raises HandshakeError where rank 0 refuses, or does not know the secret; EOFError where it is not there."""
+    """The worker's part. Raises HandshakeError where rank 0 refuses, or does not know the
+    secret; EOFError where it is not there."""
     with hurried(channel):
         nonce = expect(channel, FrameKind.CHALLENGE)
         rest = secrets.token_bytes(NONCE) + identity.encode()
         channel.send(FrameKind.ANSWER, seal(secret, b"worker", nonce, rest) + rest)
-        if not hmac.compare_digest(expect(channel, FrameKind.WELCOME), seal(secret, b"rank 0", nonce, rest)):
+        if not hmac.compare_digest(
+            expect(channel, FrameKind.WELCOME), seal(secret, b"rank 0", nonce, rest)
+        ):
             raise HandshakeError("what listens at rank 0's address does not know the secret")
 
 

@@ -1,4 +1,5 @@
-"""Where the ranks of other hosts come to: rank 0 listens on one address until all are there, then closes the door. No torch."""
+"""Where the ranks of other hosts come to: rank 0 listens on one address until all are there,
+then closes the door. No torch."""
 
 from __future__ import annotations
 
@@ -21,26 +22,31 @@ from rorqual.errors import ConfigError, EngineError
 
 log = logging.getLogger("rorqual.engine")
 
-MOST_PENDING = 64  # connections that have not shown that they know the secret; another is closed at once
+# connections that have not shown that they know the secret; another is closed at once
+MOST_PENDING = 64
 MOST_TOLD = 10  # refused connections that the log tells of
 JOIN_SECONDS = 300.0  # from the first word that rank 0 listens until the last rank has come
 RETRY_SECONDS = 0.5
 
 
 class Listener:
-    """Rank 0's door on `address`, an IPv4 address of this host. Raises ConfigError where nothing can listen there."""
+    """Rank 0's door on `address`, an IPv4 address of this host. Raises ConfigError where nothing
+    can listen there."""
 
     def __init__(self, address: str, world: int, secret: bytes):
-        self.world, self.secret = world, secret
+        self.world = world
+        self.secret = secret
         self.socket = listening(address, world + MOST_PENDING)
         self.address, self.port = self.socket.getsockname()
         self.joined: dict[int, tuple[Channel, PeerIdentity]] = {}
         self.lock = threading.Lock()
         self.pending = self.refused = 0
 
-    def gather(self, check: Callable[[], None] = lambda: None) -> dict[int, tuple[Channel, PeerIdentity]]:
-        """Links and badges by rank, once ranks 1 to world - 1 are there. `check` is called again and again; what it raises ends the
-        wait. Raises EngineError after JOIN_SECONDS."""
+    def gather(
+        self, check: Callable[[], None] = lambda: None
+    ) -> dict[int, tuple[Channel, PeerIdentity]]:
+        """Links and badges by rank, once ranks 1 to world - 1 are there. `check` is called again
+        and again; what it raises ends the wait. Raises EngineError after JOIN_SECONDS."""
         deadline = time.monotonic() + JOIN_SECONDS
         self.socket.settimeout(0.1)
         while len(self.joined) < self.world - 1:
@@ -58,7 +64,8 @@ class Listener:
         missing = [rank for rank in range(1, self.world) if rank not in self.joined]
         shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         return (
-            f"rank 0 has waited {JOIN_SECONDS:.0f} s on {self.address}:{self.port} for ranks {shown}; connections refused: {self.refused}"
+            f"rank 0 has waited {JOIN_SECONDS:.0f} s on {self.address}:{self.port} for "
+            f"ranks {shown}; connections refused: {self.refused}"
         )
 
     def _take(self, connection: socket.socket, peer: str) -> None:
@@ -77,7 +84,15 @@ class Listener:
                 self._check(channel, identity)
                 channel.send(FrameKind.WELCOME, welcome)
                 self.joined[identity.rank] = (channel, identity)
-        except (HandshakeError, FrameError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
+        except (
+            HandshakeError,
+            FrameError,
+            EOFError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:
             channel.close()
             self._tell(peer, error)
         finally:
@@ -88,9 +103,15 @@ class Listener:
         if identity.world != self.world:
             refuse(channel, f"it knows of {identity.world} ranks, the layout has {self.world}")
         if not 0 < identity.rank < self.world:
-            refuse(channel, f"its rank {identity.rank} is out of range; accepted: 1 to {self.world - 1}")
+            refuse(
+                channel,
+                f"its rank {identity.rank} is out of range; accepted: 1 to {self.world - 1}",
+            )
         if identity.rank in self.joined:
-            refuse(channel, f"rank {identity.rank} is there already, from {self.joined[identity.rank][1].host}")
+            refuse(
+                channel,
+                f"rank {identity.rank} is there already, from {self.joined[identity.rank][1].host}",
+            )
 
     def _tell(self, peer: str, error: Exception) -> None:
         with self.lock:
@@ -115,15 +136,17 @@ def listening(address: str, backlog: int, port: int = 0) -> socket.socket:
 
 
 def join(address: str, port: int, secret: bytes, identity: PeerIdentity) -> Channel:
-    """A worker's way in. Tries again while nobody listens there or the door is crowded; raises HandshakeError where it is refused,
-    EngineError after JOIN_SECONDS."""
+    """A worker's way in. Tries again while nobody listens there or the door is crowded; raises
+    HandshakeError where it is refused, EngineError after JOIN_SECONDS."""
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         try:
             return _joined(address, port, secret, identity)
         except (OSError, EOFError) as error:
             if time.monotonic() > deadline:
-                raise EngineError(f"rank {identity.rank} cannot reach rank 0 at {address}:{port}: {error}") from None
+                raise EngineError(
+                    f"rank {identity.rank} cannot reach rank 0 at {address}:{port}: {error}"
+                ) from None
             time.sleep(RETRY_SECONDS)
 
 

@@ -1,4 +1,5 @@
-"""This host's IPv4 interfaces and addresses: which one ranks listen on, and which one collectives take. No torch."""
+"""This host's IPv4 interfaces and addresses: which one ranks listen on, and which one
+collectives take. No torch."""
 
 from __future__ import annotations
 
@@ -15,42 +16,58 @@ DISCARD = 9  # a port that is never sent to; connecting a datagram socket only a
 
 def interfaces() -> dict[str, str]:
     """Name to address, of those that have one."""
-    return {name: address for _, name in socket.if_nameindex() if (address := _address(name)) is not None}
+    return {
+        name: address
+        for _, name in socket.if_nameindex()
+        if (address := _address(name)) is not None
+    }
 
 
 def _address(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            found = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+            found = fcntl.ioctl(
+                probe.fileno(), GET_ADDRESS, struct.pack("256s", interface.encode()[:15])
+            )
         except OSError:
             return None
     return socket.inet_ntoa(found[20:24])
 
 
 def named_address(name: str) -> str:
-    """The address of an interface of this host, or such an address itself. Raises ConfigError for what this host does not have: above all
-    for an address that stands for all interfaces."""
+    """The address of an interface of this host, or such an address itself. Raises ConfigError
+    for what this host does not have: above all for an address that stands for all interfaces."""
     known = interfaces()
     if name in known:
         return known[name]
     if name in known.values():
         return name
     there = ", ".join(f"{interface} ({address})" for interface, address in sorted(known.items()))
-    raise ConfigError(f"interface={name!r} is neither an interface of this host nor its address; accepted: {there}")
+    raise ConfigError(
+        f"interface={name!r} is neither an interface of this host nor its address; accepted: "
+        f"{there}"
+    )
 
 
 def interface_of(address: str) -> str | None:
     """The interface that has this address; loopback has all of 127.0.0.0/8."""
-    return "lo" if is_loopback(address) else next((name for name, found in interfaces().items() if found == address), None)
+    return (
+        "lo"
+        if is_loopback(address)
+        else next((name for name, found in interfaces().items() if found == address), None)
+    )
 
 
 def route_to(host: str) -> str:
-    """The address of this host from which `host` is reached. Raises ConfigError where it is unknown or out of reach."""
+    """The address of this host from which `host` is reached. Raises ConfigError where it is
+    unknown or out of reach."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, DISCARD))
         except OSError as error:
-            raise ConfigError(f"no way leads to the host {host!r}: {error.strerror or error}") from None
+            raise ConfigError(
+                f"no way leads to the host {host!r}: {error.strerror or error}"
+            ) from None
         return str(probe.getsockname()[0])
 
 

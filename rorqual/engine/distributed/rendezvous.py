@@ -1,4 +1,5 @@
-"""Where the process groups of an engine's ranks find each other: a file of one host, or a TCPStore that rank 0 keeps on one address."""
+"""Where the process groups of an engine's ranks find each other: a file of one host, or a
+TCPStore that rank 0 keeps on one address."""
 
 from __future__ import annotations
 
@@ -23,23 +24,33 @@ class Rendezvous:
     port: int = 0
 
     def join(self, platform: Platform, rank: int, world: int, watchdog: float) -> ProcessGroups:
-        """Join the other ranks; returns the maker of groups whose collectives may take `watchdog` seconds. The group of all waits for
-        those that are still loading."""
+        """Join the other ranks; returns the maker of groups whose collectives may take
+        `watchdog` seconds. The group of all waits for those that are still loading."""
         patience = timedelta(seconds=START_SECONDS)
         if self.file is not None:
             store: dist.Store = dist.FileStore(self.file, world)
         else:
             store = dist.TCPStore(self.host, self.port, is_master=False, timeout=patience)
-        dist.init_process_group(platform.collectives, store=store, rank=rank, world_size=world, timeout=patience)
+        dist.init_process_group(
+            platform.collectives, store=store, rank=rank, world_size=world, timeout=patience
+        )
         return ProcessGroups(timedelta(seconds=watchdog))
 
 
 class RendezvousStore:
-    """Rank 0's store on `address`. It listens there alone: torch by itself would listen on all interfaces."""
+    """Rank 0's store on `address`. It listens there alone: torch by itself would listen on all
+    interfaces."""
 
     def __init__(self, address: str, world: int):
         door = listening(address, world)
         port = door.getsockname()[1]
         patience = timedelta(seconds=START_SECONDS)
-        self.store = dist.TCPStore(address, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=door.detach())
+        self.store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=patience,
+            wait_for_workers=False,
+            master_listen_fd=door.detach(),
+        )
         self.rendezvous = Rendezvous(host=address, port=port)

@@ -1,4 +1,5 @@
-"""Another rank as rank 0 sees it, wherever it runs and whoever started it: its link, what it sent, and whether it lives. No torch."""
+"""Another rank as rank 0 sees it, wherever it runs and whoever started it: its link, what it
+sent, and whether it lives. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ LAST_WORDS_SECONDS = 1.0  # from the end of a child's link until its exit status
 
 @dataclass(frozen=True)
 class JoinedWorker:
-    """A rank that has been started and connected. process: where this process started it; host: empty on this one. card: which of its
-    host's it takes, None where it knows best itself."""
+    """A rank that has been started and connected. process: where this process started it; host:
+    empty on this one. card: which of its host's it takes, None where it knows best itself."""
 
     channel: Channel
     pid: int
@@ -31,12 +32,16 @@ class WorkerHandle:
     """`listen` fills `results` and the signs of life, on a thread of its own."""
 
     def __init__(self, number: int, name: str, joined: JoinedWorker):
-        self.number, self.joined = number, joined
+        self.number = number
+        self.joined = joined
         self.name = f"{name} on {joined.host}" if joined.host else name
-        self.channel, self.process, self.pid = joined.channel, joined.process, joined.pid
+        self.channel = joined.channel
+        self.process = joined.process
+        self.pid = joined.pid
         self.results: queue.Queue[bytes] = queue.Queue()
         self.load: bytes | None = None  # the newest answer
-        self.ready, self.ended = threading.Event(), threading.Event()
+        self.ready = threading.Event()
+        self.ended = threading.Event()
         self.heard = time.monotonic()
         self.failure: str | None = None
 
@@ -67,8 +72,8 @@ class WorkerHandle:
             self.failure = data.decode(errors="replace")
 
     def gone(self, most_silent: float) -> str | None:
-        """That this rank has died, or hangs, or None. `most_silent`: seconds without a word. One that reported a failure has said more
-        than its end does."""
+        """That this rank has died, or hangs, or None. `most_silent`: seconds without a word. One
+        that reported a failure has said more than its end does."""
         if self.failure:
             return None
         silent = time.monotonic() - self.heard
@@ -76,7 +81,10 @@ class WorkerHandle:
         if status is not None:
             return f"{self.name} ended with status {status}"
         if self.ended.is_set() and (self.process is None or silent > LAST_WORDS_SECONDS):
-            return f"{self.name} has closed its link: its process has ended, or its host is out of reach"
+            return (
+                f"{self.name} has closed its link: its process has ended, or its host is out "
+                "of reach"
+            )
         if silent > most_silent and not self.ended.is_set():
             return f"{self.name} has given no sign of life for {silent:.0f} s"
         return None

@@ -1,7 +1,8 @@
 """A rank other than 0: it computes the plans that arrive on its link, and ends when its link does.
 
-Started by rank 0 on its own host (`python -m rorqual.engine.distributed.worker_process --fd FD`), by a launcher on another (`--connect ADDRESS PORT RANK
-WORLD`, the secret as one line on standard input), or a process of torchrun's that becomes one (launchers/torchrun.py).
+Started by rank 0 on its own host (`python -m rorqual.engine.distributed.worker_process --fd FD`),
+by a launcher on another (`--connect ADDRESS PORT RANK WORLD`, the secret as one line on standard
+input), or a process of torchrun's that becomes one (launchers/torchrun.py).
 """
 
 from __future__ import annotations
@@ -46,16 +47,23 @@ ORPHANED = 1  # exit status: rank 0 went without a word
 
 
 def rank_device(config: EngineConfig, card: int) -> str:
-    """One card of several; on a CPU there is one device for all. `device` may name a card only where there is one rank."""
-    return f"cuda:{card}" if config.device in ("auto", "cuda") and device_of(config.device).type == "cuda" else config.device
+    """One card of several; on a CPU there is one device for all. `device` may name a card only
+    where there is one rank."""
+    return (
+        f"cuda:{card}"
+        if config.device in ("auto", "cuda") and device_of(config.device).type == "cuda"
+        else config.device
+    )
 
 
 class Inbox:
-    """Plans and grammars, read by a thread that also sees rank 0 leave: then it ends the process, which may be stuck in a collective for
-    want of that very rank."""
+    """Plans and grammars, read by a thread that also sees rank 0 leave: then it ends the
+    process, which may be stuck in a collective for want of that very rank."""
 
     def __init__(self, channel: Channel, rank: int, watchdog: float):
-        self.channel, self.rank, self.watchdog = channel, rank, watchdog
+        self.channel = channel
+        self.rank = rank
+        self.watchdog = watchdog
         self.work: queue.SimpleQueue[tuple[FrameKind, bytes]] = queue.SimpleQueue()
         channel.patience(START_SECONDS)
         threading.Thread(target=self._read, daemon=True).start()
@@ -83,10 +91,13 @@ class WorkerProcess:
         number = hello["rank"]
         self.inbox = Inbox(channel, number, config.watchdog_seconds)
         platform = make_platform(rank_device(config, hello["card"]))
-        groups = Rendezvous(**hello["meeting"]).join(platform, number, config.parallel.world, config.watchdog_seconds)
+        groups = Rendezvous(**hello["meeting"]).join(
+            platform, number, config.parallel.world, config.watchdog_seconds
+        )
         self.rank = Worker(config, platform, Mesh.of(config.parallel, groups=groups))
         mesh = self.rank.mesh
-        self.leads = mesh.last_stage and mesh.tp_rank == 0  # its results are those of its data-parallel rank
+        # its results are those of its data-parallel rank
+        self.leads = mesh.last_stage and mesh.tp_rank == 0
         self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
         self.launched = 0  # the number of the newest step
         self.grammars = self.rank.runner.rows.grammars = ReceivedGrammars()
@@ -148,14 +159,21 @@ def send_heartbeats(links: list[Channel], stopped: threading.Event) -> None:
                 continue  # whoever reads from the link sees that it has ended
 
 
-def serve(channel: Channel, interface: str | None = None, card: int | None = None, model: str | None = None) -> int:
-    """Be the rank that rank 0 says, until told to stop; returns the exit status. interface, card, model: this host's own, where rank 0
-    cannot know them; a model as it was named to this process."""
+def serve(
+    channel: Channel,
+    interface: str | None = None,
+    card: int | None = None,
+    model: str | None = None,
+) -> int:
+    """Be the rank that rank 0 says, until told to stop; returns the exit status. interface,
+    card, model: this host's own, where rank 0 cannot know them; a model as it was named to this
+    process."""
     frame = channel.receive()
     if frame is None or frame[0] is not FrameKind.HELLO:
         return ORPHANED
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they reach all processes of a job; rank 0 drains, then says when to leave
+        # they reach all processes of a job; rank 0 drains, then says when to leave
+        signal.signal(number, signal.SIG_IGN)
     stopped = threading.Event()
     threading.Thread(target=send_heartbeats, args=([channel], stopped), daemon=True).start()
     try:
@@ -164,7 +182,9 @@ def serve(channel: Channel, interface: str | None = None, card: int | None = Non
         if model is not None:
             config = replace(config, model=str(model_folder(model)))
         collectives_on(interface or "lo")
-        worker = WorkerProcess(channel, {**hello, "card": hello["card"] if card is None else card}, config)
+        worker = WorkerProcess(
+            channel, {**hello, "card": hello["card"] if card is None else card}, config
+        )
         channel.send(FrameKind.READY)
         worker.run()
         worker.rank.runner.forget()
@@ -172,7 +192,8 @@ def serve(channel: Channel, interface: str | None = None, card: int | None = Non
         return 0
     except Exception as error:  # whatever it was, rank 0 tells the users
         reason = f"{type(error).__name__}: {error}"
-        if interface is not None:  # of another host, whose own log should say it too: rank 0 may be out of reach
+        # of another host, whose own log should say it too: rank 0 may be out of reach
+        if interface is not None:
             print(f"rorqual: a rank ends: {' '.join(reason.split())}", file=sys.stderr, flush=True)
         channel.send(FrameKind.FAILED, reason.encode())
         return 1
@@ -180,7 +201,9 @@ def serve(channel: Channel, interface: str | None = None, card: int | None = Non
         stopped.set()
 
 
-def connected(address: str, port: int, secret: bytes, place: tuple[int, int], named: str | None = None) -> tuple[Channel, str]:
+def connected(
+    address: str, port: int, secret: bytes, place: tuple[int, int], named: str | None = None
+) -> tuple[Channel, str]:
     """(link to rank 0, the interface it takes). place: rank and world."""
     channel = join(address, port, secret, PeerIdentity(*place, os.getpid(), socket.gethostname()))
     channel.patience(START_SECONDS)

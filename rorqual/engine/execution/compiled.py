@@ -1,11 +1,15 @@
-"""`exe_mode: compile`: the forward pass of a decode step, traced once without hand-overs and compiled by torch.compile.
+"""`exe_mode: compile`: the forward pass of a decode step, traced once without hand-overs and
+compiled by torch.compile.
 
-Two variants at most, both made before serving: one for a single token, one for any larger number (the number is a symbol, so batch
-sizes and drafts do not matter). After the first call the compiled function is called itself, with the step's tensors in the places
-where the first call had its own: no guards to evaluate a step, and nothing that could compile again. What the trace took for granted
-therefore has to stay: tensors of weights, cache and exchange are updated in place, `record_load` keeps its value.
+Two variants at most, both made before serving: one for a single token, one for any larger number
+(the number is a symbol, so batch sizes and drafts do not matter). After the first call the compiled
+function is called itself, with the step's tensors in the places where the first call had its own:
+no guards to evaluate a step, and nothing that could compile again. What the trace took for granted
+therefore has to stay: tensors of weights, cache and exchange are updated in place, `record_load`
+keeps its value.
 
-Compiled code is kept below the cache folder by torch's own caches, so that a restart traces the model (seconds) and compiles nothing.
+Compiled code is kept below the cache folder by torch's own caches, so that a restart traces the
+model (seconds) and compiles nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +38,20 @@ from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 # Headers would be compiled into a folder that every user of the machine may write to.
 OPTIONS = {"cpp_cache_precompile_headers": False}
-# Only what is marked becomes a symbol. Else numbers that differ from those of an engine before would.
-STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "specialize_int": True}
+# Only what is marked becomes a symbol. Else numbers that differ from those of an engine before
+# would.
+STATIC = {
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+    "specialize_int": True,
+}
 Function = Callable[..., Any]
 
 
 @dataclass
 class CompileStats:
-    """variants: functions compiled; from_cache: how many of them came from an earlier process; seconds: tracing and compiling."""
+    """variants: functions compiled; from_cache: how many of them came from an earlier process;
+    seconds: tracing and compiling."""
 
     variants: int = 0
     from_cache: int = 0
@@ -49,12 +59,22 @@ class CompileStats:
 
 
 class CompiledVariant:
-    """A compiled function with the arguments of its first call; those that belonged to the step are replaced at each call."""
+    """A compiled function with the arguments of its first call; those that belonged to the step
+    are replaced at each call."""
 
-    def __init__(self, function: Function, arguments: tuple[Any, ...], of_step: tuple[Tensor, ...], pages: int):
-        self.function, self.arguments = function, list(arguments)
+    def __init__(
+        self,
+        function: Function,
+        arguments: tuple[Any, ...],
+        of_step: tuple[Tensor, ...],
+        pages: int,
+    ):
+        self.function = function
+        self.arguments = list(arguments)
         places = {id(tensor): index for index, tensor in enumerate(of_step)}
-        self.tensors = [(at, places[id(given)]) for at, given in enumerate(arguments) if id(given) in places]
+        self.tensors = [
+            (at, places[id(given)]) for at, given in enumerate(arguments) if id(given) in places
+        ]
         assert len(self.tensors) == len(of_step), "every tensor of the step is an input, once"
         tokens = of_step[0].shape[0]
         sizes = {at: given for at, given in enumerate(arguments) if not isinstance(given, Tensor)}
@@ -71,13 +91,28 @@ class CompiledVariant:
 
 
 class TracedForwardBatch(ForwardBatch):
-    """A step of decoding alone. What is cached behind a lock cannot be traced, so its segments are made at each call; nor, in torch
-    2.11, can objects among a function's defaults, so it has none."""
+    """A step of decoding alone. What is cached behind a lock cannot be traced, so its segments
+    are made at each call; nor, in torch 2.11, can objects among a function's defaults, so it has
+    none."""
 
-    def __init__(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor, pool: KVPool, segment: AttentionMetadata, layout: Layout):
+    def __init__(
+        self,
+        ids: Tensor,
+        mapping: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        pool: KVPool,
+        segment: AttentionMetadata,
+        layout: Layout,
+    ):
         self.token_ids = self.positions = self.logit_rows = ids
-        self.slot_mapping, self.cos, self.sin, self.pool, self.layout = mapping, cos, sin, pool, layout
-        self.decode, self.prefill = segment, None
+        self.slot_mapping = mapping
+        self.cos = cos
+        self.sin = sin
+        self.pool = pool
+        self.layout = layout
+        self.decode = segment
+        self.prefill = None
 
     @property
     def segments(self) -> list[tuple[AttentionMetadata, slice]]:
@@ -86,11 +121,14 @@ class TracedForwardBatch(ForwardBatch):
 
 
 class CompiledForward:
-    """Normed hidden states [T, hidden] of every row of a step that only decodes. Compiled code is kept in `folder`; the model's layers were
-    built over `ops`."""
+    """Normed hidden states [T, hidden] of every row of a step that only decodes. Compiled code
+    is kept in `folder`; the model's layers were built over `ops`."""
 
     def __init__(self, model: Transformer, pool: KVPool, ops: TracedOps, folder: Path):
-        self.model, self.pool, self.ops, self.folder = model, pool, ops, folder
+        self.model = model
+        self.pool = pool
+        self.ops = ops
+        self.folder = folder
         self.layout = SINGLE_LAYOUT
         self.stats = CompileStats()
         self.one: CompiledVariant | None = None
@@ -99,8 +137,9 @@ class CompiledForward:
             self.ops.mla[attention.index] = attention.weights
 
     def compile(self, examples: Iterable[ForwardBatch]) -> None:
-        """Steps that write nowhere that is read; one of a single token, one of several tokens, or either. Not as many tokens as the pool
-        has pages: equal numbers would become one symbol."""
+        """Steps that write nowhere that is read; one of a single token, one of several tokens,
+        or either. Not as many tokens as the pool has pages: equal numbers would become one
+        symbol."""
         start = time.perf_counter()
         with compiler_caches_in(self.folder):
             for step in examples:
@@ -126,15 +165,19 @@ class CompiledForward:
 
     def _trace(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         segment = TracedMetadata(ids.shape[0])
-        return self.model.straight(TracedForwardBatch(ids, mapping, cos, sin, self.pool, segment, self.layout))
+        return self.model.straight(
+            TracedForwardBatch(ids, mapping, cos, sin, self.pool, segment, self.layout)
+        )
 
     def _compile(self, step: ForwardBatch, dynamic: bool) -> CompiledVariant:
         assert step.decode is not None
         assert step.num_tokens != self.pool.num_pages
         made: list[CompiledVariant] = []
-        of_step = tuple(tensor.clone() for tensor in _inputs(step))  # tensors of their own: an input is known by its identity
+        # tensors of their own: an input is known by its identity
+        of_step = tuple(tensor.clone() for tensor in _inputs(step))
         planes = [plane for layer in self.pool.layers for plane in layer.values()]
-        # How many pages there are depends on the memory that was free: as a symbol it does not spoil the cache for the next start.
+        # How many pages there are depends on the memory that was free: as a symbol it does not
+        # spoil the cache for the next start.
         for tensor in (*planes, *(of_step if dynamic else ())):
             torch._dynamo.mark_dynamic(tensor, 0)
 
@@ -147,16 +190,22 @@ class CompiledForward:
 
             return first
 
-        # Guards choose between compiled variants at each call; here a variant is called directly, so none are kept.
+        # Guards choose between compiled variants at each call; here a variant is called directly,
+        # so none are kept.
         options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-        function = torch.compile(_own_code(self._trace), fullgraph=True, backend=backend, options=options)
+        function = torch.compile(
+            _own_code(self._trace), fullgraph=True, backend=backend, options=options
+        )
         try:
             with self.ops.attending(step.decode), torch._dynamo.config.patch(STATIC):
                 function(*of_step)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             cause = error.inner_exception
             first = (str(cause).strip().splitlines() or [""])[0]
-            raise ConfigError(f"exe_mode='compile' does not work here: {type(cause).__name__}: {first}; accepted: eager") from error
+            raise ConfigError(
+                f"exe_mode='compile' does not work here: {type(cause).__name__}: {first}; "
+                "accepted: eager"
+            ) from error
         assert len(made) == 1
         return made[0]
 
@@ -172,8 +221,9 @@ class CompiledForward:
 
 
 def code_folder(device: str) -> Path:
-    """Where code compiled by this torch for these operators and this kind of device is kept. Within, torch names what it keeps by the
-    traced graph, which holds all that a model's configuration and the engine's options decide, and shares what graphs have in common."""
+    """Where code compiled by this torch for these operators and this kind of device is kept.
+    Within, torch names what it keeps by the traced graph, which holds all that a model's
+    configuration and the engine's options decide, and shares what graphs have in common."""
     source = hashlib.sha256(Path(custom_ops.__file__).read_bytes()).hexdigest()
     key = hashlib.sha256(repr((torch.__version__, device, source)).encode()).hexdigest()[:16]
     return cache_folder() / f"compile-{key}"
@@ -185,12 +235,16 @@ def _inputs(step: ForwardBatch) -> tuple[Tensor, ...]:
 
 def _hits(counters: Any) -> int:
     """A function found whole, or its kernels found after it was differentiated anew."""
-    return counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    return (
+        counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+    )
 
 
 def _own_code(method: Any) -> Function:
-    """The method over a copy of its code object. Dynamo keeps what it compiled on that object, and counts it there: engines of one
-    process would find, and use up, each other's."""
+    """The method over a copy of its code object. Dynamo keeps what it compiled on that object,
+    and counts it there: engines of one process would find, and use up, each other's."""
     function = method.__func__
-    copy = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__
+    )
     return types.MethodType(copy, method.__self__)

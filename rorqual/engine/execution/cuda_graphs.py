@@ -1,8 +1,10 @@
-"""Decode steps recorded once and replayed: the whole step, from reading the device rows to writing the sampled tokens back.
-Where some row needs the host's word (Variant.FULL), the forward pass alone.
+"""Decode steps recorded once and replayed: the whole step, from reading the device rows to writing
+the sampled tokens back. Where some row needs the host's word (Variant.FULL), the forward pass
+alone.
 
-One recording a batch bucket, sampling variant and number of drafts, made before serving, or, for batch sizes that `cudagraph_capture_sizes` leaves
-out, when one is first needed. A smaller batch is padded with a row whose block table is all null pages: it writes nowhere that is read.
+One recording a batch bucket, sampling variant and number of drafts, made before serving, or, for
+batch sizes that `cudagraph_capture_sizes` leaves out, when one is first needed. A smaller batch is
+padded with a row whose block table is all null pages: it writes nowhere that is read.
 """
 
 from __future__ import annotations
@@ -28,41 +30,62 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`body(slots, variant, num_speculative_tokens)` computes one decode step of the rows `slots` [bucket] and
-    returns what it drew, [bucket, ...]; of Variant.FULL the forward pass, and its hidden states."""
+    """`body(slots, variant, num_speculative_tokens)` computes one decode step of the rows
+    `slots` [bucket] and returns what it drew, [bucket, ...]; of Variant.FULL the forward pass,
+    and its hidden states."""
 
     def __init__(self, body: Body, platform: Platform, most: int, padding_slot: int):
-        self.body, self.platform, self.padding = body, platform, padding_slot
+        self.body = body
+        self.platform = platform
+        self.padding = padding_slot
         self.buckets = bucket_sizes(most)
         self.slots = torch.full((most,), padding_slot, dtype=torch.int64, device=platform.device)
         self.graphs: dict[tuple[int, SamplingVariant, int], Callable[[], Tensor]] = {}
         self.shown: list[int] = []
 
     def capture(
-        self, variants: tuple[SamplingVariant, ...] = CAPTURED, draft_counts: Iterable[int] = (0,), sizes: Sequence[int] | None = None
+        self,
+        variants: tuple[SamplingVariant, ...] = CAPTURED,
+        draft_counts: Iterable[int] = (0,),
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        """Record every bucket, or those that batches of `sizes` use; the largest first so that the others fit into its memory."""
+        """Record every bucket, or those that batches of `sizes` use; the largest first so that
+        the others fit into its memory."""
         for key in self._wanted(variants, draft_counts, sizes):
             self._capture(*key)
 
     def warm_up(
-        self, variants: tuple[SamplingVariant, ...] = CAPTURED, draft_counts: Iterable[int] = (0,), sizes: Sequence[int] | None = None
+        self,
+        variants: tuple[SamplingVariant, ...] = CAPTURED,
+        draft_counts: Iterable[int] = (0,),
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """Every step that `record` would compute, once."""
         for size, variant, num_speculative_tokens in self._wanted(variants, draft_counts, sizes):
             self.body(self._padding(size), variant, num_speculative_tokens)
 
     def _wanted(
-        self, variants: tuple[SamplingVariant, ...], draft_counts: Iterable[int], sizes: Sequence[int] | None
+        self,
+        variants: tuple[SamplingVariant, ...],
+        draft_counts: Iterable[int],
+        sizes: Sequence[int] | None,
     ) -> Iterator[tuple[int, SamplingVariant, int]]:
-        wanted = self.buckets if sizes is None else {self.bucket(size) for size in sizes if size <= self.buckets[-1]}
+        wanted = (
+            self.buckets
+            if sizes is None
+            else {self.bucket(size) for size in sizes if size <= self.buckets[-1]}
+        )
         for num_speculative_tokens, variant in itertools.product(draft_counts, variants):
-            yield from ((size, variant, num_speculative_tokens) for size in sorted(wanted, reverse=True))
+            yield from (
+                (size, variant, num_speculative_tokens) for size in sorted(wanted, reverse=True)
+            )
 
     def bucket(self, size: int) -> int:
         return self.buckets[bisect_left(self.buckets, size)]
 
-    def _capture(self, size: int, variant: SamplingVariant, num_speculative_tokens: int) -> Callable[[], Tensor]:
+    def _capture(
+        self, size: int, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> Callable[[], Tensor]:
         slots = self._padding(size)
         graph = self.graphs[size, variant, num_speculative_tokens] = self.platform.capture(
             lambda: self.body(slots, variant, num_speculative_tokens)

@@ -1,8 +1,11 @@
-"""How many drafts to verify: the number with the most accepted tokens per measured second, by batch size. No torch.
+"""How many drafts to verify: the number with the most accepted tokens per measured second, by batch
+size. No torch.
 
-A sparse model's step grows with every row, because more rows read more experts; so the best num_speculative_tokens depends on the batch, on what the
-text is like, and on the machine. The controller measures instead of modelling: for each batch bucket it keeps a running estimate of
-tokens a second for every num_speculative_tokens, tries the others now and then, and moves only when another is clearly better.
+A sparse model's step grows with every row, because more rows read more experts; so the best
+num_speculative_tokens depends on the batch, on what the text is like, and on the machine. The
+controller measures instead of modelling: for each batch bucket it keeps a running estimate of
+tokens a second for every num_speculative_tokens, tries the others now and then, and moves only when
+another is clearly better.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ MARGIN = 1.03  # another num_speculative_tokens must promise 3 % more
 FIRST_STEPS = 8  # steps each num_speculative_tokens is tried for before any is preferred
 PROBE_EVERY = 256  # steps between two trials of a num_speculative_tokens that is not in use
 PROBE_STEPS = 16  # more than half of an estimate that has gone stale
-LONGEST = 5.0  # a step longer or shorter than the usual one by so much was disturbed, and says nothing
+# a step longer or shorter than the usual one by so much was disturbed, and says nothing
+LONGEST = 5.0
 DISTURBED = 4  # so many of them in a row are the new usual
 
 
@@ -31,7 +35,8 @@ class Estimate:
         usual = not self.steps or seconds / LONGEST <= self.seconds <= seconds * LONGEST
         self.disturbed = 0 if usual else self.disturbed + 1
         if self.disturbed >= DISTURBED:
-            self.steps = self.disturbed = 0  # it was the first step that was disturbed, or times have changed
+            # it was the first step that was disturbed, or times have changed
+            self.steps = self.disturbed = 0
         elif not usual:
             return
         weight = max(MEMORY, 1 / (self.steps + 1))
@@ -62,7 +67,8 @@ def draft_count_choices(most: int, adaptive: bool) -> tuple[int, ...]:
 
 
 class DraftController:
-    """`choose` before each plan, `observe` after each step of decoding alone. With `adaptive` False the answer is always `most`."""
+    """`choose` before each plan, `observe` after each step of decoding alone. With `adaptive`
+    False the answer is always `most`."""
 
     def __init__(self, most: int, adaptive: bool = False):
         self.most = most
@@ -84,11 +90,13 @@ class DraftController:
         return self.buckets[key]
 
     def observe(self, batch: int, num_speculative_tokens: int, tokens: int, seconds: float) -> None:
-        """A step that verified num_speculative_tokens drafts for each of `batch` requests brought `tokens` new ones in `seconds`."""
+        """A step that verified num_speculative_tokens drafts for each of `batch` requests
+        brought `tokens` new ones in `seconds`."""
         if len(self.choices) == 1:
             return
         bucket = self._bucket(batch)
-        # The first step with more drafts finds only those that the step before has made: it says nothing about the steps to come.
+        # The first step with more drafts finds only those that the step before has made: it says
+        # nothing about the steps to come.
         if num_speculative_tokens <= self.before:
             bucket.estimates[num_speculative_tokens].add(tokens, seconds)
         self.before = num_speculative_tokens
@@ -103,17 +111,26 @@ class DraftController:
                 self._start_probe(bucket)
 
     def _start_probe(self, bucket: Bucket) -> None:
-        fresh = [n for n in self.choices if n != bucket.current and bucket.estimates[n].steps < FIRST_STEPS]
+        fresh = [
+            n
+            for n in self.choices
+            if n != bucket.current and bucket.estimates[n].steps < FIRST_STEPS
+        ]
         if bucket.estimates[bucket.current].steps < FIRST_STEPS:
             return
         if fresh:
-            bucket.probe, bucket.probe_left = fresh[0], FIRST_STEPS + 1
+            bucket.probe = fresh[0]
+            bucket.probe_left = FIRST_STEPS + 1
         elif bucket.since_probe >= PROBE_EVERY:
             bucket.order = bucket.order or [n for n in self.choices if n != bucket.current]
-            bucket.probe, bucket.probe_left, bucket.since_probe = bucket.order.pop(0), PROBE_STEPS, 0
+            bucket.probe = bucket.order.pop(0)
+            bucket.probe_left = PROBE_STEPS
+            bucket.since_probe = 0
 
     def _settle(self, bucket: Bucket) -> None:
-        """Move to another num_speculative_tokens when it promises clearly more than the one in use."""
+        """Move to another num_speculative_tokens when it promises clearly more than the one in
+        use."""
         best = max(self.choices, key=lambda n: bucket.estimates[n].rate)
         if bucket.estimates[best].rate > MARGIN * bucket.estimates[bucket.current].rate:
-            bucket.current, bucket.order = best, []
+            bucket.current = best
+            bucket.order = []

@@ -1,4 +1,5 @@
-"""From a plan to what the model computes: packed tokens, their places in the cache, and the rows that are sampled."""
+"""From a plan to what the model computes: packed tokens, their places in the cache, and the rows
+that are sampled."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from rorqual.parallel.mesh import SINGLE_LAYOUT
 
 @dataclass
 class BatchPart:
-    """The decode or the prefill half of a step, packed tokens first, then the rows that are sampled: their `logit_rows` among the
-    part's tokens, `slots`, and `bounds` of their cached entries. `following`: the prompt's token
-    after each (0 after the last).
-    `ends`: with several prediction modules, the last rows [C] of chunks that are not sampled, and
-    the tokens after them [C, modules]; where the prompt ends before, its last one stands in."""
+    """The decode or the prefill half of a step, packed tokens first, then the rows that are
+    sampled: their `logit_rows` among the part's tokens, `slots`, and `bounds` of their cached
+    entries. `following`: the prompt's token after each (0 after the last). `ends`: with several
+    prediction modules, the last rows [C] of chunks that are not sampled, and the tokens after
+    them [C, modules]; where the prompt ends before, its last one stands in."""
 
     ids: Tensor
     positions: Tensor
@@ -52,28 +53,54 @@ class ForwardBatchBuilder:
     """`exact`: the host knows every length, as it does without speculation. `modules`: prediction
     modules that will read what follows a prompt's tokens."""
 
-    def __init__(self, rows: RequestState, pool: KVPool, rotary: Rotary, exact: bool, modules: int = 0):
+    def __init__(
+        self, rows: RequestState, pool: KVPool, rotary: Rotary, exact: bool, modules: int = 0
+    ):
         self.modules = modules
-        self.rows, self.pool, self.rotary, self.exact = rows, pool, rotary, exact
-        self.platform, self.page_size = rows.platform, pool.spec.page_size
+        self.rows = rows
+        self.pool = pool
+        self.rotary = rotary
+        self.exact = exact
+        self.platform = rows.platform
+        self.page_size = pool.spec.page_size
         self.nothing = torch.empty(0, dtype=torch.int64, device=self.platform.device)
 
-    def batch(self, decode: BatchPart | None, prefill: BatchPart | None, layout: Layout = SINGLE_LAYOUT) -> BuiltBatch:
-        """Without either half a rank computes nothing of its own and takes part in what the others compute."""
+    def batch(
+        self, decode: BatchPart | None, prefill: BatchPart | None, layout: Layout = SINGLE_LAYOUT
+    ) -> BuiltBatch:
+        """Without either half a rank computes nothing of its own and takes part in what the
+        others compute."""
         columns = [part.columns() for part in (decode, prefill) if part] or [(self.nothing,) * 4]
-        ids, positions, slot_mapping, logit_rows = (join([column[i] for column in columns]) for i in range(4))
+        ids, positions, slot_mapping, logit_rows = (
+            join([column[i] for column in columns]) for i in range(4)
+        )
         if decode and prefill:
             logit_rows = torch.cat((decode.logit_rows, prefill.logit_rows + decode.ids.shape[0]))
         cos, sin = self.rotary.rows(positions)
         segments = (decode.segment if decode else None, prefill.segment if prefill else None)
-        return BuiltBatch(ForwardBatch(ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments, layout), decode, prefill)
+        return BuiltBatch(
+            ForwardBatch(
+                ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments, layout
+            ),
+            decode,
+            prefill,
+        )
 
-    def decode(self, slots: Tensor, bounds: tuple[int, ...], num_speculative_tokens: int) -> BatchPart:
+    def decode(
+        self, slots: Tensor, bounds: tuple[int, ...], num_speculative_tokens: int
+    ) -> BatchPart:
         """The newest token of each request and num_speculative_tokens drafts behind it."""
-        rows, width = self.rows, num_speculative_tokens + 1
+        rows = self.rows
+        width = num_speculative_tokens + 1
         tables = rows.tables[slots, : self._pages(max(bounds))]
         ids, positions, mapping, lens = rows.ops.decode_rows(
-            rows.length, rows.last_token, rows.drafts, tables, slots, num_speculative_tokens, self.page_size
+            rows.length,
+            rows.last_token,
+            rows.drafts,
+            tables,
+            slots,
+            num_speculative_tokens,
+            self.page_size,
         )
         segment = AttentionMetadata(tables, lens, (width,) * len(bounds), bounds, self.exact)
         logit_rows = torch.arange(positions.shape[0], device=self.platform.device)
@@ -81,18 +108,25 @@ class ForwardBatchBuilder:
 
     def prefill(self, plan: SchedulerOutput) -> BatchPart:
         """Everything about prompts is known to the host: one copy brings it over."""
-        rows, chunks, to_device = self.rows, plan.chunks, self.platform.to_device
+        rows = self.rows
+        chunks = plan.chunks
+        to_device = self.platform.to_device
         host = _ChunkColumns()
         for index, chunk in enumerate(chunks):
             host.add(index, chunk)
         tokens = to_device(torch.tensor([host.ids, host.positions, host.owner, host.following]))
-        heads = to_device(torch.tensor([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]]))
+        heads = to_device(
+            torch.tensor([[chunk.slot for chunk in chunks], [chunk.stop for chunk in chunks]])
+        )
         picked = to_device(torch.tensor([host.logit_rows, host.slots], dtype=torch.int64))
-        slots, lens = heads[0], heads[1]
+        slots = heads[0]
+        lens = heads[1]
         rows.length.index_copy_(0, slots, lens)
         bounds = tuple(chunk.stop for chunk in chunks)
         tables = rows.tables[slots, : self._pages(max(bounds))]
-        segment = AttentionMetadata(tables, lens, tuple(len(chunk.tokens) for chunk in chunks), bounds)
+        segment = AttentionMetadata(
+            tables, lens, tuple(len(chunk.tokens) for chunk in chunks), bounds
+        )
         held = tables[tokens[2], tokens[1] // self.page_size]
         mapping = held * self.page_size + tokens[1] % self.page_size
         sampled = tuple(chunk.stop for chunk in chunks if chunk.sample)

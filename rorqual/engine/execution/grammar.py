@@ -1,4 +1,5 @@
-"""What the sampler needs of a grammar: masks of allowed tokens, position by position. The grammars themselves are injected."""
+"""What the sampler needs of a grammar: masks of allowed tokens, position by position. The
+grammars themselves are injected."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class Matcher(Protocol):
     """One request's place in its grammar."""
 
     def fill(self, mask: Tensor, row: int) -> None:
-        """Write the tokens allowed next into mask[row]: int32 [rows, ceil(vocabulary / 32)] on the host, bit i % 32 of word i // 32."""
+        """Write the tokens allowed next into mask[row]: int32 [rows, ceil(vocabulary / 32)] on
+        the host, bit i % 32 of word i // 32."""
 
     def accept(self, token: int) -> bool:
         """Move past a token; False, without moving, where the grammar forbids it."""
@@ -27,10 +29,12 @@ class Matcher(Protocol):
 
 
 class Grammars(Protocol):
-    """Makes matchers; compiling may take long, so whoever serves requests prepares them off the engine's thread."""
+    """Makes matchers; compiling may take long, so whoever serves requests prepares them off the
+    engine's thread."""
 
     def matcher(self, structure: StructuredOutput) -> Matcher:
-        """A fresh matcher. Raises RequestError where the structure cannot be compiled within the limits."""
+        """A fresh matcher. Raises RequestError where the structure cannot be compiled within the
+        limits."""
 
 
 class SharedGrammars(Grammars, Protocol):

@@ -1,4 +1,5 @@
-"""Places in grammars that xgrammar compiled, and grammars that arrive compiled from rank 0. xgrammar is imported where one is made."""
+"""Places in grammars that xgrammar compiled, and grammars that arrive compiled from rank 0.
+xgrammar is imported where one is made."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ KEPT = 128
 
 
 class XMatcher:
-    """One request's place in its grammar; see engine.grammar.Matcher. `compiled` is an xgrammar.CompiledGrammar."""
+    """One request's place in its grammar; see engine.grammar.Matcher. `compiled` is an
+    xgrammar.CompiledGrammar."""
 
     def __init__(self, compiled: Any):
         import xgrammar
@@ -39,10 +41,12 @@ class XMatcher:
 
 
 class Latest(OrderedDict[StructuredOutput, Any]):
-    """The entries used last. Rank 0 and the others see the same plans, so both drop the same ones, and nothing is said about it."""
+    """The entries used last. Rank 0 and the others see the same plans, so both drop the same
+    ones, and nothing is said about it."""
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
-        """After a plan: the structures of its new rows, in order. There may be more than KEPT of them."""
+        """After a plan: the structures of its new rows, in order. There may be more than KEPT of
+        them."""
         for structure in structures:
             self.move_to_end(structure)
         while len(self) > KEPT:
@@ -50,18 +54,29 @@ class Latest(OrderedDict[StructuredOutput, Any]):
 
 
 class GrammarSender:
-    """Rank 0's side: sends each compiled grammar once, before the plan that brings its first request, and again where it was dropped."""
+    """Rank 0's side: sends each compiled grammar once, before the plan that brings its first
+    request, and again where it was dropped."""
 
     def __init__(self, send: Callable[[bytes], None]):
-        self.send, self.sent, self.told_vocabulary = send, Latest(), False
+        self.send = send
+        self.sent = Latest()
+        self.told_vocabulary = False
 
-    def send_missing(self, grammars: SharedGrammars, structures: Sequence[StructuredOutput]) -> None:
+    def send_missing(
+        self, grammars: SharedGrammars, structures: Sequence[StructuredOutput]
+    ) -> None:
         """`structures`: those of a plan's new rows, in order."""
         for structure in structures:
             if structure not in self.sent:
-                packed, vocabulary = grammars.packed(structure), None if self.told_vocabulary else grammars.vocabulary()
-                self.send(json.dumps([structure.kind, structure.value, packed, vocabulary], separators=(",", ":")).encode())
-                self.told_vocabulary, self.sent[structure] = True, None
+                packed = grammars.packed(structure)
+                vocabulary = None if self.told_vocabulary else grammars.vocabulary()
+                self.send(
+                    json.dumps(
+                        [structure.kind, structure.value, packed, vocabulary], separators=(",", ":")
+                    ).encode()
+                )
+                self.told_vocabulary = True
+                self.sent[structure] = None
         self.sent.used(structures)
 
 
@@ -78,10 +93,13 @@ class ReceivedGrammars:
         kind, value, packed, vocabulary = json.loads(data)
         if vocabulary is not None:
             self.info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
-        self.latest[StructuredOutput(kind, value)] = xgrammar.CompiledGrammar.deserialize_json(packed, self.info)
+        self.latest[StructuredOutput(kind, value)] = xgrammar.CompiledGrammar.deserialize_json(
+            packed, self.info
+        )
 
     def matcher(self, structure: StructuredOutput) -> XMatcher:
-        return XMatcher(self.latest[structure])  # rank 0 sends a grammar before the plan that needs it
+        # rank 0 sends a grammar before the plan that needs it
+        return XMatcher(self.latest[structure])
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
         """The structures of a plan's new rows, in order, once their matchers are made."""

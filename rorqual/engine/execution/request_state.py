@@ -1,4 +1,5 @@
-"""Device rows: per-request state that the device advances by itself, indexed by the request's slot."""
+"""Device rows: per-request state that the device advances by itself, indexed by the request's
+slot."""
 
 from __future__ import annotations
 
@@ -16,19 +17,32 @@ from rorqual.request import SamplingParams
 
 
 class RequestState:
-    """last_token, length (cached entries) [slots]; tables [slots, pages]; sampling settings [slots].
+    """last_token, length (cached entries) [slots]; tables [slots, pages]; sampling settings
+    [slots].
 
-    `length` is also the position of the newest token, the first that a decode step computes. drafts [slots, most_drafts] follow it;
-    `num_drafts` of them are there, `limit` of them are ever wanted (0 for a request that opts out). `coupled` rows, seeded ones, draw
-    drafts and tokens with the same random numbers. Penalty counts [slots, vocabulary], draft probabilities [slots, most_drafts,
-    vocabulary] and the token history [slots, tokens] are made on first use. One row more than `slots` stands in where a step is padded:
-    its table is all null pages and its length stays 0. A table's unused end is null too: what is written past a request's pages goes there.
+    `length` is also the position of the newest token, the first that a decode step computes. drafts
+    [slots, most_drafts] follow it; `num_drafts` of them are there, `limit` of them are ever wanted
+    (0 for a request that opts out). `coupled` rows, seeded ones, draw drafts and tokens with the
+    same random numbers. Penalty counts [slots, vocabulary], draft probabilities [slots,
+    most_drafts, vocabulary] and the token history [slots, tokens] are made on first use. One row
+    more than `slots` stands in where a step is padded: its table is all null pages and its length
+    stays 0. A table's unused end is null too: what is written past a request's pages goes there.
     `ops` draws for these rows.
     """
 
-    def __init__(self, slots: int, max_pages: int, vocab: int, platform: Platform, most_drafts: int = 0, ops: Ops | None = None):
+    def __init__(
+        self,
+        slots: int,
+        max_pages: int,
+        vocab: int,
+        platform: Platform,
+        most_drafts: int = 0,
+        ops: Ops | None = None,
+    ):
         device = platform.device
-        self.platform, self.vocab, self.most_drafts = platform, vocab, most_drafts
+        self.platform = platform
+        self.vocab = vocab
+        self.most_drafts = most_drafts
         self.ops = ops or ops_for(platform.name)
         self.padding = slots
         slots += 1
@@ -56,8 +70,11 @@ class RequestState:
         return [row.params for slot in slots if (row := self.params[slot]) is not None]
 
     def state(self, slots: Tensor) -> Tensor:
-        """What a step changed of these rows, [N, 3 + most_drafts]: the stages of a pipeline that do not sample take it over."""
-        columns = torch.stack((self.last_token[slots], self.length[slots], self.num_drafts[slots]), 1)
+        """What a step changed of these rows, [N, 3 + most_drafts]: the stages of a pipeline that
+        do not sample take it over."""
+        columns = torch.stack(
+            (self.last_token[slots], self.length[slots], self.num_drafts[slots]), 1
+        )
         return torch.cat((columns, self.drafts[slots]), 1)
 
     def take(self, slots: Tensor, state: Tensor) -> None:
@@ -73,10 +90,13 @@ class RequestState:
 
     def keep_history(self, tokens: int) -> None:
         """Make room for the tokens of every request by position: drafting by look-up reads them."""
-        self.history = torch.zeros(len(self.params), tokens, dtype=torch.int64, device=self.platform.device)
+        self.history = torch.zeros(
+            len(self.params), tokens, dtype=torch.int64, device=self.platform.device
+        )
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Set up new rows and write new pages into block tables, before the step that needs them."""
+        """Set up new rows and write new pages into block tables, before the step that needs
+        them."""
         for row in plan.new_requests:
             self._set_up(row)
         if plan.pages:
@@ -84,7 +104,9 @@ class RequestState:
             self.tables[slots, indices] = pages
 
     def _set_up(self, row: NewRequest) -> None:
-        params, slot, to_device = row.params, row.slot, self.platform.to_device
+        params = row.params
+        slot = row.slot
+        to_device = self.platform.to_device
         self.params[slot] = row
         self.tables[slot].zero_()
         self.tables[slot, : len(row.pages)] = to_device(torch.tensor(row.pages))
@@ -96,7 +118,9 @@ class RequestState:
             self.limit[slot] = self.most_drafts if params.speculate else 0
             self.coupled[slot] = params.seed is not None or params.greedy
         if self.history is not None:
-            self.history[slot, : len(row.tokens)] = to_device(torch.tensor(row.tokens, dtype=torch.int64))
+            self.history[slot, : len(row.tokens)] = to_device(
+                torch.tensor(row.tokens, dtype=torch.int64)
+            )
         self.matchers.pop(slot, None)
         if params.structured is not None and self.draws:
             self._match(row)
@@ -107,7 +131,10 @@ class RequestState:
         """The request's place in its grammar; a preempted request has said something already."""
         assert row.params.structured is not None
         if self.grammars is None:
-            raise RequestError("structured output needs a tokenizer and the package xgrammar; this engine was built without")
+            raise RequestError(
+                "structured output needs a tokenizer and the package xgrammar; this engine "
+                "was built without"
+            )
         matcher = self.matchers[row.slot] = self.grammars.matcher(row.params.structured)
         for token in row.tokens[row.prompt_len :]:
             moved = matcher.accept(token)
@@ -116,12 +143,16 @@ class RequestState:
     def count(self, slots: Tensor, tokens: Tensor) -> None:
         """Tokens [M] put out by the rows `slots` [M]; -1 is none."""
         if self.counts is not None:
-            self.counts.index_put_((slots, tokens.clamp(min=0)), (tokens >= 0).int(), accumulate=True)
+            self.counts.index_put_(
+                (slots, tokens.clamp(min=0)), (tokens >= 0).int(), accumulate=True
+            )
 
     def _count(self, row: NewRequest) -> None:
-        """Tokens of the prompt, and counts of those already put out (a request that was preempted has some)."""
+        """Tokens of the prompt, and counts of those already put out (a request that was
+        preempted has some)."""
         if self.counts is None or self.in_prompt is None:
-            shape, device = (len(self.params), self.vocab), self.platform.device
+            shape = (len(self.params), self.vocab)
+            device = self.platform.device
             self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
         tokens = self.platform.to_device(torch.tensor(row.tokens, dtype=torch.int64))

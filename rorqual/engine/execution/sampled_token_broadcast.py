@@ -1,6 +1,8 @@
-"""What a pipeline's last stage drew, on its way to the stages that need it for a later step of the same requests.
+"""What a pipeline's last stage drew, on its way to the stages that need it for a later step of the
+same requests.
 
-Nobody waits for it when the step ends: a stage goes on with other requests, and takes the tokens over when a plan names theirs again.
+Nobody waits for it when the step ends: a stage goes on with other requests, and takes the tokens
+over when a plan names theirs again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class BroadcastInFlight:
 
 class SampledTokenBroadcast:
     def __init__(self, rows: RequestState, mesh: Mesh):
-        self.rows, self.axis, self.draws = rows, mesh.axes["tokens"], mesh.last_stage
+        self.rows = rows
+        self.axis = mesh.axes["tokens"]
+        self.draws = mesh.last_stage
         self.travelling: deque[BroadcastInFlight] = deque()
 
     def start(self, slots: list[int]) -> None:
@@ -39,14 +43,20 @@ class SampledTokenBroadcast:
         if self.draws:
             state = self.rows.state(on_device)
         else:
-            state = torch.empty(len(slots), 3 + self.rows.most_drafts, dtype=torch.int64, device=on_device.device)
+            state = torch.empty(
+                len(slots), 3 + self.rows.most_drafts, dtype=torch.int64, device=on_device.device
+            )
         pending = self.axis.start_broadcast(state, self.axis.size - 1)
         self.travelling.append(BroadcastInFlight(frozenset(slots), on_device, pending))
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Before a plan reads, or sets up anew, the rows `slots`: whatever is on its way to them has arrived, and all sent before it."""
+        """Before a plan reads, or sets up anew, the rows `slots`: whatever is on its way to them
+        has arrived, and all sent before it."""
         named = set(slots)
-        last = max((i for i, item in enumerate(self.travelling) if not named.isdisjoint(item.slots)), default=-1)
+        last = max(
+            (i for i, item in enumerate(self.travelling) if not named.isdisjoint(item.slots)),
+            default=-1,
+        )
         for _ in range(last + 1):
             item = self.travelling.popleft()
             state = item.state.wait()

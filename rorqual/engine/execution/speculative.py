@@ -1,13 +1,15 @@
 """Speculative decoding: verify the drafts of the step before, and make new ones.
 
-Every decoding request brings num_speculative_tokens + 1 rows: its newest token and num_speculative_tokens drafts. The model's own choice behind each row either
-confirms the draft that follows or replaces it, and what comes after a replaced draft is dropped. A draft may be missing (a
-request that opts out, or one that drafted less before): it counts as refused. Everything here is a fixed sequence of
-device operations, so that a graph can hold it.
+Every decoding request brings num_speculative_tokens + 1 rows: its newest token and
+num_speculative_tokens drafts. The model's own choice behind each row either confirms the draft that
+follows or replaces it, and what comes after a replaced draft is dropped. A draft may be missing (a
+request that opts out, or one that drafted less before): it counts as refused. Everything here is a
+fixed sequence of device operations, so that a graph can hold it.
 
-Greedy and seeded requests are *coupled*: draft and token are chosen with the same random number, and a draft is accepted when it
-is the token the model would have drawn anyway. Their output therefore equals that without speculation, token by token. Others use
-rejection sampling (arXiv 2211.17192, theorem 1): a draft d of probability q(d) is accepted with min(1, p(d) / q(d)), else the
+Greedy and seeded requests are *coupled*: draft and token are chosen with the same random number,
+and a draft is accepted when it is the token the model would have drawn anyway. Their output
+therefore equals that without speculation, token by token. Others use rejection sampling (arXiv
+2211.17192, theorem 1): a draft d of probability q(d) is accepted with min(1, p(d) / q(d)), else the
 token is drawn from max(p - q, 0), which leaves the distribution p unchanged and accepts more often.
 """
 
@@ -40,7 +42,8 @@ from rorqual.parallel.overlap import straight
 
 @dataclass
 class Verification:
-    """tokens [R, num_speculative_tokens + 1]: accepted drafts, the model's own token, then -1. right, drafted [R]: drafts accepted, and made."""
+    """tokens [R, num_speculative_tokens + 1]: accepted drafts, the model's own token, then -1.
+    right, drafted [R]: drafts accepted, and made."""
 
     tokens: Tensor
     num_accepted: Tensor
@@ -48,7 +51,8 @@ class Verification:
 
 
 class Verifier:
-    """`rates`: probability that the draft at each place is accepted, drawn by lot instead of compared (simulated acceptance)."""
+    """`rates`: probability that the draft at each place is accepted, drawn by lot instead of
+    compared (simulated acceptance)."""
 
     def __init__(self, rows: RequestState, most: int, rates: tuple[float, ...] = ()):
         device = rows.platform.device
@@ -57,10 +61,17 @@ class Verifier:
         self.rates = torch.tensor(rates, dtype=torch.float64, device=device) if rates else None
 
     def verify(
-        self, logits: Tensor, variant: SamplingVariant, slots: Tensor, positions: Tensor, num_speculative_tokens: int
+        self,
+        logits: Tensor,
+        variant: SamplingVariant,
+        slots: Tensor,
+        positions: Tensor,
+        num_speculative_tokens: int,
     ) -> Verification:
-        """logits [R * (num_speculative_tokens + 1), vocabulary], request after request; slots [R]; positions [R * (num_speculative_tokens + 1)] of the tokens to draw."""
-        rows, width = self.rows, num_speculative_tokens + 1
+        """logits [R * (num_speculative_tokens + 1), vocabulary], request after request; slots
+        [R]; positions [R * (num_speculative_tokens + 1)] of the tokens to draw."""
+        rows = self.rows
+        width = num_speculative_tokens + 1
         if not num_speculative_tokens:
             tokens = sample(logits, variant, slots, positions, rows)
             none = torch.zeros_like(slots)
@@ -75,38 +86,74 @@ class Verifier:
         if self.rates is not None:
             taken = self._by_lot(slots, positions.view(-1, width)[:, :num_speculative_tokens])
         elif given is not None:
-            taken = self._accepted(given, tokens, rows.drafts.index_select(0, slots)[:, :num_speculative_tokens], slots, positions)
-        stand, num_accepted, drafted = rows.ops.verify_drafts(tokens, rows.drafts, rows.num_drafts, slots, taken)
+            taken = self._accepted(
+                given,
+                tokens,
+                rows.drafts.index_select(0, slots)[:, :num_speculative_tokens],
+                slots,
+                positions,
+            )
+        stand, num_accepted, drafted = rows.ops.verify_drafts(
+            tokens, rows.drafts, rows.num_drafts, slots, taken
+        )
         if given is not None and self.rates is None:
             stand = self._replaced(given, tokens, stand, slots, positions, num_accepted, drafted)
         return Verification(stand, num_accepted, drafted)
 
-    def _accepted(self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """[R, num_speculative_tokens]: by comparison for coupled rows, by lot with odds p(d) / q(d) for the others."""
-        rows, (count, n) = self.rows, drafts.shape
-        p, kept = given.probability(drafts), rows.draft_probs
+    def _accepted(
+        self, given: Distribution, tokens: Tensor, drafts: Tensor, slots: Tensor, positions: Tensor
+    ) -> Tensor:
+        """[R, num_speculative_tokens]: by comparison for coupled rows, by lot with odds p(d) /
+        q(d) for the others."""
+        rows = self.rows
+        (count, n) = drafts.shape
+        p = given.probability(drafts)
+        kept = rows.draft_probs
         q = p.new_ones(()) if kept is None else kept[slots[:, None], self.places[:n], drafts]
         lot = self._numbers(slots, positions.view(count, n + 1)[:, :n], ACCEPT) * q < p
-        return torch.where(rows.coupled.index_select(0, slots)[:, None], tokens[:, :n] == drafts, lot)
+        return torch.where(
+            rows.coupled.index_select(0, slots)[:, None], tokens[:, :n] == drafts, lot
+        )
 
     def _numbers(self, slots: Tensor, positions: Tensor, stream: int) -> Tensor:
         """[R, ...] for positions [R, ...]."""
         seeds = self.rows.seed.index_select(0, slots)
-        return self.rows.ops.uniform(seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions), positions, stream)
+        return self.rows.ops.uniform(
+            seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions), positions, stream
+        )
 
     def _replaced(
-        self, given: Distribution, tokens: Tensor, stand: Tensor, slots: Tensor, positions: Tensor, num_accepted: Tensor, drafted: Tensor
+        self,
+        given: Distribution,
+        tokens: Tensor,
+        stand: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        num_accepted: Tensor,
+        drafted: Tensor,
     ) -> Tensor:
-        """`stand` with the token behind the accepted drafts drawn from what the refused draft's own distribution left over."""
-        rows, n = self.rows, tokens.shape[1] - 1
+        """`stand` with the token behind the accepted drafts drawn from what the refused draft's
+        own distribution left over."""
+        rows = self.rows
+        n = tokens.shape[1] - 1
         place = num_accepted.clamp(max=n - 1)
         refused = rows.drafts[slots, place]
-        after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + num_accepted  # the row behind the accepted drafts
+        # the row behind the accepted drafts
+        after = torch.arange(0, positions.shape[0], n + 1, device=slots.device) + num_accepted
         numbers = self._numbers(slots, positions.index_select(0, after), TOKEN)
         q = None if rows.draft_probs is None else rows.draft_probs.flatten(0, 1)
-        own = rows.coupled.index_select(0, slots) | (num_accepted >= drafted)  # nothing was refused: the model's own draw stands
-        other = rows.ops.sample_residual(given, torch.where(own, -1, after), numbers, refused, q, slots * rows.most_drafts + place)
-        # So it does where nothing is left over, p and q being equal but for rounding: a refusal cannot have happened by more than that.
+        # nothing was refused: the model's own draw stands
+        own = rows.coupled.index_select(0, slots) | (num_accepted >= drafted)
+        other = rows.ops.sample_residual(
+            given,
+            torch.where(own, -1, after),
+            numbers,
+            refused,
+            q,
+            slots * rows.most_drafts + place,
+        )
+        # So it does where nothing is left over, p and q being equal but for rounding: a refusal
+        # cannot have happened by more than that.
         last = torch.where(other < 0, tokens.gather(1, num_accepted[:, None]).squeeze(1), other)
         return stand.scatter(1, num_accepted[:, None], last[:, None])
 
@@ -122,10 +169,11 @@ class Verifier:
 class Drafting:
     """What a drafter may look at once a step has been sampled. N requests are to be continued.
 
-    slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden state predicts the newest one;
-    max_kv_lens: host bounds of the cached entries once every draft is written. step, hidden [T, hidden] and following [T], the
-    token after each row, are those of the step. common: what ranks, who draft together, know alike;
-    its `sampled` is N of each data-parallel rank. ends: see Part; rows of the step.
+    slots [N]; last_rows [N]: the packed row of each request's last verified token, whose hidden
+    state predicts the newest one; max_kv_lens: host bounds of the cached entries once every draft
+    is written. step, hidden [T, hidden] and following [T], the token after each row, are those of
+    the step. common: what ranks, who draft together, know alike; its `sampled` is N of each
+    data-parallel rank. ends: see Part; rows of the step.
     """
 
     slots: Tensor
@@ -144,40 +192,55 @@ class Drafter(Protocol):
     reads_hidden: bool
 
     def draft(self, work: Drafting) -> None:
-        """Leave drafts, up to work.common.num_speculative_tokens a request, how many, and what they were drawn from
-        in the device rows."""
+        """Leave drafts, up to work.common.num_speculative_tokens a request, how many, and what
+        they were drawn from in the device rows."""
 
 
 class MTPDrafter:
-    """Drafts with the checkpoint's prediction modules; the last module is applied again where num_speculative_tokens exceeds their number.
+    """Drafts with the checkpoint's prediction modules; the last module is applied again where
+    num_speculative_tokens exceeds their number.
 
-    `window` runs a module over all rows of a step, so that its cache is computed from the main model's hidden states; without it
-    a step in which all ranks only decode runs the last row alone and keeps the entries that
-    drafting left behind.
+    `window` runs a module over all rows of a step, so that its cache is computed from the main
+    model's hidden states; without it a step in which all ranks only decode runs the last row alone
+    and keeps the entries that drafting left behind.
     """
 
     reads_hidden = True
 
     def __init__(self, model: Transformer, pool: KVPool, rows: RequestState, window: bool = True):
-        self.model, self.pool, self.rows, self.window = model, pool, rows, window
+        self.model = model
+        self.pool = pool
+        self.rows = rows
+        self.window = window
         self.page_size = pool.spec.page_size
 
     def draft(self, work: Drafting) -> None:
-        """Every module that may be asked keeps its cache up in every step: num_speculative_tokens may rise again."""
-        hidden, step, following, last = work.hidden, work.step, work.following, work.last_rows
-        common, num_speculative_tokens, variant = work.common, work.common.num_speculative_tokens, work.common.sampling
+        """Every module that may be asked keeps its cache up in every step:
+        num_speculative_tokens may rise again."""
+        hidden = work.hidden
+        step = work.step
+        following = work.following
+        last = work.last_rows
+        common = work.common
+        num_speculative_tokens = work.common.num_speculative_tokens
+        variant = work.common.sampling
         positions = step.positions.index_select(0, last)
         if not self.window and common.decodes:
             step = self._row_step(work, positions)
-            hidden, following = hidden.index_select(0, last), following.index_select(0, last)
+            hidden = hidden.index_select(0, last)
+            following = following.index_select(0, last)
             last = self._all(last)
         target = positions + 2  # where the first draft will stand: behind the newest token
-        newest, modules = following.index_select(0, last), self.model.mtp
+        newest = following.index_select(0, last)
+        modules = self.model.mtp
         kept = min(len(modules), self.rows.most_drafts)
         for place in range(max(kept, num_speculative_tokens if any(common.sampled) else 0)):
             if place >= len(modules):
-                hidden, last, positions = hidden.index_select(0, last), self._all(last), positions + 1
-                step, following = self._row_step(work, positions), newest
+                hidden = hidden.index_select(0, last)
+                last = self._all(last)
+                positions = positions + 1
+                step = self._row_step(work, positions)
+                following = newest
             assert self.model.embed is not None, "prediction modules have the embedding beside them"
             embedded = self.model.embed.forward(following, step.layout)
             hidden = straight(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
@@ -190,7 +253,11 @@ class MTPDrafter:
                 if work.ends is not None:  # else the first row of another request's would follow
                     rows, after = work.ends
                     following = following.index_copy(0, rows, after[:, place + 1])
-        self.rows.num_drafts.index_copy_(0, work.slots, self.rows.limit.index_select(0, work.slots).clamp(max=num_speculative_tokens))
+        self.rows.num_drafts.index_copy_(
+            0,
+            work.slots,
+            self.rows.limit.index_select(0, work.slots).clamp(max=num_speculative_tokens),
+        )
 
     def _all(self, rows: Tensor) -> Tensor:
         return torch.arange(rows.shape[0], device=rows.device)
@@ -198,42 +265,66 @@ class MTPDrafter:
     def _row_step(self, work: Drafting, positions: Tensor) -> ForwardBatch:
         """One row for each request, at the given positions."""
         longest = -(-max(work.max_kv_lens, default=1) // self.page_size)
-        tables, bounds, each = self.rows.tables[work.slots, :longest], work.max_kv_lens, self._all(positions)
+        tables = self.rows.tables[work.slots, :longest]
+        bounds = work.max_kv_lens
+        each = self._all(positions)
         # a position is the length of what is cached before it; no token is known yet
-        _, _, mapping, lens = self.rows.ops.decode_rows(positions, positions, self.rows.drafts, tables, each, 0, self.page_size)
-        segment = AttentionMetadata(tables, lens, (1,) * len(bounds), bounds, exact=False) if bounds else None
+        _, _, mapping, lens = self.rows.ops.decode_rows(
+            positions, positions, self.rows.drafts, tables, each, 0, self.page_size
+        )
+        segment = (
+            AttentionMetadata(tables, lens, (1,) * len(bounds), bounds, exact=False)
+            if bounds
+            else None
+        )
         cos, sin = self.model.rotary.rows(positions)
         layout = self.model.layout(work.common.sampled, decode=True)
-        return ForwardBatch(positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout)
+        return ForwardBatch(
+            positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout
+        )
 
-    def _propose(self, logits: Tensor, place: int, variant: SamplingVariant, slots: Tensor, positions: Tensor) -> Tensor:
+    def _propose(
+        self, logits: Tensor, place: int, variant: SamplingVariant, slots: Tensor, positions: Tensor
+    ) -> Tensor:
         """Draft number `place` of each request, [N], for the token at `positions`."""
-        rows, ops = self.rows, self.rows.ops
+        rows = self.rows
+        ops = self.rows.ops
         if variant is SamplingVariant.GREEDY:
             tokens = ops.argmax(logits)
         else:
             given = distribution(logits, variant, slots, rows)
-            ops.write_probs(given, rows.keep_probs().flatten(0, 1), slots * rows.most_drafts + place)
-            coupled, seeds = rows.coupled.index_select(0, slots), rows.seed.index_select(0, slots)
-            numbers = torch.where(coupled, ops.uniform(seeds, positions, TOKEN), ops.uniform(seeds, positions, DRAFT))
+            ops.write_probs(
+                given, rows.keep_probs().flatten(0, 1), slots * rows.most_drafts + place
+            )
+            coupled = rows.coupled.index_select(0, slots)
+            seeds = rows.seed.index_select(0, slots)
+            numbers = torch.where(
+                coupled, ops.uniform(seeds, positions, TOKEN), ops.uniform(seeds, positions, DRAFT)
+            )
             tokens = ops.sample_from(given, numbers)
         rows.drafts[slots, place] = tokens
         return tokens
 
 
 class NgramDrafter:
-    """Prompt look-up: continue as the text went on after the latest of the longest earlier occurrences of its last tokens.
+    """Prompt look-up: continue as the text went on after the latest of the longest earlier
+    occurrences of its last tokens.
 
-    At least `shortest`, at most `longest` tokens must agree. Works for every model; good where outputs repeat their inputs.
+    At least `shortest`, at most `longest` tokens must agree. Works for every model; good where
+    outputs repeat their inputs.
     """
 
     reads_hidden = False
 
     def __init__(self, rows: RequestState, shortest: int = 2, longest: int = 4):
-        self.rows, self.shortest, self.longest = rows, shortest, longest
+        self.rows = rows
+        self.shortest = shortest
+        self.longest = longest
 
     def draft(self, work: Drafting) -> None:
-        rows, slots, num_speculative_tokens = self.rows, work.slots, work.common.num_speculative_tokens
+        rows = self.rows
+        slots = work.slots
+        num_speculative_tokens = work.common.num_speculative_tokens
         if not slots.shape[0]:
             return
         if not num_speculative_tokens:
@@ -245,9 +336,15 @@ class NgramDrafter:
         end, agree = self._best_match(history, known)
         places = torch.arange(num_speculative_tokens, device=slots.device)
         ahead = end[:, None] + 1 + places
-        rows.drafts[slots, :num_speculative_tokens] = history.gather(1, ahead.clamp(max=history.shape[1] - 1))
-        found = torch.where(agree >= self.shortest, (known - 1 - end).clamp(max=num_speculative_tokens), 0)
-        rows.num_drafts.index_copy_(0, slots, torch.minimum(found, rows.limit.index_select(0, slots)))
+        rows.drafts[slots, :num_speculative_tokens] = history.gather(
+            1, ahead.clamp(max=history.shape[1] - 1)
+        )
+        found = torch.where(
+            agree >= self.shortest, (known - 1 - end).clamp(max=num_speculative_tokens), 0
+        )
+        rows.num_drafts.index_copy_(
+            0, slots, torch.minimum(found, rows.limit.index_select(0, slots))
+        )
 
     def _best_match(self, history: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         """(position at which the best earlier match ends, its length), [N] each."""

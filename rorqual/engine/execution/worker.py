@@ -1,4 +1,5 @@
-"""What one process holds: its device, its part of the model, its cache, and the runner over them. One process is one rank."""
+"""What one process holds: its device, its part of the model, its cache, and the runner over
+them. One process is one rank."""
 
 from __future__ import annotations
 
@@ -37,13 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
-# Random weights: all layers together add a quarter of the embedding's variance, so that hidden states stay the token's own and
-# the routers spread tokens as uniform routing would (at 1.0 they hit 4 % fewer experts).
+# Random weights: all layers together add a quarter of the embedding's variance, so that hidden
+# states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
+# hit 4 % fewer experts).
 RESIDUAL_GAIN = 0.5
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """The model's configuration. Raises ConfigError where it cannot be run, or not in this layout."""
+    """The model's configuration. Raises ConfigError where it cannot be run, or not in this
+    layout."""
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
     model = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
     check_parallel(model, config.parallel)
@@ -73,10 +76,13 @@ def _takes_graphs(sizes: ParallelConfig, exchange: str, model: ModelConfig) -> b
 
 
 class Worker:
-    """Ranks of one engine are made with the same configuration, each with its own place in the mesh. `startup`: seconds by phase."""
+    """Ranks of one engine are made with the same configuration, each with its own place in the
+    mesh. `startup`: seconds by phase."""
 
     def __init__(self, config: EngineConfig, platform: Platform, mesh: Mesh):
-        self.config, self.platform, self.mesh = config, platform, mesh
+        self.config = config
+        self.platform = platform
+        self.mesh = mesh
         self.startup: dict[str, float] = {}
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -84,14 +90,21 @@ class Worker:
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._check_cache_dtype()
         self.max_model_len = self._max_model_len()
-        self.depth = config.steps_in_flight or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
+        self.depth = (
+            config.steps_in_flight
+            or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
+        )
         self.speculation = self._speculation()
         # A row may run past its request's end by what the steps in flight accept and draft.
         self.max_row_len = self.max_model_len + (
-            config.num_speculative_tokens * (self.depth + 1) + 1 if config.num_speculative_tokens else 0
+            config.num_speculative_tokens * (self.depth + 1) + 1
+            if config.num_speculative_tokens
+            else 0
         )
         self.model = self._phase("weights", self._load)
-        self.allreduce_backend = self.all2all_backend = "nowhere (a lone rank)" if config.single_rank_bench else "local"
+        self.allreduce_backend = self.all2all_backend = (
+            "nowhere (a lone rank)" if config.single_rank_bench else "local"
+        )
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
         self.spec = self._spec()
@@ -99,9 +112,18 @@ class Worker:
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
         self.compiled = self._compiled(pool)
         sizes = (config.max_num_seqs, self.max_row_len)
-        self.runner = ModelRunner(self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled)
-        choices = draft_count_choices(config.num_speculative_tokens, config.speculative_policy == "adaptive")
-        self._phase("graphs", lambda: self.runner.capture(CAPTURED, choices, config.cudagraph_capture_sizes, config.precompile_kernels))
+        self.runner = ModelRunner(
+            self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled
+        )
+        choices = draft_count_choices(
+            config.num_speculative_tokens, config.speculative_policy == "adaptive"
+        )
+        self._phase(
+            "graphs",
+            lambda: self.runner.capture(
+                CAPTURED, choices, config.cudagraph_capture_sizes, config.precompile_kernels
+            ),
+        )
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -111,21 +133,29 @@ class Worker:
 
     def _check_cache_dtype(self) -> None:
         """Before weights are loaded: what the device cannot do with an fp8 cache."""
-        config, platform = self.config, self.platform
+        config = self.config
+        platform = self.platform
         if kv_dtype(config.kv_cache_dtype) != FP8:
             return
         others = "auto, bfloat16, float16, float32"
         if not platform.converts_fp8:
-            raise ConfigError(f"kv_cache_dtype=fp8 needs compute capability 8.9, not {platform.describe()}; accepted here: {others}")
-        spec = kv_spec(self.model_config, 1, config.kv_cache_dtype, config.mla_decode, activations=self.dtype)
+            raise ConfigError(
+                "kv_cache_dtype=fp8 needs compute capability 8.9, not "
+                f"{platform.describe()}; accepted here: {others}"
+            )
+        spec = kv_spec(
+            self.model_config, 1, config.kv_cache_dtype, config.mla_decode, activations=self.dtype
+        )
         row = spec.layers[0][0].bytes_per_token
         if platform.name == "cuda" and row % 16:
             raise ConfigError(
-                f"kv_cache_dtype=fp8: a row of this model's cache has {row} bytes, no multiple of 16; accepted here: {others}"
+                f"kv_cache_dtype=fp8: a row of this model's cache has {row} bytes, no "
+                f"multiple of 16; accepted here: {others}"
             )
 
     def _max_model_len(self) -> int:
-        longest, wanted = self.model_config.max_position, self.config.max_model_len
+        longest = self.model_config.max_position
+        wanted = self.config.max_model_len
         if wanted is not None and wanted > longest:
             raise ConfigError(f"max_model_len={wanted} exceeds the model's {longest} positions")
         return wanted or longest
@@ -135,17 +165,26 @@ class Worker:
         if not config.num_speculative_tokens:
             return None
         drafter = "mtp" if config.drafter == "auto" else config.drafter
-        return Speculation(drafter, config.num_speculative_tokens, config.draft_window, config.simulated_acceptance)
+        return Speculation(
+            drafter, config.num_speculative_tokens, config.draft_window, config.simulated_acceptance
+        )
 
     @property
     def mtp_layers(self) -> int:
         """Prediction modules in use, on whatever rank."""
-        return self.model_config.num_mtp_layers if self.speculation and self.speculation.drafter == "mtp" else 0
+        return (
+            self.model_config.num_mtp_layers
+            if self.speculation and self.speculation.drafter == "mtp"
+            else 0
+        )
 
     def _graphs(self) -> bool:
         mode = EXE_MODES[self.config.exe_mode]
         if mode == "graph" and not self.platform.has_graphs:
-            raise ConfigError(f"exe_mode={self.config.exe_mode!r} is not supported on {self.platform.name}; accepted: auto, eager, compile")
+            raise ConfigError(
+                f"exe_mode={self.config.exe_mode!r} is not supported on "
+                f"{self.platform.name}; accepted: auto, eager, compile"
+            )
         recordable = records_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
 
@@ -160,7 +199,9 @@ class Worker:
         from rorqual.ops.custom_ops import TracedOps
 
         assert isinstance(self.model.ops, TracedOps)
-        return CompiledForward(self.model, pool, self.model.ops, code_folder(self.platform.describe()))
+        return CompiledForward(
+            self.model, pool, self.model.ops, code_folder(self.platform.describe())
+        )
 
     # ---- the model
 
@@ -169,11 +210,18 @@ class Worker:
         dtype = getattr(torch, self.dtype)
         ops = ops_for(self.platform.name)
         if self.compiles:
-            from rorqual.ops.custom_ops import TracedOps  # its operators are made only where something is compiled
+            # its operators are made only where something is compiled
+            from rorqual.ops.custom_ops import TracedOps
 
             ops = TracedOps(ops, self.model_config.moe)
-        host = self.platform.host_empty if self.embeds_on_host and device == self.platform.device else None
-        return Build(ops, dtype, device, self.model_config.quant, gain, mesh=self.mesh, embedding_memory=host)
+        host = (
+            self.platform.host_empty
+            if self.embeds_on_host and device == self.platform.device
+            else None
+        )
+        return Build(
+            ops, dtype, device, self.model_config.quant, gain, mesh=self.mesh, embedding_memory=host
+        )
 
     @property
     def embeds_on_host(self) -> bool:
@@ -182,11 +230,16 @@ class Worker:
     def _make(self, device: torch.device) -> Transformer:
         forms = (self.config.mla_prefill, self.config.mla_decode)
         with_mtp = self.speculation is not None and self.speculation.drafter == "mtp"
-        return make_model(self.model_config, self._build(device), self.max_row_len, *forms, with_mtp)
+        return make_model(
+            self.model_config, self._build(device), self.max_row_len, *forms, with_mtp
+        )
 
     def _load(self) -> Transformer:
         if self.embeds_on_host and self.model_config.tie_embeddings:
-            raise ConfigError("embed_device='cpu': this model's head is its embedding and must lie on the device; accepted: auto")
+            raise ConfigError(
+                "embed_device='cpu': this model's head is its embedding and must lie on the "
+                "device; accepted: auto"
+            )
         self._check_memory()
         model = self._make(self.platform.device)
         if self.config.weights == "random":
@@ -198,7 +251,8 @@ class Worker:
         return model
 
     def _check_memory(self) -> None:
-        """Refuse before allocating: a model without memory is made first, to be measured as it will be once loaded."""
+        """Refuse before allocating: a model without memory is made first, to be measured as it
+        will be once loaded."""
         model = self._make(torch.device("meta"))
         model.finalize()
         need = weight_bytes(model)
@@ -206,17 +260,30 @@ class Worker:
             need -= model.embedding.numel() * model.embedding.element_size()
         free = self.platform.available_memory()
         if need > free:
-            raise CapacityError(f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free on {self.platform.name}")
+            raise CapacityError(
+                f"the weights need {need / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free "
+                f"on {self.platform.name}"
+            )
 
     def _links(self) -> None:
-        """How decode steps add up partial sums and reach their experts; the memory for it is taken before the cache is."""
-        config, model, device = self.config, self.model_config, self.platform.device
-        rows, dtype = config.max_num_seqs * (config.num_speculative_tokens + 1), getattr(torch, self.dtype)
+        """How decode steps add up partial sums and reach their experts; the memory for it is
+        taken before the cache is."""
+        config = self.config
+        model = self.model_config
+        device = self.platform.device
+        rows = config.max_num_seqs * (config.num_speculative_tokens + 1)
+        dtype = getattr(torch, self.dtype)
         sizes = rows, model.hidden_size, model.moe, dtype, device, config.p2p_memory
         self.allreduce_backend = self.mesh.allreduce_backend(*sizes)
-        self.all2all_backend = self.mesh.all2all_backend(*sizes) if any(model.moe_layers) else "no experts"
+        self.all2all_backend = (
+            self.mesh.all2all_backend(*sizes) if any(model.moe_layers) else "no experts"
+        )
         if self.mesh.rank == 0:
-            log.info("decode steps add up partial sums by %s, and reach their experts by %s", self.allreduce_backend, self.all2all_backend)
+            log.info(
+                "decode steps add up partial sums by %s, and reach their experts by %s",
+                self.allreduce_backend,
+                self.all2all_backend,
+            )
 
     def fetch_load(self) -> Callable[[], torch.Tensor]:
         """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""
@@ -232,14 +299,24 @@ class Worker:
         """Of this rank's heads and layers; prediction modules live on the last stage."""
         page = self.config.page_size or self.platform.default_page_size
         whole = kv_spec(
-            self.model_config, page, self.config.kv_cache_dtype, self.config.mla_decode, self.mtp_layers, activations=self.dtype
+            self.model_config,
+            page,
+            self.config.kv_cache_dtype,
+            self.config.mla_decode,
+            self.mtp_layers,
+            activations=self.dtype,
         )
         held = self.model.held
-        return whole.shard(self.mesh.sizes.tp, range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage))
+        return whole.shard(
+            self.mesh.sizes.tp,
+            range(held.start, held.stop + self.mtp_layers * self.mesh.last_stage),
+        )
 
     def _num_pages(self) -> int:
-        """Pages for max_num_seqs requests of full length, or as many as the memory set aside holds; page 0 is extra."""
-        config, spec = self.config, self.spec
+        """Pages for max_num_seqs requests of full length, or as many as the memory set aside
+        holds; page 0 is extra."""
+        config = self.config
+        spec = self.spec
         if config.num_pages:
             return config.num_pages
         most = config.max_num_seqs * -(-self.max_model_len // spec.page_size)
@@ -265,7 +342,9 @@ class Worker:
             self.spec.page_size,
             requests=config.max_num_seqs,
             longest=self.max_row_len,
-            queries=min(config.max_num_batched_tokens, config.chunked_prefill_size or self.max_row_len),
+            queries=min(
+                config.max_num_batched_tokens, config.chunked_prefill_size or self.max_row_len
+            ),
         )
 
     def _cache_bytes(self) -> int:

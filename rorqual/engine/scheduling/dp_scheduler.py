@@ -1,7 +1,9 @@
-"""Scheduling for several data-parallel ranks: each has its own pages and its own requests; all step together. No torch.
+"""Scheduling for several data-parallel ranks: each has its own pages and its own requests; all step
+together. No torch.
 
-A request lives on one rank from its first token to its last. Every rank computes in every step, if only to take part in the
-collectives of the others, so one plan holds a part for each rank, and says what all must agree on.
+A request lives on one rank from its first token to its last. Every rank computes in every step, if
+only to take part in the collectives of the others, so one plan holds a part for each rank, and says
+what all must agree on.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ class DataParallelOutput:
     @property
     def structures(self) -> list[StructuredOutput]:
         """Of its new rows, in order."""
-        return [found for part in self.parts for row in part.new_requests if (found := row.params.structured)]
+        return [
+            found
+            for part in self.parts
+            for row in part.new_requests
+            if (found := row.params.structured)
+        ]
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -108,10 +115,14 @@ class DataParallelScheduler:
     # ---- requests in and out
 
     def add(self, request: Request) -> None:
-        """Queue a request on the rank where it costs least: live tokens there, and tokens of its own that are not cached there."""
+        """Queue a request on the rank where it costs least: live tokens there, and tokens of its
+        own that are not cached there."""
         if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
-        assigned_rank = min(self.ranks, key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request))
+        assigned_rank = min(
+            self.ranks,
+            key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request),
+        )
         assigned_rank.add(request)
         self.assigned_rank[request.id] = assigned_rank
 
@@ -158,8 +169,15 @@ class DataParallelScheduler:
             return None
         asked = [sequence.request.params for part in parts if part for sequence in part.sampled]
         host = any(params.needs_host for params in asked)
-        plans = [part.plan if part else SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens) for part in parts]
-        return DataParallelInFlight(DataParallelOutput(plans, sampling_variant_of(asked), host), parts)
+        plans = [
+            part.plan
+            if part
+            else SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
+            for part in parts
+        ]
+        return DataParallelInFlight(
+            DataParallelOutput(plans, sampling_variant_of(asked), host), parts
+        )
 
     def update(self, step: DataParallelInFlight, results: list[StepResult]) -> list[TokenOut]:
         """Take in what every rank sampled."""
@@ -172,7 +190,10 @@ class DataParallelScheduler:
                 self.assigned_rank.pop(out.sequence.request.id, None)
         for name in ("drafted", "accepted"):
             mine = getattr(self, name)
-            mine[:] = [sum(counts) for counts in zip(*(getattr(rank, name) for rank in self.ranks), strict=True)]
+            mine[:] = [
+                sum(counts)
+                for counts in zip(*(getattr(rank, name) for rank in self.ranks), strict=True)
+            ]
         return outs
 
     def undo(self, step: DataParallelInFlight) -> None:

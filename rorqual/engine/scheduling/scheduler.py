@@ -1,12 +1,14 @@
 """Continuous batching: which tokens of which requests the next step computes. No torch.
 
-A request is two lengths: tokens known and tokens cached. Their difference is what the next steps compute: prefill, chunked
-prefill and decode alike. While steps are in flight the host does not know the newest tokens, only how many there are.
+A request is two lengths: tokens known and tokens cached. Their difference is what the next steps
+compute: prefill, chunked prefill and decode alike. While steps are in flight the host does not know
+the newest tokens, only how many there are.
 
-Policy. Every running request that decodes gets its token in every step (with micro_batches m, in one of m steps); what is left of the
-token budget goes to prompts, oldest first. A request is admitted when pages for all its known tokens are there. When a page is missing
-for a decoding request, the youngest running request gives up its pages and later recomputes them; the oldest is never preempted, so it
-always ends.
+Policy. Every running request that decodes gets its token in every step (with micro_batches m, in
+one of m steps); what is left of the token budget goes to prompts, oldest first. A request is
+admitted when pages for all its known tokens are there. When a page is missing for a decoding
+request, the youngest running request gives up its pages and later recomputes them; the oldest is
+never preempted, so it always ends.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from rorqual.request import FinishReason, Request
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one prompt at most chunked_prefill_size;
-    pages hold page_size tokens. At most num_speculative_tokens drafts are verified for each request in a step. lookahead: see PrefixCache.
-    send_tokens: new rows carry all their tokens (drafting by look-up reads them). micro_batches: decoding requests take turns, that
-    many steps to a round, so that the stages of a pipeline work on different ones."""
+    """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one
+    prompt at most chunked_prefill_size; pages hold page_size tokens. At most
+    num_speculative_tokens drafts are verified for each request in a step. lookahead: see
+    PrefixCache. send_tokens: new rows carry all their tokens (drafting by look-up reads them).
+    micro_batches: decoding requests take turns, that many steps to a round, so that the stages
+    of a pipeline work on different ones."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -54,12 +58,19 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < 1:
-            raise ConfigError(f"chunked_prefill_size={self.chunked_prefill_size} must be at least 1")
+            raise ConfigError(
+                f"chunked_prefill_size={self.chunked_prefill_size} must be at least 1"
+            )
         least = self.max_num_seqs * (self.num_speculative_tokens + 1)
         if not 1 <= least <= self.max_num_batched_tokens:
-            drafts = f" times num_speculative_tokens + 1 = {self.num_speculative_tokens + 1}" if self.num_speculative_tokens else ""
+            drafts = (
+                f" times num_speculative_tokens + 1 = {self.num_speculative_tokens + 1}"
+                if self.num_speculative_tokens
+                else ""
+            )
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs={self.max_num_seqs}{drafts}: "
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}{drafts}: "
                 "every running request gets its tokens in every step"
             )
 
@@ -83,8 +94,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.allocator = PageAllocator(config.num_pages)
-        self.prefix = PrefixCache(self.allocator, config.page_size, config.prefix_caching, config.lookahead)
-        self.num_speculative_tokens = config.num_speculative_tokens  # of the next plan: a controller may lower it
+        self.prefix = PrefixCache(
+            self.allocator, config.page_size, config.prefix_caching, config.lookahead
+        )
+        # of the next plan: a controller may lower it
+        self.num_speculative_tokens = config.num_speculative_tokens
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
         self.waiting: deque[Sequence] = deque()
@@ -110,7 +124,9 @@ class Scheduler:
             raise RequestError(f"request id {request.id!r} is already in use")
         if len(self.waiting) >= self.config.max_waiting:
             raise RequestError(f"the queue is full ({self.config.max_waiting} requests wait)")
-        seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
+        seed = (
+            request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
+        )
         self._order += 1
         sequence = Sequence(request, max_total_len, seed, self._order)
         self.sequences[request.id] = sequence
@@ -118,20 +134,28 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def _target(self, request: Request) -> int:
-        length, most = len(request.prompt), self.config.max_model_len
+        length = len(request.prompt)
+        most = self.config.max_model_len
         if not length:
             raise RequestError("the prompt is empty")
         if length >= most:
-            raise RequestError(f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit")
+            raise RequestError(
+                f"the prompt has {length} tokens; with max_model_len={most} at most {most - 1} fit"
+            )
         wanted = request.params.max_tokens
         if wanted is None:  # as many as there can be, the last of which needs no entry
-            max_total_len = max(length + 1, min(most, self.allocator.capacity * self.config.page_size + 1))
+            max_total_len = max(
+                length + 1, min(most, self.allocator.capacity * self.config.page_size + 1)
+            )
         else:
             max_total_len = min(most, length + wanted)
         pages = self._pages_for(max_total_len - 1)
         if pages > self.allocator.capacity:
             have = self.allocator.capacity
-            raise RequestError(f"{max_total_len} tokens need {pages} cache pages, there are {have}; lower max_tokens or shorten the prompt")
+            raise RequestError(
+                f"{max_total_len} tokens need {pages} cache pages, there are {have}; lower "
+                "max_tokens or shorten the prompt"
+            )
         return max_total_len
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -152,14 +176,19 @@ class Scheduler:
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give back slot and pages. Steps in flight may still write there; they run before any step that reuses the pages."""
+        """Give back slot and pages. Steps in flight may still write there; they run before any
+        step that reuses the pages."""
         self.prefilling.pop(sequence.request.id, None)
         self.decoding.pop(sequence.request.id, None)
         if sequence.slot >= 0:
             self.free_slots.append(sequence.slot)
             sequence.slot = -1
         self.prefix.release(sequence.pages)
-        sequence.pages, sequence.capacity, sequence.num_computed_tokens, sequence.collected, sequence.num_hashed_pages = [], 0, 0, 0, 0
+        sequence.pages = []
+        sequence.capacity = 0
+        sequence.num_computed_tokens = 0
+        sequence.collected = 0
+        sequence.num_hashed_pages = 0
         sequence.next_hash = 0
 
     @property
@@ -171,7 +200,8 @@ class Scheduler:
         return len(self.decoding) + len(self.prefilling)
 
     def usage(self) -> Usage:
-        pages, prefix = self.allocator.capacity, self.prefix
+        pages = self.allocator.capacity
+        prefix = self.prefix
         used = pages - prefix.available
         counts = (prefix.queries, prefix.hits, self.num_preemptions)
         return Usage(self.num_running, len(self.waiting), pages, used, len(prefix.idle), *counts)
@@ -179,7 +209,8 @@ class Scheduler:
     # ---- planning
 
     def plan(self) -> InFlight | None:
-        """The next step, or None when nothing can be launched until a step in flight is collected."""
+        """The next step, or None when nothing can be launched until a step in flight is
+        collected."""
         plan = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._plan_decode(plan)
         computed: list[tuple[Sequence, int]] = []
@@ -200,7 +231,8 @@ class Scheduler:
         return step
 
     def _plan_decode(self, plan: SchedulerOutput) -> list[Sequence]:
-        """A token, and drafts, for every decoding request that is not yet at its target. This loop bounds the host's time a step."""
+        """A token, and drafts, for every decoding request that is not yet at its target. This
+        loop bounds the host's time a step."""
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
         num_speculative_tokens = plan.num_speculative_tokens
@@ -216,7 +248,8 @@ class Scheduler:
         if needy:
             self._extend(plan, needy, num_speculative_tokens)
             sampled = [sequence for sequence in sampled if sequence.slot >= 0]
-        slots, bounds = plan.decode_slots, plan.decode_bounds
+        slots = plan.decode_slots
+        bounds = plan.decode_bounds
         for sequence in sampled:
             sequence.num_computed_tokens = length = sequence.num_computed_tokens + 1
             sequence.pending += 1
@@ -227,12 +260,15 @@ class Scheduler:
         return sampled
 
     def _turn(self) -> Iterable[Sequence]:
-        """The decoding requests of this step. Where they take turns: those that wait longest, an equal share, and none whose token is
-        drawn in one of the steps just before, still in flight: the pipeline's first stage would have to wait for it."""
+        """The decoding requests of this step. Where they take turns: those that wait longest, an
+        equal share, and none whose token is drawn in one of the steps just before, still in
+        flight: the pipeline's first stage would have to wait for it."""
         turns = self.config.micro_batches
         if turns == 1:
             return self.decoding.values()
-        busy = {id(sequence) for step in list(self.in_flight)[1 - turns :] for sequence in step.sampled}
+        busy = {
+            id(sequence) for step in list(self.in_flight)[1 - turns :] for sequence in step.sampled
+        }
         free = (sequence for sequence in self.decoding.values() if id(sequence) not in busy)
         chosen = list(islice(free, -(-len(self.decoding) // turns)))
         for sequence in chosen:
@@ -240,14 +276,26 @@ class Scheduler:
         return chosen
 
     def _reach(self, sequence: Sequence, num_speculative_tokens: int) -> int:
-        """Entries that the next step may write and somebody may read: its tokens, its drafts, and those it drafts in turn. What lies
-        at the target or past it is never read, and goes to the null page."""
-        return min(sequence.num_computed_tokens + 1 + sequence.max_extra_tokens + 2 * num_speculative_tokens, sequence.max_total_len - 1)
+        """Entries that the next step may write and somebody may read: its tokens, its drafts,
+        and those it drafts in turn. What lies at the target or past it is never read, and goes
+        to the null page."""
+        return min(
+            sequence.num_computed_tokens
+            + 1
+            + sequence.max_extra_tokens
+            + 2 * num_speculative_tokens,
+            sequence.max_total_len - 1,
+        )
 
-    def _extend(self, plan: SchedulerOutput, needy: Iterable[Sequence], num_speculative_tokens: int) -> None:
+    def _extend(
+        self, plan: SchedulerOutput, needy: Iterable[Sequence], num_speculative_tokens: int
+    ) -> None:
         before = self.num_preemptions
         for sequence in needy:
-            while sequence.slot >= 0 and self._reach(sequence, num_speculative_tokens) > sequence.capacity:
+            while (
+                sequence.slot >= 0
+                and self._reach(sequence, num_speculative_tokens) > sequence.capacity
+            ):
                 if self.prefix.available:
                     plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
                 else:
@@ -263,7 +311,8 @@ class Scheduler:
         return page
 
     def _preempt(self) -> None:
-        """The youngest running request gives up its pages; what it has said so far becomes part of its prompt."""
+        """The youngest running request gives up its pages; what it has said so far becomes part
+        of its prompt."""
         running = [*self.decoding.values(), *self.prefilling.values()]
         victim = max(running, key=lambda sequence: sequence.order)
         self._leave(victim)
@@ -272,15 +321,18 @@ class Scheduler:
         self.waiting.appendleft(victim)
 
     def _admit(self, plan: SchedulerOutput) -> Sequence | None:
-        """Start the oldest waiting request if its tokens are all known and their pages can be had, with one page spare for each
-        running request so that it is not sent back at the next page boundary."""
+        """Start the oldest waiting request if its tokens are all known and their pages can be
+        had, with one page spare for each running request so that it is not sent back at the next
+        page boundary."""
         sequence = self.waiting[0]
         if sequence.pending or self._still_blocked(sequence):
             return None
         pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
         known = len(sequence.tokens)
         # The first drafts are made in the step that ends the prompt, and leave entries behind it.
-        need = self._pages_for(max(known, min(known + self.config.num_speculative_tokens, sequence.max_total_len - 1))) - len(pages)
+        need = self._pages_for(
+            max(known, min(known + self.config.num_speculative_tokens, sequence.max_total_len - 1))
+        ) - len(pages)
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and self.num_running:
             self.prefix.release(pages)
@@ -303,12 +355,16 @@ class Scheduler:
             and (blocked.wanted is None or blocked.wanted not in self.prefix.pages)
         )
 
-    def _start(self, plan: SchedulerOutput, sequence: Sequence, pages: list[int], key: bytes, need: int) -> None:
+    def _start(
+        self, plan: SchedulerOutput, sequence: Sequence, pages: list[int], key: bytes, need: int
+    ) -> None:
         size = self.config.page_size
         self._blocked = None
         self.prefix.queries += len(sequence.tokens)
         self.prefix.hits += len(pages) * size
-        sequence.pages, sequence.key, sequence.num_hashed_pages = pages, key, len(pages)
+        sequence.pages = pages
+        sequence.key = key
+        sequence.num_hashed_pages = len(pages)
         sequence.next_hash = (len(pages) + 1) * size
         sequence.capacity = len(pages) * size
         sequence.num_computed_tokens = sequence.collected = len(pages) * size
@@ -319,23 +375,43 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         self.prefilling[sequence.request.id] = sequence
         params = sequence.request.params
-        tokens = tuple(sequence.tokens) if params.edits_logits or params.structured or self.config.send_tokens else ()
+        tokens = (
+            tuple(sequence.tokens)
+            if params.edits_logits or params.structured or self.config.send_tokens
+            else ()
+        )
         plan.new_requests.append(
-            NewRequest(sequence.slot, params, sequence.seed, tuple(sequence.pages), sequence.prompt_len, tokens, sequence.stop_ids)
+            NewRequest(
+                sequence.slot,
+                params,
+                sequence.seed,
+                tuple(sequence.pages),
+                sequence.prompt_len,
+                tokens,
+                sequence.stop_ids,
+            )
         )
 
     def _plan_chunk(
-        self, plan: SchedulerOutput, sequence: Sequence, budget: int, sampled: list[Sequence], computed: list[tuple[Sequence, int]]
+        self,
+        plan: SchedulerOutput,
+        sequence: Sequence,
+        budget: int,
+        sampled: list[Sequence],
+        computed: list[tuple[Sequence, int]],
     ) -> int:
         start = sequence.num_computed_tokens
-        known, ahead = len(sequence.tokens), self.config.lookahead
+        known = len(sequence.tokens)
+        ahead = self.config.lookahead
         stop = min(known, start + min(budget, self.config.chunked_prefill_size or budget))
         if 0 < known - stop < ahead:
             # The last module would need a token that nobody has drawn: leave more for next time.
             stop = max(start + 1, known - ahead)
         last = stop == known
         following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
-        plan.chunks.append(PrefillChunk(sequence.slot, start, sequence.tokens[start:stop], last, following))
+        plan.chunks.append(
+            PrefillChunk(sequence.slot, start, sequence.tokens[start:stop], last, following)
+        )
         sequence.num_computed_tokens = stop
         computed.append((sequence, stop))
         if last:
@@ -352,13 +428,16 @@ class Scheduler:
     # ---- results
 
     def update(self, step: InFlight, result: StepResult) -> list[TokenOut]:
-        """Take in what a step sampled; returns the new tokens of requests still wanted. Steps come in the order they were planned."""
+        """Take in what a step sampled; returns the new tokens of requests still wanted. Steps
+        come in the order they were planned."""
         if self.in_flight:
             self.in_flight.popleft()
         step.before = [-1 if s.finish is not None else len(s.tokens) for s in step.sampled]
         for sequence, stop in step.computed:
             if sequence.slot >= 0 and sequence.finish is None:
-                sequence.collected = max(sequence.collected, min(stop, sequence.num_computed_tokens))
+                sequence.collected = max(
+                    sequence.collected, min(stop, sequence.num_computed_tokens)
+                )
                 if sequence.collected >= sequence.next_hash:
                     self._offer(sequence)
         outs = []
@@ -371,7 +450,9 @@ class Scheduler:
             logprobs = result.logprobs.get(row)
             for index, token in enumerate(tokens):
                 if sequence.finish is None:
-                    outs.append(self._append(sequence, token, logprobs[index] if logprobs else None))
+                    outs.append(
+                        self._append(sequence, token, logprobs[index] if logprobs else None)
+                    )
         return outs
 
     def undo(self, step: InFlight) -> None:
@@ -388,7 +469,8 @@ class Scheduler:
         is held or cached, no slot is taken, no step is in flight; requests wait in the order they
         came. A step launched before may still write where it was told to, but before any step to
         come, for which every row is set up and every entry computed anew."""
-        config, counts = self.config, self.prefix
+        config = self.config
+        counts = self.prefix
         policy = (config.page_size, config.prefix_caching, config.lookahead)
         live = [sequence for sequence in self.sequences.values() if sequence.finish is None]
         live.sort(key=lambda sequence: sequence.order)
@@ -396,16 +478,20 @@ class Scheduler:
             sequence.restart()
         self.allocator = PageAllocator(config.num_pages)
         self.prefix = PrefixCache(self.allocator, *policy)
-        self.prefix.queries, self.prefix.hits = counts.queries, counts.hits
+        self.prefix.queries = counts.queries
+        self.prefix.hits = counts.hits
         self.sequences = {sequence.request.id: sequence for sequence in live}
         self.waiting = deque(live)
         self.live_tokens = sum(sequence.known for sequence in live)
-        self.prefilling, self.decoding = {}, {}
+        self.prefilling = {}
+        self.decoding = {}
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.in_flight.clear()
         self._blocked = None
 
-    def _count_drafts(self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int) -> None:
+    def _count_drafts(
+        self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int
+    ) -> None:
         """The host learns how far a request came."""
         if row < len(step.plan.decode_slots):
             sequence.max_extra_tokens -= step.plan.num_speculative_tokens
@@ -413,7 +499,8 @@ class Scheduler:
             sequence.num_computed_tokens += accepted
         if drafted > len(sequence.drafted):
             more = [0] * (drafted - len(sequence.drafted))
-            sequence.drafted, sequence.accepted = sequence.drafted + more, sequence.accepted + more
+            sequence.drafted = sequence.drafted + more
+            sequence.accepted = sequence.accepted + more
         for place in range(drafted):
             right = place < accepted
             sequence.drafted[place] += 1
@@ -432,7 +519,8 @@ class Scheduler:
                 self._offer(sequence)
         reason = None
         if token in sequence.stop_ids and length > sequence.min_len:
-            reason, sequence.stop_token = FinishReason.STOP, token
+            reason = FinishReason.STOP
+            sequence.stop_token = token
         elif length >= sequence.max_total_len:
             reason = FinishReason.LENGTH
         if reason is not None:
@@ -440,10 +528,13 @@ class Scheduler:
         return TokenOut(sequence, token, logprobs, reason)
 
     def _offer(self, sequence: Sequence) -> None:
-        """Hand full pages whose entries are written and whose tokens are known to the prefix cache."""
+        """Hand full pages whose entries are written and whose tokens are known to the prefix
+        cache."""
         size = self.config.page_size
         full = min(sequence.collected, len(sequence.tokens) - self.config.lookahead) // size
         for i in range(sequence.num_hashed_pages, full):
-            sequence.key = self.prefix.insert(sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i])
+            sequence.key = self.prefix.insert(
+                sequence.key, self.prefix.covered(sequence.tokens, i), sequence.pages[i]
+            )
         sequence.num_hashed_pages = full
         sequence.next_hash = (full + 1) * size

@@ -1,4 +1,5 @@
-"""What the scheduler tells the runner to do in one step: compact plain data, the same for every rank. No torch."""
+"""What the scheduler tells the runner to do in one step: compact plain data, the same for every
+rank. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from rorqual.request import SamplingParams
 
 @dataclass(frozen=True)
 class NewRequest:
-    """A device row to set up: sampling settings and the pages known so far. `tokens` come with those requests alone that need them on
-    the device: penalties, grammars, drafting by look-up."""
+    """A device row to set up: sampling settings and the pages known so far. `tokens` come with
+    those requests alone that need them on the device: penalties, grammars, drafting by look-up."""
 
     slot: int
     params: SamplingParams
@@ -43,11 +44,13 @@ class PrefillChunk:
 
 @dataclass
 class SchedulerOutput:
-    """One step. Decode rows come first, num_speculative_tokens + 1 tokens each: the newest one and num_speculative_tokens drafts to verify. Their token ids and
-    positions are on the device. As many drafts are made for the step after.
+    """One step. Decode rows come first, num_speculative_tokens + 1 tokens each: the newest one and
+    num_speculative_tokens drafts to verify. Their token ids and positions are on the device. As
+    many drafts are made for the step after.
 
-    `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have after the step;
-    `new_requests` and `pages` (slot, index in block table, page) are applied to the device rows before the step.
+    `decode_slots` in packing order with `decode_bounds`, the most cached entries each can have
+    after the step; `new_requests` and `pages` (slot, index in block table, page) are applied to the
+    device rows before the step.
     """
 
     decode_slots: list[int] = field(default_factory=list)
@@ -59,7 +62,9 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) * (self.num_speculative_tokens + 1) + sum(len(chunk.tokens) for chunk in self.chunks)
+        return len(self.decode_slots) * (self.num_speculative_tokens + 1) + sum(
+            len(chunk.tokens) for chunk in self.chunks
+        )
 
     @property
     def sampled_slots(self) -> list[int]:
@@ -70,7 +75,8 @@ class SchedulerOutput:
         return len(self.decode_slots) + sum(chunk.sample for chunk in self.chunks)
 
     def logit_row(self, sampled: int) -> int:
-        """The first row of logits of the request that stands at `sampled` in `sampled_slots`; at num_sampled, how many rows there are."""
+        """The first row of logits of the request that stands at `sampled` in `sampled_slots`; at
+        num_sampled, how many rows there are."""
         decoding = min(sampled, len(self.decode_slots))
         return decoding * self.num_speculative_tokens + sampled
 
@@ -104,10 +110,10 @@ class StepMetadata:
     others would wait for them in a call that they never make.
 
     Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
-    be 0. decodes: no rank brings a chunk of prompt. num_speculative_tokens: drafts verified, and made, for each
-    request. drawing: how tokens are drawn, wide enough for every row of every rank: never FULL.
-    host: some row of some rank needs the host's word, so of a recorded step every rank replays the
-    forward pass alone, and samples and drafts behind it.
+    be 0. decodes: no rank brings a chunk of prompt. num_speculative_tokens: drafts verified, and
+    made, for each request. drawing: how tokens are drawn, wide enough for every row of every rank:
+    never FULL. host: some row of some rank needs the host's word, so of a recorded step every rank
+    replays the forward pass alone, and samples and drafts behind it.
     """
 
     tokens: tuple[int, ...]
@@ -122,7 +128,9 @@ class StepMetadata:
     def of(parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool) -> StepMetadata:
         """`parts`: the plan of each data-parallel rank; drawing, host: of the rows of all."""
         num_speculative_tokens = parts[0].num_speculative_tokens
-        assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), "one num_speculative_tokens for all ranks"
+        assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), (
+            "one num_speculative_tokens for all ranks"
+        )
         assert sampling is not SamplingVariant.FULL
         return StepMetadata(
             tokens=tuple(part.num_tokens for part in parts),
@@ -135,12 +143,16 @@ class StepMetadata:
         )
 
     @staticmethod
-    def padded(size: int, ranks: int, variant: SamplingVariant, num_speculative_tokens: int) -> StepMetadata:
+    def padded(
+        size: int, ranks: int, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> StepMetadata:
         """Of a recorded step: so many requests decode on every rank."""
         rows = (size * (num_speculative_tokens + 1),) * ranks
         host = variant is SamplingVariant.FULL
         sampling = SamplingVariant.GREEDY if host else variant
-        return StepMetadata(rows, rows, (size,) * ranks, True, num_speculative_tokens, sampling, host)
+        return StepMetadata(
+            rows, rows, (size,) * ranks, True, num_speculative_tokens, sampling, host
+        )
 
     @property
     def variant(self) -> SamplingVariant:
@@ -150,7 +162,8 @@ class StepMetadata:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities of one sampled token and of the most likely ones, and the sampled token's rank (from 1)."""
+    """Log probabilities of one sampled token and of the most likely ones, and the sampled
+    token's rank (from 1)."""
 
     sampled: float
     rank: int
@@ -160,8 +173,9 @@ class TokenLogprobs:
 
 @dataclass
 class StepResult:
-    """New tokens of each of `Plan.sampled_slots`: accepted drafts, then one that the model itself drew. `drafted` counts the drafts
-    that were up for verification; `logprobs` holds one entry a token for the rows that asked."""
+    """New tokens of each of `Plan.sampled_slots`: accepted drafts, then one that the model
+    itself drew. `drafted` counts the drafts that were up for verification; `logprobs` holds one
+    entry a token for the rows that asked."""
 
     tokens: list[list[int]]
     drafted: list[int] = field(default_factory=list)
@@ -169,7 +183,8 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes plans. `launch` never waits for the device; `collect` waits for one launched step, oldest first."""
+    """Executes plans. `launch` never waits for the device; `collect` waits for one launched
+    step, oldest first."""
 
     def launch(self, plan: SchedulerOutput) -> Any: ...
 

@@ -1,4 +1,5 @@
-"""What the scheduler keeps and hands out: a request under way, a planned step, a new token, and a moment's load. No torch."""
+"""What the scheduler keeps and hands out: a request under way, a planned step, a new token, and
+a moment's load. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from rorqual.request import FinishReason, Request
 class Sequence:
     """One request under way.
 
-    tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries written once every launched
-    step is done; target: the length at which the request ends; hashed: full pages already offered to the prefix cache.
-    With speculation in flight cached and pending count one token a step, the least it brings; slack: what it may bring beyond.
-    drafted, accepted: drafts verified and found right, by their place behind the newest token.
+    tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries
+    written once every launched step is done; target: the length at which the request ends; hashed:
+    full pages already offered to the prefix cache. With speculation in flight cached and pending
+    count one token a step, the least it brings; slack: what it may bring beyond. drafted, accepted:
+    drafts verified and found right, by their place behind the newest token.
     """
 
     __slots__ = (
@@ -45,7 +47,10 @@ class Sequence:
     )
 
     def __init__(self, request: Request, max_total_len: int, seed: int, order: int):
-        self.request, self.max_total_len, self.seed, self.order = request, max_total_len, seed, order
+        self.request = request
+        self.max_total_len = max_total_len
+        self.seed = seed
+        self.order = order
         self.key = b""
         self.tokens = list(request.prompt)
         self.prompt_len = len(self.tokens)
@@ -53,9 +58,9 @@ class Sequence:
         self.min_len = self.prompt_len + request.params.min_tokens
         self.slot = -1
         self.pages: list[int] = []
-        self.capacity = self.num_computed_tokens = self.collected = self.pending = self.num_hashed_pages = self.preemptions = (
-            self.max_extra_tokens
-        ) = 0
+        self.capacity = self.num_computed_tokens = self.collected = self.pending = (
+            self.num_hashed_pages
+        ) = self.preemptions = self.max_extra_tokens = 0
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.next_hash = 0
@@ -93,7 +98,8 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Usage:
-    """A moment's load: requests, cache pages, and counts since the start (prefix_queries and prefix_hits in tokens)."""
+    """A moment's load: requests, cache pages, and counts since the start (prefix_queries and
+    prefix_hits in tokens)."""
 
     running: int
     waiting: int
@@ -105,7 +111,9 @@ class Usage:
     preemptions: int
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+        return Usage(
+            *(getattr(self, item.name) + getattr(other, item.name) for item in fields(self))
+        )
 
 
 @dataclass

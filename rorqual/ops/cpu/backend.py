@@ -1,5 +1,6 @@
-"""The CPU backend: the reference's results with fewer and larger torch calls. A call costs microseconds, as much as the
-arithmetic of a small batch, so what matters is their number; attention goes through torch's fused CPU kernel."""
+"""The CPU backend: the reference's results with fewer and larger torch calls. A call costs
+microseconds, as much as the arithmetic of a small batch, so what matters is their number;
+attention goes through torch's fused CPU kernel."""
 
 from __future__ import annotations
 
@@ -13,21 +14,33 @@ from rorqual.ops.cpu.native import STORAGE, Native, library
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import Distribution, Weight
 
-# Gathering expert weights copies them; above this many bytes a loop over the experts in use is cheaper.
+# Gathering expert weights copies them; above this many bytes a loop over the experts in use is
+# cheaper.
 GATHER_BYTES = 4 * 2**20
-# Up to this many tokens every expert computes every token in one product when at least half of them are in use anyway.
+# Up to this many tokens every expert computes every token in one product when at least half of them
+# are in use anyway.
 DENSE_TOKENS = 64
 
 
-# The native kernels take steps of few rows whose weights are small (they are kept twice, once packed); wider products go to
-# torch's threaded ones.
+# The native kernels take steps of few rows whose weights are small (they are kept twice, once
+# packed); wider products go to torch's threaded ones.
 NATIVE_ROWS = 128
-# Rows up to which norms, routers and small experts stay native too: there torch's many passes cost more than its products save.
+# Rows up to which norms, routers and small experts stay native too: there torch's many passes cost
+# more than its products save.
 MANY_ROWS = 4096
 NATIVE_ELEMENTS = 4 * 2**20
-NATIVE_ENTRIES = ("add_norm", "linear", "mlp", "mla_prologue", "mla_absorbed", "gqa_prologue", "router")
+NATIVE_ENTRIES = (
+    "add_norm",
+    "linear",
+    "mlp",
+    "mla_prologue",
+    "mla_absorbed",
+    "gqa_prologue",
+    "router",
+)
 NATIVE_SCORES = 32 * 2**20
-E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()  # what each byte reads as: a look-up is faster than torch's cast
+# what each byte reads as: a look-up is faster than torch's cast
+E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()
 
 
 class CpuOps(Ops):
@@ -44,26 +57,42 @@ class CpuOps(Ops):
         """Where the compiled kernels fit they fuse more than inductor would."""
         if self.native is None or entry not in NATIVE_ENTRIES:
             return False
-        return all(weight.dtype in STORAGE and weight.numel() <= NATIVE_ELEMENTS for weight in weights)
+        return all(
+            weight.dtype in STORAGE and weight.numel() <= NATIVE_ELEMENTS for weight in weights
+        )
 
     def _native(self, x: Tensor, *weights: Tensor, rows: int = NATIVE_ROWS) -> Native | None:
-        """The compiled kernels, where this call suits them: few rows of a known format, small weights of the same format."""
-        if self.native is None or x.shape[0] > rows or x.dtype not in STORAGE or not x.is_contiguous():
+        """The compiled kernels, where this call suits them: few rows of a known format, small
+        weights of the same format."""
+        if (
+            self.native is None
+            or x.shape[0] > rows
+            or x.dtype not in STORAGE
+            or not x.is_contiguous()
+        ):
             return None
         for weight in weights:
             key = (weight.data_ptr(), x.dtype)
             fits = self.fits.get(key)
             if fits is None:
-                fits = self.fits[key] = weight.dtype == x.dtype and weight.numel() <= NATIVE_ELEMENTS
+                fits = self.fits[key] = (
+                    weight.dtype == x.dtype and weight.numel() <= NATIVE_ELEMENTS
+                )
             if not fits:
                 return None
         return self.native
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         native = self._native(x, weight, rows=MANY_ROWS) if x.dim() == 2 else None
-        return native.add_norm(x, None, weight, eps)[0] if native else F.rms_norm(x, weight.shape, weight, eps)
+        return (
+            native.add_norm(x, None, weight, eps)[0]
+            if native
+            else F.rms_norm(x, weight.shape, weight, eps)
+        )
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
         native = self._native(x, weight, rows=MANY_ROWS)
         if native and (residual is None or residual.is_contiguous()):
             return native.add_norm(x, residual, weight, eps)
@@ -89,23 +118,38 @@ class CpuOps(Ops):
     # ---- attention
 
     def mla_prologue(
-        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+        self,
+        x: Tensor,
+        w: MLAWeights,
+        cos: Tensor,
+        sin: Tensor,
+        plane: Tensor | None,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
-        suits = plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
+        suits = (
+            plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
+        )
         native = self._native(x, *weights) if suits else None
         if native is None or plane is None:
             return super().mla_prologue(x, w, cos, sin, plane, slots)
-        if plane.dtype == torch.uint8:  # the kernel writes entries as they are; torch's calls quantize them
+        # the kernel writes entries as they are; torch's calls quantize them
+        if plane.dtype == torch.uint8:
             entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
             q = native.mla_prologue(x, w, cos, sin, entries, torch.arange(x.shape[0]))
             self.write_latent(plane, slots, entries[0], w.config.kv_lora_rank)
             return x, q, None
         return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
 
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+    def mla_absorbed(
+        self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
         segment = _one_query_each(segment)
-        native = self._native(q, w.kv_b.data) if plane.dtype in (q.dtype, torch.uint8) and w.scratch is not None else None
+        native = (
+            self._native(q, w.kv_b.data)
+            if plane.dtype in (q.dtype, torch.uint8) and w.scratch is not None
+            else None
+        )
         if native is None or not _small_decode(segment, q):
             return super().mla_absorbed(q, w, plane, segment, scale)
         tables = segment.tables
@@ -129,9 +173,14 @@ class CpuOps(Ops):
             return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
         return native.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
 
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        planes, segment = (k_plane, v_plane), _one_query_each(segment)
-        same = all(p.dtype == q.dtype and p.is_contiguous() and p.shape[-1] == q.shape[-1] for p in planes)
+    def attention(
+        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
+        planes = (k_plane, v_plane)
+        segment = _one_query_each(segment)
+        same = all(
+            p.dtype == q.dtype and p.is_contiguous() and p.shape[-1] == q.shape[-1] for p in planes
+        )
         native = self._native(q) if same and _small_decode(segment, q) else None
         if native:
             return native.gqa_decode(q, planes, segment.tables, segment.kv_lens, scale)
@@ -139,32 +188,60 @@ class CpuOps(Ops):
         if index is None:
             k, v = (self.gather(plane, segment).to(q.dtype) for plane in (k_plane, v_plane))
             return self.dense_attention(q, k, v, segment, scale)
-        k, v = (_entries(plane, index).to(q.dtype).transpose(1, 2) for plane in (k_plane, v_plane))  # [R, G, L, D]
-        rows, heads, groups = len(segment), q.shape[1], k.shape[1]
+        # [R, G, L, D]
+        k, v = (_entries(plane, index).to(q.dtype).transpose(1, 2) for plane in (k_plane, v_plane))
+        rows = len(segment)
+        heads = q.shape[1]
+        groups = k.shape[1]
         # The heads that share a key are its queries: nothing is repeated.
         out = _fused(q.view(rows, groups, heads // groups, -1), k, v, scale, mask=index.mask)
         return out.reshape(rows, heads, -1)
 
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """One fused call with the cache rows as keys and as values; the rope columns of the result are cut off."""
+    def latent_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """One fused call with the cache rows as keys and as values; the rope columns of the
+        result are cut off."""
         segment = _one_query_each(segment)
-        index, rank = _decode_index(segment, plane), q_latent.shape[-1]
+        index = _decode_index(segment, plane)
+        rank = q_latent.shape[-1]
         if index is None:
-            q, keys = torch.cat((q_latent, q_rope), -1), self.latent_entries(plane, segment, rank, q_latent.dtype)[:, None]
+            q = torch.cat((q_latent, q_rope), -1)
+            keys = self.latent_entries(plane, segment, rank, q_latent.dtype)[:, None]
             return self.dense_attention(q, keys, keys, segment, scale)[..., :rank]
         entries = _entries(plane, index)  # [R, L, C + rope]
-        entries = _unpack_latent(entries, rank, q_latent.dtype) if plane.dtype == torch.uint8 else entries.to(q_latent.dtype)
+        entries = (
+            _unpack_latent(entries, rank, q_latent.dtype)
+            if plane.dtype == torch.uint8
+            else entries.to(q_latent.dtype)
+        )
         q = torch.cat((q_latent, q_rope), -1)[:, None]
-        return _fused(q, entries[:, None], entries[:, None], scale, mask=index.mask).squeeze(1)[..., :rank]
+        return _fused(q, entries[:, None], entries[:, None], scale, mask=index.mask).squeeze(1)[
+            ..., :rank
+        ]
 
-    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+    def dense_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
         if not segment.exact:
             return super().dense_attention(q, k, v, segment, scale)
         if _alike(segment):
             q, k, v = (t.unflatten(0, (len(segment), -1)) for t in (q, k, v))
             return _fused_attention(q, k, v, scale).flatten(0, 1)
-        parts = zip(q.split(segment.query_lens), k.split(segment.max_kv_lens), v.split(segment.max_kv_lens), strict=True)
-        return torch.cat([_fused_attention(q[None], k[None], v[None], scale)[0] for q, k, v in parts])
+        parts = zip(
+            q.split(segment.query_lens),
+            k.split(segment.max_kv_lens),
+            v.split(segment.max_kv_lens),
+            strict=True,
+        )
+        return torch.cat(
+            [_fused_attention(q[None], k[None], v[None], scale)[0] for q, k, v in parts]
+        )
 
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         if not segment.exact:
@@ -176,13 +253,17 @@ class CpuOps(Ops):
         rows = zip(segment.tables, segment.max_kv_lens, strict=True)
         return torch.cat([reference.read_cache(plane, table, length) for table, length in rows])
 
-    def latent_entries(self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> Tensor:
+    def latent_entries(
+        self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
+    ) -> Tensor:
         rows = self.gather(plane, segment)
         return _unpack_latent(rows, rank, dtype) if plane.dtype == torch.uint8 else rows.to(dtype)
 
     # ---- experts
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
+    ) -> tuple[Tensor, Tensor]:
         known = gate.dtype in (x.dtype, torch.float32) and gate.numel() <= NATIVE_ELEMENTS
         native = self._native(x, rows=MANY_ROWS) if known else None
         if native is None:
@@ -208,17 +289,26 @@ class CpuOps(Ops):
         y = self._experts(x, ids, weights, gate_up, down)
         return y if base is None else y + base
 
-    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        """Three forms of the same sum: gather the chosen experts, let every expert see every token, or loop over experts."""
-        slots, picks = gate_up.data.shape[0], ids.numel()
+    def _experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
+    ) -> Tensor:
+        """Three forms of the same sum: gather the chosen experts, let every expert see every
+        token, or loop over experts."""
+        slots = gate_up.data.shape[0]
+        picks = ids.numel()
         if gate_up.quantized:
             return reference.experts(x, ids, weights, gate_up, down)
         native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
         if native:
             return native.experts(x, ids, weights, gate_up, down)
-        if picks and int(ids.min()) < 0:  # picks of experts that are elsewhere: this form alone passes them by
+        # picks of experts that are elsewhere: this form alone passes them by
+        if picks and int(ids.min()) < 0:
             return _looped_experts(x, ids, weights, gate_up.data, down.data)
-        if 2 * picks >= slots and x.shape[0] <= DENSE_TOKENS and _bytes(gate_up.data) <= 4 * GATHER_BYTES:
+        if (
+            2 * picks >= slots
+            and x.shape[0] <= DENSE_TOKENS
+            and _bytes(gate_up.data) <= 4 * GATHER_BYTES
+        ):
             return _dense_experts(x, ids, weights, gate_up.data, down.data)
         if picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
             return _gathered_experts(x, ids, weights, gate_up.data, down.data)
@@ -228,27 +318,47 @@ class CpuOps(Ops):
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         native = self.native if seeds.is_contiguous() and positions.is_contiguous() else None
-        return native.uniform(seeds, positions, stream) if native else super().uniform(seeds, positions, stream)
+        return (
+            native.uniform(seeds, positions, stream)
+            if native
+            else super().uniform(seeds, positions, stream)
+        )
 
     def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
         fits = logits.dtype == torch.float32 and logits.stride(1) == 1 and settings.is_contiguous()
         native = self.native if fits else None
-        return native.distribution(logits, settings, filters) if native else super().distribution(logits, settings, filters)
+        return (
+            native.distribution(logits, settings, filters)
+            if native
+            else super().distribution(logits, settings, filters)
+        )
 
     def sample_from(self, given: Distribution, numbers: Tensor) -> Tensor:
         native = self.native if given.scratch is not None and numbers.is_contiguous() else None
         return native.sample_from(given, numbers) if native else super().sample_from(given, numbers)
 
     def sample_residual(
-        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+        self,
+        given: Distribution,
+        rows: Tensor,
+        numbers: Tensor,
+        refused: Tensor,
+        q: Tensor | None = None,
+        q_rows: Tensor | None = None,
     ) -> Tensor:
-        native = self.native if given.scratch is not None and (q is None or q.is_contiguous()) else None
+        native = (
+            self.native if given.scratch is not None and (q is None or q.is_contiguous()) else None
+        )
         if native is None:
             return super().sample_residual(given, rows, numbers, refused, q, q_rows)
         return native.sample_residual(given, rows, numbers, refused, q, q_rows)
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
-        native = self.native if given.scratch is not None and plane.dtype == torch.float32 and plane.is_contiguous() else None
+        native = (
+            self.native
+            if given.scratch is not None and plane.dtype == torch.float32 and plane.is_contiguous()
+            else None
+        )
         if native is None:
             super().write_probs(given, plane, rows)
         else:
@@ -256,7 +366,8 @@ class CpuOps(Ops):
 
 
 def _one_query_each(segment: AttentionMetadata) -> AttentionMetadata:
-    """Drafts under verification become requests of one query each: the CPU's decode kernels know no others."""
+    """Drafts under verification become requests of one query each: the CPU's decode kernels know
+    no others."""
     if segment.exact or segment.tokens == len(segment):
         return segment
     if segment.scratch is None:
@@ -266,7 +377,10 @@ def _one_query_each(segment: AttentionMetadata) -> AttentionMetadata:
 
 def _small_decode(segment: AttentionMetadata, q: Tensor) -> bool:
     """One query token a request, and few enough scores for one thread."""
-    return segment.tokens == len(segment) and sum(segment.max_kv_lens) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
+    return (
+        segment.tokens == len(segment)
+        and sum(segment.max_kv_lens) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
+    )
 
 
 def _bytes(data: Tensor) -> int:
@@ -274,17 +388,22 @@ def _bytes(data: Tensor) -> int:
 
 
 class DecodeIndex:
-    """Pages of every request side by side, and which positions lie within its length. Built once a step.
+    """Pages of every request side by side, and which positions lie within its length. Built once a
+    step.
 
-    pages [R * P] flat; `length` the longest; `mask` [R, 1, 1, L] bool, None where every request fills all L positions.
+    pages [R * P] flat; `length` the longest; `mask` [R, 1, 1, L] bool, None where every request
+    fills all L positions.
     """
 
     def __init__(self, segment: AttentionMetadata, page_size: int):
-        self.rows, self.length = len(segment), max(segment.max_kv_lens)
+        self.rows = len(segment)
+        self.length = max(segment.max_kv_lens)
         self.pages = segment.tables[:, : -(-self.length // page_size)].reshape(-1)
         self.mask: Tensor | None = None
         if min(segment.max_kv_lens) < self.length or not segment.exact:
-            within = torch.arange(self.length, device=segment.kv_lens.device) < segment.kv_lens[:, None]
+            within = (
+                torch.arange(self.length, device=segment.kv_lens.device) < segment.kv_lens[:, None]
+            )
             self.mask = within[:, None, None]
             self.beyond = ~within
 
@@ -299,8 +418,11 @@ def _decode_index(segment: AttentionMetadata, plane: Tensor) -> DecodeIndex | No
 
 
 def _entries(plane: Tensor, index: DecodeIndex) -> Tensor:
-    """[R, L, *shape]: every request's cache, zero beyond its length (a masked NaN would still spoil the sum)."""
-    found = plane.index_select(0, index.pages).view(index.rows, -1, *plane.shape[2:])[:, : index.length]
+    """[R, L, *shape]: every request's cache, zero beyond its length (a masked NaN would still
+    spoil the sum)."""
+    found = plane.index_select(0, index.pages).view(index.rows, -1, *plane.shape[2:])[
+        :, : index.length
+    ]
     if index.mask is not None:
         found.masked_fill_(index.beyond.view(*index.beyond.shape, *(1,) * (found.dim() - 2)), 0)
     return found
@@ -314,29 +436,44 @@ def _unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
     return torch.cat((wide.to(dtype), rope), -1)
 
 
-def _dequantized_pages(plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The pages of a segment side by side in `dtype`, [R * P, page, C + rope], and their block tables [R, P]."""
+def _dequantized_pages(
+    plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The pages of a segment side by side in `dtype`, [R * P, page, C + rope], and their block
+    tables [R, P]."""
     tables = segment.tables[:, : -(-max(segment.max_kv_lens) // plane.shape[1])]
-    return _unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(tables.numel()).view(tables.shape)
+    return _unpack_latent(plane[tables.reshape(-1)], rank, dtype), torch.arange(
+        tables.numel()
+    ).view(tables.shape)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """torch's fused attention on [batch, heads, length, D]. It wants values as wide as keys: they are padded, then cut."""
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """torch's fused attention on [batch, heads, length, D]. It wants values as wide as keys:
+    they are padded, then cut."""
     width = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)[..., :width]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)[
+        ..., :width
+    ]
 
 
 def _alike(segment: AttentionMetadata) -> bool:
-    """All requests bring as many queries to as many cached entries: one batched call serves them."""
+    """All requests bring as many queries to as many cached entries: one batched call serves
+    them."""
     return len(set(segment.query_lens)) == 1 == len(set(segment.max_kv_lens))
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """causal_attention of requests of equal lengths: q [R, Q, H, D], k [R, L, G, D], v [R, L, G, Dv] to [R, Q, H, Dv]."""
-    queries, length, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    """causal_attention of requests of equal lengths: q [R, Q, H, D], k [R, L, G, D], v [R, L, G,
+    Dv] to [R, Q, H, Dv]."""
+    queries = q.shape[1]
+    length = k.shape[1]
+    groups = q.shape[2] // k.shape[2]
     if groups > 1:
-        k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+        k = k.repeat_interleave(groups, 2)
+        v = v.repeat_interleave(groups, 2)
     mask = None
     if 1 < queries < length:
         mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
@@ -344,7 +481,9 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return _fused(q, k, v, scale, mask, causal=queries == length and queries > 1).transpose(1, 2)
 
 
-def _gathered_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _gathered_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
     flat = ids.flatten()
     rows = x if ids.shape[0] == 1 else x.repeat_interleave(ids.shape[1], 0)
     rows = rows.expand(flat.shape[0], -1)[:, None]
@@ -353,16 +492,21 @@ def _gathered_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, 
     return torch.bmm(weights[:, None], y.float()).squeeze(1).to(x.dtype)
 
 
-def _dense_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _dense_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
     """Experts nobody chose get weight 0."""
-    slots, tokens = gate_up.shape[0], x.shape[0]
+    slots = gate_up.shape[0]
+    tokens = x.shape[0]
     table = torch.zeros(tokens, slots, device=x.device).scatter_(1, ids, weights)
     h = reference.swiglu(F.linear(x, gate_up.flatten(0, 1)).view(tokens, slots, -1))
     y = torch.bmm(h.transpose(0, 1), down.transpose(1, 2))  # [slots, tokens, hidden]
     return torch.bmm(table[:, None], y.transpose(0, 1).float()).squeeze(1).to(x.dtype)
 
 
-def _looped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _looped_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
     """Sort the picks by expert, then one small MLP a run of equal experts."""
     absent, *counts = (ids.flatten() + 1).bincount(minlength=gate_up.shape[0] + 1).tolist()
     order = ids.flatten().argsort(stable=True)[absent:]
@@ -371,5 +515,11 @@ def _looped_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, do
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if not sum(counts):
         return total.to(x.dtype)
-    y = torch.cat([F.linear(reference.swiglu(F.linear(run, up)), out) for run, up, out in runs if run.shape[0]])
+    y = torch.cat(
+        [
+            F.linear(reference.swiglu(F.linear(run, up)), out)
+            for run, up, out in runs
+            if run.shape[0]
+        ]
+    )
     return total.index_add_(0, tokens, y.float() * weights.flatten()[order, None]).to(x.dtype)

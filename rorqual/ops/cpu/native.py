@@ -1,4 +1,5 @@
-"""Builds kernels.cpp once a machine and calls it. No compiler: the CPU backend goes on with torch calls alone, and says so."""
+"""Builds kernels.cpp once a machine and calls it. No compiler: the CPU backend goes on with
+torch calls alone, and says so."""
 
 from __future__ import annotations
 
@@ -19,17 +20,34 @@ from rorqual.config.model import MoEConfig, cache_folder, compiler
 from rorqual.ops.interface import MLAWeights
 from rorqual.ops.reference import Distribution, Weight
 
-SOURCE, PARTS = Path(__file__).with_name("kernels.cpp"), (Path(__file__).with_name("sampling.h"),)
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fopenmp", "-Wno-psabi")
+SOURCE = Path(__file__).with_name("kernels.cpp")
+PARTS = (Path(__file__).with_name("sampling.h"),)
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+    "-Wno-psabi",
+)
 COMPILE_SECONDS = 120
 STORAGE = (torch.float32, torch.bfloat16)
 log = logging.getLogger("rorqual")
 
 
 class _MlaLayer(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("hidden", "q_rank", "heads", "nope", "rope", "v_dim", "rank", "interleaved")]
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("hidden", "q_rank", "heads", "nope", "rope", "v_dim", "rank", "interleaved")
+    ]
     _fields_ += [("eps", ctypes.c_double)]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("down", "down_bias", "q_norm", "q_b", "kv_norm", "kv_b")]
+    _fields_ += [
+        (name, ctypes.c_void_p)
+        for name in ("down", "down_bias", "q_norm", "q_b", "kv_norm", "kv_b")
+    ]
 
 
 class _Router(ctypes.Structure):
@@ -39,7 +57,10 @@ class _Router(ctypes.Structure):
     _fields_ += [("scaling", ctypes.c_double), ("gate", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
 
 
-_I, _P, _D, _N = ctypes.c_int, ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+_I = ctypes.c_int
+_P = ctypes.c_void_p
+_D = ctypes.c_double
+_N = ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_threads": (_I,),
     "rq_add_norm": (_I, _P, _P, _P, _P, _P, _N, _N, _D),
@@ -64,17 +85,24 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one line in the log) where they cannot be built."""
     command = compiler()
     if command is None:
-        log.warning("no C++ compiler found: decoding on the CPU uses torch calls alone, several times slower for small models")
+        log.warning(
+            "no C++ compiler found: decoding on the CPU uses torch calls alone, several "
+            "times slower for small models"
+        )
         return None
     try:
-        # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share its threads.
+        # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share
+        # its threads.
         loaded = ctypes.CDLL(str(_build(command)))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the CPU kernels could not be built (%s): decoding uses torch calls alone", error)
+        log.warning(
+            "the CPU kernels could not be built (%s): decoding uses torch calls alone", error
+        )
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes = arguments
+        function.restype = None
     return loaded
 
 
@@ -84,7 +112,8 @@ def _output(*command: str) -> bytes:
 
 
 def _build(command: str) -> Path:
-    """Compile into the cache folder, under a name that covers source, flags, compiler and processor."""
+    """Compile into the cache folder, under a name that covers source, flags, compiler and
+    processor."""
     # The macros are those of the instructions that may be used. Every compiler prints them; one
     # that does not leaves no way to tell this processor's library from another's: nothing is built.
     processor = _output(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
@@ -96,7 +125,12 @@ def _build(command: str) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            subprocess.run([command, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=COMPILE_SECONDS)
+            subprocess.run(
+                [command, *FLAGS, str(SOURCE), "-o", str(made)],
+                check=True,
+                capture_output=True,
+                timeout=COMPILE_SECONDS,
+            )
             made.replace(target)  # atomic: another process may be building the same file
     return target
 
@@ -106,7 +140,8 @@ BLOCK = 128  # tokens of a part of a distribution, as in sampling.h
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[..., rows, columns] to blocks of LANES rows, each column by column: [..., blocks, columns, LANES], padded with zeros."""
+    """[..., rows, columns] to blocks of LANES rows, each column by column: [..., blocks,
+    columns, LANES], padded with zeros."""
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
     return padded.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
 
@@ -123,13 +158,16 @@ def _pointer(x: Tensor | None) -> int:
 
 
 def _pointers(*tensors: Tensor) -> list[int]:
-    return [x.data_ptr() for x in tensors if x.is_contiguous()]  # a missing argument is a TypeError, never a wrong address
+    # a missing argument is a TypeError, never a wrong address
+    return [x.data_ptr() for x in tensors if x.is_contiguous()]
 
 
 class Native:
-    """Calls into the library. Callers have checked that dtypes are one of STORAGE and that everything is contiguous.
+    """Calls into the library. Callers have checked that dtypes are one of STORAGE and that
+    everything is contiguous.
 
-    Weights are packed at first use and kept beside the originals: whoever changes a weight later calls `forget`.
+    Weights are packed at first use and kept beside the originals: whoever changes a weight later
+    calls `forget`.
     """
 
     def __init__(self, kernels: ctypes.CDLL):
@@ -141,38 +179,89 @@ class Native:
         self.packed.clear()
 
     def weight(self, weight: Tensor) -> int:
-        """Address of the packed form. The original is kept too, so that its address cannot be given to another tensor."""
+        """Address of the packed form. The original is kept too, so that its address cannot be
+        given to another tensor."""
         found = self.packed.get(weight.data_ptr())
         if found is None:
             found = self.packed[weight.data_ptr()] = (weight, pack(weight))
         return found[1].data_ptr()
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        normed = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
         n, d = x.shape
-        self.lib.rq_add_norm(_wide(x), _pointer(x), _pointer(residual), weight.data_ptr(), normed.data_ptr(), total.data_ptr(), n, d, eps)
+        self.lib.rq_add_norm(
+            _wide(x),
+            _pointer(x),
+            _pointer(residual),
+            weight.data_ptr(),
+            normed.data_ptr(),
+            total.data_ptr(),
+            n,
+            d,
+            eps,
+        )
         return normed, total
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape
         y = x.new_empty(x.shape[0], rows)
-        self.lib.rq_linear(_wide(x), _pointer(x), self.weight(weight), _pointer(bias), y.data_ptr(), x.shape[0], rows, columns)
+        self.lib.rq_linear(
+            _wide(x),
+            _pointer(x),
+            self.weight(weight),
+            _pointer(bias),
+            y.data_ptr(),
+            x.shape[0],
+            rows,
+            columns,
+        )
         return y
 
     def mlp(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        y, (hidden, size) = torch.empty_like(x), down.shape
-        self.lib.rq_mlp(_wide(x), _pointer(x), self.weight(gate_up), self.weight(down), y.data_ptr(), x.shape[0], hidden, size)
+        y = torch.empty_like(x)
+        (hidden, size) = down.shape
+        self.lib.rq_mlp(
+            _wide(x),
+            _pointer(x),
+            self.weight(gate_up),
+            self.weight(down),
+            y.data_ptr(),
+            x.shape[0],
+            hidden,
+            size,
+        )
         return y
 
     def mla_layer(self, w: MLAWeights, hidden: int) -> _MlaLayer:
         mla = w.config
         query = self.weight(w.q_b.data) if w.q_b else 0
-        pointers = [self.weight(w.down.data), _pointer(w.down_bias), _pointer(w.q_norm), query, _pointer(w.kv_norm), _pointer(w.kv_b.data)]
+        pointers = [
+            self.weight(w.down.data),
+            _pointer(w.down_bias),
+            _pointer(w.q_norm),
+            query,
+            _pointer(w.kv_norm),
+            _pointer(w.kv_b.data),
+        ]
         rank = (mla.q_lora_rank or 0) if w.q_b is not None else 0
-        sizes = (hidden, rank, mla.num_heads, mla.nope_dim, mla.rope_dim, mla.v_dim, mla.kv_lora_rank, int(w.interleaved))
+        sizes = (
+            hidden,
+            rank,
+            mla.num_heads,
+            mla.nope_dim,
+            mla.rope_dim,
+            mla.v_dim,
+            mla.kv_lora_rank,
+            int(w.interleaved),
+        )
         return _MlaLayer(*sizes, w.eps, *pointers)
 
-    def mla_prologue(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor) -> Tensor:
+    def mla_prologue(
+        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor
+    ) -> Tensor:
         if w.scratch is None:
             w.scratch = self.mla_layer(w, x.shape[1])
         q = x.new_empty(x.shape[0], w.config.num_heads, w.config.qk_dim)
@@ -180,12 +269,25 @@ class Native:
         self.lib.rq_mla_prologue(_wide(x), at, *_pointers(x, cos, sin, plane, slots, q), x.shape[0])
         return q
 
-    def mla_absorbed(self, q: Tensor, w: MLAWeights, plane: Tensor, tables: Tensor, lens: Tensor, scale: float) -> Tensor:
+    def mla_absorbed(
+        self, q: Tensor, w: MLAWeights, plane: Tensor, tables: Tensor, lens: Tensor, scale: float
+    ) -> Tensor:
         out = q.new_empty(q.shape[0], w.config.num_heads, w.config.v_dim)
-        table, width = _pointer(tables), tables.shape[1]
+        table = _pointer(tables)
+        width = tables.shape[1]
         at = ctypes.addressof(w.scratch)
         self.lib.rq_mla_absorbed(
-            _wide(q), at, _pointer(q), _pointer(plane), table, width, _pointer(lens), plane.shape[1], scale, out.data_ptr(), q.shape[0]
+            _wide(q),
+            at,
+            _pointer(q),
+            _pointer(plane),
+            table,
+            width,
+            _pointer(lens),
+            plane.shape[1],
+            scale,
+            out.data_ptr(),
+            q.shape[0],
         )
         return out
 
@@ -203,19 +305,36 @@ class Native:
         groups, dim = planes[0].shape[2:]
         heads = qkv.shape[1] - 2 * groups
         q = qkv.new_empty(qkv.shape[0], heads, dim)
-        first, rest = _pointers(qkv, q_norm, k_norm), _pointers(cos, sin, *planes, slots, q)
+        first = _pointers(qkv, q_norm, k_norm)
+        rest = _pointers(cos, sin, *planes, slots, q)
         self.lib.rq_gqa_prologue(_wide(qkv), *first, eps, *rest, qkv.shape[0], heads, groups, dim)
         return q
 
-    def gqa_decode(self, q: Tensor, planes: tuple[Tensor, Tensor], tables: Tensor, lens: Tensor, scale: float) -> Tensor:
-        out, (rows, heads, dim), groups = torch.empty_like(q), q.shape, planes[0].shape[2]
+    def gqa_decode(
+        self, q: Tensor, planes: tuple[Tensor, Tensor], tables: Tensor, lens: Tensor, scale: float
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        (rows, heads, dim) = q.shape
+        groups = planes[0].shape[2]
         pointers = _pointers(q, *planes, tables)
         self.lib.rq_gqa_decode(
-            _wide(q), *pointers, tables.shape[1], _pointer(lens), planes[0].shape[1], scale, out.data_ptr(), rows, heads, groups, dim
+            _wide(q),
+            *pointers,
+            tables.shape[1],
+            _pointer(lens),
+            planes[0].shape[1],
+            scale,
+            out.data_ptr(),
+            rows,
+            heads,
+            groups,
+            dim,
         )
         return out
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig
+    ) -> tuple[Tensor, Tensor]:
         ids = torch.empty(x.shape[0], moe.top_k, dtype=torch.int64)
         weights = torch.empty(x.shape[0], moe.top_k)
         grouped = moe.method != "greedy" and moe.n_group > 1
@@ -224,18 +343,32 @@ class Native:
         sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
         settings = _Router(*sizes, *map(int, flags), moe.scaling, self.weight(gate), _pointer(bias))
         at = ctypes.addressof(settings)
-        self.lib.rq_route(_wide(x), _wide(gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape)
+        self.lib.rq_route(
+            _wide(x), _wide(gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape
+        )
         return ids, weights
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
+    ) -> Tensor:
         y = torch.empty_like(x)
         slots, hidden, size = down.data.shape
         packed = (self.weight(gate_up.data), self.weight(down.data))
         ids = ids.long()  # int32 as well, which is how picks travel
-        self.lib.rq_experts(_wide(x), *_pointers(x, ids, weights), *packed, y.data_ptr(), *ids.shape, slots, hidden, size)
+        self.lib.rq_experts(
+            _wide(x),
+            *_pointers(x, ids, weights),
+            *packed,
+            y.data_ptr(),
+            *ids.shape,
+            slots,
+            hidden,
+            size,
+        )
         return y
 
-    # ---- sampling. Logits are fp32, each row dense; a distribution's scratch holds the masses of blocks of BLOCK tokens.
+    # ---- sampling. Logits are fp32, each row dense; a distribution's scratch holds the masses of
+    # blocks of BLOCK tokens.
 
     def uniform(self, seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
         out = torch.empty(positions.shape, dtype=torch.float64)
@@ -244,27 +377,50 @@ class Native:
 
     def distribution(self, logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
         m, v = logits.shape
-        summary, best = torch.empty(m, 4, dtype=torch.float64), torch.empty(m, dtype=torch.int64)
+        summary = torch.empty(m, 4, dtype=torch.float64)
+        best = torch.empty(m, dtype=torch.int64)
         parts = torch.empty(m, -(-v // BLOCK), dtype=torch.float64)
         out = _pointers(summary, parts, best)
-        self.lib.rq_distribution(logits.data_ptr(), logits.stride(0), m, v, _pointer(settings), int(filters), *out)
+        self.lib.rq_distribution(
+            logits.data_ptr(), logits.stride(0), m, v, _pointer(settings), int(filters), *out
+        )
         return Distribution(logits, summary, best, parts)
 
     def sample_from(self, given: Distribution, numbers: Tensor) -> Tensor:
         out = torch.empty_like(given.best)
-        self.lib.rq_draw(*self._rows(given), *_pointers(given.summary, given.scratch, given.best, numbers, out))
+        self.lib.rq_draw(
+            *self._rows(given), *_pointers(given.summary, given.scratch, given.best, numbers, out)
+        )
         return out
 
     def sample_residual(
-        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None, q_rows: Tensor | None
+        self,
+        given: Distribution,
+        rows: Tensor,
+        numbers: Tensor,
+        refused: Tensor,
+        q: Tensor | None,
+        q_rows: Tensor | None,
     ) -> Tensor:
-        out, (logits, stride, _, v) = torch.empty_like(rows), self._rows(given)
+        out = torch.empty_like(rows)
+        (logits, stride, _, v) = self._rows(given)
         pointers = _pointers(given.summary, given.scratch, rows, numbers, refused)
-        self.lib.rq_draw_rest(logits, stride, v, *pointers, _pointer(q), _pointer(q_rows), out.data_ptr(), rows.shape[0])
+        self.lib.rq_draw_rest(
+            logits,
+            stride,
+            v,
+            *pointers,
+            _pointer(q),
+            _pointer(q_rows),
+            out.data_ptr(),
+            rows.shape[0],
+        )
         return out
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
-        self.lib.rq_write_probs(*self._rows(given), *_pointers(given.summary, given.scratch, plane, rows))
+        self.lib.rq_write_probs(
+            *self._rows(given), *_pointers(given.summary, given.scratch, plane, rows)
+        )
 
     def _rows(self, given: Distribution) -> tuple[int, int, int, int]:
         m, v = given.logits.shape

@@ -1,7 +1,9 @@
-"""The op table of NVIDIA cards: Triton kernels where they fit, torch's products for wide formats, the reference for the rest.
+"""The op table of NVIDIA cards: Triton kernels where they fit, torch's products for wide formats,
+the reference for the rest.
 
-Every override names what its kernel takes. Anything else goes to `Ops`, which is right for any configuration but slow, and of which
-attention and experts wait for the device: a step that meets such a fallback cannot be captured in a graph. No other entry does.
+Every override names what its kernel takes. Anything else goes to `Ops`, which is right for any
+configuration but slow, and of which attention and experts wait for the device: a step that meets
+such a fallback cannot be captured in a graph. No other entry does.
 
 | entry                   | falls back to the reference when                                                         |
 |-------------------------|------------------------------------------------------------------------------------------|
@@ -16,7 +18,8 @@ attention and experts wait for the device: a step that meets such a fallback can
 | attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
 | stretch_attention       | as dense_attention                                             |
 
-Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's logits.
+Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's
+logits.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ class TritonOps(Ops):
         keep_compiled()
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
-        """Few launches of ours. Norms, SwiGLU and bf16 products are left to inductor, which joins them with their neighbours."""
+        """Few launches of ours. Norms, SwiGLU and bf16 products are left to inductor, which
+        joins them with their neighbours."""
         return entry in ("mla_prologue", "gqa_prologue", "router", "write_cache")
 
     def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
@@ -75,17 +79,26 @@ class TritonOps(Ops):
     # ---- rows
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """A table in pinned host memory is read over the bus by the kernel itself: no copy, no wait, and a graph can hold it."""
-        return embedding.rows(ids, table) if table.device != ids.device else super().embed(ids, table)
+        """A table in pinned host memory is read over the bus by the kernel itself: no copy, no
+        wait, and a graph can hold it."""
+        return (
+            embedding.rows(ids, table) if table.device != ids.device else super().embed(ids, table)
+        )
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_kernels.norm(x, weight, eps)
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
         return norm_kernels.add_norm(x, residual, weight, eps, pack and takes_fp8(x.device))
 
-    def sum_add_norm(self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-        return combine.combine_add_norm(gave, residual, weight, eps, pack and takes_fp8(residual.device))
+    def sum_add_norm(
+        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return combine.combine_add_norm(
+            gave, residual, weight, eps, pack and takes_fp8(residual.device)
+        )
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)
@@ -95,16 +108,27 @@ class TritonOps(Ops):
             if gemv.chosen(x, weight.data):
                 return gemv.linear(x, weight.data, bias)
             skinny = skinny_gemm.chosen(x, weight.data)
-            return skinny_gemm.linear(x, weight.data, bias) if skinny else F.linear(x, weight.data, bias)
-        return fp8_gemm.linear(x, weight, bias) if _fits_fp8(weight) else super().linear(x, weight, bias)
+            return (
+                skinny_gemm.linear(x, weight.data, bias)
+                if skinny
+                else F.linear(x, weight.data, bias)
+            )
+        return (
+            fp8_gemm.linear(x, weight, bias)
+            if _fits_fp8(weight)
+            else super().linear(x, weight, bias)
+        )
 
     def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        """In fp8 the activation between the products is quantized as it is made; for a few tokens in bf16 it is part of the first."""
+        """In fp8 the activation between the products is quantized as it is made; for a few
+        tokens in bf16 it is part of the first."""
         if not gate_up.quantized and gemv.chosen(x, gate_up.data):
             return self.linear(gemv.gate_up(x, gate_up.data), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
-        return fp8_gemm.linear(norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=x.dtype)
+        return fp8_gemm.linear(
+            norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=x.dtype
+        )
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         if not _power(x.shape[-1]):
@@ -136,23 +160,35 @@ class TritonOps(Ops):
     # ---- attention
 
     def mla_prologue(
-        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+        self,
+        x: Tensor,
+        w: MLAWeights,
+        cos: Tensor,
+        sin: Tensor,
+        plane: Tensor | None,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """One or two products and what lies between and behind them. The query input is x unless `keep_query_input` asks for the latent."""
+        """One or two products and what lies between and behind them. The query input is x unless
+        `keep_query_input` asks for the latent."""
         sizes = w.config.kv_lora_rank, w.config.rope_dim
         if plane is None or not all(map(_power, sizes)):
             return super().mla_prologue(x, w, cos, sin, plane, slots)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
-        heads = w.config.num_heads if w.q_b is None else 0  # rotated by the same kernel: one launch fewer
-        latent = rope_kv_write.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads)
+        # rotated by the same kernel: one launch fewer
+        heads = w.config.num_heads if w.q_b is None else 0
+        latent = rope_kv_write.latent_epilogue(
+            joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads
+        )
         query_in, q = self._queries(x, joint, latent, w)
         if not heads:
             rotated = q[..., w.config.nope_dim :]
             rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
         return query_in, q, None
 
-    def _queries(self, x: Tensor, joint: Tensor, latent: Tensor | Quantized | None, w: MLAWeights) -> tuple[Tensor, Tensor]:
+    def _queries(
+        self, x: Tensor, joint: Tensor, latent: Tensor | Quantized | None, w: MLAWeights
+    ) -> tuple[Tensor, Tensor]:
         """(query input, queries [T, H, qk]), not rotated here."""
         if w.q_b is None or latent is None:
             return x, joint[:, : w.query_rows].unflatten(1, (w.config.num_heads, -1))
@@ -162,18 +198,30 @@ class TritonOps(Ops):
         return latent, self.linear(latent, w.q_b).view(per_head)
 
     def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The product and one kernel behind it, which writes the entries to rows of their own as it would to the cache."""
-        rank, rotary = w.config.kv_lora_rank, w.config.rope_dim
+        """The product and one kernel behind it, which writes the entries to rows of their own as
+        it would to the cache."""
+        rank = w.config.kv_lora_rank
+        rotary = w.config.rope_dim
         if not (_power(rank) and _power(rotary)):
             return super().mla_down(x, w, cos, sin)
         joint = self.linear(x, w.down, w.down_bias)
-        entries, slots = x.new_empty(x.shape[0], rank + rotary), torch.arange(x.shape[0], device=x.device)
-        latent = rope_kv_write.latent_epilogue(joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved)
+        entries = x.new_empty(x.shape[0], rank + rotary)
+        slots = torch.arange(x.shape[0], device=x.device)
+        latent = rope_kv_write.latent_epilogue(
+            joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved
+        )
         assert latent is None or isinstance(latent, Tensor)
         return joint[:, : w.query_rows] if latent is None else latent, entries
 
     def mla_up(
-        self, query: Tensor, entries: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor | None, slots: Tensor
+        self,
+        query: Tensor,
+        entries: Tensor,
+        w: MLAWeights,
+        cos: Tensor,
+        sin: Tensor,
+        plane: Tensor | None,
+        slots: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Queries of a latent are rotated where they are made."""
         if w.q_b is None or not _power(w.config.rope_dim):
@@ -199,23 +247,45 @@ class TritonOps(Ops):
     ) -> Tensor:
         if not _power(qkv.shape[2]):
             return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return rope_kv_write.heads_epilogue(qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps)
+        return rope_kv_write.heads_epilogue(
+            qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps
+        )
 
-    def attention(self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """A few query tokens of each request share one pass over keys and values; chunks of prompt go tile by tile."""
+    def attention(
+        self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """A few query tokens of each request share one pass over keys and values; chunks of
+        prompt go tile by tile."""
         rank = v_plane.shape[-1]
         if _one_storage(k_plane, v_plane):
-            return self.latent_attention(q[..., :rank], q[..., rank:], k_plane[:, :, 0], segment, scale)
+            return self.latent_attention(
+                q[..., :rank], q[..., rank:], k_plane[:, :, 0], segment, scale
+            )
         if max(q.shape[-1], rank) > WIDEST_HEAD or not k_plane.dtype == v_plane.dtype == q.dtype:
             return super().attention(q, k_plane, v_plane, segment, scale)
         known = derived(segment)
-        if known.decodes and k_plane.shape == v_plane.shape and k_plane.is_contiguous() and v_plane.is_contiguous():
+        if (
+            known.decodes
+            and k_plane.shape == v_plane.shape
+            and k_plane.is_contiguous()
+            and v_plane.is_contiguous()
+        ):
             return _gqa_decode(q, k_plane, v_plane, known, scale)
         starts = known.query_starts()
-        return prefill.paged_prefill(q, k_plane, v_plane, segment.tables, starts, segment.kv_lens, known.most_queries, scale)
+        return prefill.paged_prefill(
+            q, k_plane, v_plane, segment.tables, starts, segment.kv_lens, known.most_queries, scale
+        )
 
-    def latent_attention(self, q_latent: Tensor, q_rope: Tensor, plane: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """The decode kernel. Chunks of prompt go through it as well, each token as a request of its own: many passes over the cache."""
+    def latent_attention(
+        self,
+        q_latent: Tensor,
+        q_rope: Tensor,
+        plane: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """The decode kernel. Chunks of prompt go through it as well, each token as a request of
+        its own: many passes over the cache."""
         fits = all(_power(q.shape[-1]) and q.shape[-1] >= 16 for q in (q_latent, q_rope))
         if plane.dtype == torch.uint8 and plane.shape[-1] % 16 and not INTERPRETED:
             fits = False  # the compiler takes rows for aligned to more bytes than these are
@@ -226,8 +296,11 @@ class TritonOps(Ops):
             return self.latent_attention(q_latent, q_rope, plane, known.by_token(), scale)
         return _mla_decode(q_latent, q_rope, plane, known, scale)
 
-    def dense_attention(self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
-        """Keys and values packed as this backend's `gather` packs them: max_kv_lens rows a request."""
+    def dense_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Keys and values packed as this backend's `gather` packs them: max_kv_lens rows a
+        request."""
         if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
             return _plain_dense(q, k, v, segment, scale)
         known = derived(segment)
@@ -257,10 +330,13 @@ class TritonOps(Ops):
         prefill.dense_prefill(q, k, v, *starts, stretch.kv_lens, q.shape[0], scale, so_far=so_far)
 
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
-        """Packed by host bounds: [sum of max_kv_lens, *shape]. What lies past a request's length is page 0's content, never attended."""
+        """Packed by host bounds: [sum of max_kv_lens, *shape]. What lies past a request's length
+        is page 0's content, never attended."""
         return plane.flatten(0, 1).index_select(0, derived(segment).gather_slots(plane.shape[1]))
 
-    def latent_entries(self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype) -> Tensor:
+    def latent_entries(
+        self, plane: Tensor, segment: AttentionMetadata, rank: int, dtype: torch.dtype
+    ) -> Tensor:
         """Packed as by `gather`; an fp8 cache is read once and dequantized on the way."""
         rope = plane.shape[2] - rank - 4 * latent_fp8.groups_of(rank)
         if plane.dtype != torch.uint8 or not latent_fp8.supported(rank, rope // dtype.itemsize):
@@ -272,7 +348,9 @@ class TritonOps(Ops):
     def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         return gating.held(gate, dtype)
 
-    def router(self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0) -> tuple[Tensor, Tensor]:
+    def router(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
+    ) -> tuple[Tensor, Tensor]:
         return _router(x, gate, bias, moe, shared)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
@@ -296,9 +374,13 @@ class TritonOps(Ops):
         if not _fits_experts(gate_up, down):
             return super().experts(x, ids, weights, gate_up, down, base)
         expected = None if share == 1 else round(ids.numel() * share)
-        if shared and x.shape[0] > experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(down)]:
+        if (
+            shared
+            and x.shape[0] > experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(down)]
+        ):
             ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
-            base, shared = self._beside(x, gate_up, down, base, shared), 0
+            base = self._beside(x, gate_up, down, base, shared)
+            shared = 0
         return experts_kernels.experts(x, ids, weights, gate_up, down, expected, base, shared)
 
     def routed_experts(
@@ -325,20 +407,29 @@ class TritonOps(Ops):
         base: Tensor | None = None,
         shared: int = 0,
     ) -> NormInput:
-        """The grouped products of a moderate number of tokens leave the sum; the kernel that chooses picks sorts them, up to so many."""
+        """The grouped products of a moderate number of tokens leave the sum; the kernel that
+        chooses picks sorts them, up to so many."""
         fits = x.shape[0] and _fits_experts(gate_up, down)
-        plan = experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared, x.dtype) if fits else None
+        plan = (
+            experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared, x.dtype)
+            if fits
+            else None
+        )
         if plan is None:
             return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
-        picks, blocks = x.shape[0] * (moe.top_k + shared), None
+        picks = x.shape[0] * (moe.top_k + shared)
+        blocks = None
         if experts_kernels.sorts_while_routing(down, picks):
             blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
         ids, weights = _router(x, gate, bias, moe, shared, blocks)
         gave = experts_kernels.experts_deferred(x, ids, weights, gate_up, down, plan, base, blocks)
         return gave if x.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
 
-    def _beside(self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int) -> Tensor | None:
-        """What the last `shared` experts give for all tokens, each as a layer of its own, and `base`."""
+    def _beside(
+        self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int
+    ) -> Tensor | None:
+        """What the last `shared` experts give for all tokens, each as a layer of its own, and
+        `base`."""
         for slot in range(down.data.shape[0] - shared, down.data.shape[0]):
             y = self.mlp(x, gate_up[slot], down[slot])
             base = y if base is None else base + y
@@ -355,27 +446,50 @@ class TritonOps(Ops):
         down: Weight,
         share: float = 1.0,
     ) -> Tensor:
-        """As they are where the grouped kernels meet fp8 weights; the direct ones for a few picks take wide rows."""
+        """As they are where the grouped kernels meet fp8 weights; the direct ones for a few
+        picks take wide rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
         if direct or not gate_up.quantized or not _fits_experts(gate_up, down):
             return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down, share)
         plan = experts_kernels.plan_for(down, round(ids.numel() * share), dtype=dtype)
-        return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, gate_up, down, plan, dtype)
+        return experts_kernels.grouped_experts(
+            Quantized(x, scale), ids, weights, gate_up, down, plan, dtype
+        )
 
     # ---- requests by slot
 
     def decode_rows(
-        self, length: Tensor, last_token: Tensor, drafts: Tensor, tables: Tensor, slots: Tensor, num_speculative_tokens: int, page_size: int
+        self,
+        length: Tensor,
+        last_token: Tensor,
+        drafts: Tensor,
+        tables: Tensor,
+        slots: Tensor,
+        num_speculative_tokens: int,
+        page_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return spec_decode.decode_rows(length, last_token, drafts, tables, slots, num_speculative_tokens, page_size)
+        return spec_decode.decode_rows(
+            length, last_token, drafts, tables, slots, num_speculative_tokens, page_size
+        )
 
     def verify_drafts(
-        self, tokens: Tensor, drafts: Tensor, num_drafts: Tensor, slots: Tensor, taken: Tensor | None
+        self,
+        tokens: Tensor,
+        drafts: Tensor,
+        num_drafts: Tensor,
+        slots: Tensor,
+        taken: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return spec_decode.verify_drafts(tokens, drafts, num_drafts, slots, taken)
 
     def commit_tokens(
-        self, last_token: Tensor, length: Tensor, slots: Tensor, lens: Tensor, tokens: Tensor, num_accepted: Tensor
+        self,
+        last_token: Tensor,
+        length: Tensor,
+        slots: Tensor,
+        lens: Tensor,
+        tokens: Tensor,
+        num_accepted: Tensor,
     ) -> tuple[Tensor, Tensor]:
         return spec_decode.commit_tokens(last_token, length, slots, lens, tokens, num_accepted)
 
@@ -394,7 +508,13 @@ class TritonOps(Ops):
         return sampling.sample_from(given, numbers)
 
     def sample_residual(
-        self, given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None, q_rows: Tensor | None = None
+        self,
+        given: Distribution,
+        rows: Tensor,
+        numbers: Tensor,
+        refused: Tensor,
+        q: Tensor | None = None,
+        q_rows: Tensor | None = None,
     ) -> Tensor:
         return sampling.sample_residual(given, rows, numbers, refused, q, q_rows)
 
@@ -403,15 +523,31 @@ class TritonOps(Ops):
 
 
 def _router(
-    x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int, into: ExpertBlocks | None = None
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    moe: MoEConfig,
+    shared: int,
+    into: ExpertBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights come rounded as the model wants them: to the activations' dtype where the router is no fp32 one."""
+    """Weights come rounded as the model wants them: to the activations' dtype where the router
+    is no fp32 one."""
     rounded, kind = (torch.float32, torch.float32) if moe.router_fp32 else (x.dtype, gate.dtype)
     if routing.joint(x, gate):
         return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared, into=into)
     if gating.chosen(x, gate, kind):
-        return routing.route(gating.partial_logits(x, gate), bias, moe, rounded=rounded, shared=shared, kind=kind, into=into)
-    return routing.route(F.linear(x.to(kind), gate.to(kind)), bias, moe, rounded=rounded, shared=shared, into=into)
+        return routing.route(
+            gating.partial_logits(x, gate),
+            bias,
+            moe,
+            rounded=rounded,
+            shared=shared,
+            kind=kind,
+            into=into,
+        )
+    return routing.route(
+        F.linear(x.to(kind), gate.to(kind)), bias, moe, rounded=rounded, shared=shared, into=into
+    )
 
 
 def _power(size: int) -> bool:
@@ -423,32 +559,80 @@ def _fits_fp8(weight: Weight) -> bool:
 
 
 def _fits_experts(gate_up: Weight, down: Weight) -> bool:
-    return experts_kernels.supported(gate_up, down) and (takes_fp8(down.data.device) or not gate_up.quantized)
+    return experts_kernels.supported(gate_up, down) and (
+        takes_fp8(down.data.device) or not gate_up.quantized
+    )
 
 
 def _one_storage(k_plane: Tensor, v_plane: Tensor) -> bool:
-    """Values are the first columns of one shared key: MLA's latent cache, whose queries come joined."""
-    return k_plane.shape[2] == 1 and k_plane.shape[-1] > v_plane.shape[-1] and k_plane.data_ptr() == v_plane.data_ptr()
+    """Values are the first columns of one shared key: MLA's latent cache, whose queries come
+    joined."""
+    return (
+        k_plane.shape[2] == 1
+        and k_plane.shape[-1] > v_plane.shape[-1]
+        and k_plane.data_ptr() == v_plane.data_ptr()
+    )
 
 
-def _gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, known: Derived, scale: float) -> Tensor:
-    where, heads, width, groups = known.segment, q.shape[1], q.shape[2], k_plane.shape[2]
+def _gqa_decode(
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, known: Derived, scale: float
+) -> Tensor:
+    where = known.segment
+    heads = q.shape[1]
+    width = q.shape[2]
+    groups = k_plane.shape[2]
     config = gqa.config_for(q, k_plane, len(where), known.longest)
     plan = known.plan(
         (config, heads, width, groups),
-        lambda: gqa.gqa_plan(where.kv_lens, known.longest, known.most_queries, heads, groups, width, config),
+        lambda: gqa.gqa_plan(
+            where.kv_lens, known.longest, known.most_queries, heads, groups, width, config
+        ),
     )
-    return gqa.gqa_decode(q, k_plane, v_plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config)
+    return gqa.gqa_decode(
+        q, k_plane, v_plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config
+    )
 
 
-def _mla_decode(q_latent: Tensor, q_rope: Tensor, plane: Tensor, known: Derived, scale: float) -> Tensor:
-    where, heads, rank = known.segment, q_latent.shape[1], q_latent.shape[2]
-    config = mla.config_for(q_latent, known.most_queries * heads, plane.dtype == torch.uint8, len(where), known.longest)
-    plan = known.plan((config, heads, rank), lambda: mla.mla_plan(where.kv_lens, known.longest, known.most_queries, heads, rank, config))
-    return mla.mla_decode(q_latent, q_rope, plane, where.tables, where.kv_lens, scale, known.longest, plan, config=config)
+def _mla_decode(
+    q_latent: Tensor, q_rope: Tensor, plane: Tensor, known: Derived, scale: float
+) -> Tensor:
+    where = known.segment
+    heads = q_latent.shape[1]
+    rank = q_latent.shape[2]
+    config = mla.config_for(
+        q_latent, known.most_queries * heads, plane.dtype == torch.uint8, len(where), known.longest
+    )
+    plan = known.plan(
+        (config, heads, rank),
+        lambda: mla.mla_plan(where.kv_lens, known.longest, known.most_queries, heads, rank, config),
+    )
+    return mla.mla_decode(
+        q_latent,
+        q_rope,
+        plane,
+        where.tables,
+        where.kv_lens,
+        scale,
+        known.longest,
+        plan,
+        config=config,
+    )
 
 
-def _plain_dense(q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float) -> Tensor:
+def _plain_dense(
+    q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
+) -> Tensor:
     lens = segment.kv_lens.tolist()
-    packed = zip(q.split(segment.query_lens), k.split(segment.max_kv_lens), v.split(segment.max_kv_lens), lens, strict=True)
-    return torch.cat([reference.causal_attention(queries, keys[:n], values[:n], scale) for queries, keys, values, n in packed])
+    packed = zip(
+        q.split(segment.query_lens),
+        k.split(segment.max_kv_lens),
+        v.split(segment.max_kv_lens),
+        lens,
+        strict=True,
+    )
+    return torch.cat(
+        [
+            reference.causal_attention(queries, keys[:n], values[:n], scale)
+            for queries, keys, values, n in packed
+        ]
+    )

@@ -1,4 +1,5 @@
-"""Published models by their Hugging Face ids: which shipped shape has their sizes. Costs need no more, so no network. No torch."""
+"""Published models by their Hugging Face ids: which shipped shape has their sizes. Costs need no
+more, so no network. No torch."""
 
 from __future__ import annotations
 
@@ -10,37 +11,67 @@ from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
 
 SHAPES = Path(__file__).resolve().parents[2] / "shapes"
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 _V3 = ("V3", "V3-Base", "V3-0324", "V3.1", "V3.1-Base", "V3.1-Terminus", "R1", "R1-Zero", "R1-0528")
 _QWEN = ("", "-Base", "-Instruct-2507", "-Thinking-2507")
 _SIZES = ("30B-A3B", "235B-A22B")
 IDS: dict[str, tuple[str, bool]] = {  # (shape, fp8 weights)
     **{f"deepseek-ai/DeepSeek-{name}": ("deepseek-v3", True) for name in _V3},
-    **{f"deepseek-ai/DeepSeek-V2-Lite{suffix}": ("deepseek-v2-lite", False) for suffix in ("", "-Chat")},
-    **{f"Qwen/Qwen3-{size}{suffix}": (f"qwen3-{size.lower()}", False) for size in _SIZES for suffix in _QWEN},
-    **{f"Qwen/Qwen3-{size}{suffix}-FP8": (f"qwen3-{size.lower()}", True) for size in _SIZES for suffix in _QWEN if suffix != "-Base"},
+    **{
+        f"deepseek-ai/DeepSeek-V2-Lite{suffix}": ("deepseek-v2-lite", False)
+        for suffix in ("", "-Chat")
+    },
+    **{
+        f"Qwen/Qwen3-{size}{suffix}": (f"qwen3-{size.lower()}", False)
+        for size in _SIZES
+        for suffix in _QWEN
+    },
+    **{
+        f"Qwen/Qwen3-{size}{suffix}-FP8": (f"qwen3-{size.lower()}", True)
+        for size in _SIZES
+        for suffix in _QWEN
+        if suffix != "-Base"
+    },
 }
 
 
 def shape_of(name: str) -> tuple[Path, bool] | None:
-    """(folder of the config.json, whether weights are fp8) of a published id or a shape's own name; None for others."""
+    """(folder of the config.json, whether weights are fp8) of a published id or a shape's own
+    name; None for others."""
     if name in IDS:
         shape, fp8 = IDS[name]
         return SHAPES / shape, fp8
     folder = SHAPES / name
-    return (folder, name == "deepseek-v3") if (folder / "config.json").is_file() and "/" not in name else None
+    return (
+        (folder, name == "deepseek-v3")
+        if (folder / "config.json").is_file() and "/" not in name
+        else None
+    )
 
 
-def published(name: str, quant: str = "auto", overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def published(
+    name: str, quant: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> ModelConfig:
     """The configuration of a published model. quant: auto (as published), fp8 or none."""
     found = shape_of(name)
     if found is None:
-        raise ConfigError(f"{name!r} is no published shape; known: {', '.join(sorted({shape for shape, _ in IDS.values()}))} and their ids")
-    return with_quant(found[0], ("fp8" if found[1] else "none") if quant == "auto" else quant, overrides)
+        raise ConfigError(
+            f"{name!r} is no published shape; known: "
+            f"{', '.join(sorted({shape for shape, _ in IDS.values()}))} and their ids"
+        )
+    return with_quant(
+        found[0], ("fp8" if found[1] else "none") if quant == "auto" else quant, overrides
+    )
 
 
 def with_quant(folder: Path, quant: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A folder's configuration with its weights as they are (auto), in fp8 with 128 x 128 blocks, or unquantised (none)."""
+    """A folder's configuration with its weights as they are (auto), in fp8 with 128 x 128
+    blocks, or unquantised (none)."""
     if quant not in ("auto", "fp8", "none"):
         raise ConfigError(f"quant={quant!r} is not known; accepted: auto, fp8, none")
     changed = dict(overrides or {})

@@ -1,7 +1,8 @@
-"""What a model, a layer, an operation costs: parameters, bytes, operations. Pure arithmetic, no torch.
+"""What a model, a layer, an operation costs: parameters, bytes, operations. Pure arithmetic, no
+torch.
 
-Everything is a sum over the inventory in weights.py. A product of [n, k] with [k, m] counts 2 n k m operations; norms, rope, softmax
-and activations count none.
+Everything is a sum over the inventory in weights.py. A product of [n, k] with [k, m] counts 2 n k m
+operations; norms, rope, softmax and activations count none.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ DECOMPRESSED = ("CD", "CC")  # forms whose scores are taken with keys per head
 
 @dataclass(frozen=True)
 class ByPart:
-    """A quantity (parameters or bytes) by part of the model. `attention` holds the norms inside attention, `norms` all others,
-    `mtp` the multi-token prediction modules without the embedding and head they share."""
+    """A quantity (parameters or bytes) by part of the model. `attention` holds the norms inside
+    attention, `norms` all others, `mtp` the multi-token prediction modules without the embedding
+    and head they share."""
 
     embedding: int = 0
     lm_head: int = 0
@@ -52,8 +54,8 @@ class ByPart:
 
 @dataclass(frozen=True)
 class Format:
-    """How weights and cache are held; None means the model's dtype. fp8 weights follow `ModelConfig.quant`; kv_dtype takes the names of
-    the engine's kv_cache_dtype."""
+    """How weights and cache are held; None means the model's dtype. fp8 weights follow
+    `ModelConfig.quant`; kv_dtype takes the names of the engine's kv_cache_dtype."""
 
     dtype: str | None = None
     kv_dtype: str | None = None
@@ -83,23 +85,32 @@ def attention_parameters(config: ModelConfig, form: str = DEFAULT_FORM) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters one token uses, the whole embedding table counted as its authors do, no multi-token prediction."""
+    """Parameters one token uses, the whole embedding table counted as its authors do, no
+    multi-token prediction."""
     parts = parameters(config)
-    return parts.total - parts.routed_experts + parts.routed_experts * config.moe.top_k // config.moe.num_experts
+    return (
+        parts.total
+        - parts.routed_experts
+        + parts.routed_experts * config.moe.top_k // config.moe.num_experts
+    )
 
 
-def weight_bytes(config: ModelConfig, where: str = "memory", fmt: Format = DEFAULT_FORMAT) -> ByPart:
+def weight_bytes(
+    config: ModelConfig, where: str = "memory", fmt: Format = DEFAULT_FORMAT
+) -> ByPart:
     """Bytes by part in `memory` or in the `checkpoint`.
 
-    In memory the router is fp32 where the model routes in fp32, kv_b is dequantized, and AM_CC_ME holds its products beside the
-    weights they were made of.
+    In memory the router is fp32 where the model routes in fp32, kv_b is dequantized, and AM_CC_ME
+    holds its products beside the weights they were made of.
     """
     if where not in ("memory", "checkpoint"):
         raise ConfigError(f"where={where!r} is not known; accepted: memory, checkpoint")
     held = list(weights(config))
     if where == "memory" and fmt.form == "AM_CC_ME" and isinstance(config.attention, MLAConfig):
         held += materialized(config, config.attention, "") * config.num_layers
-    return _by_part((weight.part, weight.bytes(fmt.dtype or config.dtype, where)) for weight in held)
+    return _by_part(
+        (weight.part, weight.bytes(fmt.dtype or config.dtype, where)) for weight in held
+    )
 
 
 def kv_bytes_per_token(config: ModelConfig, fmt: Format = DEFAULT_FORMAT) -> int:
@@ -107,7 +118,9 @@ def kv_bytes_per_token(config: ModelConfig, fmt: Format = DEFAULT_FORMAT) -> int
     return kv_spec(config, 1, fmt.kv_dtype, fmt.form, activations=fmt.dtype).bytes_per_token
 
 
-def kv_tokens(config: ModelConfig, room: float, fmt: Format = DEFAULT_FORMAT, page_size: int = 1) -> int:
+def kv_tokens(
+    config: ModelConfig, room: float, fmt: Format = DEFAULT_FORMAT, page_size: int = 1
+) -> int:
     """Tokens whose cache fits in `room` bytes, in whole pages."""
     return max(0, int(room // (kv_bytes_per_token(config, fmt) * page_size))) * page_size
 
@@ -117,8 +130,8 @@ def kv_tokens(config: ModelConfig, room: float, fmt: Format = DEFAULT_FORMAT, pa
 
 @dataclass(frozen=True)
 class BatchShape:
-    """One step's work: `requests` equal requests, each with `new` tokens to compute after `cached` ones, `logits` rows of which go
-    through the head."""
+    """One step's work: `requests` equal requests, each with `new` tokens to compute after
+    `cached` ones, `logits` rows of which go through the head."""
 
     requests: int
     new: int
@@ -132,8 +145,14 @@ class BatchShape:
 
     @staticmethod
     def verify(requests: int, context: int, num_speculative_tokens: int) -> BatchShape:
-        """Speculation: the last token and its `num_speculative_tokens` drafts are computed together, and all their logits; num_speculative_tokens=0 is `decode`."""
-        return BatchShape(requests, num_speculative_tokens + 1, context - num_speculative_tokens - 1, num_speculative_tokens + 1)
+        """Speculation: the last token and its `num_speculative_tokens` drafts are computed
+        together, and all their logits; num_speculative_tokens=0 is `decode`."""
+        return BatchShape(
+            requests,
+            num_speculative_tokens + 1,
+            context - num_speculative_tokens - 1,
+            num_speculative_tokens + 1,
+        )
 
     @property
     def tokens(self) -> int:
@@ -166,7 +185,8 @@ class Op:
 
 
 def expected_experts(num_experts: int, top_k: int, tokens: int) -> float:
-    """Distinct experts that n tokens choose under uniform routing, in expectation: E (1 - (1 - k/E)^n)."""
+    """Distinct experts that n tokens choose under uniform routing, in expectation: E (1 - (1 -
+    k/E)^n)."""
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
@@ -184,28 +204,43 @@ def attention_flops_per_pair(config: ModelConfig, form: str = DEFAULT_FORM) -> i
 
 
 def decode_flops_per_cached_token(config: ModelConfig, form: str = DEFAULT_FORM) -> int:
-    """What one more cached token adds to a layer's decode step: CC decompresses it anew each time."""
-    attention, pair = config.attention, attention_flops_per_pair(config, form)
+    """What one more cached token adds to a layer's decode step: CC decompresses it anew each
+    time."""
+    attention = config.attention
+    pair = attention_flops_per_pair(config, form)
     if not isinstance(attention, MLAConfig) or form != "CC":
         return pair
-    return pair + 2 * attention.kv_lora_rank * attention.num_heads * (attention.nope_dim + attention.v_dim)
+    return pair + 2 * attention.kv_lora_rank * attention.num_heads * (
+        attention.nope_dim + attention.v_dim
+    )
 
 
 def _weight_op(config: ModelConfig, weight: WeightShape, batch: BatchShape, fmt: Format) -> Op:
     """The product with one weight. Experts in use are those of uniform routing."""
-    flops, size = float(weight.flops_per_token * batch.tokens), float(weight.bytes(fmt.dtype or config.dtype))
+    flops = float(weight.flops_per_token * batch.tokens)
+    size = float(weight.bytes(fmt.dtype or config.dtype))
     if weight.part == "routed_experts":
         flops *= config.moe.top_k
-        size *= expected_experts(config.moe.num_experts, config.moe.top_k, batch.tokens) / config.moe.num_experts
+        size *= (
+            expected_experts(config.moe.num_experts, config.moe.top_k, batch.tokens)
+            / config.moe.num_experts
+        )
     elif weight.name.endswith(".kv_b_proj") and fmt.form == "CC":
-        # The other forms touch kv_b once a new token: to decompress it (CD), or as W_UK and W_UV around the absorbed attention.
+        # The other forms touch kv_b once a new token: to decompress it (CD), or as W_UK and W_UV
+        # around the absorbed attention.
         flops = float(weight.flops_per_token * batch.entries)
     return Op(weight.name.rsplit(".", 1)[-1], weight.part, flops, size)
 
 
-def layer_ops(config: ModelConfig, layer: int, batch: BatchShape, fmt: Format = DEFAULT_FORMAT) -> list[Op]:
-    """Everything one layer does in a step. Attention reads each cached entry once, whatever its form makes of it."""
-    found = [_weight_op(config, weight, batch, fmt) for weight in layer_weights(config, layer, config.moe_layers[layer], fmt.form)]
+def layer_ops(
+    config: ModelConfig, layer: int, batch: BatchShape, fmt: Format = DEFAULT_FORMAT
+) -> list[Op]:
+    """Everything one layer does in a step. Attention reads each cached entry once, whatever its
+    form makes of it."""
+    found = [
+        _weight_op(config, weight, batch, fmt)
+        for weight in layer_weights(config, layer, config.moe_layers[layer], fmt.form)
+    ]
     entry = kv_bytes_per_token(config, fmt) / config.num_layers
     flops = float(attention_flops_per_pair(config, fmt.form) * batch.pairs)
     return [*found, Op("attention", "attention", flops, 0.0, entry * batch.entries)]
@@ -226,16 +261,24 @@ def step_ops(config: ModelConfig, batch: BatchShape, fmt: Format = DEFAULT_FORMA
 
 def total(ops: Iterable[Op], name: str = "total") -> Op:
     listed = list(ops)
-    sums = (sum(op.flops for op in listed), sum(op.weight_bytes for op in listed), sum(op.cache_bytes for op in listed))
+    sums = (
+        sum(op.flops for op in listed),
+        sum(op.weight_bytes for op in listed),
+        sum(op.cache_bytes for op in listed),
+    )
     return Op(name, name, *sums)
 
 
-def prefill_flops_per_token(config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT) -> float:
+def prefill_flops_per_token(
+    config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT
+) -> float:
     """The mean over a prompt of `context` tokens; its head runs once."""
     return total(step_ops(config, BatchShape(1, context), fmt)).flops / context
 
 
-def decode_flops_per_token(config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT) -> float:
+def decode_flops_per_token(
+    config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT
+) -> float:
     return total(step_ops(config, BatchShape.decode(1, context), fmt)).flops
 
 
@@ -252,7 +295,9 @@ class StepBytes:
         return self.experts + self.rest + self.cache
 
 
-def decode_bytes(config: ModelConfig, batch: int, context: int, fmt: Format = DEFAULT_FORMAT) -> StepBytes:
+def decode_bytes(
+    config: ModelConfig, batch: int, context: int, fmt: Format = DEFAULT_FORMAT
+) -> StepBytes:
     """`batch` requests of `context` tokens each, under uniform routing."""
     ops = step_ops(config, BatchShape.decode(batch, context), fmt)
     experts = total(op for op in ops if op.part == "routed_experts").weight_bytes
@@ -261,8 +306,14 @@ def decode_bytes(config: ModelConfig, batch: int, context: int, fmt: Format = DE
 
 
 def decode_floor_seconds(
-    config: ModelConfig, batch: int, context: int, bandwidth: float, flops_rate: float | None = None, fmt: Format = DEFAULT_FORMAT
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    bandwidth: float,
+    flops_rate: float | None = None,
+    fmt: Format = DEFAULT_FORMAT,
 ) -> float:
-    """No decode step is faster: bytes it must read over `bandwidth` (bytes a second) and, given a `flops_rate`, operations over that."""
+    """No decode step is faster: bytes it must read over `bandwidth` (bytes a second) and, given
+    a `flops_rate`, operations over that."""
     everything = total(step_ops(config, BatchShape.decode(batch, context), fmt))
     return max(everything.bytes / bandwidth, everything.flops / flops_rate if flops_rate else 0.0)

@@ -1,4 +1,5 @@
-"""What one rank sends in a step, as the planner times it: the calls that parallel/comm_volume.py counts, with how far they reach. No torch."""
+"""What one rank sends in a step, as the planner times it: the calls that parallel/comm_volume.py
+counts, with how far they reach. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ NEIGHBOURS = "p2p"
 
 @dataclass(frozen=True)
 class CostedMessage:
-    """A call among `ranks` ranks that lie `span` ranks apart at most. `bytes`: the message as parallel/comm_counters.py defines it, the whole
-    tensor for all_reduce, all_gather and reduce_scatter, what one rank sends away for all_to_all and p2p. tokens: rows a rank brings.
+    """A call among `ranks` ranks that lie `span` ranks apart at most. `bytes`: the message as
+    parallel/comm_counters.py defines it, the whole tensor for all_reduce, all_gather and
+    reduce_scatter, what one rank sends away for all_to_all and p2p. tokens: rows a rank brings.
     wide: bytes a row over those of fp8 rows with scales, which published exchange times are for."""
 
     name: str
@@ -53,20 +55,34 @@ def span_of(sizes: ParallelConfig, axis: str) -> int:
 
 
 class RankMessages:
-    """Of a rank in a group of `work`; the other groups share the rest of the stage's tokens evenly, with logits in proportion. `picks`: a
-    low-latency exchange sends a copy for each pick, as DeepEP does (the published exchange times are its), in place of blocks of rows to
+    """Of a rank in a group of `work`; the other groups share the rest of the stage's tokens
+    evenly, with logits in proportion. `picks`: a low-latency exchange sends a copy for each
+    pick, as DeepEP does (the published exchange times are its), in place of blocks of rows to
     every rank."""
 
-    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: GroupWork, itemsize: int, picks: bool = False):
-        self.config, self.sizes, self.work, self.picks = config, sizes, work, picks
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: ParallelConfig,
+        work: GroupWork,
+        itemsize: int,
+        picks: bool = False,
+    ):
+        self.config = config
+        self.sizes = sizes
+        self.work = work
+        self.picks = picks
         tokens = (work.tokens, *work.others(sizes.dp))
-        logits = [round(work.logit_rows * rows / work.tokens) if work.tokens else 0 for rows in tokens]
+        logits = [
+            round(work.logit_rows * rows / work.tokens) if work.tokens else 0 for rows in tokens
+        ]
         self.step = StepMessages(config, sizes, 0, tokens, not work.prefill, itemsize, logits)
         self.rows = self.step.shards[0] if self.step.sharded else work.tokens
 
     def all(self) -> Iterator[CostedMessage]:
         """Of a rank of the fullest stage, as if it had both ends of the model."""
-        step, (dense, sparse) = self.step, stage_layers(self.config, self.sizes)
+        step = self.step
+        (dense, sparse) = stage_layers(self.config, self.sizes)
         yield from self._of(step.embedding())
         yield from self._of(step.to_attention(), dense + sparse - (not step.sharded))
         yield from self._of(step.layer(False), dense)
@@ -80,7 +96,8 @@ class RankMessages:
         yield from self._of(self.step.layer(sparse))
 
     def draft(self) -> Iterator[CostedMessage]:
-        """Of one pass of a prediction module: its embedding, its layer, whose first norm meets no partial sum, and the head."""
+        """Of one pass of a prediction module: its embedding, its layer, whose first norm meets
+        no partial sum, and the head."""
         step = self.step
         yield from self._of(step.embedding())
         yield from self._of(step.to_attention() if step.sharded else ())
@@ -92,15 +109,31 @@ class RankMessages:
 
     def _message(self, sent: CommCall, layers: int) -> CostedMessage:
         kind, ranks = (NEIGHBOURS, 2) if sent.call == "send" else (sent.call, sent.size)
-        found = CostedMessage(sent.name, kind, sent.axis, ranks, span_of(self.sizes, sent.axis), sent.message, self.rows, layers)
+        found = CostedMessage(
+            sent.name,
+            kind,
+            sent.axis,
+            ranks,
+            span_of(self.sizes, sent.axis),
+            sent.message,
+            self.rows,
+            layers,
+        )
         return self._exchanged(found) if sent.name in ("dispatch", "combine") else found
 
     def _exchanged(self, message: CostedMessage) -> CostedMessage:
-        step, hidden = self.step, self.config.hidden_size
+        step = self.step
+        hidden = self.config.hidden_size
         low_latency = step.exchange == "low_latency"
         row = step.payload if low_latency and message.name == "dispatch" else step.row
         wide = row / (hidden + hidden // 128 * 4) if message.name == "dispatch" else 1.0
         if not (low_latency and self.picks):
             return replace(message, wide=wide)
-        away = self.rows * self.config.moe.top_k * self.sizes.expert_tp * (self.sizes.ep - 1) / self.sizes.ep
+        away = (
+            self.rows
+            * self.config.moe.top_k
+            * self.sizes.expert_tp
+            * (self.sizes.ep - 1)
+            / self.sizes.ep
+        )
         return replace(message, bytes=round(away * row), wide=wide)

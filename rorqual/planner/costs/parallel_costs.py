@@ -1,7 +1,9 @@
-"""What one rank of a parallel layout computes and reads in a step (what it sends: messages.py). Pure arithmetic, no torch.
+"""What one rank of a parallel layout computes and reads in a step (what it sends: messages.py).
+Pure arithmetic, no torch.
 
-Weights are the inventory of weights.py, cut as parallel_config.py says; every figure is of one rank of one pipeline stage. A layer
-is described once for the dense layers and once for the MoE layers, with how many the fullest stage has of each.
+Weights are the inventory of weights.py, cut as parallel_config.py says; every figure is of one rank
+of one pipeline stage. A layer is described once for the dense layers and once for the MoE layers,
+with how many the fullest stage has of each.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from rorqual.planner.costs.weights import FP8, OWN, WeightShape, head_weight, la
 
 @dataclass(frozen=True)
 class GroupWork:
-    """One step of one attention group (the tp ranks of one data-parallel rank): requests that decode or verify, and prompt chunks.
+    """One step of one attention group (the tp ranks of one data-parallel rank): requests that
+    decode or verify, and prompt chunks.
 
-    stage_tokens: tokens of all groups of the stage together; None means that every group has as many as this one. drafts: how many
-    draft passes of the prediction module follow.
+    stage_tokens: tokens of all groups of the stage together; None means that every group has as
+    many as this one. drafts: how many draft passes of the prediction module follow.
     """
 
     decode: BatchShape | None = None
@@ -52,15 +55,23 @@ class GroupWork:
         return sum(batch.requests * batch.logits for batch in self.batches)
 
     def others(self, dp: int) -> tuple[int, ...]:
-        """Tokens of the other data-parallel ranks of the stage, which share what this one leaves as evenly as can be."""
-        rest = self.tokens * (dp - 1) if self.stage_tokens is None else max(0, self.stage_tokens - self.tokens)
-        return tuple(rest * (rank + 1) // (dp - 1) - rest * rank // (dp - 1) for rank in range(dp - 1))
+        """Tokens of the other data-parallel ranks of the stage, which share what this one leaves
+        as evenly as can be."""
+        rest = (
+            self.tokens * (dp - 1)
+            if self.stage_tokens is None
+            else max(0, self.stage_tokens - self.tokens)
+        )
+        return tuple(
+            rest * (rank + 1) // (dp - 1) - rest * rank // (dp - 1) for rank in range(dp - 1)
+        )
 
 
 @dataclass(frozen=True)
 class RankOp:
-    """One operation of one rank. shape: gemm (m, n, k); bmm (heads, m, n, k); attention (heads, kv_heads, requests, new, cached);
-    experts (tokens, picks, distinct, hidden, intermediate, local). `layers` equal ones in the stage."""
+    """One operation of one rank. shape: gemm (m, n, k); bmm (heads, m, n, k); attention (heads,
+    kv_heads, requests, new, cached); experts (tokens, picks, distinct, hidden, intermediate,
+    local). `layers` equal ones in the stage."""
 
     name: str
     part: str
@@ -99,27 +110,57 @@ def _math(weight: WeightShape, dtype: str) -> str:
 
 
 def _gemm(weight: WeightShape, tokens: float, dtype: str, layers: int) -> RankOp:
-    rows, width = sum(weight.rows), DTYPE_BYTES[dtype]
-    name, size = weight.name.rsplit(".", 1)[-1], float(weight.bytes(dtype))
+    rows = sum(weight.rows)
+    width = DTYPE_BYTES[dtype]
+    name = weight.name.rsplit(".", 1)[-1]
+    size = float(weight.bytes(dtype))
     if weight.columns == 1:  # a norm or a bias: bytes, no product
-        return RankOp(name, weight.part, "gather", 0.0, size, 0.0, 0.0, dtype, (tokens, rows), layers)
+        return RankOp(
+            name, weight.part, "gather", 0.0, size, 0.0, 0.0, dtype, (tokens, rows), layers
+        )
     read = tokens * (weight.columns + rows) * width
     shape = (tokens, rows, weight.columns)
-    return RankOp(name, weight.part, "gemm", weight.flops_per_token * tokens, size, 0.0, read, _math(weight, dtype), shape, layers)
+    return RankOp(
+        name,
+        weight.part,
+        "gemm",
+        weight.flops_per_token * tokens,
+        size,
+        0.0,
+        read,
+        _math(weight, dtype),
+        shape,
+        layers,
+    )
 
 
 class _Layer:
     """The operations of one kind of layer."""
 
-    def __init__(self, config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format, routing: Routing, layers: int):
-        self.config, self.sizes, self.work, self.fmt, self.routing, self.layers = config, sizes, work, fmt, routing, layers
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: ParallelConfig,
+        work: GroupWork,
+        fmt: Format,
+        routing: Routing,
+        layers: int,
+    ):
+        self.config = config
+        self.sizes = sizes
+        self.work = work
+        self.fmt = fmt
+        self.routing = routing
+        self.layers = layers
         self.dtype = fmt.dtype or config.dtype
         self.width = DTYPE_BYTES[self.dtype]
         self.tokens = work.tokens
         most = max(work.tokens, *work.others(sizes.dp), 0)
         exchange = chosen_exchange(sizes, config.moe, part(most, sizes.tp), not work.prefill)
         self.sharded = shards_tokens(sizes, exchange)
-        self.stage_tokens = work.stage_tokens if work.stage_tokens is not None else work.tokens * sizes.dp
+        self.stage_tokens = (
+            work.stage_tokens if work.stage_tokens is not None else work.tokens * sizes.dp
+        )
 
     def ops(self, moe: bool) -> Iterator[RankOp]:
         experts: list[WeightShape] = []
@@ -131,7 +172,12 @@ class _Layer:
             elif weight.name.endswith(".kv_b_proj"):
                 yield from self._kv_b(piece)
             elif weight.part in ("dense_ffn", "shared_experts"):
-                yield _gemm(piece, part(self.tokens * (self.sizes.dense_tp or 1), self.sizes.tp), self.dtype, self.layers)
+                yield _gemm(
+                    piece,
+                    part(self.tokens * (self.sizes.dense_tp or 1), self.sizes.tp),
+                    self.dtype,
+                    self.layers,
+                )
             else:
                 yield _gemm(piece, self._rows(weight), self.dtype, self.layers)
         yield from self._attention()
@@ -139,35 +185,62 @@ class _Layer:
             yield self._experts(experts)
 
     def _rows(self, weight: WeightShape) -> int:
-        """Tokens that meet a weight of attention, a norm or a router: those of the group, or where tokens are sharded this rank's alone."""
+        """Tokens that meet a weight of attention, a norm or a router: those of the group, or
+        where tokens are sharded this rank's alone."""
         own = weight.part in ("norms", "router")
-        down = weight.name.endswith(("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm"))
+        down = weight.name.endswith(
+            ("fused_qkv_a_proj_with_mqa", "q_a_layernorm", "kv_a_layernorm")
+        )
         alone = self.sharded and (own or (down and gathers_latents(self.config)))
         return part(self.tokens, self.sizes.tp) if alone else self.tokens
 
     def _kv_b(self, weight: WeightShape) -> Iterator[RankOp]:
-        """Prompts decompress new entries and, chunk by chunk, the cached ones. Decoding steps multiply head by head with W_UK and W_UV
-        where absorbed; CC decompresses everything again."""
+        """Prompts decompress new entries and, chunk by chunk, the cached ones. Decoding steps
+        multiply head by head with W_UK and W_UV where absorbed; CC decompresses everything
+        again."""
         mla = self.config.attention
         assert isinstance(mla, MLAConfig)
-        heads, entries = mla.num_heads // self.sizes.tp, sum(batch.entries for batch in self.work.prefill)
-        decode, form = self.work.decode, self.fmt.form
+        heads = mla.num_heads // self.sizes.tp
+        entries = sum(batch.entries for batch in self.work.prefill)
+        decode = self.work.decode
+        form = self.fmt.form
         rows = entries if form != "CD" else sum(batch.tokens for batch in self.work.prefill)
         if decode and form in DECOMPRESSED:
             rows += decode.entries if form == "CC" else decode.tokens
         if rows:
             yield replace(_gemm(weight, rows, self.dtype, self.layers), prefill=True)
         if decode and form not in DECOMPRESSED:
-            m, size = decode.tokens, weight.bytes(self.dtype) / (mla.nope_dim + mla.v_dim)
-            for name, n, k in (("w_uk", mla.kv_lora_rank, mla.nope_dim), ("w_uv", mla.v_dim, mla.kv_lora_rank)):
+            m = decode.tokens
+            size = weight.bytes(self.dtype) / (mla.nope_dim + mla.v_dim)
+            for name, n, k in (
+                ("w_uk", mla.kv_lora_rank, mla.nope_dim),
+                ("w_uv", mla.v_dim, mla.kv_lora_rank),
+            ):
                 inner = mla.nope_dim if name == "w_uk" else mla.v_dim
-                read, flops = heads * m * (n + k) * self.width, 2.0 * heads * m * n * k
-                yield RankOp(name, "attention", "bmm", flops, size * inner, 0.0, read, self.dtype, (heads, m, n, k), self.layers)
+                read = heads * m * (n + k) * self.width
+                flops = 2.0 * heads * m * n * k
+                yield RankOp(
+                    name,
+                    "attention",
+                    "bmm",
+                    flops,
+                    size * inner,
+                    0.0,
+                    read,
+                    self.dtype,
+                    (heads, m, n, k),
+                    self.layers,
+                )
 
     def _attention(self) -> Iterator[RankOp]:
-        attention, entry = self.config.attention, layer_kv_bytes(self.config, self.sizes, self.fmt)
+        attention = self.config.attention
+        entry = layer_kv_bytes(self.config, self.sizes, self.fmt)
         heads = attention.num_heads // self.sizes.tp
-        kv_heads = max(attention.num_kv_heads // self.sizes.tp, 1) if isinstance(attention, GQAConfig) else 1
+        kv_heads = (
+            max(attention.num_kv_heads // self.sizes.tp, 1)
+            if isinstance(attention, GQAConfig)
+            else 1
+        )
         for batch in self.work.batches:
             decoding = batch is self.work.decode
             form = self.fmt.form if decoding or self.fmt.form == "CD" else "CC"
@@ -175,7 +248,19 @@ class _Layer:
             query = self._query_width(form) * heads * batch.tokens * self.width
             shape = (heads, kv_heads, batch.requests, batch.new, batch.cached)
             cache = entry * batch.entries
-            yield RankOp("attention", "attention", "attention", flops, 0.0, cache, query, self.dtype, shape, self.layers, not decoding)
+            yield RankOp(
+                "attention",
+                "attention",
+                "attention",
+                flops,
+                0.0,
+                cache,
+                query,
+                self.dtype,
+                shape,
+                self.layers,
+                not decoding,
+            )
 
     def _query_width(self, form: str) -> int:
         """Columns a head reads and writes a token: its query and its output."""
@@ -187,24 +272,51 @@ class _Layer:
         return attention.latent_dim + attention.kv_lora_rank
 
     def _experts(self, pieces: list[WeightShape]) -> RankOp:
-        moe, sizes = self.config.moe, self.sizes
+        moe = self.config.moe
+        sizes = self.sizes
         load = rank_load(self.routing, moe.num_experts, moe.top_k, self.stage_tokens, sizes.ep)
         inner = moe.intermediate_size // sizes.expert_tp
         each = sum(replace(piece, count=1).bytes(self.dtype) for piece in pieces)
         flops = load.picks * sum(piece.flops_per_token for piece in pieces)
         read = load.picks * self.width * (2 * self.config.hidden_size + 3 * inner)
-        shape = (self.stage_tokens, load.picks, load.distinct, self.config.hidden_size, inner, moe.num_experts // sizes.ep)
-        kind, prompts = _math(pieces[0], self.dtype), bool(self.work.prefill)
-        return RankOp("experts", "routed_experts", "experts", flops, load.distinct * each, 0.0, read, kind, shape, self.layers, prompts)
+        shape = (
+            self.stage_tokens,
+            load.picks,
+            load.distinct,
+            self.config.hidden_size,
+            inner,
+            moe.num_experts // sizes.ep,
+        )
+        kind = _math(pieces[0], self.dtype)
+        prompts = bool(self.work.prefill)
+        return RankOp(
+            "experts",
+            "routed_experts",
+            "experts",
+            flops,
+            load.distinct * each,
+            0.0,
+            read,
+            kind,
+            shape,
+            self.layers,
+            prompts,
+        )
 
 
 # ---- a step
 
 
 def _drafts(
-    config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format, routing: Routing, picks: bool
+    config: ModelConfig,
+    sizes: ParallelConfig,
+    work: GroupWork,
+    fmt: Format,
+    routing: Routing,
+    picks: bool,
 ) -> Iterator[tuple[list[RankOp], Iterable[CostedMessage]]]:
-    """The prediction module's passes: the first over the verified window, the others over one row a request; each ends in the head."""
+    """The prediction module's passes: the first over the verified window, the others over one
+    row a request; each ends in the head."""
     assert work.decode is not None
     for index in range(work.drafts):
         rows = work.decode.new if index == 0 else 1
@@ -212,12 +324,17 @@ def _drafts(
         passed = replace(work, decode=batch, prefill=(), stage_tokens=None, drafts=0)
         layer = _Layer(config, sizes, passed, fmt, routing, 1)
         joins = WeightShape("mtp", "eh_proj", (config.hidden_size,), 2 * config.hidden_size)
-        ops = [*layer.ops(True), _gemm(joins, passed.tokens, layer.dtype, 1), _head(config, sizes, passed, fmt)]
+        ops = [
+            *layer.ops(True),
+            _gemm(joins, passed.tokens, layer.dtype, 1),
+            _head(config, sizes, passed, fmt),
+        ]
         yield ops, RankMessages(config, sizes, passed, layer.width, picks).draft()
 
 
 def _head(config: ModelConfig, sizes: ParallelConfig, work: GroupWork, fmt: Format) -> RankOp:
-    """A head over several attention groups takes the rows of all of them; one over a part of a group the same rows as its neighbours."""
+    """A head over several attention groups takes the rows of all of them; one over a part of a
+    group the same rows as its neighbours."""
     rows = work.logit_rows * max(1, (sizes.head_tp or 1) // sizes.tp)
     return _gemm(shard(head_weight(config), config, sizes), rows, fmt.dtype or config.dtype, 1)
 
@@ -230,13 +347,23 @@ def rank_step(
     routing: Routing = UNIFORM,
     picks: bool = False,
 ) -> RankStep:
-    """Everything one rank of the fullest stage does in a step, the embedding and the head included (as if it had both ends). `picks`: how
-    a low-latency exchange sends (messages.py)."""
+    """Everything one rank of the fullest stage does in a step, the embedding and the head
+    included (as if it had both ends). `picks`: how a low-latency exchange sends (messages.py)."""
     ops: list[RankOp] = []
     dtype = fmt.dtype or config.dtype
     row = config.hidden_size * DTYPE_BYTES[dtype]
     ops.append(
-        RankOp("embed_tokens", "embedding", "gather", 0.0, float(work.tokens * row), 0.0, float(work.tokens * row), dtype, (work.tokens,))
+        RankOp(
+            "embed_tokens",
+            "embedding",
+            "gather",
+            0.0,
+            float(work.tokens * row),
+            0.0,
+            float(work.tokens * row),
+            dtype,
+            (work.tokens,),
+        )
     )
     for moe, count in zip((False, True), stage_layers(config, sizes), strict=True):
         if count:
@@ -245,7 +372,9 @@ def rank_step(
     norm = WeightShape("norms", "norm", (config.hidden_size,))
     ops += [_gemm(norm, work.logit_rows, dtype, 1), _head(config, sizes, work, fmt)]
     messages = list(RankMessages(config, sizes, work, DTYPE_BYTES[dtype], picks).all())
-    for more_ops, more_messages in _drafts(config, sizes, work, fmt, routing, picks) if work.drafts else ():
+    for more_ops, more_messages in (
+        _drafts(config, sizes, work, fmt, routing, picks) if work.drafts else ()
+    ):
         ops += more_ops
         messages += more_messages
     return RankStep(tuple(ops), tuple(messages))

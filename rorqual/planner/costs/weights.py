@@ -1,6 +1,8 @@
-"""Every weight of a model as the engine stores it, from its configuration alone. No torch; costs.py adds it up.
+"""Every weight of a model as the engine stores it, from its configuration alone. No torch; costs.py
+adds it up.
 
-Layouts: arXiv 2405.04434 (MLA, DeepSeek-V2), 2412.19437 (DeepSeek-V3, multi-token prediction), 2505.09388 (Qwen3-MoE).
+Layouts: arXiv 2405.04434 (MLA, DeepSeek-V2), 2412.19437 (DeepSeek-V3, multi-token prediction),
+2505.09388 (Qwen3-MoE).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ DEFAULT_FORM = "A_CC_ME"
 
 @dataclass(frozen=True)
 class WeightShape:
-    """`count` equal matrices, each of parts of `rows` merged into one [sum of rows, columns]; a vector has one column.
+    """`count` equal matrices, each of parts of `rows` merged into one [sum of rows, columns]; a
+    vector has one column.
 
     `checkpoint` and `memory` name the dtype it has in the file and in the engine.
     """
@@ -48,7 +51,8 @@ class WeightShape:
         return self.parameters * DTYPE_BYTES[dtype if kind == OWN else kind] + scales
 
     def _scales(self, where: str) -> int:
-        rows, across = self.block[0], -(-self.columns // self.block[1])
+        rows = self.block[0]
+        across = -(-self.columns // self.block[1])
         if where == "checkpoint":
             return sum(-(-part // rows) for part in self.rows) * across
         # Merged parts that do not end on a block keep one scale a row (layers/linear.py).
@@ -56,7 +60,9 @@ class WeightShape:
         return (-(-sum(self.rows) // rows) if aligned else sum(self.rows)) * across
 
 
-def _matrix(config: ModelConfig, part: str, name: str, rows: dict[str, int], columns: int, count: int = 1) -> WeightShape:
+def _matrix(
+    config: ModelConfig, part: str, name: str, rows: dict[str, int], columns: int, count: int = 1
+) -> WeightShape:
     """fp8 where the checkpoint is; `rows` of each module merged into `name`."""
     kind = FP8 if config.quant and all(config.quant.covers(module) for module in rows) else OWN
     block = config.quant.block if config.quant else (128, 128)
@@ -64,57 +70,100 @@ def _matrix(config: ModelConfig, part: str, name: str, rows: dict[str, int], col
 
 
 def _mla_weights(config: ModelConfig, mla: MLAConfig, at: str) -> list[WeightShape]:
-    queries, out = mla.num_heads * mla.qk_dim, f"{at}.o_proj"
-    first = {f"{at}.q_proj": queries} if mla.q_lora_rank is None else {f"{at}.q_a_proj": mla.q_lora_rank}
+    queries = mla.num_heads * mla.qk_dim
+    out = f"{at}.o_proj"
+    first = (
+        {f"{at}.q_proj": queries}
+        if mla.q_lora_rank is None
+        else {f"{at}.q_a_proj": mla.q_lora_rank}
+    )
     rows = {**first, f"{at}.kv_a_proj_with_mqa": mla.latent_dim}
-    found = [_matrix(config, "attention", f"{at}.fused_qkv_a_proj_with_mqa", rows, config.hidden_size)]
+    found = [
+        _matrix(config, "attention", f"{at}.fused_qkv_a_proj_with_mqa", rows, config.hidden_size)
+    ]
     if mla.q_lora_rank is not None:
         found.append(WeightShape("attention", f"{at}.q_a_layernorm", (mla.q_lora_rank,)))
-        found.append(_matrix(config, "attention", f"{at}.q_b_proj", {f"{at}.q_b_proj": queries}, mla.q_lora_rank))
-    up = _matrix(config, "attention", f"{at}.kv_b_proj", {f"{at}.kv_b_proj": mla.num_heads * (mla.nope_dim + mla.v_dim)}, mla.kv_lora_rank)
+        found.append(
+            _matrix(
+                config, "attention", f"{at}.q_b_proj", {f"{at}.q_b_proj": queries}, mla.q_lora_rank
+            )
+        )
+    up = _matrix(
+        config,
+        "attention",
+        f"{at}.kv_b_proj",
+        {f"{at}.kv_b_proj": mla.num_heads * (mla.nope_dim + mla.v_dim)},
+        mla.kv_lora_rank,
+    )
     found += [
         WeightShape("attention", f"{at}.kv_a_layernorm", (mla.kv_lora_rank,)),
-        replace(up, memory=OWN),  # the absorbed products read it head by head, so loading dequantizes it
+        # the absorbed products read it head by head, so loading dequantizes it
+        replace(up, memory=OWN),
         _matrix(config, "attention", out, {out: config.hidden_size}, mla.num_heads * mla.v_dim),
     ]
     if mla.bias:
-        found.append(WeightShape("attention", f"{at}.bias", (mla.q_lora_rank or 0, mla.latent_dim, config.hidden_size)))
+        found.append(
+            WeightShape(
+                "attention",
+                f"{at}.bias",
+                (mla.q_lora_rank or 0, mla.latent_dim, config.hidden_size),
+            )
+        )
     return found
 
 
 def materialized(config: ModelConfig, mla: MLAConfig, at: str) -> list[WeightShape]:
-    """AM_CC_ME's products: W_UK^T W_UQ, the rope rows of W_UQ, W_O W_UV. Made at loading, in the model's dtype."""
+    """AM_CC_ME's products: W_UK^T W_UQ, the rope rows of W_UQ, W_O W_UV. Made at loading, in the
+    model's dtype."""
     shapes = {
         "absorbed_q": (mla.num_heads * mla.kv_lora_rank, mla.q_lora_rank or config.hidden_size),
         "rope_q": (mla.num_heads * mla.rope_dim, mla.q_lora_rank or config.hidden_size),
         "merged_o": (config.hidden_size, mla.num_heads * mla.kv_lora_rank),
     }
-    return [WeightShape("attention", f"{at}.{name}", (rows,), columns) for name, (rows, columns) in shapes.items()]
+    return [
+        WeightShape("attention", f"{at}.{name}", (rows,), columns)
+        for name, (rows, columns) in shapes.items()
+    ]
 
 
 def _gqa_weights(config: ModelConfig, gqa: GQAConfig, at: str) -> list[WeightShape]:
-    heads, groups, dim = gqa.num_heads, gqa.num_kv_heads, gqa.head_dim
+    heads = gqa.num_heads
+    groups = gqa.num_kv_heads
+    dim = gqa.head_dim
     rows = {f"{at}.q_proj": heads * dim, f"{at}.k_proj": groups * dim, f"{at}.v_proj": groups * dim}
-    bias = [WeightShape("attention", f"{at}.bias", (*rows.values(), config.hidden_size))] if gqa.bias else []
+    bias = (
+        [WeightShape("attention", f"{at}.bias", (*rows.values(), config.hidden_size))]
+        if gqa.bias
+        else []
+    )
     return [
         _matrix(config, "attention", f"{at}.qkv_proj", rows, config.hidden_size),
-        _matrix(config, "attention", f"{at}.o_proj", {f"{at}.o_proj": config.hidden_size}, heads * dim),
+        _matrix(
+            config, "attention", f"{at}.o_proj", {f"{at}.o_proj": config.hidden_size}, heads * dim
+        ),
         WeightShape("attention", f"{at}.qk_norm", (dim, dim)),
         *bias,
     ]
 
 
-def attention_weights(config: ModelConfig, layer: int = 0, form: str = DEFAULT_FORM) -> list[WeightShape]:
-    """What the form multiplies by; AM_CC_ME replaces the query's second product, kv_b and the output."""
-    at, attention = f"model.layers.{layer}.self_attn", config.attention
+def attention_weights(
+    config: ModelConfig, layer: int = 0, form: str = DEFAULT_FORM
+) -> list[WeightShape]:
+    """What the form multiplies by; AM_CC_ME replaces the query's second product, kv_b and the
+    output."""
+    at = f"model.layers.{layer}.self_attn"
+    attention = config.attention
     if isinstance(attention, GQAConfig):
         return _gqa_weights(config, attention, at)
     found = _mla_weights(config, attention, at)
     if form != "AM_CC_ME":
         return found
-    kept = [weight for weight in found if not weight.name.endswith(("q_b_proj", "kv_b_proj", "o_proj"))]
+    kept = [
+        weight for weight in found if not weight.name.endswith(("q_b_proj", "kv_b_proj", "o_proj"))
+    ]
     if attention.q_lora_rank is None:
-        kept[0] = replace(kept[0], rows=kept[0].rows[1:])  # q_proj itself is what was multiplied out
+        # q_proj itself is what was multiplied out
+        kept[0] = replace(kept[0], rows=kept[0].rows[1:])
     return kept + materialized(config, attention, at)
 
 
@@ -127,30 +176,63 @@ def _swiglu(config: ModelConfig, part: str, at: str, size: int) -> list[WeightSh
 
 
 def _moe_weights(config: ModelConfig, at: str) -> list[WeightShape]:
-    moe, hidden, experts = config.moe, config.hidden_size, f"{at}.experts"
-    found = [WeightShape("router", f"{at}.gate", (moe.num_experts,), hidden, memory="float32" if moe.router_fp32 else OWN)]
+    moe = config.moe
+    hidden = config.hidden_size
+    experts = f"{at}.experts"
+    found = [
+        WeightShape(
+            "router",
+            f"{at}.gate",
+            (moe.num_experts,),
+            hidden,
+            memory="float32" if moe.router_fp32 else OWN,
+        )
+    ]
     if moe.has_bias:
-        found.append(WeightShape("router", f"{at}.e_score_correction_bias", (moe.num_experts,), checkpoint="float32", memory="float32"))
+        found.append(
+            WeightShape(
+                "router",
+                f"{at}.e_score_correction_bias",
+                (moe.num_experts,),
+                checkpoint="float32",
+                memory="float32",
+            )
+        )
     if moe.num_shared:
-        found += _swiglu(config, "shared_experts", f"{at}.shared_experts", moe.num_shared * moe.intermediate_size)
+        found += _swiglu(
+            config, "shared_experts", f"{at}.shared_experts", moe.num_shared * moe.intermediate_size
+        )
     routed = _swiglu(config, "routed_experts", experts, moe.intermediate_size)
     return found + [replace(weight, count=moe.num_experts) for weight in routed]
 
 
 def ffn_weights(config: ModelConfig, layer: int, moe: bool) -> list[WeightShape]:
     at = f"model.layers.{layer}.mlp"
-    return _moe_weights(config, at) if moe else _swiglu(config, "dense_ffn", at, config.dense_intermediate)
+    return (
+        _moe_weights(config, at)
+        if moe
+        else _swiglu(config, "dense_ffn", at, config.dense_intermediate)
+    )
 
 
-def layer_weights(config: ModelConfig, layer: int, moe: bool, form: str = DEFAULT_FORM) -> list[WeightShape]:
-    norms = WeightShape("norms", f"model.layers.{layer}.layernorms", (config.hidden_size, config.hidden_size))
+def layer_weights(
+    config: ModelConfig, layer: int, moe: bool, form: str = DEFAULT_FORM
+) -> list[WeightShape]:
+    norms = WeightShape(
+        "norms", f"model.layers.{layer}.layernorms", (config.hidden_size, config.hidden_size)
+    )
     return [norms, *attention_weights(config, layer, form), *ffn_weights(config, layer, moe)]
 
 
 def _mtp_weights(config: ModelConfig, layer: int) -> list[WeightShape]:
-    """One prediction module: two norms, the projection of both their outputs, an MoE layer, the head's norm (2412.19437, section 2.2)."""
-    at, hidden = f"model.layers.{layer}", config.hidden_size
-    own = [WeightShape("mtp", f"{at}.norms", (hidden, hidden, hidden)), WeightShape("mtp", f"{at}.eh_proj", (hidden,), 2 * hidden)]
+    """One prediction module: two norms, the projection of both their outputs, an MoE layer, the
+    head's norm (2412.19437, section 2.2)."""
+    at = f"model.layers.{layer}"
+    hidden = config.hidden_size
+    own = [
+        WeightShape("mtp", f"{at}.norms", (hidden, hidden, hidden)),
+        WeightShape("mtp", f"{at}.eh_proj", (hidden,), 2 * hidden),
+    ]
     return own + [replace(weight, part="mtp") for weight in layer_weights(config, layer, moe=True)]
 
 
@@ -161,13 +243,20 @@ def head_weight(config: ModelConfig) -> WeightShape:
 
 def mtp_weights(config: ModelConfig) -> list[WeightShape]:
     """Of all prediction modules; the embedding and the head are the model's own."""
-    return [weight for extra in range(config.num_mtp_layers) for weight in _mtp_weights(config, config.num_layers + extra)]
+    return [
+        weight
+        for extra in range(config.num_mtp_layers)
+        for weight in _mtp_weights(config, config.num_layers + extra)
+    ]
 
 
 @lru_cache(maxsize=64)
 def weights(config: ModelConfig, form: str = DEFAULT_FORM) -> tuple[WeightShape, ...]:
-    """Every weight of the model, in the order of the forward pass, the multi-token prediction modules last."""
-    found = [WeightShape("embedding", "model.embed_tokens", (config.vocab_size,), config.hidden_size)]
+    """Every weight of the model, in the order of the forward pass, the multi-token prediction
+    modules last."""
+    found = [
+        WeightShape("embedding", "model.embed_tokens", (config.vocab_size,), config.hidden_size)
+    ]
     for layer, moe in enumerate(config.moe_layers):
         found += layer_weights(config, layer, moe, form)
     found.append(WeightShape("norms", "model.norm", (config.hidden_size,)))

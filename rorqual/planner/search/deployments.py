@@ -1,8 +1,10 @@
-"""What a deployment does: times and rates of a layout at a batch, with prompts beside decoding or on cards of their own. No torch.
+"""What a deployment does: times and rates of a layout at a batch, with prompts beside decoding or
+on cards of their own. No torch.
 
-Times are steady-state means. A group of `batch` requests decodes; each request's prompt interrupts the others once, so a token takes
-step / (1 + accepted) + (batch - 1) x prompt / output. TTFT is the prompt's own step, the steps already launched, and the mean wait of
-a queue with one server, deterministic service and the load the prompts make (M/D/1: rho / 2 (1 - rho) of a service).
+Times are steady-state means. A group of `batch` requests decodes; each request's prompt interrupts
+the others once, so a token takes step / (1 + accepted) + (batch - 1) x prompt / output. TTFT is the
+prompt's own step, the steps already launched, and the mean wait of a queue with one server,
+deterministic service and the load the prompts make (M/D/1: rho / 2 (1 - rho) of a service).
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from rorqual.planner.timing.split import (
 )
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-ACCEPTANCE = 0.85  # of a first draft (arXiv 2412.19437, section 5.4.3: 85 to 90 %); further drafts decay by the same factor each
+# of a first draft (arXiv 2412.19437, section 5.4.3: 85 to 90 %); further drafts decay by the same
+# factor each
+ACCEPTANCE = 0.85
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Tokens of prompt and output; seconds of TTFT and TPOT at most, None where they do not matter."""
+    """Tokens of prompt and output; seconds of TTFT and TPOT at most, None where they do not
+    matter."""
 
     prompt: int = 1024
     output: int = 1024
@@ -53,7 +58,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the planner. num_speculative_tokens: draft counts to try; splits: also roles on cards of their own."""
+    """What is asked of the planner. num_speculative_tokens: draft counts to try; splits: also
+    roles on cards of their own."""
 
     config: ModelConfig
     card: DeviceSpec
@@ -73,9 +79,14 @@ class Question:
         if not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance} must lie between 0 and 1")
         if any(n < 0 for n in self.num_speculative_tokens) or not self.num_speculative_tokens:
-            raise ConfigError(f"num_speculative_tokens={self.num_speculative_tokens} must be counts of at least 0")
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must be counts of at least 0"
+            )
         if any(self.num_speculative_tokens) and not self.config.num_mtp_layers:
-            raise ConfigError(f"{self.config.architecture} has no prediction module; num_speculative_tokens must be 0")
+            raise ConfigError(
+                f"{self.config.architecture} has no prediction module; "
+                "num_speculative_tokens must be 0"
+            )
         self.profile.check(self.card)
 
     def model(self, sizes: ParallelConfig) -> StepModel:
@@ -90,7 +101,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Option:
-    """One deployment. seconds; tokens/s of output for a card and for a user; `limiter`: what most of a decode step's time goes to."""
+    """One deployment. seconds; tokens/s of output for a card and for a user; `limiter`: what
+    most of a decode step's time goes to."""
 
     kind: str  # together | prefill:decode | attention:experts
     sizes: ParallelConfig
@@ -123,7 +135,9 @@ class Option:
 
 
 def layout_name(sizes: ParallelConfig) -> str:
-    parts = [f"{name}{getattr(sizes, name)}" for name in ("dp", "tp", "pp") if getattr(sizes, name) > 1]
+    parts = [
+        f"{name}{getattr(sizes, name)}" for name in ("dp", "tp", "pp") if getattr(sizes, name) > 1
+    ]
     parts += [f"ep{sizes.ep}"] if sizes.ep > 1 else []
     return " ".join(parts) or "one card"
 
@@ -135,7 +149,8 @@ def step_tokens(question: Question, sizes: ParallelConfig) -> int:
 
 def prompt_seconds(question: Question, model: StepModel) -> float:
     """A prompt of every group, chunk by chunk."""
-    total, done = 0.0, 0
+    total = 0.0
+    done = 0
     while done < question.goal.prompt:
         chunk = min(question.goal.prompt - done, question.profile.max_chunk)
         total += model.step(GroupWork(None, (BatchShape(1, chunk, done),))).seconds
@@ -146,20 +161,29 @@ def prompt_seconds(question: Question, model: StepModel) -> float:
 def decode_step(
     question: Question, model: StepModel, batch: int, num_speculative_tokens: int
 ) -> tuple[float, float, str, tuple[tuple[str, float], ...]]:
-    """(seconds between the tokens of a request without other prompts, share of a pipeline's micro-batches, limiter, shares)."""
+    """(seconds between the tokens of a request without other prompts, share of a pipeline's
+    micro-batches, limiter, shares)."""
     context = question.goal.prompt + question.goal.output // 2
     micro = max(1, -(-batch // model.sizes.pp))
-    work = GroupWork(BatchShape.verify(micro, context, num_speculative_tokens), drafts=num_speculative_tokens)
+    work = GroupWork(
+        BatchShape.verify(micro, context, num_speculative_tokens), drafts=num_speculative_tokens
+    )
     time = model.step(work)
     parts = time.by("limiter")
     shares = tuple((name, seconds / sum(parts.values())) for name, seconds in parts.items())
     per_step = max(time.seconds, model.sizes.pp * time.stage)
-    return per_step / (1 + question.accepted(num_speculative_tokens)), per_step, shares[0][0], shares
+    return (
+        per_step / (1 + question.accepted(num_speculative_tokens)),
+        per_step,
+        shares[0][0],
+        shares,
+    )
 
 
 def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
     """Prompts and decoding on the same cards, at every batch that fits."""
-    model, goal = question.model(sizes), question.goal
+    model = question.model(sizes)
+    goal = question.goal
     prompt = prompt_seconds(question, model)
     for num_speculative_tokens in question.num_speculative_tokens:
         tokens = model.cache_tokens(step_tokens(question, sizes), mtp=num_speculative_tokens > 0)
@@ -167,20 +191,41 @@ def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
             step, _, limiter, shares = decode_step(question, model, batch, num_speculative_tokens)
             tpot = step + (batch - 1) * prompt / goal.output
             load = min(0.95, prompt / goal.output / max(tpot, 1e-12) * batch)
-            ttft = prompt * (1 + load / (2 * (1 - load))) + question.profile.queued_steps * step + question.profile.first_token_us * 1e-6
+            ttft = (
+                prompt * (1 + load / (2 * (1 - load)))
+                + question.profile.queued_steps * step
+                + question.profile.first_token_us * 1e-6
+            )
             cycle = goal.output * step + batch * prompt
             rate = batch * sizes.dp * goal.output / cycle
             replicas = question.count // sizes.world
             yield Option(
-                "together", sizes, replicas, batch, num_speculative_tokens, ttft, tpot, rate * replicas, sizes.world * replicas, limiter, shares, tokens,
-                model.weight_bytes, f"a step {step * 1e3:.1f} ms, a prompt {prompt * 1e3:.0f} ms",
-            )  # fmt: skip
+                "together",
+                sizes,
+                replicas,
+                batch,
+                num_speculative_tokens,
+                ttft,
+                tpot,
+                rate * replicas,
+                sizes.world * replicas,
+                limiter,
+                shares,
+                tokens,
+                model.weight_bytes,
+                f"a step {step * 1e3:.1f} ms, a prompt {prompt * 1e3:.0f} ms",
+            )
 
 
-def disaggregated(question: Question, decode_sizes: ParallelConfig, prefill_sizes: ParallelConfig) -> Iterator[Option]:
-    """Prompts on instances of their own; the ratio whose two sides are nearest to balance, prefill loaded to 80 % at most."""
-    goal, count = question.goal, question.count
-    decode, prefill = question.model(decode_sizes), question.model(prefill_sizes)
+def disaggregated(
+    question: Question, decode_sizes: ParallelConfig, prefill_sizes: ParallelConfig
+) -> Iterator[Option]:
+    """Prompts on instances of their own; the ratio whose two sides are nearest to balance,
+    prefill loaded to 80 % at most."""
+    goal = question.goal
+    count = question.count
+    decode = question.model(decode_sizes)
+    prefill = question.model(prefill_sizes)
     prompt = prompt_seconds(question, prefill)
     for num_speculative_tokens in question.num_speculative_tokens:
         tokens = decode.cache_tokens(1024, mtp=num_speculative_tokens > 0)
@@ -196,12 +241,31 @@ def disaggregated(question: Question, decode_sizes: ParallelConfig, prefill_size
                 rate = min(able, wanted)
                 load = rate * prompt / (instances * prefill_sizes.dp)
                 moved = transfer_seconds(prefill, goal.prompt)
-                ttft = prompt * (1 + load / (2 * (1 - load))) + moved + step + question.profile.first_token_us * 1e-6
+                ttft = (
+                    prompt * (1 + load / (2 * (1 - load)))
+                    + moved
+                    + step
+                    + question.profile.first_token_us * 1e-6
+                )
                 option = Option(
-                    "prefill:decode", decode_sizes, others, batch, num_speculative_tokens, ttft, step, rate * goal.output, count, limiter, shares, tokens,
-                    decode.weight_bytes, f"{instances} x {layout_name(prefill_sizes)} prefill, cache moved in {moved * 1e3:.0f} ms",
-                    prefill_sizes, instances,
-                )  # fmt: skip
+                    "prefill:decode",
+                    decode_sizes,
+                    others,
+                    batch,
+                    num_speculative_tokens,
+                    ttft,
+                    step,
+                    rate * goal.output,
+                    count,
+                    limiter,
+                    shares,
+                    tokens,
+                    decode.weight_bytes,
+                    f"{instances} x {layout_name(prefill_sizes)} prefill, cache moved in "
+                    f"{moved * 1e3:.0f} ms",
+                    prefill_sizes,
+                    instances,
+                )
                 best = option if best is None or option.throughput > best.throughput else best
             if best:
                 yield best
@@ -209,42 +273,88 @@ def disaggregated(question: Question, decode_sizes: ParallelConfig, prefill_size
 
 def remote_experts(question: Question) -> Iterator[Option]:
     """Attention cards and expert cards, at every ratio and placement that fits."""
-    model, experts = question.model(ParallelConfig()), question.config.moe.num_experts
+    model = question.model(ParallelConfig())
+    experts = question.config.moe.num_experts
     for cards in range(1, question.count):
         for placement in PLACEMENTS:
-            whole = cards > 1 and experts % cards == 0 if placement == "experts" else cards <= sum(question.config.moe_layers)
-            if whole and split_memory(model, cards, placement, step_tokens(question, model.sizes)).fits:
+            whole = (
+                cards > 1 and experts % cards == 0
+                if placement == "experts"
+                else cards <= sum(question.config.moe_layers)
+            )
+            if (
+                whole
+                and split_memory(model, cards, placement, step_tokens(question, model.sizes)).fits
+            ):
                 yield from _remote(question, model, cards, placement)
 
 
 def _remote(question: Question, model: StepModel, experts: int, placement: str) -> Iterator[Option]:
     """Prompts take the same path as decoding requests and interrupt them as in `together`."""
-    goal, attention = question.goal, question.count - experts
+    goal = question.goal
+    attention = question.count - experts
     memory = split_memory(model, experts, placement, step_tokens(question, model.sizes))
     tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))
-    prompt = split_step(model, GroupWork(None, (BatchShape(1, step_tokens(question, model.sizes)),)), attention, experts, placement).seconds
+    prompt = split_step(
+        model,
+        GroupWork(None, (BatchShape(1, step_tokens(question, model.sizes)),)),
+        attention,
+        experts,
+        placement,
+    ).seconds
     for batch in (size for size in BATCHES if size * (goal.prompt + goal.output) <= tokens):
         step, shares = _best_in_flight(question, model, batch, attention, experts, placement)
         busy = step.longest / step.seconds * step.batches
         tpot = step.seconds + (batch - 1) * prompt / goal.output
         rate = batch * attention * goal.output / (goal.output * step.seconds + batch * prompt)
         what = "whole experts" if placement == "experts" else "whole layers"
-        detail = f"{attention} attention : {experts} expert cards ({what}), {step.batches} batches in flight, busiest {busy:.0%}"
+        detail = (
+            f"{attention} attention : {experts} expert cards ({what}), {step.batches} "
+            f"batches in flight, busiest {busy:.0%}"
+        )
         yield Option(
-            "attention:experts", model.sizes, 1, batch, 0, prompt + 2 * step.seconds, tpot, rate, question.count, shares[0][0], shares,
-            tokens, memory.attention, detail,
-        )  # fmt: skip
+            "attention:experts",
+            model.sizes,
+            1,
+            batch,
+            0,
+            prompt + 2 * step.seconds,
+            tpot,
+            rate,
+            question.count,
+            shares[0][0],
+            shares,
+            tokens,
+            memory.attention,
+            detail,
+        )
 
 
 def _best_in_flight(
     question: Question, model: StepModel, batch: int, attention: int, experts: int, placement: str
 ) -> tuple[SplitStep, tuple[tuple[str, float], ...]]:
-    """The number of micro-batches, out of those that divide the batch, with the shortest time between tokens."""
+    """The number of micro-batches, out of those that divide the batch, with the shortest time
+    between tokens."""
     context = question.goal.prompt + question.goal.output // 2
     tried = []
     for flight in (size for size in (1, 2, 3, 4, 6, 8, 12, 16) if batch % size == 0):
-        tried.append(split_step(model, GroupWork(BatchShape.decode(batch // flight, context)), attention, experts, placement, flight))
+        tried.append(
+            split_step(
+                model,
+                GroupWork(BatchShape.decode(batch // flight, context)),
+                attention,
+                experts,
+                placement,
+                flight,
+            )
+        )
     best = min(tried, key=lambda step: step.seconds)
-    stages = {"attention cards": best.attention, "expert cards": best.experts, "network": best.network}
+    stages = {
+        "attention cards": best.attention,
+        "expert cards": best.experts,
+        "network": best.network,
+    }
     total = sum(stages.values())
-    return best, tuple(sorted(((name, value / total) for name, value in stages.items()), key=lambda pair: -pair[1]))
+    return best, tuple(
+        sorted(((name, value / total) for name, value in stages.items()), key=lambda pair: -pair[1])
+    )

@@ -1,4 +1,5 @@
-"""Which deployment to choose: every admissible layout is costed, those that miss the goal are dropped, the rest are ranked. No torch."""
+"""Which deployment to choose: every admissible layout is costed, those that miss the goal are
+dropped, the rest are ranked. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class DeploymentPlan:
     def pareto(self) -> list[Option]:
         """Options that no other beats in both tokens/s a user and tokens/s a card."""
         found: list[Option] = []
-        for option in sorted((*self.options, *self.missed), key=lambda item: (-item.per_user, -item.per_card)):
+        for option in sorted(
+            (*self.options, *self.missed), key=lambda item: (-item.per_user, -item.per_card)
+        ):
             if not found or option.per_card > found[-1].per_card:
                 found.append(option)
         return found
@@ -53,13 +56,18 @@ def _divisors(number: int) -> list[int]:
 
 
 def layouts(question: Question) -> Iterator[ParallelConfig]:
-    """Layouts of `count` cards or of a divisor of it (then replicated): tp within a node, experts split by columns, whole, or both."""
+    """Layouts of `count` cards or of a divisor of it (then replicated): tp within a node,
+    experts split by columns, whole, or both."""
     span = question.card.link.span
     for world in _divisors(question.count):
         for pp in (size for size in _divisors(world) if size <= 8):
             stage = world // pp
-            for tp in (size for size in _divisors(stage) if size <= max(span, 1) and size & (size - 1) == 0):
-                yield from _expert_cuts(ParallelConfig(tp=tp, dp=stage // tp, pp=pp, micro_batches=pp), question)
+            for tp in (
+                size for size in _divisors(stage) if size <= max(span, 1) and size & (size - 1) == 0
+            ):
+                yield from _expert_cuts(
+                    ParallelConfig(tp=tp, dp=stage // tp, pp=pp, micro_batches=pp), question
+                )
 
 
 def _expert_cuts(sizes: ParallelConfig, question: Question) -> Iterator[ParallelConfig]:
@@ -75,17 +83,28 @@ def rejection(question: Question, sizes: ParallelConfig) -> Rejected | None:
         check_parallel(question.config, sizes)
     except ConfigError as error:
         return Rejected(sizes, str(error))
-    model, tokens = question.model(sizes), step_tokens(question, sizes)
-    left, usable = model.memory_left(tokens), model.card.memory * model.utilization
+    model = question.model(sizes)
+    tokens = step_tokens(question, sizes)
+    left = model.memory_left(tokens)
+    usable = model.card.memory * model.utilization
     if left <= 0:
-        needs = f"weights {model.weight_bytes / 1e9:.1f} GB and activations {(usable - left - model.weight_bytes) / 1e9:.1f} GB"
-        return Rejected(sizes, f"{needs} on a card, {-left / 1e9:.1f} GB more than the {usable / 1e9:.1f} that may be used", -left)
+        needs = (
+            f"weights {model.weight_bytes / 1e9:.1f} GB and activations "
+            f"{(usable - left - model.weight_bytes) / 1e9:.1f} GB"
+        )
+        return Rejected(
+            sizes,
+            f"{needs} on a card, {-left / 1e9:.1f} GB more than the {usable / 1e9:.1f} that "
+            "may be used",
+            -left,
+        )
     context = question.goal.prompt + question.goal.output
     wanted = context * rank_kv_bytes_per_token(question.config, sizes, question.fmt)
     if wanted > left:
         return Rejected(
             sizes,
-            f"leaves {left / 1e9:.2f} GB a card; the cache of one request of {context:,} tokens is {wanted / 1e9:.2f} GB",
+            f"leaves {left / 1e9:.2f} GB a card; the cache of one request of {context:,} "
+            f"tokens is {wanted / 1e9:.2f} GB",
             wanted - left,
         )
     return None
@@ -95,11 +114,16 @@ def rejection(question: Question, sizes: ParallelConfig) -> Rejected | None:
 
 
 def meets(goal: Goal, option: Option) -> bool:
-    return (goal.ttft is None or option.ttft <= goal.ttft) and (goal.tpot is None or option.tpot <= goal.tpot)
+    return (goal.ttft is None or option.ttft <= goal.ttft) and (
+        goal.tpot is None or option.tpot <= goal.tpot
+    )
 
 
 def _excess(goal: Goal, option: Option) -> float:
-    over = [option.ttft / goal.ttft if goal.ttft else 0.0, option.tpot / goal.tpot if goal.tpot else 0.0]
+    over = [
+        option.ttft / goal.ttft if goal.ttft else 0.0,
+        option.tpot / goal.tpot if goal.tpot else 0.0,
+    ]
     return max(over)
 
 
@@ -119,15 +143,28 @@ def search(question: Question) -> DeploymentPlan:
         for prefill, decode in _role_layouts(question, admitted):
             found += disaggregated(question, decode, prefill)
         found += remote_experts(question)
-    good = sorted((option for option in found if meets(question.goal, option)), key=lambda item: -item.per_card)
-    bad = sorted((option for option in found if not meets(question.goal, option)), key=lambda item: _excess(question.goal, item))
-    return DeploymentPlan(question, tuple(good), tuple(bad), tuple(sorted(rejected, key=lambda item: item.short)))
+    good = sorted(
+        (option for option in found if meets(question.goal, option)),
+        key=lambda item: -item.per_card,
+    )
+    bad = sorted(
+        (option for option in found if not meets(question.goal, option)),
+        key=lambda item: _excess(question.goal, item),
+    )
+    return DeploymentPlan(
+        question, tuple(good), tuple(bad), tuple(sorted(rejected, key=lambda item: item.short))
+    )
 
 
-def _role_layouts(question: Question, admitted: list[ParallelConfig]) -> Iterator[tuple[ParallelConfig, ParallelConfig]]:
-    """Prefill: the layouts with the most prompt tokens/s a card. Decode: everything admitted but pipelines."""
+def _role_layouts(
+    question: Question, admitted: list[ParallelConfig]
+) -> Iterator[tuple[ParallelConfig, ParallelConfig]]:
+    """Prefill: the layouts with the most prompt tokens/s a card. Decode: everything admitted but
+    pipelines."""
     small = [sizes for sizes in admitted if sizes.world < question.count and sizes.pp == 1]
-    ranked = sorted(small, key=lambda sizes: prompt_seconds(question, question.model(sizes)) * sizes.tp)
+    ranked = sorted(
+        small, key=lambda sizes: prompt_seconds(question, question.model(sizes)) * sizes.tp
+    )
     for prefill in ranked[:2]:
         for decode in small:
             if prefill.world + decode.world <= question.count:

@@ -1,4 +1,5 @@
-"""What `rorqual plan` prints and writes: one page in words and tables, the Pareto front as CSV and PNG, the command to start it."""
+"""What `rorqual plan` prints and writes: one page in words and tables, the Pareto front as CSV
+and PNG, the command to start it."""
 
 from __future__ import annotations
 
@@ -23,19 +24,27 @@ from rorqual.planner.validation.validation import ValidationGroup
 def table(*columns: str) -> Table:
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index in (0, len(columns) - 1) else "right", overflow="fold")
+        made.add_column(
+            column, justify="left" if index in (0, len(columns) - 1) else "right", overflow="fold"
+        )
     return made
 
 
 def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
-    """The page: what fits, what is best and why, what limits it, what does not work, and the command."""
+    """The page: what fits, what is best and why, what limits it, what does not work, and the
+    command."""
     question = plan.question
-    console.print(f"[bold]{model}[/bold] on {question.count} x {question.card.title}", highlight=False)
+    console.print(
+        f"[bold]{model}[/bold] on {question.count} x {question.card.title}", highlight=False
+    )
     for line in premises(question):
         console.print(line, highlight=False)
     good = distinct_best(plan.options, top)
     if good:
-        console.print("\n[bold]Best deployments[/bold] (output tokens/s a card, all prompts included)", highlight=False)
+        console.print(
+            "\n[bold]Best deployments[/bold] (output tokens/s a card, all prompts included)",
+            highlight=False,
+        )
         console.print(options_table(good))
         for line in reasons(plan, good[0]):
             console.print(line, highlight=False)
@@ -54,21 +63,35 @@ def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
 
 
 def premises(question: Question) -> list[str]:
-    config, card, held = question.config, question.card, costs.weight_bytes(question.config, fmt=question.fmt)
+    config = question.config
+    card = question.card
+    held = costs.weight_bytes(question.config, fmt=question.fmt)
     usable = card.memory * question.utilization
-    goal, cache = question.goal, costs.kv_bytes_per_token(config, question.fmt)
+    goal = question.goal
+    cache = costs.kv_bytes_per_token(config, question.fmt)
     limits = [f"TTFT within {goal.ttft:g} s"] if goal.ttft else []
     limits += [f"TPOT within {goal.tpot * 1e3:g} ms"] if goal.tpot else []
     measured = question.profile.check(card)
-    basis = "kernel times measured on this card" if measured else "kernel times scaled to this card from one of its kind"
+    basis = (
+        "kernel times measured on this card"
+        if measured
+        else "kernel times scaled to this card from one of its kind"
+    )
     if not question.profile.tables and not question.profile.calibrated:
-        basis = "no measured kernels for this card: times are lower bounds (bytes over bandwidth, operations over peak), rates upper ones"
+        basis = (
+            "no measured kernels for this card: times are lower bounds (bytes over "
+            "bandwidth, operations over peak), rates upper ones"
+        )
     return [
-        f"Weights {held.total / 1e9:.1f} GB ({held.routed_experts / 1e9:.1f} in routed experts), cache {cache:,} B a token.",
-        f"Cards: {question.count} x {usable / 1e9:.1f} GB usable = {question.count * usable / 1e9:,.0f} GB, "
-        f"{question.count * card.bandwidth / 1e12:.1f} TB/s; {card.link.span} joined at {card.link.bandwidth / 1e9:g} GB/s, "
+        f"Weights {held.total / 1e9:.1f} GB ({held.routed_experts / 1e9:.1f} in routed "
+        f"experts), cache {cache:,} B a token.",
+        f"Cards: {question.count} x {usable / 1e9:.1f} GB usable = "
+        f"{question.count * usable / 1e9:,.0f} GB, "
+        f"{question.count * card.bandwidth / 1e12:.1f} TB/s; {card.link.span} joined at "
+        f"{card.link.bandwidth / 1e9:g} GB/s, "
         f"beyond at {card.network.bandwidth / 1e9:g}.",
-        f"Goal: {goal.prompt:,} tokens in, {goal.output:,} out{', ' + ', '.join(limits) if limits else ', no limits of time'}. "
+        f"Goal: {goal.prompt:,} tokens in, {goal.output:,} "
+        f"out{', ' + ', '.join(limits) if limits else ', no limits of time'}. "
         f"Profile {question.profile.name}: {basis}. Routing: {question.routing.kind}.",
     ]
 
@@ -85,13 +108,31 @@ def layout_of(option: Option) -> str:
 
 
 def options_table(options: list[Option]) -> Table:
-    made = table("layout", "x", "batch a group", "drafts", "TTFT s", "TPOT ms", "tok/s a user", "tok/s a card", "limited by", "how")
+    made = table(
+        "layout",
+        "x",
+        "batch a group",
+        "drafts",
+        "TTFT s",
+        "TPOT ms",
+        "tok/s a user",
+        "tok/s a card",
+        "limited by",
+        "how",
+    )
     for option in options:
         made.add_row(
             layout_of(option),
-            str(option.replicas), str(option.batch), str(option.num_speculative_tokens), f"{option.ttft:.2f}", f"{option.tpot * 1e3:.1f}",
-            f"{option.per_user:.1f}", f"{option.per_card:,.1f}", option.limiter, option.detail,
-        )  # fmt: skip
+            str(option.replicas),
+            str(option.batch),
+            str(option.num_speculative_tokens),
+            f"{option.ttft:.2f}",
+            f"{option.tpot * 1e3:.1f}",
+            f"{option.per_user:.1f}",
+            f"{option.per_card:,.1f}",
+            option.limiter,
+            option.detail,
+        )
     return made
 
 
@@ -100,15 +141,29 @@ def reasons(plan: DeploymentPlan, best: Option) -> list[str]:
     goal = plan.question.goal
     shares = ", ".join(f"{name} {share:.0%}" for name, share in best.shares)
     within = " within the limits" if goal.ttft or goal.tpot else ""
-    lines = [f"The first because it gives the most tokens a card{within}; a decode step is {shares}."]
-    others = [option for option in distinct_best(plan.options, 6)[1:] if option.layout != best.layout or option.kind != best.kind]
+    lines = [
+        f"The first because it gives the most tokens a card{within}; a decode step is {shares}."
+    ]
+    others = [
+        option
+        for option in distinct_best(plan.options, 6)[1:]
+        if option.layout != best.layout or option.kind != best.kind
+    ]
     if others:
         second = others[0]
-        how = f"{best.per_card / second.per_card - 1:+.0%} tokens a card at {best.tpot / second.tpot - 1:+.0%} TPOT"
-        held = f"weights {best.weight_bytes / 1e9:.1f} and {second.weight_bytes / 1e9:.1f} GB a card"
+        how = (
+            f"{best.per_card / second.per_card - 1:+.0%} tokens a card at "
+            f"{best.tpot / second.tpot - 1:+.0%} TPOT"
+        )
+        held = (
+            f"weights {best.weight_bytes / 1e9:.1f} and {second.weight_bytes / 1e9:.1f} GB a card"
+        )
         lines.append(f"Against {second.kind} {second.layout}: {how}; {held}.")
     fit = best.cache_tokens // (goal.prompt + goal.output)
-    lines.append(f"Cache: {best.cache_tokens:,} tokens a group, so at most {fit} requests of this length; {best.batch} are used.")
+    lines.append(
+        f"Cache: {best.cache_tokens:,} tokens a group, so at most {fit} requests of this "
+        f"length; {best.batch} are used."
+    )
     return lines
 
 
@@ -116,8 +171,10 @@ def none_found(plan: DeploymentPlan) -> list[str]:
     if plan.missed:
         return ["\n[bold]Nothing that fits meets the goal.[/bold]"]
     question = plan.question
-    config, card = question.config, question.card
-    usable, held = card.memory * question.utilization, costs.weight_bytes(config, fmt=question.fmt).total
+    config = question.config
+    card = question.card
+    usable = card.memory * question.utilization
+    held = costs.weight_bytes(config, fmt=question.fmt).total
     lines = ["\n[bold]Nothing fits.[/bold]"]
     if held > usable * question.count:
         lines.append(f"The weights alone need {-(-held // usable):.0f} such cards.")
@@ -126,23 +183,33 @@ def none_found(plan: DeploymentPlan) -> list[str]:
 
 def sizes_lines(question: Question, best: Option | None) -> list[str]:
     """Critical sizes that explain the rest."""
-    config, card, moe = question.config, question.card, question.config.moe
+    config = question.config
+    card = question.card
+    moe = question.config.moe
     rows, batch = compute_bound_tokens(config, card)
     one = expert_seconds(config, card) * 1e6
     lines = ["\n[bold]What limits it[/bold]"]
-    lines.append(f"Experts are bound by memory below {rows:.0f} tokens each, {batch:,.0f} in a step; reading one takes {one:.0f} us.")
+    lines.append(
+        f"Experts are bound by memory below {rows:.0f} tokens each, {batch:,.0f} in a step; "
+        f"reading one takes {one:.0f} us."
+    )
     if best and best.kind != "attention:experts":
         tokens = best.batch * best.sizes.dp * (1 + best.num_speculative_tokens)
         used = distinct_experts(question.routing, moe.num_experts, moe.top_k, tokens)
         each = tokens * moe.top_k / max(used, 1e-9)
         lines.append(
-            f"The first decodes {tokens:,} tokens a step: {used:.0f} of {moe.num_experts} experts a layer, {each:.1f} tokens each."
+            f"The first decodes {tokens:,} tokens a step: {used:.0f} of "
+            f"{moe.num_experts} experts a layer, {each:.1f} tokens each."
         )
     if question.count > card.link.span or card.link.bandwidth < 50e9:
-        call, many, layers = rpc_seconds(config, card, 1), rpc_seconds(config, card, 128), sum(config.moe_layers)
+        call = rpc_seconds(config, card, 1)
+        many = rpc_seconds(config, card, 128)
+        layers = sum(config.moe_layers)
         lines.append(
-            f"The network's floor: {call * 1e6:.0f} us to send one token to another node and back, {layers * call * 1e3:.1f} ms over "
-            f"{layers} MoE layers; 128 tokens take {layers * many * 1e3:.0f} ms at {card.network.bandwidth * 8 / 1e9:g} Gb/s."
+            f"The network's floor: {call * 1e6:.0f} us to send one token to another node "
+            f"and back, {layers * call * 1e3:.1f} ms over "
+            f"{layers} MoE layers; 128 tokens take {layers * many * 1e3:.0f} ms at "
+            f"{card.network.bandwidth * 8 / 1e9:g} Gb/s."
         )
     return lines
 
@@ -167,38 +234,72 @@ def settings(question: Question, option: Option) -> dict[str, Any]:
     chosen: dict[str, Any] = {"tp": sizes.tp, "dp": sizes.dp, "pp": sizes.pp, "ep": sizes.ep}
     chosen = {name: size for name, size in chosen.items() if size > 1}
     chosen |= {"max_num_seqs": option.batch, "max_num_batched_tokens": question.profile.max_chunk}
-    chosen |= {"max_model_len": question.goal.prompt + question.goal.output, "memory_utilization": question.utilization}
-    return chosen | ({"num_speculative_tokens": option.num_speculative_tokens} if option.num_speculative_tokens else {})
+    chosen |= {
+        "max_model_len": question.goal.prompt + question.goal.output,
+        "memory_utilization": question.utilization,
+    }
+    return chosen | (
+        {"num_speculative_tokens": option.num_speculative_tokens}
+        if option.num_speculative_tokens
+        else {}
+    )
 
 
 def commands(model: str, question: Question, option: Option) -> list[str]:
     if option.kind == "attention:experts":
-        return [f"  {option.detail}: expert servers have no command yet; `rorqual serve` runs attention and experts together."]
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings(question, option).items())
+        return [
+            f"  {option.detail}: expert servers have no command yet; `rorqual serve` runs "
+            "attention and experts together."
+        ]
+    flags = " ".join(
+        f"--{name.replace('_', '-')} {value}" for name, value in settings(question, option).items()
+    )
     lines = [f"  rorqual serve {model} {flags}"]
     if option.replicas > 1:
         lines.append(f"  {option.replicas} times, on cards of their own")
     if option.prefill_sizes:
-        lines.append(f"  as the decode role; beside {option.prefill_replicas} prefill instances of {layout_name(option.prefill_sizes)}")
+        lines.append(
+            f"  as the decode role; beside {option.prefill_replicas} prefill instances of "
+            f"{layout_name(option.prefill_sizes)}"
+        )
     return lines
 
 
 # ---- files
 
 
-COLUMNS = "kind layout replicas batch num_speculative_tokens ttft_s tpot_ms tok_s_user tok_s_card cards limiter meets_goal pareto detail"
+COLUMNS = (
+    "kind layout replicas batch num_speculative_tokens ttft_s tpot_ms tok_s_user tok_s_card "
+    "cards limiter meets_goal pareto detail"
+)
 
 
 def write_csv(plan: DeploymentPlan, path: Path) -> None:
     """Every costed option, the front marked."""
-    front, good = set(map(id, plan.pareto())), set(map(id, plan.options))
+    front = set(map(id, plan.pareto()))
+    good = set(map(id, plan.options))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS.split())
         for item in (*plan.options, *plan.missed):
             what = (item.kind, item.layout, item.replicas, item.batch, item.num_speculative_tokens)
-            figures = (round(item.ttft, 4), round(item.tpot * 1e3, 3), round(item.per_user, 2), round(item.per_card, 2))
-            writer.writerow([*what, *figures, item.cards, item.limiter, int(id(item) in good), int(id(item) in front), item.detail])
+            figures = (
+                round(item.ttft, 4),
+                round(item.tpot * 1e3, 3),
+                round(item.per_user, 2),
+                round(item.per_card, 2),
+            )
+            writer.writerow(
+                [
+                    *what,
+                    *figures,
+                    item.cards,
+                    item.limiter,
+                    int(id(item) in good),
+                    int(id(item) in front),
+                    item.detail,
+                ]
+            )
 
 
 def write_png(plan: DeploymentPlan, path: Path) -> None:
@@ -206,7 +307,9 @@ def write_png(plan: DeploymentPlan, path: Path) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise ConfigError("a chart needs matplotlib; install rorqual[plot], or take the CSV") from None
+        raise ConfigError(
+            "a chart needs matplotlib; install rorqual[plot], or take the CSV"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -214,10 +317,22 @@ def write_png(plan: DeploymentPlan, path: Path) -> None:
     for kind in ("together", "prefill:decode", "attention:experts"):
         points = [option for option in (*plan.options, *plan.missed) if option.kind == kind]
         if points:
-            axes.scatter([o.per_user for o in points], [o.per_card for o in points], s=8, alpha=0.4, label=kind)
+            axes.scatter(
+                [o.per_user for o in points],
+                [o.per_card for o in points],
+                s=8,
+                alpha=0.4,
+                label=kind,
+            )
     front = plan.pareto()
-    axes.plot([o.per_user for o in front], [o.per_card for o in front], "k-", linewidth=1, label="front")
-    axes.set(xlabel="output tokens/s a user", ylabel="output tokens/s a card", title=f"{plan.question.count} x {plan.question.card.title}")
+    axes.plot(
+        [o.per_user for o in front], [o.per_card for o in front], "k-", linewidth=1, label="front"
+    )
+    axes.set(
+        xlabel="output tokens/s a user",
+        ylabel="output tokens/s a card",
+        title=f"{plan.question.count} x {plan.question.card.title}",
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -231,7 +346,12 @@ def write_yaml(plan: DeploymentPlan, model: str, path: Path) -> None:
     if not plan.options:
         raise ConfigError("nothing meets the goal, so there is no recipe to write")
     best = plan.options[0]
-    recipe = {"model": model, "kind": best.kind, "replicas": best.replicas, "engine": settings(plan.question, best)}
+    recipe = {
+        "model": model,
+        "kind": best.kind,
+        "replicas": best.replicas,
+        "engine": settings(plan.question, best),
+    }
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
 
 
@@ -252,13 +372,25 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
         console.print(f"\n[bold]{group.title}[/bold]\n{group.source}", highlight=False)
         made = table("case", "figure", "published", "predicted", "error", "")
         for point in group.points:
-            shown = f"{point.predicted:,.2f}" + (f" to {point.high:,.2f}" if point.high is not None else "")
-            error = "inside" if point.high is not None and not point.error else f"{point.error:+.1%}"
-            made.add_row(point.label, point.metric, f"{point.measured:,.2f}", shown, error, point.unit)
+            shown = f"{point.predicted:,.2f}" + (
+                f" to {point.high:,.2f}" if point.high is not None else ""
+            )
+            error = (
+                "inside" if point.high is not None and not point.error else f"{point.error:+.1%}"
+            )
+            made.add_row(
+                point.label, point.metric, f"{point.measured:,.2f}", shown, error, point.unit
+            )
         console.print(made)
         if group.kind == "prediction":
-            means = ", ".join(f"{metric} {group.mean_error(metric):.1%}" for metric in group.metrics)
-            console.print(f"mean absolute error: {means}" + (f" (target {group.target})" if group.target else ""), highlight=False)
+            means = ", ".join(
+                f"{metric} {group.mean_error(metric):.1%}" for metric in group.metrics
+            )
+            console.print(
+                f"mean absolute error: {means}"
+                + (f" (target {group.target})" if group.target else ""),
+                highlight=False,
+            )
         if group.note:
             console.print(group.note, highlight=False)
 
@@ -268,9 +400,13 @@ def show_cards(console: Console) -> None:
     for name in known_devices():
         card = load_device(name)
         peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in card.flops.items())
-        link, network = card.link, card.network
+        link = card.link
+        network = card.network
         console.print(f"\n[bold]{name}[/bold]  {card.title}", highlight=False)
-        console.print(f"{card.memory / 2**30:.1f} GiB, {card.bandwidth / 1e9:,.0f} GB/s, TFLOP/s {peaks}", highlight=False)
+        console.print(
+            f"{card.memory / 2**30:.1f} GiB, {card.bandwidth / 1e9:,.0f} GB/s, TFLOP/s {peaks}",
+            highlight=False,
+        )
         console.print(
             f"{link.span} joined at {link.bandwidth / 1e9:g} GB/s, {link.latency * 1e6:g} us; "
             f"network {network.bandwidth / 1e9:g} GB/s, {network.latency * 1e6:g} us",

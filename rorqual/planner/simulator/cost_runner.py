@@ -1,6 +1,8 @@
-"""How long a step takes that nobody computes: constant, or from a table measured on the engine itself. No torch.
+"""How long a step takes that nobody computes: constant, or from a table measured on the engine
+itself. No torch.
 
-The ranks of a stage step together, so a step lasts as long as its slowest rank's. layout_costs.py has the runners that ask the cost model.
+The ranks of a stage step together, so a step lasts as long as its slowest rank's. layout_costs.py
+has the runners that ask the cost model.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from rorqual.planner.simulator.micro_batches import Task
 
 
 class StepLoad(NamedTuple):
-    """One rank's step: `rows` requests decode with `context` tokens on average, the new one counted; `prompts` chunks of `new` tokens after
-    `cached` ones, as many tokens and query-key pairs as the real chunks have."""
+    """One rank's step: `rows` requests decode with `context` tokens on average, the new one
+    counted; `prompts` chunks of `new` tokens after `cached` ones, as many tokens and query-key
+    pairs as the real chunks have."""
 
     rows: int = 0
     context: int = 0
@@ -33,8 +36,9 @@ IDLE = StepLoad()
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """seconds: until the step's tokens are there; stage: until the next step may enter a pipeline (equal to seconds without one);
-    busy: of these, seconds of each of the runner's resources."""
+    """seconds: until the step's tokens are there; stage: until the next step may enter a
+    pipeline (equal to seconds without one); busy: of these, seconds of each of the runner's
+    resources."""
 
     seconds: float
     stage: float
@@ -42,7 +46,8 @@ class StepCost:
 
 
 class StepCosts(Protocol):
-    """`loads`: one for each rank of the stage, in order. `resources`: what StepCost.busy is about."""
+    """`loads`: one for each rank of the stage, in order. `resources`: what StepCost.busy is
+    about."""
 
     @property
     def resources(self) -> tuple[str, ...]: ...
@@ -69,17 +74,24 @@ class ConstantCosts:
 
 
 class MeasuredCosts:
-    """Seconds measured at (decoding rows, prompt tokens of the step), for every pair of the rows and tokens that occur. Linear between
-    them, and beyond the largest with the last slope."""
+    """Seconds measured at (decoding rows, prompt tokens of the step), for every pair of the rows
+    and tokens that occur. Linear between them, and beyond the largest with the last slope."""
 
     resources: ClassVar[tuple[str, ...]] = ("busy",)
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]):
         self.rows = sorted({rows for rows, _ in seconds})
         self.prompts = sorted({prompt for _, prompt in seconds})
-        missing = [pair for pair in ((r, p) for r in self.rows for p in self.prompts) if pair not in seconds and pair != (0, 0)]
+        missing = [
+            pair
+            for pair in ((r, p) for r in self.rows for p in self.prompts)
+            if pair not in seconds and pair != (0, 0)
+        ]
         if missing or min(len(self.rows), len(self.prompts)) < 2:
-            raise ConfigError(f"measured step times lack (rows, prompt tokens) {missing or 'of two sizes each'}; they must fill a table")
+            raise ConfigError(
+                "measured step times lack (rows, prompt tokens) "
+                f"{missing or 'of two sizes each'}; they must fill a table"
+            )
         self.seconds = {(0, 0): 0.0, **seconds}
 
     def at(self, rows: int, prompt: int) -> float:
@@ -91,7 +103,10 @@ class MeasuredCosts:
         return first * (1 - share) + second * share
 
     def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
-        seconds = max(self.at(load.rows * (num_speculative_tokens + 1), load.prompts * load.new) for load in loads)
+        seconds = max(
+            self.at(load.rows * (num_speculative_tokens + 1), load.prompts * load.new)
+            for load in loads
+        )
         return StepCost(seconds, seconds, (seconds,))
 
     def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
@@ -100,5 +115,6 @@ class MeasuredCosts:
 
 def _between(points: Sequence[int], at: float) -> tuple[int, int, float]:
     index = min(max(bisect_right(points, at), 1), len(points) - 1)
-    low, high = points[index - 1], points[index]
+    low = points[index - 1]
+    high = points[index]
     return low, high, (at - low) / (high - low)

@@ -1,7 +1,8 @@
 """Many decode steps in one call: what a simulator needs between two events. No torch.
 
-While the same requests decode and nobody joins, ends or gives up pages, a step differs from the one before by its new tokens alone.
-`advance` leaves the scheduler, its pages and its prefix cache as so many rounds of plan and update would.
+While the same requests decode and nobody joins, ends or gives up pages, a step differs from the one
+before by its new tokens alone. `advance` leaves the scheduler, its pages and its prefix cache as so
+many rounds of plan and update would.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from rorqual.engine.scheduling.sequence import Sequence
 
 
 def decode_run(scheduler: Scheduler) -> int:
-    """How many of the next steps are sure to be alike, none of them a request's last. With drafts as if all were accepted. 0 where the
-    next step may be another: prompts, an admission, too few pages, steps in flight, or an end that only the tokens tell."""
+    """How many of the next steps are sure to be alike, none of them a request's last. With
+    drafts as if all were accepted. 0 where the next step may be another: prompts, an admission,
+    too few pages, steps in flight, or an end that only the tokens tell."""
     sequences = scheduler.decoding.values()
     if not sequences or scheduler.prefilling or _may_admit(scheduler):
         return 0
@@ -34,7 +36,9 @@ def decode_run(scheduler: Scheduler) -> int:
 def _may_admit(scheduler: Scheduler) -> bool:
     if not scheduler.waiting or not scheduler.free_slots:
         return False
-    room = scheduler.config.max_num_batched_tokens - len(scheduler.decoding) * (scheduler.num_speculative_tokens + 1)
+    room = scheduler.config.max_num_batched_tokens - len(scheduler.decoding) * (
+        scheduler.num_speculative_tokens + 1
+    )
     head = scheduler.waiting[0]
     if room <= 0 or head.pending:
         return False
@@ -44,7 +48,8 @@ def _may_admit(scheduler: Scheduler) -> bool:
 def _may_unblock(scheduler: Scheduler, head: Sequence) -> bool:
     """Whether a decoding request, by its tokens so far, may end up with the very page that the
     queue's head waits to find in the prefix cache."""
-    blocked, config = scheduler._blocked, scheduler.config
+    blocked = scheduler._blocked
+    config = scheduler.config
     if blocked is None or blocked.wanted is None:
         return False
     length = (blocked.matched + 1) * config.page_size + config.lookahead  # what its key covers
@@ -60,22 +65,38 @@ def _may_unblock(scheduler: Scheduler, head: Sequence) -> bool:
 
 def _most_pages(scheduler: Scheduler, steps: int) -> int:
     """Pages that so many steps take at most."""
-    num_speculative_tokens, size = scheduler.num_speculative_tokens, scheduler.config.page_size
+    num_speculative_tokens = scheduler.num_speculative_tokens
+    size = scheduler.config.page_size
     more = (steps - 1) * (num_speculative_tokens + 1) + 2 * num_speculative_tokens
-    reaches = (min(len(sequence.tokens) + more, sequence.max_total_len - 1) - sequence.capacity for sequence in scheduler.decoding.values())
+    reaches = (
+        min(len(sequence.tokens) + more, sequence.max_total_len - 1) - sequence.capacity
+        for sequence in scheduler.decoding.values()
+    )
     return sum(-(-reach // size) for reach in reaches if reach > 0)
 
 
-def advance(scheduler: Scheduler, count: int, tokens: ReadOnly[list[int]], accepted: ReadOnly[ReadOnly[int]] = ()) -> None:
-    """Take `count` steps, at most decode_run(). tokens: of each decoding request, in the scheduler's order, all its new ones; accepted:
-    of each of them the drafts found right in each step, where num_speculative_tokens drafts were up for verification in every step."""
+def advance(
+    scheduler: Scheduler,
+    count: int,
+    tokens: ReadOnly[list[int]],
+    accepted: ReadOnly[ReadOnly[int]] = (),
+) -> None:
+    """Take `count` steps, at most decode_run(). tokens: of each decoding request, in the
+    scheduler's order, all its new ones; accepted: of each of them the drafts found right in each
+    step, where num_speculative_tokens drafts were up for verification in every step."""
     events: list[tuple[int, int, int, int]] = []
     sequences = list(scheduler.decoding.values())
     for row, (sequence, new) in enumerate(zip(sequences, tokens, strict=True)):
         start = len(sequence.tokens)
         right = accepted[row] if scheduler.num_speculative_tokens else None
-        lengths = range(start, start + count + 1) if right is None else list(accumulate((n + 1 for n in right), initial=start))
-        assert (len(lengths), lengths[-1]) == (count + 1, start + len(new)), "tokens, accepted drafts and steps do not agree"
+        lengths = (
+            range(start, start + count + 1)
+            if right is None
+            else list(accumulate((n + 1 for n in right), initial=start))
+        )
+        assert (len(lengths), lengths[-1]) == (count + 1, start + len(new)), (
+            "tokens, accepted drafts and steps do not agree"
+        )
         assert lengths[-1] < sequence.max_total_len, "a step that decode_run did not promise"
         assert not sequence.pending, "steps are in flight"
         events += _events(scheduler, sequence, row, lengths)
@@ -84,25 +105,37 @@ def advance(scheduler: Scheduler, count: int, tokens: ReadOnly[list[int]], accep
         sequence.num_computed_tokens = sequence.collected = lengths[-1] - 1
         if right is not None:
             _count_drafts(scheduler, sequence, right)
-    events.sort()  # by step; within one, pages are taken in planning and offered when its results are in
+    # by step; within one, pages are taken in planning and offered when its results are in
+    events.sort()
     for _, offered, row, page in events:
         sequence = sequences[row]
         if offered:
             covered = scheduler.prefix.covered(sequence.tokens, page)
             sequence.key = scheduler.prefix.insert(sequence.key, covered, sequence.pages[page])
-            sequence.num_hashed_pages, sequence.next_hash = page + 1, (page + 2) * scheduler.config.page_size
+            sequence.num_hashed_pages = page + 1
+            sequence.next_hash = (page + 2) * scheduler.config.page_size
         else:
             scheduler._grow(sequence)
 
 
-def _events(scheduler: Scheduler, sequence: Sequence, row: int, lengths: ReadOnly[int]) -> list[tuple[int, int, int, int]]:
-    """(step, 0, row, page) where a page is taken, (step, 1, row, page) where one is offered; lengths[s] tokens are known after step s."""
-    size, ahead, steps = scheduler.config.page_size, 2 * scheduler.num_speculative_tokens, len(lengths) - 1
-    found, capacity = [], sequence.capacity
-    while capacity < sequence.max_total_len - 1 and (step := bisect_right(lengths, capacity - ahead) + 1) <= steps:
+def _events(
+    scheduler: Scheduler, sequence: Sequence, row: int, lengths: ReadOnly[int]
+) -> list[tuple[int, int, int, int]]:
+    """(step, 0, row, page) where a page is taken, (step, 1, row, page) where one is offered;
+    lengths[s] tokens are known after step s."""
+    size = scheduler.config.page_size
+    ahead = 2 * scheduler.num_speculative_tokens
+    steps = len(lengths) - 1
+    found = []
+    capacity = sequence.capacity
+    while (
+        capacity < sequence.max_total_len - 1
+        and (step := bisect_right(lengths, capacity - ahead) + 1) <= steps
+    ):
         found.append((step, 0, row, capacity // size))
         capacity += size
-    page, more = sequence.num_hashed_pages, max(1, scheduler.config.lookahead)
+    page = sequence.num_hashed_pages
+    more = max(1, scheduler.config.lookahead)
     while (step := bisect_left(lengths, (page + 1) * size + more)) <= steps:
         found.append((step, 1, row, page))
         page += 1

@@ -1,7 +1,8 @@
-"""A Gantt chart of a few simulated steps: what each resource did, as one HTML page of its own or as PNG. No torch.
+"""A Gantt chart of a few simulated steps: what each resource did, as one HTML page of its own or
+as PNG. No torch.
 
-Colours are those of Okabe and Ito for colour-blind readers (https://jfly.uni-koeln.de/color/): one a kind of work, and micro-batches
-take turns between full and lighter tones."""
+Colours are those of Okabe and Ito for colour-blind readers (https://jfly.uni-koeln.de/color/):
+one a kind of work, and micro-batches take turns between full and lighter tones."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from rorqual.planner.simulator.micro_batches import Task
 from rorqual.planner.simulator.simulator import Simulation
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
-WIDTH, LANE, LEFT, TOP = 1600, 46, 150, 60
+WIDTH = 1600
+LANE = 46
+LEFT = 150
+TOP = 60
 MOST_LANES = 16
 
 
@@ -51,26 +55,38 @@ class GanttChart:
         return max(bar.end for bar in self.bars)
 
     def colour(self, bar: Bar) -> tuple[str, float]:
-        return COLOURS[self.names.index(bar.name) % len(COLOURS)], (1.0, 0.55, 0.8, 0.4)[bar.batch % 4]
+        return COLOURS[self.names.index(bar.name) % len(COLOURS)], (1.0, 0.55, 0.8, 0.4)[
+            bar.batch % 4
+        ]
 
 
 def gantt(simulation: Simulation, title: str) -> GanttChart:
     """Of the steps the simulation watched. Raises ConfigError where there were none."""
     if not simulation.watched:
-        raise ConfigError(f"no step began after {simulation.watch[0]} s that could be drawn; the run ended at {simulation.now:.3f} s")
+        raise ConfigError(
+            f"no step began after {simulation.watch[0]} s that could be drawn; the run ended "
+            f"at {simulation.now:.3f} s"
+        )
     pool = simulation.deployment.pools[-1]
     begins = [step.began - simulation.watched[0].began for step in simulation.watched]
     bars: list[Bar] = []
     for start, step in zip(begins, simulation.watched, strict=True):
         tasks = pool.costs.tasks(step.loads, pool.scheduler.num_speculative_tokens)
-        bars += [Bar(_lane(task, tasks), task.name, task.batch, start + task.start, start + task.end) for task in tasks]
+        bars += [
+            Bar(_lane(task, tasks), task.name, task.batch, start + task.start, start + task.end)
+            for task in tasks
+        ]
     return GanttChart(title, tuple(bars), tuple(begins))
 
 
 def _lane(task: Task, tasks: Sequence[Task]) -> str:
     """A lane a resource; numbered cards share one where they are many."""
     many = len({other.resource for other in tasks}) > MOST_LANES
-    return task.resource.rstrip("0123456789 ") + "s" if many and task.resource[-1].isdigit() else task.resource
+    return (
+        task.resource.rstrip("0123456789 ") + "s"
+        if many and task.resource[-1].isdigit()
+        else task.resource
+    )
 
 
 def write(chart: GanttChart, path: Path) -> None:
@@ -87,20 +103,35 @@ def write(chart: GanttChart, path: Path) -> None:
 def _svg(chart: GanttChart) -> str:
     height = TOP + LANE * len(chart.lanes) + 70
     scale = (WIDTH - LEFT - 20) / chart.end
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">']
-    parts.append(f'<text x="10" y="24" font-size="17" font-weight="bold">{html.escape(chart.title)}</text>')
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="13">'
+    ]
+    parts.append(
+        f'<text x="10" y="24" font-size="17" font-weight="bold">{html.escape(chart.title)}</text>'
+    )
     bottom = TOP + LANE * len(chart.lanes)
     for begin in chart.begins:
         x = LEFT + begin * scale
-        parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{bottom}" stroke="#999" stroke-dasharray="4 3"/>')
+        parts.append(
+            f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 8}" y2="{bottom}" stroke="#999" '
+            'stroke-dasharray="4 3"/>'
+        )
     for index, lane in enumerate(chart.lanes):
-        parts.append(f'<text x="{LEFT - 8}" y="{TOP + LANE * index + 26}" text-anchor="end">{html.escape(lane)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{TOP + LANE * index + 26}" '
+            f'text-anchor="end">{html.escape(lane)}</text>'
+        )
     for bar in chart.bars:
         colour, shade = chart.colour(bar)
-        x, y = LEFT + bar.start * scale, TOP + LANE * chart.lanes.index(bar.lane) + 4
-        about = f"{bar.name}, micro-batch {bar.batch}: {bar.start * 1e3:.3f} to {bar.end * 1e3:.3f} ms"
+        x = LEFT + bar.start * scale
+        y = TOP + LANE * chart.lanes.index(bar.lane) + 4
+        about = (
+            f"{bar.name}, micro-batch {bar.batch}: {bar.start * 1e3:.3f} to {bar.end * 1e3:.3f} ms"
+        )
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{max(0.2, (bar.end - bar.start) * scale):.2f}" height="{LANE - 8}" '
+            f'<rect x="{x:.2f}" y="{y}" '
+            f'width="{max(0.2, (bar.end - bar.start) * scale):.2f}" height="{LANE - 8}" '
             f'fill="{colour}" fill-opacity="{shade}"><title>{html.escape(about)}</title></rect>'
         )
     parts += _axis(chart, scale, bottom)
@@ -110,22 +141,34 @@ def _svg(chart: GanttChart) -> str:
 def _axis(chart: GanttChart, scale: float, bottom: int) -> list[str]:
     parts = []
     for tick in range(11):
-        x, at = LEFT + chart.end * scale * tick / 10, chart.end * tick / 10
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="#555">{at * 1e3:.3g} ms</text>')
+        x = LEFT + chart.end * scale * tick / 10
+        at = chart.end * tick / 10
+        parts.append(
+            f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" '
+            f'fill="#555">{at * 1e3:.3g} ms</text>'
+        )
     for index, name in enumerate(chart.names):
         x = LEFT + 190 * index
-        parts.append(f'<rect x="{x}" y="{bottom + 36}" width="14" height="14" fill="{COLOURS[index % len(COLOURS)]}"/>')
+        parts.append(
+            f'<rect x="{x}" y="{bottom + 36}" width="14" height="14" '
+            f'fill="{COLOURS[index % len(COLOURS)]}"/>'
+        )
         parts.append(f'<text x="{x + 20}" y="{bottom + 48}">{html.escape(name)}</text>')
     return parts
 
 
 def _page(chart: GanttChart) -> str:
     """The picture with two buttons that widen it; nothing is fetched from anywhere."""
-    script = "const s=document.querySelector('svg');let w=100;function zoom(f){w=Math.max(100,w*f);s.style.width=w+'%'}"
+    script = (
+        "const s=document.querySelector('svg');let w=100;function "
+        "zoom(f){w=Math.max(100,w*f);s.style.width=w+'%'}"
+    )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(chart.title)}</title>\n'
+        '<!doctype html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{html.escape(chart.title)}</title>\n'
         "<style>body{margin:1em;font-family:sans-serif}div{overflow-x:auto}svg{width:100%;height:auto}</style></head>\n"
-        f'<body><button onclick="zoom(2)">Wider</button> <button onclick="zoom(.5)">Narrower</button>\n'
+        '<body><button onclick="zoom(2)">Wider</button> <button '
+        'onclick="zoom(.5)">Narrower</button>\n'
         f"<div>{_svg(chart)}</div>\n<script>{script}</script></body></html>\n"
     )
 
@@ -136,7 +179,9 @@ def _write_png(chart: GanttChart, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise ConfigError("PNG charts need matplotlib: install rorqual[plot], or ask for .html or .svg") from None
+        raise ConfigError(
+            "PNG charts need matplotlib: install rorqual[plot], or ask for .html or .svg"
+        ) from None
     figure = Figure(figsize=(14, 1.6 + 0.6 * len(chart.lanes)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -144,7 +189,10 @@ def _write_png(chart: GanttChart, path: Path) -> None:
         bars = [bar for bar in chart.bars if bar.lane == label]
         colours = [chart.colour(bar) for bar in bars]
         axes.broken_barh(
-            [(bar.start * 1e3, (bar.end - bar.start) * 1e3) for bar in bars], (lane - 0.4, 0.8), facecolors=colours, snap=False
+            [(bar.start * 1e3, (bar.end - bar.start) * 1e3) for bar in bars],
+            (lane - 0.4, 0.8),
+            facecolors=colours,
+            snap=False,
         )
     for begin in chart.begins:
         axes.axvline(begin * 1e3, color="#999999", linewidth=0.8, linestyle="--")
@@ -153,6 +201,15 @@ def _write_png(chart: GanttChart, path: Path) -> None:
     axes.set(xlabel="ms", xlim=(0, chart.end * 1e3))
     axes.set_title(chart.title, loc="left", fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=COLOURS[index % len(COLOURS)], label=name) for index, name in enumerate(chart.names)]
-    axes.legend(handles=handles, ncols=len(handles), loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
+    handles = [
+        Patch(color=COLOURS[index % len(COLOURS)], label=name)
+        for index, name in enumerate(chart.names)
+    ]
+    axes.legend(
+        handles=handles,
+        ncols=len(handles),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.25),
+        frameon=False,
+    )
     figure.savefig(path)

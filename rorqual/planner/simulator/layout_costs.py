@@ -1,7 +1,8 @@
-"""Step times of a layout of cards, from the cost model: whole models on each, or attention and experts on cards of their own. No torch.
+"""Step times of a layout of cards, from the cost model: whole models on each, or attention and
+experts on cards of their own. No torch.
 
-What a rank does is rounded before it is looked up (exactly up to 16, then in steps of about 3 %, contexts of 6 %), so that a long run
-asks the cost model a few thousand times.
+What a rank does is rounded before it is looked up (exactly up to 16, then in steps of about 3 %,
+contexts of 6 %), so that a long run asks the cost model a few thousand times.
 """
 
 from __future__ import annotations
@@ -35,12 +36,18 @@ def rounded(value: float, bits: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def coarse(load: StepLoad) -> StepLoad:
-    return StepLoad(rounded(load.rows, 5), rounded(load.context, 4), load.prompts, rounded(load.new, 5), rounded(load.cached, 4))
+    return StepLoad(
+        rounded(load.rows, 5),
+        rounded(load.context, 4),
+        load.prompts,
+        rounded(load.new, 5),
+        rounded(load.cached, 4),
+    )
 
 
 def slowest(loads: Sequence[StepLoad]) -> set[StepLoad]:
-    """Loads one of which must be the slowest: of ranks that only decode those with most rows and most cache entries, and all that
-    have prompts."""
+    """Loads one of which must be the slowest: of ranks that only decode those with most rows and
+    most cache entries, and all that have prompts."""
     plain = [load for load in loads if not load.prompts]
     found = {load for load in loads if load.prompts}
     if plain:
@@ -51,8 +58,10 @@ def slowest(loads: Sequence[StepLoad]) -> set[StepLoad]:
 def mean_load(loads: Sequence[StepLoad]) -> StepLoad:
     """An average rank: rows, entries and prompt tokens of all of them, divided."""
     ranks = len(loads)
-    rows, entries = sum(load.rows for load in loads), sum(load.rows * load.context for load in loads)
-    new, chunks = sum(load.prompts * load.new for load in loads), sum(load.prompts for load in loads)
+    rows = sum(load.rows for load in loads)
+    entries = sum(load.rows * load.context for load in loads)
+    new = sum(load.prompts * load.new for load in loads)
+    chunks = sum(load.prompts for load in loads)
     before = sum(load.prompts * load.new * load.cached for load in loads)
     decode = (-(-rows // ranks), round(entries / rows)) if rows else (0, 0)
     return StepLoad(*decode, *((1, -(-new // ranks), round(before / new)) if chunks else ()))
@@ -60,7 +69,11 @@ def mean_load(loads: Sequence[StepLoad]) -> StepLoad:
 
 def work_of(load: StepLoad, num_speculative_tokens: int, stage_tokens: int | None) -> GroupWork:
     decode = (
-        BatchShape.verify(load.rows, max(load.context + num_speculative_tokens, num_speculative_tokens + 1), num_speculative_tokens)
+        BatchShape.verify(
+            load.rows,
+            max(load.context + num_speculative_tokens, num_speculative_tokens + 1),
+            num_speculative_tokens,
+        )
         if load.rows
         else None
     )
@@ -73,27 +86,37 @@ def shared(load: StepLoad, batches: int) -> list[StepLoad]:
     new = load.prompts * load.new
     found = []
     for index in range(batches):
-        rows, tokens = (total * (index + 1) // batches - total * index // batches for total in (load.rows, new))
+        rows, tokens = (
+            total * (index + 1) // batches - total * index // batches for total in (load.rows, new)
+        )
         # A later piece of the prompts attends to the earlier ones as well.
         ahead = load.cached + load.new * index // batches
-        found.append(StepLoad(rows, load.context if rows else 0, *((1, tokens, ahead) if tokens else ())))
+        found.append(
+            StepLoad(rows, load.context if rows else 0, *((1, tokens, ahead) if tokens else ()))
+        )
     return [piece for piece in found if piece != IDLE]
 
 
 @dataclass(frozen=True, eq=False)
 class ModelCosts:
-    """A layout of cards that each run the whole model. With micro_batches above 1 a step is cut so that one batch computes while another is
-    sent. slow: factors by which ranks of the stage compute more slowly than they should. exact: no rounding.
+    """A layout of cards that each run the whole model. With micro_batches above 1 a step is cut
+    so that one batch computes while another is sent. slow: factors by which ranks of the stage
+    compute more slowly than they should. exact: no rounding.
 
-    A card is busy with compute or memory for the operations over its peak or the bytes over its bandwidth, of an average rank."""
+    A card is busy with compute or memory for the operations over its peak or the bytes over its
+    bandwidth, of an average rank."""
 
     model: StepModel
     micro_batches: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
     exact: bool = False
     resources: ClassVar[tuple[str, ...]] = ("compute", "memory", "network")
-    _times: dict[tuple[StepLoad, int, int, float], tuple[float, float]] = field(default_factory=dict, repr=False)
-    _floors: dict[tuple[StepLoad, int, int], tuple[float, float, float]] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[StepLoad, int, int, float], tuple[float, float]] = field(
+        default_factory=dict, repr=False
+    )
+    _floors: dict[tuple[StepLoad, int, int], tuple[float, float, float]] = field(
+        default_factory=dict, repr=False
+    )
 
     def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
         stage = self._stage(loads, num_speculative_tokens)
@@ -102,9 +125,16 @@ class ModelCosts:
             if rank < len(loads):
                 load = self._round(loads[rank])
                 factors[load] = max(factor, factors.get(load, 1.0))
-        candidates = {(load, factors.get(load, 1.0)) for load in slowest([self._round(load) for load in set(loads)])}
+        candidates = {
+            (load, factors.get(load, 1.0))
+            for load in slowest([self._round(load) for load in set(loads)])
+        }
         candidates |= set(factors.items())
-        times = [self._time(load, stage, num_speculative_tokens, factor) for load, factor in candidates if load != IDLE]
+        times = [
+            self._time(load, stage, num_speculative_tokens, factor)
+            for load, factor in candidates
+            if load != IDLE
+        ]
         floors = self._floor(self._round(mean_load(loads)), stage, num_speculative_tokens)
         return StepCost(max(time[0] for time in times), max(time[1] for time in times), floors)
 
@@ -115,51 +145,77 @@ class ModelCosts:
         tokens = sum(load.tokens(num_speculative_tokens) for load in loads)
         return tokens if self.exact else max(rounded(tokens, 4), 1)
 
-    def _time(self, load: StepLoad, stage: int, num_speculative_tokens: int, factor: float = 1.0) -> tuple[float, float]:
+    def _time(
+        self, load: StepLoad, stage: int, num_speculative_tokens: int, factor: float = 1.0
+    ) -> tuple[float, float]:
         """(seconds, stage seconds) where this rank is the slowest."""
         key = (load, stage, num_speculative_tokens, factor)
         if key not in self._times:
             chains = self._chains(load, stage, num_speculative_tokens, factor)
             whole = self.model.step(work_of(load, num_speculative_tokens, stage))
             sent = sum(item.seconds for item in whole.items if item.limiter == "network")
-            host = max(0.0, whole.stage - sum(item.seconds for item in whole.items))  # launching kernels takes longer than running them
-            seconds = sent + factor * (whole.stage - sent) if len(chains) == 1 else makespan(chains) + host
+            # launching kernels takes longer than running them
+            host = max(0.0, whole.stage - sum(item.seconds for item in whole.items))
+            seconds = (
+                sent + factor * (whole.stage - sent)
+                if len(chains) == 1
+                else makespan(chains) + host
+            )
             self._times[key] = seconds * self.model.sizes.pp, seconds
         return self._times[key]
 
-    def _chains(self, load: StepLoad, stage: int, num_speculative_tokens: int, factor: float) -> list[list[Stage]]:
+    def _chains(
+        self, load: StepLoad, stage: int, num_speculative_tokens: int, factor: float
+    ) -> list[list[Stage]]:
         pieces = shared(load, self.micro_batches) if self.micro_batches > 1 else [load]
-        times = [self.model.step(work_of(piece, num_speculative_tokens, -(-stage // len(pieces)))) for piece in pieces]
+        times = [
+            self.model.step(work_of(piece, num_speculative_tokens, -(-stage // len(pieces))))
+            for piece in pieces
+        ]
         return [self._slowed(time, factor) for time in times]
 
     def _slowed(self, time: StepTime, factor: float) -> list[Stage]:
         chain = layer_chain(self.model.config, self.model.sizes, time)
-        return [Stage(s.resource, s.name, s.seconds * (factor if s.resource == "compute" else 1.0)) for s in chain]
+        return [
+            Stage(s.resource, s.name, s.seconds * (factor if s.resource == "compute" else 1.0))
+            for s in chain
+        ]
 
-    def _floor(self, load: StepLoad, stage: int, num_speculative_tokens: int) -> tuple[float, float, float]:
+    def _floor(
+        self, load: StepLoad, stage: int, num_speculative_tokens: int
+    ) -> tuple[float, float, float]:
         key = (load, stage, num_speculative_tokens)
         if key not in self._floors:
-            model, work = self.model, work_of(load, num_speculative_tokens, stage)
+            model = self.model
+            work = work_of(load, num_speculative_tokens, stage)
             ops = rank_step(model.config, model.sizes, work, model.fmt, model.routing).ops
             compute = sum(op.layers * op.flops / model.card.peak(op.dtype) for op in ops)
             memory = sum(op.layers * op.bytes / model.card.bandwidth for op in ops)
-            self._floors[key] = compute, memory, sum(i.seconds for i in model.step(work).items if i.limiter == "network")
+            self._floors[key] = (
+                compute,
+                memory,
+                sum(i.seconds for i in model.step(work).items if i.limiter == "network"),
+            )
         return self._floors[key]
 
     def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
         """Of the slowest rank."""
-        stage, found = self._stage(loads, num_speculative_tokens), {}
+        stage = self._stage(loads, num_speculative_tokens)
+        found = {}
         for rank, load in enumerate(loads):
             if load != IDLE:
                 factor = self.slow.get(rank, 1.0)
-                found[self._time(self._round(load), stage, num_speculative_tokens, factor)[0], rank] = self._round(load), factor
+                found[
+                    self._time(self._round(load), stage, num_speculative_tokens, factor)[0], rank
+                ] = self._round(load), factor
         load, factor = found[max(found)]
         return play(self._chains(load, stage, num_speculative_tokens, factor))
 
 
 @dataclass(frozen=True, eq=False)
 class SplitCosts:
-    """Attention cards, a rank each, before expert cards that serve them all; placement as in split.py. `micro_batches` in flight."""
+    """Attention cards, a rank each, before expert cards that serve them all; placement as in
+    split.py. `micro_batches` in flight."""
 
     model: StepModel
     attention: int
@@ -168,34 +224,58 @@ class SplitCosts:
     micro_batches: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
     resources: ClassVar[tuple[str, ...]] = ("attention cards", "an expert card", "network")
-    _steps: dict[tuple[StepLoad, int, int, float], tuple[list[list[Stage]], StepCost]] = field(default_factory=dict, repr=False)
+    _steps: dict[tuple[StepLoad, int, int, float], tuple[list[list[Stage]], StepCost]] = field(
+        default_factory=dict, repr=False
+    )
 
     def step(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> StepCost:
-        return max((self._played(*key)[1] for key in self._keys(loads, num_speculative_tokens)), key=lambda cost: cost.seconds)
+        return max(
+            (self._played(*key)[1] for key in self._keys(loads, num_speculative_tokens)),
+            key=lambda cost: cost.seconds,
+        )
 
-    def _keys(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> set[tuple[StepLoad, int, int, float]]:
+    def _keys(
+        self, loads: Sequence[StepLoad], num_speculative_tokens: int
+    ) -> set[tuple[StepLoad, int, int, float]]:
         """(load of a slowest rank, tokens of an average rank, num_speculative_tokens, factor)."""
-        mean = rounded(-(-sum(load.tokens(num_speculative_tokens) for load in loads) // len(loads)), 4)
-        ranks = {coarse(loads[rank]): factor for rank, factor in self.slow.items() if rank < len(loads)}
+        mean = rounded(
+            -(-sum(load.tokens(num_speculative_tokens) for load in loads) // len(loads)), 4
+        )
+        ranks = {
+            coarse(loads[rank]): factor for rank, factor in self.slow.items() if rank < len(loads)
+        }
         candidates = slowest([coarse(load) for load in set(loads)]) | set(ranks)
-        return {(load, max(1, mean), num_speculative_tokens, ranks.get(load, 1.0)) for load in candidates if load != IDLE}
+        return {
+            (load, max(1, mean), num_speculative_tokens, ranks.get(load, 1.0))
+            for load in candidates
+            if load != IDLE
+        }
 
-    def _played(self, load: StepLoad, mean: int, num_speculative_tokens: int, factor: float) -> tuple[list[list[Stage]], StepCost]:
+    def _played(
+        self, load: StepLoad, mean: int, num_speculative_tokens: int, factor: float
+    ) -> tuple[list[list[Stage]], StepCost]:
         key = (load, mean, num_speculative_tokens, factor)
         if key not in self._steps:
             pieces = shared(load, self.micro_batches)
-            chains, sums = [], [0.0, 0.0, 0.0]
+            chains = []
+            sums = [0.0, 0.0, 0.0]
             for piece in pieces:
                 average = work_of(StepLoad(rows=-(-mean // len(pieces)), context=1), 0, None)
                 sent = split_step(self.model, average, self.attention, self.experts, self.placement)
                 own = (
                     split_step(
-                        self.model, work_of(piece, num_speculative_tokens, None), self.attention, self.experts, self.placement
+                        self.model,
+                        work_of(piece, num_speculative_tokens, None),
+                        self.attention,
+                        self.experts,
+                        self.placement,
                     ).attention
                     * factor
                 )
                 found = replace(sent, attention=own)
-                chains.append(split_chain(self.model.config, found, self.experts, self.placement == "layers"))
+                chains.append(
+                    split_chain(self.model.config, found, self.experts, self.placement == "layers")
+                )
                 for index, seconds in enumerate((own, sent.expert_card, sent.network)):
                     sums[index] += seconds
             seconds = makespan(chains)
@@ -203,5 +283,7 @@ class SplitCosts:
         return self._steps[key]
 
     def tasks(self, loads: Sequence[StepLoad], num_speculative_tokens: int) -> list[Task]:
-        key = max(self._keys(loads, num_speculative_tokens), key=lambda key: self._played(*key)[1].seconds)
+        key = max(
+            self._keys(loads, num_speculative_tokens), key=lambda key: self._played(*key)[1].seconds
+        )
         return play(self._played(*key)[0])

@@ -1,8 +1,9 @@
-"""Micro-batches in flight: one step's layers on resources that work side by side, so that one batch computes while another is sent.
-No torch.
+"""Micro-batches in flight: one step's layers on resources that work side by side, so that one batch
+computes while another is sent. No torch.
 
-A micro-batch is a chain of stages, each on one resource (compute, network, expert cards); a resource serves one stage at a time, in the
-order they become ready. The engine interleaves its micro-batches at the same hand-overs.
+A micro-batch is a chain of stages, each on one resource (compute, network, expert cards); a
+resource serves one stage at a time, in the order they become ready. The engine interleaves its
+micro-batches at the same hand-overs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Task:
-    """A stage as it was played: `batch` is the micro-batch's number; seconds from the step's start."""
+    """A stage as it was played: `batch` is the micro-batch's number; seconds from the step's
+    start."""
 
     resource: str
     name: str
@@ -68,18 +70,32 @@ def _chain(stages: Iterable[Stage]) -> list[Stage]:
 
 
 def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> list[Stage]:
-    """A step's operations in the order of its layers, on the compute and the network of the cards that run all of it. What costs of
-    operations say by name and part is spread evenly over the layers that have it."""
-    sums = dict.fromkeys(("once", "own", "experts", "messages", "before", "after", "once sent"), 0.0)
+    """A step's operations in the order of its layers, on the compute and the network of the
+    cards that run all of it. What costs of operations say by name and part is spread evenly over
+    the layers that have it."""
+    sums = dict.fromkeys(
+        ("once", "own", "experts", "messages", "before", "after", "once sent"), 0.0
+    )
     for item in time.items:
         if item.limiter == "network":
-            kind = "before" if item.name in BEFORE else "after" if item.name in AFTER else "messages"
+            kind = (
+                "before" if item.name in BEFORE else "after" if item.name in AFTER else "messages"
+            )
             sums["once sent" if item.name in ONCE_SENT else kind] += item.seconds
         else:
-            sums["once" if item.part in ONCE else "experts" if item.part == "routed_experts" else "own"] += item.seconds
+            sums[
+                "once"
+                if item.part in ONCE
+                else "experts"
+                if item.part == "routed_experts"
+                else "own"
+            ] += item.seconds
     dense, moe = stage_layers(config, sizes)
     layers = max(1, dense + moe)
-    stages = [Stage("compute", "embedding and head", sums["once"]), Stage("network", "embedding and head", sums["once sent"])]
+    stages = [
+        Stage("compute", "embedding and head", sums["once"]),
+        Stage("network", "embedding and head", sums["once sent"]),
+    ]
     for layer in range(layers):
         stages.append(Stage("compute", "attention", sums["own"] / layers))
         stages.append(Stage("network", "attention output", sums["messages"] / layers))
@@ -91,10 +107,12 @@ def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> l
 
 
 def split_chain(config: ModelConfig, found: SplitStep, cards: int, by_layer: bool) -> list[Stage]:
-    """The same where experts have cards of their own. by_layer: each expert card holds whole layers, so that batches in different layers
-    do not meet there; else every expert card works on every layer."""
+    """The same where experts have cards of their own. by_layer: each expert card holds whole
+    layers, so that batches in different layers do not meet there; else every expert card works
+    on every layer."""
     moe = max(1, sum(config.moe_layers))
-    stages, index = [], 0
+    stages = []
+    index = 0
     for sparse in config.moe_layers:
         stages.append(Stage("attention cards", "attention", found.attention / config.num_layers))
         if sparse:

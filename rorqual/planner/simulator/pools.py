@@ -1,4 +1,5 @@
-"""From a model on a layout of cards to the pools of a simulation: how many pages a rank has, and which costs its steps. No torch."""
+"""From a model on a layout of cards to the pools of a simulation: how many pages a rank has, and
+which costs its steps. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seco
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as have pages at `context` tokens each, 256 at
-    most. acceptance: probability of each of num_speculative_tokens drafts, given that those before it were right."""
+    """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as
+    have pages at `context` tokens each, 256 at most. acceptance: probability of each of
+    num_speculative_tokens drafts, given that those before it were right."""
 
     context: int
     max_num_seqs: int | None = None
@@ -38,16 +40,22 @@ class PoolSettings:
         """Tokens of a request, at most."""
         return self.max_model_len or self.context + 1
 
-    def scheduler(self, tokens: int, remote: bool = False, first_only: bool = False) -> SchedulerConfig:
-        """For a rank whose cache holds `tokens` tokens. Prompts that come with their cache (remote) take no part of a step's budget."""
+    def scheduler(
+        self, tokens: int, remote: bool = False, first_only: bool = False
+    ) -> SchedulerConfig:
+        """For a rank whose cache holds `tokens` tokens. Prompts that come with their cache
+        (remote) take no part of a step's budget."""
         pages = self.num_pages or tokens // self.page_size + 1
         num_speculative_tokens = 0 if first_only else len(self.acceptance)
         seqs = self.max_num_seqs or max(1, min(256, (pages - 1) * self.page_size // self.context))
         if pages - 1 < -(-self.context // self.page_size):
             raise ConfigError(
-                f"the cache of a rank holds {(pages - 1) * self.page_size:,} tokens, less than one request of {self.context:,}"
+                f"the cache of a rank holds {(pages - 1) * self.page_size:,} tokens, "
+                f"less than one request of {self.context:,}"
             )
-        budget = max(self.max_num_batched_tokens, seqs * (num_speculative_tokens + 1)) + (seqs * self.longest if remote else 0)
+        budget = max(self.max_num_batched_tokens, seqs * (num_speculative_tokens + 1)) + (
+            seqs * self.longest if remote else 0
+        )
         return SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
@@ -62,7 +70,14 @@ class PoolSettings:
         )
 
 
-def _pool(name: str, model: StepModel, engine: PoolSettings, replicas: int, remote: bool = False, first_only: bool = False) -> Pool:
+def _pool(
+    name: str,
+    model: StepModel,
+    engine: PoolSettings,
+    replicas: int,
+    remote: bool = False,
+    first_only: bool = False,
+) -> Pool:
     sizes = model.sizes
     sized = replace(model, longest=engine.longest)
     mtp = bool(engine.acceptance)
@@ -86,37 +101,62 @@ def delivery(model: StepModel) -> float:
     return model.profile.first_token_us * 1e-6
 
 
-def together(model: StepModel, engine: PoolSettings, replicas: int, routing: str = "live-tokens") -> Deployment:
+def together(
+    model: StepModel, engine: PoolSettings, replicas: int, routing: str = "live-tokens"
+) -> Deployment:
     """Every replica computes prompts and decodes."""
-    return Deployment((_pool("all", model, engine, replicas),), delivery=delivery(model), routing=routing)
+    return Deployment(
+        (_pool("all", model, engine, replicas),), delivery=delivery(model), routing=routing
+    )
 
 
 def disaggregated(
-    prefill: StepModel, decode: StepModel, engine: PoolSettings, replicas: tuple[int, int], routing: str = "live-tokens"
+    prefill: StepModel,
+    decode: StepModel,
+    engine: PoolSettings,
+    replicas: tuple[int, int],
+    routing: str = "live-tokens",
 ) -> Deployment:
     """(prefill, decode) replicas; caches cross the cards' network."""
     pools = (
         _pool("prefill", prefill, engine, replicas[0], first_only=True),
         _pool("decode", decode, engine, replicas[1], remote=True),
     )
-    return Deployment(pools, lambda tokens: transfer_seconds(prefill, tokens), delivery(decode), routing)
+    return Deployment(
+        pools, lambda tokens: transfer_seconds(prefill, tokens), delivery(decode), routing
+    )
 
 
 def split(
-    model: StepModel, engine: PoolSettings, attention: int, experts: int, placement: str, replicas: int, routing: str = "live-tokens"
+    model: StepModel,
+    engine: PoolSettings,
+    attention: int,
+    experts: int,
+    placement: str,
+    replicas: int,
+    routing: str = "live-tokens",
 ) -> Deployment:
-    """Attention cards, one rank each, before expert cards. The model's own sizes must be those of one card."""
+    """Attention cards, one rank each, before expert cards. The model's own sizes must be those
+    of one card."""
     if placement not in PLACEMENTS:
-        raise ConfigError(f"placement={placement!r} is not known; accepted: {', '.join(PLACEMENTS)}")
+        raise ConfigError(
+            f"placement={placement!r} is not known; accepted: {', '.join(PLACEMENTS)}"
+        )
     if model.sizes != ParallelConfig():
-        raise ConfigError(f"attention cards are a rank each; the layout {model.sizes} does not go with attention:experts")
+        raise ConfigError(
+            f"attention cards are a rank each; the layout {model.sizes} does not go with "
+            "attention:experts"
+        )
     if engine.acceptance:
-        raise ConfigError("speculation on cards split by role is not modelled; num_speculative_tokens must be 0")
+        raise ConfigError(
+            "speculation on cards split by role is not modelled; num_speculative_tokens must be 0"
+        )
     sized = replace(model, longest=engine.longest)
     memory = split_memory(sized, experts, placement, engine.max_num_batched_tokens)
     if not memory.fits:
         raise ConfigError(
-            f"weights and activations do not fit: {memory.left / 1e9:.1f} GB left on an attention card, "
+            f"weights and activations do not fit: {memory.left / 1e9:.1f} GB left on an "
+            "attention card, "
             f"{memory.experts_left / 1e9:.1f} GB on an expert card"
         )
     tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))

@@ -17,7 +17,11 @@ def show(simulation: Simulation, found: Outcome, console: Console | None = None)
 
 
 def render(simulation: Simulation, found: Outcome) -> RenderableType:
-    parts: list[RenderableType] = [Text(_heading(simulation, found)), Text(_rates(found)), _latencies(found)]
+    parts: list[RenderableType] = [
+        Text(_heading(simulation, found)),
+        Text(_rates(found)),
+        _latencies(found),
+    ]
     for pool, timeline in zip(simulation.deployment.pools, simulation.timelines, strict=True):
         parts.append(Text(f"\n{pool.name}: {_pool(timeline, found.utilization[pool.name])}"))
     return Group(*parts)
@@ -25,24 +29,34 @@ def render(simulation: Simulation, found: Outcome) -> RenderableType:
 
 def _heading(simulation: Simulation, found: Outcome) -> str:
     pools = ", ".join(
-        f"{pool.name} {pool.replicas} x {pool.cards} cards ({pool.ranks} ranks of {pool.scheduler.max_num_seqs} sequences, "
+        f"{pool.name} {pool.replicas} x {pool.cards} cards ({pool.ranks} ranks of "
+        f"{pool.scheduler.max_num_seqs} sequences, "
         f"{(pool.scheduler.num_pages - 1) * pool.scheduler.page_size:,} tokens of cache)"
         for pool in simulation.deployment.pools
     )
     refused = f", {found.refused} refused" if found.refused else ""
-    return f"{found.requests:,} requests in {found.seconds:.1f} s{refused}, seed {simulation.seed}\n{found.cards} cards: {pools}"
+    return (
+        f"{found.requests:,} requests in {found.seconds:.1f} s{refused}, seed "
+        f"{simulation.seed}\n{found.cards} cards: {pools}"
+    )
 
 
 def _rates(found: Outcome) -> str:
     reused = found.reused_tokens / max(1, found.prompt_tokens + found.recomputed_tokens)
-    user = f", {found.rate_per_user:.1f} for a user (1 / median TPOT)" if found.rate_per_user else ""
+    user = (
+        f", {found.rate_per_user:.1f} for a user (1 / median TPOT)" if found.rate_per_user else ""
+    )
     lines = [
-        f"output tokens/s: {found.output_rate:,.0f} in all, {found.output_rate_per_card:,.1f} a card{user}; "
+        f"output tokens/s: {found.output_rate:,.0f} in all, "
+        f"{found.output_rate_per_card:,.1f} a card{user}; "
         f"prompts and outputs: {found.total_rate_per_card:,.1f} a card",
-        f"found in the prefix cache: {reused:.1%} of prompt tokens; preemptions: {found.preemptions}",
+        f"found in the prefix cache: {reused:.1%} of prompt tokens; preemptions: "
+        f"{found.preemptions}",
     ]
     if found.accepted:
-        lines.append("drafts accepted by place: " + ", ".join(f"{share:.3f}" for share in found.accepted))
+        lines.append(
+            "drafts accepted by place: " + ", ".join(f"{share:.3f}" for share in found.accepted)
+        )
     return "\n".join(lines)
 
 
@@ -59,7 +73,13 @@ def _latencies(found: Outcome) -> Table:
     ]
     for name, spread in rows:
         if spread is not None:
-            table.add_row(name, *(f"{value * 1e3:,.2f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99)))
+            table.add_row(
+                name,
+                *(
+                    f"{value * 1e3:,.2f}"
+                    for value in (spread.mean, spread.p50, spread.p90, spread.p99)
+                ),
+            )
     return table
 
 
@@ -67,4 +87,7 @@ def _pool(timeline: Timeline, used: dict[str, float]) -> str:
     shares = ", ".join(f"{name} {share:.1%}" for name, share in used.items())
     waiting, running = (max(values, default=0) for values in (timeline.waiting, timeline.running))
     mean = timeline.rows / max(1, timeline.steps)
-    return f"busy {shares}; {timeline.steps:,} steps of {mean:.1f} decoding rows; at most {waiting:,} waiting, {running:,} running"
+    return (
+        f"busy {shares}; {timeline.steps:,} steps of {mean:.1f} decoding rows; at most "
+        f"{waiting:,} waiting, {running:,} running"
+    )

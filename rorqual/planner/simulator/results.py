@@ -1,4 +1,5 @@
-"""A simulation's figures: latencies by percentile, throughput for a card and a user, use of resources, and all of it as JSON. No torch."""
+"""A simulation's figures: latencies by percentile, throughput for a card and a user, use of
+resources, and all of it as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -39,10 +40,13 @@ def _percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def weighted_spread(counts: Counter[float]) -> Percentiles:
-    """Of values with how often each occurs: a percentile is the smallest value that so many do not exceed."""
+    """Of values with how often each occurs: a percentile is the smallest value that so many do
+    not exceed."""
     total = sum(counts.values())
     ordered = sorted((value, count) for value, count in counts.items() if count)
-    found, reached, percents = [], 0, list(PERCENTILES)
+    found = []
+    reached = 0
+    percents = list(PERCENTILES)
     for value, count in ordered:
         reached += count
         while percents and reached >= total * percents[0] / 100:
@@ -53,9 +57,11 @@ def weighted_spread(counts: Counter[float]) -> Percentiles:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds and tokens. Latencies are of requests that arrived after the warm-up. TTFT and E2E include the delivery to the client, queue
-    is from arrival to the first step; TPOT is (last - first) / (tokens - 1); ITL is the time between two deliveries of one request, a
-    delivery being one step's tokens. Rates are of the whole run, from the first arrival to the last token."""
+    """Seconds and tokens. Latencies are of requests that arrived after the warm-up. TTFT and E2E
+    include the delivery to the client, queue is from arrival to the first step; TPOT is (last -
+    first) / (tokens - 1); ITL is the time between two deliveries of one request, a delivery
+    being one step's tokens. Rates are of the whole run, from the first arrival to the last
+    token."""
 
     requests: int
     refused: int
@@ -97,13 +103,20 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
     served = [record for record in simulation.records if record.refused is None]
     counted = [record for record in served if record.arrival >= warm_up]
     if not counted:
-        raise ConfigError(f"warm_up={warm_up} s leaves none of {len(served)} requests; the last came at {served[-1].arrival:.1f} s")
-    start, late = served[0].arrival, simulation.deployment.delivery
+        raise ConfigError(
+            f"warm_up={warm_up} s leaves none of {len(served)} requests; the last came at "
+            f"{served[-1].arrival:.1f} s"
+        )
+    start = served[0].arrival
+    late = simulation.deployment.delivery
     seconds = max(_at(record.last) for record in served) - start
     gaps: Counter[float] = sum((timeline.gaps for timeline in simulation.timelines), Counter())
     several = [record for record in counted if record.made > 1]
     pools = simulation.deployment.pools
-    used = {pool.name: timeline.utilization(seconds) for pool, timeline in zip(pools, simulation.timelines, strict=True)}
+    used = {
+        pool.name: timeline.utilization(seconds)
+        for pool, timeline in zip(pools, simulation.timelines, strict=True)
+    }
     return Outcome(
         requests=len(served),
         refused=len(simulation.records) - len(served),
@@ -116,7 +129,11 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
         cards=simulation.deployment.cards,
         ttft=spread([_at(record.first) - record.arrival + late for record in counted]),
         queue=spread([_at(record.admitted) - record.arrival for record in counted]),
-        tpot=spread([(_at(record.last) - _at(record.first)) / (record.made - 1) for record in several]) if several else None,
+        tpot=spread(
+            [(_at(record.last) - _at(record.first)) / (record.made - 1) for record in several]
+        )
+        if several
+        else None,
         itl=weighted_spread(gaps) if any(gaps.values()) else None,
         e2e=spread([_at(record.last) - record.arrival + late for record in counted]),
         accepted=_accepted(simulation),
@@ -139,7 +156,10 @@ def _accepted(simulation: Simulation) -> tuple[float, ...]:
     """Shares of drafts accepted, by place."""
     schedulers = [rank.scheduler for group in simulation.groups[-1] for rank in group.ranks]
     pairs = zip(*(zip(one.accepted, one.drafted, strict=True) for one in schedulers), strict=True)
-    return tuple(sum(right for right, _ in place) / max(1, sum(tried for _, tried in place)) for place in pairs)
+    return tuple(
+        sum(right for right, _ in place) / max(1, sum(tried for _, tried in place))
+        for place in pairs
+    )
 
 
 def as_json(simulation: Simulation, found: Outcome, settings: dict[str, Any]) -> dict[str, Any]:
@@ -149,8 +169,11 @@ def as_json(simulation: Simulation, found: Outcome, settings: dict[str, Any]) ->
     return {
         "settings": {**settings, "workload": asdict(simulation.workload), "seed": simulation.seed},
         "schedulers": {
-            pool.name: {**asdict(pool.scheduler), "replicas": pool.replicas, "ranks": pool.ranks} for pool in simulation.deployment.pools
+            pool.name: {**asdict(pool.scheduler), "replicas": pool.replicas, "ranks": pool.ranks}
+            for pool in simulation.deployment.pools
         },
         "figures": {**asdict(found), **{name: getattr(found, name) for name in rates}},
-        "over_time": {pool.name: {**timeline.series(), "steps": timeline.steps} for pool, timeline in pools},
+        "over_time": {
+            pool.name: {**timeline.series(), "steps": timeline.steps} for pool, timeline in pools
+        },
     }

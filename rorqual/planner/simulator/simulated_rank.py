@@ -1,6 +1,8 @@
-"""One rank of the simulation: the engine's scheduler, fed with made-up tokens, and what became of each of its requests. No torch.
+"""One rank of the simulation: the engine's scheduler, fed with made-up tokens, and what became of
+each of its requests. No torch.
 
-While nothing changes but the number of tokens, steps are only counted; the scheduler takes them in one call when something happens.
+While nothing changes but the number of tokens, steps are only counted; the scheduler takes them in
+one call when something happens.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from rorqual.request import Request, SamplingParams
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """A request's life in seconds since the start, and tokens. computed: prompt tokens computed; reused: found in the prefix cache;
-    received: got from another pool. wanted: outputs, as many as were asked for and fit. paused: when it last got a token, if its next
-    one does not come in the step after."""
+    """A request's life in seconds since the start, and tokens. computed: prompt tokens computed;
+    reused: found in the prefix cache; received: got from another pool. wanted: outputs, as many
+    as were asked for and fit. paused: when it last got a token, if its next one does not come in
+    the step after."""
 
     job: Arrival
     arrival: float
@@ -43,7 +46,8 @@ class RequestTimeline:
 
 @dataclass(slots=True)
 class StepEvents:
-    """What a step brought: requests that got their last token here, rows that decoded, and longer gaps between two tokens of one."""
+    """What a step brought: requests that got their last token here, rows that decoded, and
+    longer gaps between two tokens of one."""
 
     done: list[RequestTimeline] = field(default_factory=list)
     rows: int = 0
@@ -51,8 +55,9 @@ class StepEvents:
 
 
 class SimulatedRank:
-    """remote: prompts come with their caches from elsewhere, and their first step is one decoding row. first_only: a request ends with its
-    first token, and goes elsewhere. live: tokens of requests here that are not done."""
+    """remote: prompts come with their caches from elsewhere, and their first step is one
+    decoding row. first_only: a request ends with its first token, and goes elsewhere. live:
+    tokens of requests here that are not done."""
 
     def __init__(
         self,
@@ -64,7 +69,10 @@ class SimulatedRank:
     ):
         assert len(acceptance) == config.num_speculative_tokens
         self.scheduler = Scheduler(config)
-        self.acceptance, self.random, self.remote, self.first_only = tuple(acceptance), draw, remote, first_only
+        self.acceptance = tuple(acceptance)
+        self.random = draw
+        self.remote = remote
+        self.first_only = first_only
         self.records: dict[str, RequestTimeline] = {}
         self.inbox: list[tuple[float, RequestTimeline]] = []
         self.live = self.emitted = self.owed = self.left = self.rows = self.entries = 0
@@ -83,22 +91,31 @@ class SimulatedRank:
         if not self.inbox or self.inbox[0][0] > until:
             return []
         self.settle()
-        count = next((index for index, (came, _) in enumerate(self.inbox) if came > until), len(self.inbox))
-        taken, self.inbox = self.inbox[:count], self.inbox[count:]
+        count = next(
+            (index for index, (came, _) in enumerate(self.inbox) if came > until), len(self.inbox)
+        )
+        taken = self.inbox[:count]
+        self.inbox = self.inbox[count:]
         for _, record in taken:
             self._add(record)
         return [record for _, record in taken if record.refused is not None]
 
     def _add(self, record: RequestTimeline) -> None:
-        job, prompt = record.job, record.job.tokens()
-        output = record.wanted = max(1, min(job.output, self.scheduler.config.max_model_len - job.prompt))
+        job = record.job
+        prompt = record.job.tokens()
+        output = record.wanted = max(
+            1, min(job.output, self.scheduler.config.max_model_len - job.prompt)
+        )
         if self.remote:
-            prompt, output = (*prompt, *filler(len(prompt), len(prompt) + 1)), output - 1
+            prompt = (*prompt, *filler(len(prompt), len(prompt) + 1))
+            output = output - 1
         elif self.first_only:
             output = 1
         params = self._params.get(output)
         if params is None:
-            params = self._params[output] = SamplingParams(max_tokens=output, seed=0, ignore_eos=True)
+            params = self._params[output] = SamplingParams(
+                max_tokens=output, seed=0, ignore_eos=True
+            )
         name = str(job.number)
         try:
             self.scheduler.add(Request(name, prompt, params, arrival=record.arrival))
@@ -126,14 +143,17 @@ class SimulatedRank:
         self.planned = self.scheduler.plan()
         if self.scheduler.num_preemptions > before:
             self._note_preempted(now)
-        assert self.planned or not self.scheduler.has_work, "work is there, and none of it is planned"
+        assert self.planned or not self.scheduler.has_work, (
+            "work is there, and none of it is planned"
+        )
         return self._load(self.planned, now) if self.planned else IDLE
 
     def _start_run(self) -> None:
         self.left = decode_run(self.scheduler)
         if self.left:
             decoding = self.scheduler.decoding.values()
-            self.rows, self.entries = len(decoding), sum(len(sequence.tokens) for sequence in decoding)
+            self.rows = len(decoding)
+            self.entries = sum(len(sequence.tokens) for sequence in decoding)
             self.accepted = [[] for _ in decoding] if self.acceptance else []
 
     def _count_step(self) -> StepLoad:
@@ -151,10 +171,14 @@ class SimulatedRank:
         if self.owed:
             more = [self.owed + sum(right) for right in self.accepted] or [self.owed] * self.rows
             lengths = [len(sequence.tokens) for sequence in self.scheduler.decoding.values()]
-            tokens = [filler(length, length + new) for length, new in zip(lengths, more, strict=True)]
+            tokens = [
+                filler(length, length + new) for length, new in zip(lengths, more, strict=True)
+            ]
             advance(self.scheduler, self.owed, tokens, self.accepted)
             self.emitted += sum(more)
-        self.owed, self.left, self.accepted = 0, 0, []
+        self.owed = 0
+        self.left = 0
+        self.accepted = []
 
     def _right(self) -> int:
         """Drafts accepted: those before the first that is refused."""
@@ -174,40 +198,55 @@ class SimulatedRank:
     def _load(self, planned: InFlight, now: float) -> StepLoad:
         plan = planned.plan
         decoded = len(plan.decode_slots)
-        rows, entries = decoded, sum(len(sequence.tokens) for sequence in planned.sampled[:decoded])
+        rows = decoded
+        entries = sum(len(sequence.tokens) for sequence in planned.sampled[:decoded])
         prompts = tokens = pairs = 0
         fresh = len(plan.chunks) - len(plan.new_requests)
-        for index, (chunk, (sequence, stop)) in enumerate(zip(plan.chunks, planned.computed, strict=True)):
-            record, new = self.records[sequence.request.id], len(chunk.tokens)
+        for index, (chunk, (sequence, stop)) in enumerate(
+            zip(plan.chunks, planned.computed, strict=True)
+        ):
+            record = self.records[sequence.request.id]
+            new = len(chunk.tokens)
             if index >= fresh:
                 record.admitted = now if record.admitted is None else record.admitted
                 record.reused += chunk.start
             if self.remote and not sequence.preemptions:
                 record.received += new
-                rows, entries = rows + 1, entries + stop
+                rows = rows + 1
+                entries = entries + stop
                 continue
             record.computed += new
-            prompts, tokens, pairs = prompts + 1, tokens + new, pairs + new * (2 * chunk.start + new)
+            prompts = prompts + 1
+            tokens = tokens + new
+            pairs = pairs + new * (2 * chunk.start + new)
         context = entries // rows if rows else 0
         if not prompts:
             return StepLoad(rows, context)
         each = -(-tokens // prompts)
-        return StepLoad(rows, context, prompts, each, max(0, round(pairs / tokens / 2 - tokens / prompts / 2)))
+        return StepLoad(
+            rows, context, prompts, each, max(0, round(pairs / tokens / 2 - tokens / prompts / 2))
+        )
 
     def end(self, now: float) -> StepEvents:
         """The step that began last is over."""
         if self.planned is None:
             self.live += self.rows + sum(right[-1] for right in self.accepted)
             return StepEvents(rows=self.rows)
-        planned, self.planned = self.planned, None
+        planned = self.planned
+        self.planned = None
         decoded = len(planned.plan.decode_slots)
         found = StepEvents(rows=decoded)
         rights = [self._right() if row < decoded else 0 for row in range(len(planned.sampled))]
         tokens = [
-            filler(len(sequence.tokens), len(sequence.tokens) + right + 1) for sequence, right in zip(planned.sampled, rights, strict=True)
+            filler(len(sequence.tokens), len(sequence.tokens) + right + 1)
+            for sequence, right in zip(planned.sampled, rights, strict=True)
         ]
         num_speculative_tokens = planned.plan.num_speculative_tokens
-        drafted = [num_speculative_tokens * (row < decoded) for row in range(len(rights))] if num_speculative_tokens else []
+        drafted = (
+            [num_speculative_tokens * (row < decoded) for row in range(len(rights))]
+            if num_speculative_tokens
+            else []
+        )
         prompts = planned.sampled[decoded:]
         outs = self.scheduler.update(planned, StepResult(tokens, drafted))
         self.emitted += len(outs)
@@ -231,15 +270,20 @@ class SimulatedRank:
     def _finished(self, sequence: Sequence, now: float) -> RequestTimeline:
         record = self.records.pop(sequence.request.id)
         made = len(sequence.tokens) - sequence.prompt_len
-        record.last, record.made = now, record.made + made
+        record.last = now
+        record.made = record.made + made
         self.live -= record.job.prompt + made
         self._check(record, sequence, made)
         return record
 
     def _check(self, record: RequestTimeline, sequence: Sequence, made: int) -> None:
-        """Conservation: every token of the prompt was computed, found or received, once unless the request was preempted."""
-        assert made == sequence.request.params.max_tokens, f"request {record.job.number} asked for another number of tokens than {made}"
-        had, length = record.computed + record.reused + record.received - record.carried, record.job.prompt + self.remote
+        """Conservation: every token of the prompt was computed, found or received, once unless
+        the request was preempted."""
+        assert made == sequence.request.params.max_tokens, (
+            f"request {record.job.number} asked for another number of tokens than {made}"
+        )
+        had = record.computed + record.reused + record.received - record.carried
+        length = record.job.prompt + self.remote
         assert had == length if not sequence.preemptions else had >= length, (
             f"request {record.job.number}: {had} of {length} tokens were cached"
         )
@@ -247,8 +291,11 @@ class SimulatedRank:
     def check_idle(self) -> None:
         """Nothing is left behind: no request, no page, no token."""
         self.settle()
-        free, scheduler = self.scheduler.prefix.available, self.scheduler
+        free = self.scheduler.prefix.available
+        scheduler = self.scheduler
         left = len(scheduler.sequences) + len(self.inbox) + len(self.records)
         assert left == 0, f"{left} requests are left"
-        assert free == scheduler.allocator.capacity, f"{scheduler.allocator.capacity - free} pages are lost"
+        assert free == scheduler.allocator.capacity, (
+            f"{scheduler.allocator.capacity - free} pages are lost"
+        )
         assert self.live == 0, f"{self.live} tokens are still counted as live"

@@ -1,8 +1,11 @@
-"""Discrete events: requests arrive, wait, are computed and leave, on the engine's own scheduler over a cost runner. No torch.
+"""Discrete events: requests arrive, wait, are computed and leave, on the engine's own scheduler
+over a cost runner. No torch.
 
-A pool is a number of equal replicas. A replica is one stage of ranks that step together, as long as the slowest of them, each rank with
-its own scheduler and pages; with a pipeline of several stages it has as many such groups, which enter the pipeline one after another.
-A request goes to the rank with the fewest live tokens. With two pools the first computes prompts and sends their caches to the second.
+A pool is a number of equal replicas. A replica is one stage of ranks that step together, as long as
+the slowest of them, each rank with its own scheduler and pages; with a pipeline of several stages
+it has as many such groups, which enter the pipeline one after another. A request goes to the rank
+with the fewest live tokens. With two pools the first computes prompts and sends their caches to the
+second.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ ARRIVE, LAND, END, BEGIN = range(4)  # of events at the same moment, the order i
 
 @dataclass(frozen=True)
 class Pool:
-    """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `cards` cards. steps_in_flight 2: the next step is
-    planned while one runs, so a request joins a step later. remote and first_only: see Rank. acceptance: of drafts, by place."""
+    """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `cards`
+    cards. steps_in_flight 2: the next step is planned while one runs, so a request joins a step
+    later. remote and first_only: see Rank. acceptance: of drafts, by place."""
 
     name: str
     scheduler: SchedulerConfig
@@ -45,17 +49,23 @@ class Pool:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}: {name}={getattr(self, name)} must be at least 1")
         if self.steps_in_flight not in (1, 2):
-            raise ConfigError(f"{self.name}: steps_in_flight={self.steps_in_flight}; accepted: 1 or 2")
-        if len(self.acceptance) != self.scheduler.num_speculative_tokens or not all(0 <= rate <= 1 for rate in self.acceptance):
             raise ConfigError(
-                f"acceptance={self.acceptance} must hold a probability for each of num_speculative_tokens={self.scheduler.num_speculative_tokens} drafts"
+                f"{self.name}: steps_in_flight={self.steps_in_flight}; accepted: 1 or 2"
+            )
+        if len(self.acceptance) != self.scheduler.num_speculative_tokens or not all(
+            0 <= rate <= 1 for rate in self.acceptance
+        ):
+            raise ConfigError(
+                f"acceptance={self.acceptance} must hold a probability for each of "
+                f"num_speculative_tokens={self.scheduler.num_speculative_tokens} drafts"
             )
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """pools: one, or prompts and decoding apart. transfer: seconds a prompt of so many tokens takes from one pool to the other; a prompt's
-    replica sends one at a time. delivery: seconds between the engine and a client, both ways together."""
+    """pools: one, or prompts and decoding apart. transfer: seconds a prompt of so many tokens
+    takes from one pool to the other; a prompt's replica sends one at a time. delivery: seconds
+    between the engine and a client, both ways together."""
 
     pools: tuple[Pool, ...]
     transfer: Callable[[int], float] | None = None
@@ -64,9 +74,13 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING:
-            raise ConfigError(f"routing={self.routing!r} is not known; accepted: {', '.join(ROUTING)}")
+            raise ConfigError(
+                f"routing={self.routing!r} is not known; accepted: {', '.join(ROUTING)}"
+            )
         roles = [(pool.first_only, pool.remote) for pool in self.pools]
-        assert roles in ([(False, False)], [(True, False), (False, True)]), "one pool for all, or prompts first and decoding second"
+        assert roles in ([(False, False)], [(True, False), (False, True)]), (
+            "one pool for all, or prompts first and decoding second"
+        )
         assert (self.transfer is not None) == (len(self.pools) == 2)
 
     @property
@@ -83,7 +97,8 @@ class Watched:
 
 
 class Replica:
-    """What the groups of a replica share: the entry of its pipeline, and the link its caches leave by."""
+    """What the groups of a replica share: the entry of its pipeline, and the link its caches
+    leave by."""
 
     def __init__(self) -> None:
         self.entry = self.link = 0.0
@@ -93,7 +108,9 @@ class StageGroup:
     """Ranks that step together."""
 
     def __init__(self, pool: int, replica: Replica, ranks: list[SimulatedRank]):
-        self.pool, self.replica, self.ranks = pool, replica, ranks
+        self.pool = pool
+        self.replica = replica
+        self.ranks = ranks
         self.running = self.waking = False
         self.began = self.ended = 0.0
         self.loads: list[StepLoad] = []
@@ -101,7 +118,8 @@ class StageGroup:
 
 @dataclass
 class Simulation:
-    """One run. watch: from when on, and how many steps of the first group of the last pool are kept to be drawn."""
+    """One run. watch: from when on, and how many steps of the first group of the last pool are
+    kept to be drawn."""
 
     deployment: Deployment
     workload: Workload
@@ -115,9 +133,16 @@ class Simulation:
     def __post_init__(self) -> None:
         self.events: list[tuple[float, int, int, Arrival | RequestTimeline | StageGroup]] = []
         self.count = self.turn = 0
-        self.groups = [self._groups(index, pool) for index, pool in enumerate(self.deployment.pools)]
-        self.places = [[(rank, group) for group in groups for rank in group.ranks] for groups in self.groups]
-        self.timelines = [Timeline(pool.costs.resources, pool.replicas, self.interval) for pool in self.deployment.pools]
+        self.groups = [
+            self._groups(index, pool) for index, pool in enumerate(self.deployment.pools)
+        ]
+        self.places = [
+            [(rank, group) for group in groups for rank in group.ranks] for groups in self.groups
+        ]
+        self.timelines = [
+            Timeline(pool.costs.resources, pool.replicas, self.interval)
+            for pool in self.deployment.pools
+        ]
         self.jobs: Iterator[Arrival] = iter(self.workload.jobs(self.seed))
 
     def _groups(self, index: int, pool: Pool) -> list[StageGroup]:
@@ -125,17 +150,28 @@ class Simulation:
         for number in range(pool.replicas):
             replica = Replica()
             for group in range(pool.groups):
-                draws = [random.Random(f"{self.seed} acceptance {index} {number} {group} {rank}") for rank in range(pool.ranks)]
-                ranks = [SimulatedRank(pool.scheduler, pool.acceptance, draw, pool.remote, pool.first_only) for draw in draws]
+                draws = [
+                    random.Random(f"{self.seed} acceptance {index} {number} {group} {rank}")
+                    for rank in range(pool.ranks)
+                ]
+                ranks = [
+                    SimulatedRank(
+                        pool.scheduler, pool.acceptance, draw, pool.remote, pool.first_only
+                    )
+                    for draw in draws
+                ]
                 found.append(StageGroup(index, replica, ranks))
         return found
 
     # ---- events
 
     def run(self) -> Simulation:
-        """Until every request is done. Raises ConfigError where there are none, or none could be served."""
+        """Until every request is done. Raises ConfigError where there are none, or none could be
+        served."""
         arrivals = self.workload.arrivals
-        for _ in range(arrivals.clients if arrivals.kind == "closed" and self.workload.trace is None else 1):
+        for _ in range(
+            arrivals.clients if arrivals.kind == "closed" and self.workload.trace is None else 1
+        ):
             self._next_job()
         handlers = {ARRIVE: self._arrive, LAND: self._land, END: self._end, BEGIN: self._begin}
         while self.events:
@@ -195,7 +231,8 @@ class Simulation:
             self._push(group.replica.entry, BEGIN, group)
             return
         group.waking = False
-        # The next step was planned when the last one began: what came since then joins the one after.
+        # The next step was planned when the last one began: what came since then joins the one
+        # after.
         on_time = self.now == group.ended and pool.steps_in_flight == 2
         loads = self._loads(group, group.began if on_time else self.now)
         if on_time and all(load == IDLE for load in loads):
@@ -203,10 +240,16 @@ class Simulation:
         if all(load == IDLE for load in loads):
             return
         cost = pool.costs.step(loads, pool.scheduler.num_speculative_tokens)
-        group.running, group.began, group.loads = True, self.now, loads
+        group.running = True
+        group.began = self.now
+        group.loads = loads
         group.replica.entry = self.now + (cost.stage if pool.groups > 1 else 0.0)
         self.timelines[group.pool].step(self.now, cost, loads)
-        if len(self.watched) < self.watch[1] and self.now >= self.watch[0] and group is self.groups[-1][0]:
+        if (
+            len(self.watched) < self.watch[1]
+            and self.now >= self.watch[0]
+            and group is self.groups[-1][0]
+        ):
             self.watched.append(Watched(self.now, loads))
         self._push(self.now + cost.seconds, END, group)
 
@@ -220,7 +263,8 @@ class Simulation:
         return found
 
     def _end(self, group: StageGroup) -> None:
-        timeline, rows = self.timelines[group.pool], 0
+        timeline = self.timelines[group.pool]
+        rows = 0
         for rank, load in zip(group.ranks, group.loads, strict=True):
             if load == IDLE:
                 continue
@@ -230,8 +274,11 @@ class Simulation:
             for record in ended.done:
                 self._leave(group, record)
         if rows:
-            timeline.gaps[self.now - group.ended] += rows  # whoever decoded got a token in the step before
-        group.running, group.ended, group.waking = False, self.now, True
+            # whoever decoded got a token in the step before
+            timeline.gaps[self.now - group.ended] += rows
+        group.running = False
+        group.ended = self.now
+        group.waking = True
         self._push(max(self.now, group.replica.entry), BEGIN, group)
 
     def _leave(self, group: StageGroup, record: RequestTimeline) -> None:
@@ -253,13 +300,15 @@ class Simulation:
     def _sample(self, until: float) -> None:
         for groups, timeline in zip(self.groups, self.timelines, strict=True):
             ranks = [rank for group in groups for rank in group.ranks]
-            waiting, running = sum(rank.waiting for rank in ranks), sum(rank.scheduler.num_running for rank in ranks)
+            waiting = sum(rank.waiting for rank in ranks)
+            running = sum(rank.scheduler.num_running for rank in ranks)
             timeline.sample(until, waiting, running, sum(rank.live for rank in ranks))
 
     # ---- what must hold
 
     def _check(self) -> None:
-        """Conservation: every request is done or was refused, every token it asked for was made once, and nothing is left behind."""
+        """Conservation: every request is done or was refused, every token it asked for was made
+        once, and nothing is left behind."""
         if not self.records:
             raise ConfigError("the workload holds no requests")
         ranks = [rank for groups in self.groups for group in groups for rank in group.ranks]
@@ -267,14 +316,21 @@ class Simulation:
             rank.check_idle()
         served = [record for record in self.records if record.refused is None]
         if not served:
-            raise ConfigError(f"no request could be served; the first was refused because {self.records[0].refused}")
+            raise ConfigError(
+                "no request could be served; the first was refused because "
+                f"{self.records[0].refused}"
+            )
         for record in served:
-            number, made, wanted = record.job.number, record.made, record.wanted
+            number = record.job.number
+            made = record.made
+            wanted = record.wanted
             assert made == wanted, f"request {number} got {made} tokens of {wanted}"
             assert record.admitted is not None
             assert record.first is not None
             assert record.last is not None
-            assert record.arrival <= record.admitted < record.first <= record.last, f"request {number} ran backwards"
+            assert record.arrival <= record.admitted < record.first <= record.last, (
+                f"request {number} ran backwards"
+            )
         made = sum(record.made for record in self.records)
         emitted = sum(rank.emitted for rank in ranks)
         assert emitted == made, f"{emitted} tokens were made, requests got {made}"

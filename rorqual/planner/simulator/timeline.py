@@ -14,8 +14,8 @@ MOST_SAMPLES = 600
 
 @dataclass
 class Timeline:
-    """busy: by interval, seconds each of `resources` was busy in all of `replicas` replicas together, and last seconds of steps under
-    way. A step counts for the interval it began in."""
+    """busy: by interval, seconds each of `resources` was busy in all of `replicas` replicas
+    together, and last seconds of steps under way. A step counts for the interval it began in."""
 
     resources: tuple[str, ...]
     replicas: int
@@ -55,20 +55,33 @@ class Timeline:
 
     def utilization(self, seconds: float) -> dict[str, float]:
         """Shares of `seconds`."""
-        totals = [sum(column) for column in zip(*self.busy, strict=True)] or [0.0] * (len(self.resources) + 1)
-        return {name: total / (self.replicas * seconds) for name, total in zip((*self.resources, "steps"), totals, strict=True)}
+        totals = [sum(column) for column in zip(*self.busy, strict=True)] or [0.0] * (
+            len(self.resources) + 1
+        )
+        return {
+            name: total / (self.replicas * seconds)
+            for name, total in zip((*self.resources, "steps"), totals, strict=True)
+        }
 
     def series(self) -> dict[str, Any]:
         """At most MOST_SAMPLES points: means over several intervals where there are more."""
         each = -(-max(len(self.waiting), 1) // MOST_SAMPLES)
         columns = list(zip(*self.busy, strict=True)) or [()] * (len(self.resources) + 1)
-        found: dict[str, Any] = {"seconds": [index * self.interval for index in range(0, len(self.waiting), each)]}
-        for name, values in (("waiting", self.waiting), ("running", self.running), ("live_tokens", self.live)):
+        found: dict[str, Any] = {
+            "seconds": [index * self.interval for index in range(0, len(self.waiting), each)]
+        }
+        for name, values in (
+            ("waiting", self.waiting),
+            ("running", self.running),
+            ("live_tokens", self.live),
+        ):
             found[name] = _means(values, each)
         whole = self.replicas * self.interval
         padded = [(*column, *[0.0] * (len(self.waiting) - len(column))) for column in columns]
         shares = zip((*self.resources, "steps"), padded, strict=True)
-        found["utilization"] = {name: _means([seconds / whole for seconds in column], each) for name, column in shares}
+        found["utilization"] = {
+            name: _means([seconds / whole for seconds in column], each) for name, column in shares
+        }
         return found
 
 

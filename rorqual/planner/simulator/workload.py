@@ -1,7 +1,9 @@
-"""What a simulation is asked to serve: when requests arrive, how long they are, and what their prompts share. No torch.
+"""What a simulation is asked to serve: when requests arrive, how long they are, and what their
+prompts share. No torch.
 
-Token ids are made up: a prompt's blocks each begin with an id of their own, and all else is filler by position. So prompts share
-exactly the prefixes they are said to share, in the engine's own prefix cache, and a run depends on its seed alone.
+Token ids are made up: a prompt's blocks each begin with an id of their own, and all else is filler
+by position. So prompts share exactly the prefixes they are said to share, in the engine's own
+prefix cache, and a run depends on its seed alone.
 """
 
 from __future__ import annotations
@@ -16,19 +18,26 @@ from pathlib import Path
 from rorqual.errors import ConfigError
 
 FILLER = list(range(1 << 16)) * 4
-OWN, SHARED = 1 << 40, 1 << 20  # first ids of requests and of shared blocks, above every filler
+# first ids of requests and of shared blocks, above every filler
+OWN = 1 << 40
+SHARED = 1 << 20
 ARRIVALS = ("poisson", "gamma", "fixed", "at-once", "closed")
 
 
 def filler(start: int, stop: int) -> list[int]:
     """The tokens of positions start to stop - 1 where nothing else is said."""
-    return FILLER[start:stop] if stop <= len(FILLER) else [position & 0xFFFF for position in range(start, stop)]
+    return (
+        FILLER[start:stop]
+        if stop <= len(FILLER)
+        else [position & 0xFFFF for position in range(start, stop)]
+    )
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """kind: `poisson` (rate requests/s), `gamma` (the same with intervals of shape `burstiness`: below 1 is burstier than Poisson), `fixed`
-    (equal intervals), `at-once`, or `closed` (`clients` of which each sends its next request when the last is answered)."""
+    """kind: `poisson` (rate requests/s), `gamma` (the same with intervals of shape `burstiness`:
+    below 1 is burstier than Poisson), `fixed` (equal intervals), `at-once`, or `closed`
+    (`clients` of which each sends its next request when the last is answered)."""
 
     kind: str = "poisson"
     rate: float = 1.0
@@ -37,13 +46,16 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if self.kind not in ARRIVALS:
-            raise ConfigError(f"arrivals={self.kind!r} is not known; accepted: {', '.join(ARRIVALS)}")
+            raise ConfigError(
+                f"arrivals={self.kind!r} is not known; accepted: {', '.join(ARRIVALS)}"
+            )
         for name in ("rate", "burstiness", "clients"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and finite")
 
     def times(self, draw: random.Random) -> Iterator[float]:
-        """Seconds from the start, for ever; all 0 where they come at once or as clients become free."""
+        """Seconds from the start, for ever; all 0 where they come at once or as clients become
+        free."""
         now = 0.0
         while True:
             if self.kind in ("poisson", "gamma"):
@@ -56,7 +68,8 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Tokens: `fixed` (mean), `uniform` (between low and high), or `lognormal` (mean, spread: deviation of the logarithm)."""
+    """Tokens: `fixed` (mean), `uniform` (between low and high), or `lognormal` (mean, spread:
+    deviation of the logarithm)."""
 
     kind: str = "fixed"
     mean: float = 1000
@@ -65,8 +78,16 @@ class LengthDistribution:
     spread: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("fixed", "uniform", "lognormal") or self.mean < 1 or not 1 <= self.low <= self.high or self.spread < 0:
-            raise ConfigError(f"lengths {self} are out of range; accepted: fixed, uniform or lognormal, at least 1 token, low up to high")
+        if (
+            self.kind not in ("fixed", "uniform", "lognormal")
+            or self.mean < 1
+            or not 1 <= self.low <= self.high
+            or self.spread < 0
+        ):
+            raise ConfigError(
+                f"lengths {self} are out of range; accepted: fixed, uniform or lognormal, at "
+                "least 1 token, low up to high"
+            )
 
     @staticmethod
     def parse(text: str) -> LengthDistribution:
@@ -77,7 +98,10 @@ class LengthDistribution:
                 return LengthDistribution("fixed", float(int(kind)))
             first, second = (float(value) for value in values)
         except ValueError:
-            raise ConfigError(f"lengths {text!r} are not understood; accepted: N, uniform:LOW:HIGH, lognormal:MEAN:SPREAD") from None
+            raise ConfigError(
+                f"lengths {text!r} are not understood; accepted: N, uniform:LOW:HIGH, "
+                "lognormal:MEAN:SPREAD"
+            ) from None
         if kind == "uniform":
             return LengthDistribution(kind, (first + second) / 2, int(first), int(second))
         return LengthDistribution(kind, first, spread=second)
@@ -93,21 +117,30 @@ class LengthDistribution:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Each prompt begins with one of `groups` prefixes of `tokens` tokens, which come before its own; chosen with weights
-    1 / rank^exponent (0: evenly)."""
+    """Each prompt begins with one of `groups` prefixes of `tokens` tokens, which come before its
+    own; chosen with weights 1 / rank^exponent (0: evenly)."""
 
     groups: int = 0
     tokens: int = 0
     exponent: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.groups < 0 or self.tokens < 0 or self.exponent < 0 or (self.groups == 0) != (self.tokens == 0):
-            raise ConfigError(f"{self}: numbers must be at least 0, and groups and tokens both be given or neither")
+        if (
+            self.groups < 0
+            or self.tokens < 0
+            or self.exponent < 0
+            or (self.groups == 0) != (self.tokens == 0)
+        ):
+            raise ConfigError(
+                f"{self}: numbers must be at least 0, and groups and tokens both be given or "
+                "neither"
+            )
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come: `blocks` of (id, tokens) begin its prompt; equal blocks in equal places are equal text."""
+    """A request to come: `blocks` of (id, tokens) begin its prompt; equal blocks in equal places
+    are equal text."""
 
     number: int
     arrival: float
@@ -128,7 +161,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """`requests` of them, or all that arrive within `seconds`. With a trace its file says when and how long, `speed` times as fast."""
+    """`requests` of them, or all that arrive within `seconds`. With a trace its file says when
+    and how long, `speed` times as fast."""
 
     arrivals: Arrivals = field(default_factory=Arrivals)
     prompt: LengthDistribution = field(default_factory=LengthDistribution)
@@ -143,7 +177,10 @@ class Workload:
     def __post_init__(self) -> None:
         timed = self.arrivals.kind in ("poisson", "gamma", "fixed")
         if self.trace is None and self.requests is None and (self.seconds is None or not timed):
-            raise ConfigError(f"arrivals={self.arrivals.kind} need a number of requests" + (", or seconds" if timed else ""))
+            raise ConfigError(
+                f"arrivals={self.arrivals.kind} need a number of requests"
+                + (", or seconds" if timed else "")
+            )
         for name in ("requests", "seconds", "speed", "trace_block"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -153,27 +190,39 @@ class Workload:
         return read_trace(self) if self.trace is not None else self._drawn(seed)
 
     def _drawn(self, seed: int) -> Iterator[Arrival]:
-        when, lengths, prefixes = (random.Random(f"{seed} {name}") for name in ("arrivals", "lengths", "prefixes"))
+        when, lengths, prefixes = (
+            random.Random(f"{seed} {name}") for name in ("arrivals", "lengths", "prefixes")
+        )
         groups = range(self.prefix.groups)
         weights = [(group + 1) ** -self.prefix.exponent for group in groups]
         for number, arrival in enumerate(self.arrivals.times(when)):
-            if (self.requests is not None and number >= self.requests) or (self.seconds is not None and arrival >= self.seconds):
+            if (self.requests is not None and number >= self.requests) or (
+                self.seconds is not None and arrival >= self.seconds
+            ):
                 return
-            blocks = ((SHARED + prefixes.choices(groups, weights)[0], self.prefix.tokens),) if groups else ()
-            prompt, output = self.prompt.draw(lengths), self.output.draw(lengths)
+            blocks = (
+                ((SHARED + prefixes.choices(groups, weights)[0], self.prefix.tokens),)
+                if groups
+                else ()
+            )
+            prompt = self.prompt.draw(lengths)
+            output = self.output.draw(lengths)
             yield Arrival(number, arrival, prompt + self.prefix.tokens, output, blocks)
 
 
 def read_trace(workload: Workload) -> Iterator[Arrival]:
-    """JSON lines of timestamp (ms), input_length, output_length and, optionally, hash_ids: the prompt's blocks of trace_block tokens, equal
-    ids meaning equal text (the Mooncake format). Sorted by time, the first at 0 s."""
+    """JSON lines of timestamp (ms), input_length, output_length and, optionally, hash_ids: the
+    prompt's blocks of trace_block tokens, equal ids meaning equal text (the Mooncake format).
+    Sorted by time, the first at 0 s."""
     assert workload.trace is not None
     path = Path(workload.trace)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    rows = sorted(_trace_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    rows = sorted(
+        _trace_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()
+    )
     if not rows:
         raise ConfigError(f"{path} holds no requests")
     start = rows[0][0]
@@ -181,16 +230,28 @@ def read_trace(workload: Workload) -> Iterator[Arrival]:
         arrival = (at - start) / 1e3 / workload.speed
         if workload.seconds is not None and arrival >= workload.seconds:
             return
-        yield Arrival(number, arrival, prompt, output, tuple((SHARED + block, workload.trace_block) for block in ids))
+        yield Arrival(
+            number,
+            arrival,
+            prompt,
+            output,
+            tuple((SHARED + block, workload.trace_block) for block in ids),
+        )
 
 
 def _trace_row(path: Path, number: int, line: str) -> tuple[float, int, int, int, tuple[int, ...]]:
     try:
         row = json.loads(line)
-        at, prompt, output = float(row["timestamp"]), int(row["input_length"]), int(row["output_length"])
+        at = float(row["timestamp"])
+        prompt = int(row["input_length"])
+        output = int(row["output_length"])
         ids = tuple(int(block) for block in row.get("hash_ids") or ())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}, line {number}: {error}; needed: timestamp (ms), input_length, output_length") from None
+        raise ConfigError(
+            f"{path}, line {number}: {error}; needed: timestamp (ms), input_length, output_length"
+        ) from None
     if prompt < 1 or output < 1 or not math.isfinite(at) or min(ids, default=0) < 0:
-        raise ConfigError(f"{path}, line {number}: lengths must be at least 1, and hash_ids at least 0")
+        raise ConfigError(
+            f"{path}, line {number}: lengths must be at least 1, and hash_ids at least 0"
+        )
     return at, number, prompt, output, ids

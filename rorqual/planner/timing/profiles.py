@@ -1,4 +1,5 @@
-"""Engines as the planner sees them: which kernel tables they run, and what they add to them. Data: data/profiles.yaml. No torch."""
+"""Engines as the planner sees them: which kernel tables they run, and what they add to them.
+Data: data/profiles.yaml. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from rorqual.planner.timing.tables import KernelTables, load_tables
 
 @dataclass(frozen=True)
 class Profile:
-    """small_us: time of a kernel that moves a few activations; small: how many such kernels a dense and a MoE layer has beside their
-    products; small_bytes: hidden-size columns they read and write a token, all together. step_us: sampling and bookkeeping a step.
-    prefill_kernels x prefill_launch_us: what launching one layer of an eager step costs the host. first_token_us: from the client to a
-    prompt's step and back. queued_steps: decode steps already launched when a prompt arrives. max_chunk: prompt tokens in a step at
-    most; mixed_chunks: prompts share steps with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
-    `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency exchange sends, `blocks` of rows to
-    every rank as this engine does, or a copy for each of a token's `picks` as DeepEP does. calibrated: stands on the card's own measured
-    file. *_reached: fractions of the card's peaks where nothing is measured.
+    """small_us: time of a kernel that moves a few activations; small: how many such kernels a dense
+    and a MoE layer has beside their products; small_bytes: hidden-size columns they read and write
+    a token, all together. step_us: sampling and bookkeeping a step. prefill_kernels x
+    prefill_launch_us: what launching one layer of an eager step costs the host. first_token_us:
+    from the client to a prompt's step and back. queued_steps: decode steps already launched when a
+    prompt arrives. max_chunk: prompt tokens in a step at most; mixed_chunks: prompts share steps
+    with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
+    `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency
+    exchange sends, `blocks` of rows to every rank as this engine does, or a copy for each of a
+    token's `picks` as DeepEP does. calibrated: stands on the card's own measured file. *_reached:
+    fractions of the card's peaks where nothing is measured.
     """
 
     name: str
@@ -56,16 +60,21 @@ class Profile:
         return load_tables(self.tables) if self.tables else None
 
     def check(self, card: DeviceSpec) -> bool:
-        """True where the card is measured, False where times are scaled to it. Raises ConfigError where there is no ground to."""
+        """True where the card is measured, False where times are scaled to it. Raises
+        ConfigError where there is no ground to."""
         if self.calibrated and not card.measured:
-            raise ConfigError(f"profile {self.name} needs a measured card, and {card.name} is none; run rorqual bench calibrate on it")
+            raise ConfigError(
+                f"profile {self.name} needs a measured card, and {card.name} is none; run "
+                "rorqual bench calibrate on it"
+            )
         if not self.tables or card.name in self.cards:
             return bool(self.tables) or self.calibrated
         if card.name in self.scales_to or (card.measured and card.measured in self.scales_to):
             return False
         known = ", ".join((*self.cards, *self.scales_to))
         raise ConfigError(
-            f"profile {self.name} has no kernel times for card {card.name}, nor for one of its kind; it covers {known}. "
+            f"profile {self.name} has no kernel times for card {card.name}, nor for one "
+            f"of its kind; it covers {known}. "
             "Use --profile roofline for lower bounds, or rorqual bench calibrate on that card"
         )
 
@@ -86,7 +95,9 @@ def _read(name: str, entry: Mapping[str, Any]) -> Profile:
     lists = {key: tuple(entry.get(key, ())) for key in ("cards", "scales_to")}
     found = Profile(**{"name": name, **entry, **lists})
     if found.dispatch not in DISPATCH:
-        raise ConfigError(f"profile {name} has dispatch={found.dispatch!r}; accepted: {', '.join(DISPATCH)}")
+        raise ConfigError(
+            f"profile {name} has dispatch={found.dispatch!r}; accepted: {', '.join(DISPATCH)}"
+        )
     return found
 
 

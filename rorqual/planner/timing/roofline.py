@@ -1,6 +1,8 @@
-"""How long a step takes and what limits it: each operation's time from measured kernels where there are any, else from its roofline.
+"""How long a step takes and what limits it: each operation's time from measured kernels where there
+are any, else from its roofline.
 
-`StepModel(...).step(work)` is the one cost function: the planner searches with it, a simulator can run on it. No torch.
+`StepModel(...).step(work)` is the one cost function: the planner searches with it, a simulator can
+run on it. No torch.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class StepTime:
-    """`seconds` of a whole step, all pipeline stages one after another; `stage` of the fullest stage alone, which is what a full pipeline
-    takes for each step that leaves it."""
+    """`seconds` of a whole step, all pipeline stages one after another; `stage` of the fullest
+    stage alone, which is what a full pipeline takes for each step that leaves it."""
 
     seconds: float
     stage: float
@@ -61,12 +63,15 @@ class StepTime:
     @property
     def measured_share(self) -> float:
         """The part of the time that comes from measured kernels."""
-        return sum(item.seconds for item in self.items if item.measured) / max(sum(item.seconds for item in self.items), 1e-30)
+        return sum(item.seconds for item in self.items if item.measured) / max(
+            sum(item.seconds for item in self.items), 1e-30
+        )
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model on a layout of cards under an engine. utilization: the part of a card's memory the engine may use.
+    """A model on a layout of cards under an engine. utilization: the part of a card's memory the
+    engine may use.
 
     longest: tokens of a request, at most; None: as the model allows."""
 
@@ -83,7 +88,10 @@ class StepModel:
         check_parallel(self.config, self.sizes)
         self.profile.check(self.card)
         if self.profile.tables and kv_dtype(self.fmt.kv_dtype) not in (None, "bfloat16", "float16"):
-            raise ConfigError(f"profile {self.profile.name} has attention times for a bf16 cache alone, not kv_dtype={self.fmt.kv_dtype}")
+            raise ConfigError(
+                f"profile {self.profile.name} has attention times for a bf16 cache alone, "
+                f"not kv_dtype={self.fmt.kv_dtype}"
+            )
 
     # ---- memory
 
@@ -92,8 +100,11 @@ class StepModel:
         return rank_weight_bytes(self.config, self.sizes, self.fmt)
 
     def memory_left(self, tokens: int = 0, mtp: bool = False) -> float:
-        """Bytes of the fullest rank for the cache: what the engine may use, less weights and activations of a step of `tokens` tokens."""
-        weights = rank_weight_bytes(self.config, self.sizes, self.fmt, mtp) if mtp else self.weight_bytes
+        """Bytes of the fullest rank for the cache: what the engine may use, less weights and
+        activations of a step of `tokens` tokens."""
+        weights = (
+            rank_weight_bytes(self.config, self.sizes, self.fmt, mtp) if mtp else self.weight_bytes
+        )
         return self._room(tokens) - weights
 
     def _room(self, tokens: int) -> float:
@@ -101,9 +112,10 @@ class StepModel:
         return self.card.memory * self.utilization - activations
 
     def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
-        """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens: the stage with the least room for them
-        decides."""
-        room, given = self._room(tokens), (self.config, self.sizes)
+        """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens:
+        the stage with the least room for them decides."""
+        room = self._room(tokens)
+        given = (self.config, self.sizes)
         stages = range(self.sizes.pp)
         left = [room - stage_weight_bytes(*given, stage, self.fmt, mtp) for stage in stages]
         each = [stage_kv_bytes_per_token(*given, stage, self.fmt, mtp) for stage in stages]
@@ -115,7 +127,9 @@ class StepModel:
     def _tables(self) -> KernelTables | None:
         found = self.profile.kernel_tables()
         if found is None and self.profile.calibrated and self.card.gemm:
-            return KernelTables({"meta": {"card": self.card.name, "source": "calibration"}, "gemm": self.card.gemm})
+            return KernelTables(
+                {"meta": {"card": self.card.name, "source": "calibration"}, "gemm": self.card.gemm}
+            )
         return found
 
     @cached_property
@@ -131,7 +145,9 @@ class StepModel:
     def _step(self, work: GroupWork) -> StepTime:
         if not work.tokens:
             return StepTime(0.0, 0.0, ())
-        found = rank_step(self.config, self.sizes, work, self.fmt, self.routing, self.profile.dispatch == "picks")
+        found = rank_step(
+            self.config, self.sizes, work, self.fmt, self.routing, self.profile.dispatch == "picks"
+        )
         items = [self._timed(op) for op in found.ops if not self._folded(op)]
         items += self._small(found.ops, work)
         items += [self._sent(message, bool(work.prefill)) for message in found.messages]
@@ -147,12 +163,18 @@ class StepModel:
 
     def _folded(self, op: RankOp) -> bool:
         """Norms are among the small kernels; a fused shared expert is one of the routed ones."""
-        return (op.kind == "gather" and op.part != "embedding") or (op.part == "shared_experts" and self._fused_shared())
+        return (op.kind == "gather" and op.part != "embedding") or (
+            op.part == "shared_experts" and self._fused_shared()
+        )
 
     def _host_seconds(self, ops: tuple[RankOp, ...], work: GroupWork) -> float:
         """Prompts run without graphs: the host must launch every kernel of every layer."""
         layers = sum(op.layers for op in ops if op.name == "layernorms")
-        return layers * self.profile.prefill_kernels * self.profile.prefill_launch_us * 1e-6 if work.prefill else 0.0
+        return (
+            layers * self.profile.prefill_kernels * self.profile.prefill_launch_us * 1e-6
+            if work.prefill
+            else 0.0
+        )
 
     def _kernel_seconds(self) -> float:
         """The shortest kernel: the card's own where the profile stands on its calibration."""
@@ -160,13 +182,21 @@ class StepModel:
 
     def _small(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
         """Norms, quantization, rope, activations, routing: kernels that only move activations."""
-        profile, row = self.profile, self.config.hidden_size * 2.0
-        moved = work.tokens * row * profile.small_bytes / (self.card.bandwidth * profile.bandwidth_reached)
+        profile = self.profile
+        row = self.config.hidden_size * 2.0
+        moved = (
+            work.tokens
+            * row
+            * profile.small_bytes
+            / (self.card.bandwidth * profile.bandwidth_reached)
+        )
         items = []
         for kind in ("dense", "moe"):
             layers = sum(op.layers for op in ops if op.kind == "experts") if kind == "moe" else 0
             if kind == "dense":
-                layers = sum(op.layers for op in ops if op.name == "layernorms") - sum(op.layers for op in ops if op.kind == "experts")
+                layers = sum(op.layers for op in ops if op.name == "layernorms") - sum(
+                    op.layers for op in ops if op.kind == "experts"
+                )
             if layers:
                 started = profile.small.get(kind, 0) * self._kernel_seconds()
                 items.append(Timed("small kernels", "activations", layers * started, "launch"))
@@ -176,51 +206,88 @@ class StepModel:
     def floor(self, op: RankOp, card: DeviceSpec | None = None) -> tuple[float, str]:
         """No kernel is faster: operations over the peak, or bytes over the bandwidth."""
         card = card or self.card
-        compute, memory = op.flops / card.peak(op.dtype), op.bytes / card.bandwidth
+        compute = op.flops / card.peak(op.dtype)
+        memory = op.bytes / card.bandwidth
         return (compute, "compute") if compute > memory else (memory, "memory")
 
     def _timed(self, op: RankOp) -> Timed:
-        if op.kind != "gather" and self._tables is not None and self._tables.has(op, self.config.is_mla):
+        if (
+            op.kind != "gather"
+            and self._tables is not None
+            and self._tables.has(op, self.config.is_mla)
+        ):
             return self._looked_up(op, self._tables)
         return self._derived(op)
 
     def _derived(self, op: RankOp) -> Timed:
-        """Without a table: the fractions of the peaks the profile or the card's own measurement gives, and a start."""
-        profile, card = self.profile, self.card
+        """Without a table: the fractions of the peaks the profile or the card's own measurement
+        gives, and a start."""
+        profile = self.profile
+        card = self.card
         flops = card.achieved_flops.get(op.dtype, profile.flops_reached)
         compute = op.flops / (card.peak(op.dtype) * flops)
-        memory = op.bytes / (card.bandwidth * (card.achieved_bandwidth or profile.bandwidth_reached))
+        memory = op.bytes / (
+            card.bandwidth * (card.achieved_bandwidth or profile.bandwidth_reached)
+        )
         start = self._kernel_seconds()
         seconds = max(compute, memory) + start
-        limiter = "launch" if start > max(compute, memory) else "compute" if compute > memory else "memory"
+        limiter = (
+            "launch"
+            if start > max(compute, memory)
+            else "compute"
+            if compute > memory
+            else "memory"
+        )
         return Timed(op.name, op.part, seconds * op.layers, limiter)
 
     def _looked_up(self, op: RankOp, table: KernelTables) -> Timed:
-        seconds = self._experts(op, table) if op.kind == "experts" else table.seconds(op, self.config.is_mla)
+        seconds = (
+            self._experts(op, table)
+            if op.kind == "experts"
+            else table.seconds(op, self.config.is_mla)
+        )
         measured = self.card if table.card == self.card.name else _card(table.card)
         floor, limiter = self.floor(op)
         there, _ = self.floor(op, measured)
         if op.kind != "experts" and measured.name not in (self.card.name, self.card.measured):
             start = min(self.profile.small_us * 1e-6, seconds)
             seconds = start + (seconds - start) * floor / there
-        if op.dtype != "float32":  # routers in fp32 are multiplied as three bf16 products or TF32, not at the fp32 rate
+        # routers in fp32 are multiplied as three bf16 products or TF32, not at the fp32 rate
+        if op.dtype != "float32":
             seconds = max(seconds, floor)
-        return Timed(op.name, op.part, seconds * op.layers, limiter if floor > 0.3 * seconds else "launch", True)
+        return Timed(
+            op.name,
+            op.part,
+            seconds * op.layers,
+            limiter if floor > 0.3 * seconds else "launch",
+            True,
+        )
 
     def _experts(self, op: RankOp, table: KernelTables) -> float:
-        """The nearest measured time, in proportion to the floors of what was read and multiplied there and is here."""
+        """The nearest measured time, in proportion to the floors of what was read and multiplied
+        there and is here."""
         found = table.expert_rows(op)
         tokens, picks, distinct, hidden, inner, local = op.shape
-        if self.profile.routing == "table" and self.routing == UNIFORM and found.skewed and local == self.config.moe.num_experts:
+        if (
+            self.profile.routing == "table"
+            and self.routing == UNIFORM
+            and found.skewed
+            and local == self.config.moe.num_experts
+        ):
             distinct = min(distinct, found.distinct)  # the table's own routing
-        there = self._expert_floor(found.hidden, found.inner, found.picks, found.distinct, op, _card(table.card))
+        there = self._expert_floor(
+            found.hidden, found.inner, found.picks, found.distinct, op, _card(table.card)
+        )
         extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
-        here = self._expert_floor(hidden, inner, picks + extra * tokens, distinct + extra, op, self.card)
+        here = self._expert_floor(
+            hidden, inner, picks + extra * tokens, distinct + extra, op, self.card
+        )
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
         return start + (found.seconds - start) * here / there
 
     def _fused_shared(self) -> bool:
-        """Shared experts run as so many more routed experts: only where both are cut alike over the same ranks."""
+        """Shared experts run as so many more routed experts: only where both are cut alike over
+        the same ranks."""
         return (
             self.profile.shared_fused
             and self.config.moe.num_shared > 0
@@ -229,18 +296,28 @@ class StepModel:
         )
 
     @staticmethod
-    def _expert_floor(hidden: float, inner: float, picks: float, distinct: float, op: RankOp, card: DeviceSpec) -> float:
+    def _expert_floor(
+        hidden: float, inner: float, picks: float, distinct: float, op: RankOp, card: DeviceSpec
+    ) -> float:
         width = 1.0 if op.dtype == "fp8" else 2.0
-        return max(3 * hidden * inner * distinct * width / card.bandwidth, 6 * hidden * inner * picks / card.peak(op.dtype))
+        return max(
+            3 * hidden * inner * distinct * width / card.bandwidth,
+            6 * hidden * inner * picks / card.peak(op.dtype),
+        )
 
     def _sent(self, message: CostedMessage, prefill: bool) -> Timed:
         seconds, measured = self.message_seconds(message, prefill)
         return Timed(message.name, message.axis, seconds * message.layers, "network", measured)
 
     def message_seconds(self, message: CostedMessage, prefill: bool) -> tuple[float, bool]:
-        """Measured where a table has the kind and the number of ranks, on a card with the same links; else latency and bytes."""
+        """Measured where a table has the kind and the number of ranks, on a card with the same
+        links; else latency and bytes."""
         fast = message.span <= self.card.link.span
-        own = self.card.collectives.get(message.kind, {}).get(message.ranks) if self.profile.tables or self.profile.calibrated else None
+        own = (
+            self.card.collectives.get(message.kind, {}).get(message.ranks)
+            if self.profile.tables or self.profile.calibrated
+            else None
+        )
         if own and fast:
             return curve_seconds(own, message.bytes), True
         if self._tables is not None and self.profile.tables:
@@ -252,9 +329,12 @@ class StepModel:
         link = self.card.link if fast else self.card.network
         share = 1.0
         if not fast and message.kind == "all_to_all":
-            share = (message.ranks - self.card.link.span) / (message.ranks - 1)  # copies for the own node take the fast link
+            # copies for the own node take the fast link
+            share = (message.ranks - self.card.link.span) / (message.ranks - 1)
         rounds = 2 if message.kind == "all_reduce" else 1
-        return rounds * link.latency + share * message.wire_bytes / (link.bandwidth * self.profile.link_reached), False
+        return rounds * link.latency + share * message.wire_bytes / (
+            link.bandwidth * self.profile.link_reached
+        ), False
 
 
 def _card(name: str) -> DeviceSpec:
@@ -268,9 +348,11 @@ def activation_bytes(
     fmt: Format = DEFAULT_FORMAT,
     longest: int | None = None,
 ) -> float:
-    """Largest live activations of a step of `tokens` tokens: the residual and its copy, the FFN's inside for every pick, queries, and
-    logits of up to 256 rows in fp32; and what MLA prompts decompress of the cache."""
-    moe, hidden = config.moe, config.hidden_size
+    """Largest live activations of a step of `tokens` tokens: the residual and its copy, the
+    FFN's inside for every pick, queries, and logits of up to 256 rows in fp32; and what MLA
+    prompts decompress of the cache."""
+    moe = config.moe
+    hidden = config.hidden_size
     picks = tokens * sizes.dp * moe.top_k / sizes.ep
     experts = picks * (hidden + 3 * moe.intermediate_size / sizes.expert_tp) * 2
     attention = config.attention
@@ -303,8 +385,9 @@ def decompressed_bytes(
 
 
 def compute_bound_tokens(config: ModelConfig, card: DeviceSpec) -> tuple[float, float]:
-    """(tokens for one expert, tokens in all under even routing) at which reading an expert takes as long as multiplying with it: weights
-    of w bytes an element and rate F at bandwidth B give F w / 2 B rows."""
+    """(tokens for one expert, tokens in all under even routing) at which reading an expert takes
+    as long as multiplying with it: weights of w bytes an element and rate F at bandwidth B give
+    F w / 2 B rows."""
     kind = "fp8" if config.quant else "bfloat16"
     rows = card.peak(kind) * (1 if config.quant else 2) / (2 * card.bandwidth)
     return rows, rows * config.moe.num_experts / config.moe.top_k
@@ -312,12 +395,21 @@ def compute_bound_tokens(config: ModelConfig, card: DeviceSpec) -> tuple[float, 
 
 def expert_seconds(config: ModelConfig, card: DeviceSpec) -> float:
     """Reading one expert once."""
-    return 3 * config.hidden_size * config.moe.intermediate_size * (1 if config.quant else 2) / card.bandwidth
+    return (
+        3
+        * config.hidden_size
+        * config.moe.intermediate_size
+        * (1 if config.quant else 2)
+        / card.bandwidth
+    )
 
 
 def rpc_seconds(config: ModelConfig, card: DeviceSpec, tokens: int, copies: float = 1.0) -> float:
-    """Sending `tokens` hidden states there and back over the network in the model's dtype, each `copies` times."""
-    return 2 * (card.network.latency + copies * tokens * config.hidden_size * 2 / card.network.bandwidth)
+    """Sending `tokens` hidden states there and back over the network in the model's dtype, each
+    `copies` times."""
+    return 2 * (
+        card.network.latency + copies * tokens * config.hidden_size * 2 / card.network.bandwidth
+    )
 
 
 def largest_batch(model: StepModel, context: int, step_tokens: int = 0, mtp: bool = False) -> int:

@@ -1,8 +1,10 @@
-"""Cards split by role: attention here and experts there, or prompts here and decoding there. No torch.
+"""Cards split by role: attention here and experts there, or prompts here and decoding there. No
+torch.
 
-Attention cards hold everything but the routed experts and work data-parallel; expert cards hold whole experts and serve all attention
-cards (arXiv 2507.19427 and 2504.02263 describe such splits). A layer's hand-overs make a pipeline of attention, network and
-experts; N batches in flight keep its busiest resource busy when N times what one batch takes of it is at least the whole pass.
+Attention cards hold everything but the routed experts and work data-parallel; expert cards hold
+whole experts and serve all attention cards (arXiv 2507.19427 and 2504.02263 describe such splits).
+A layer's hand-overs make a pipeline of attention, network and experts; N batches in flight keep its
+busiest resource busy when N times what one batch takes of it is at least the whole pass.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from rorqual.planner.timing.roofline import StepModel, decompressed_bytes
 
 @dataclass(frozen=True)
 class SplitStep:
-    """Seconds of a whole pass of one micro-batch through all layers, by stage, and what the pass occupies of one expert card, where
-    several micro-batches can be on different expert cards at once; `batches` in flight."""
+    """Seconds of a whole pass of one micro-batch through all layers, by stage, and what the pass
+    occupies of one expert card, where several micro-batches can be on different expert cards at
+    once; `batches` in flight."""
 
     attention: float
     experts: float
@@ -38,19 +41,31 @@ class SplitStep:
 
     @property
     def needed(self) -> int:
-        """Batches in flight that keep the busiest resource busy: the pass over its share, rounded up."""
-        return max(1, math.ceil((self.attention + self.experts + self.network) / self.longest - 1e-9))
+        """Batches in flight that keep the busiest resource busy: the pass over its share,
+        rounded up."""
+        return max(
+            1, math.ceil((self.attention + self.experts + self.network) / self.longest - 1e-9)
+        )
 
     @property
     def seconds(self) -> float:
-        """Between two tokens of one request: the pass itself, or where the pipeline is full, all batches through the busiest resource."""
+        """Between two tokens of one request: the pass itself, or where the pipeline is full, all
+        batches through the busiest resource."""
         return max(self.attention + self.experts + self.network, self.batches * self.longest)
 
 
-PLACEMENTS = ("experts", "layers")  # an expert card holds some experts of every layer, or every expert of some layers
+# an expert card holds some experts of every layer, or every expert of some layers
+PLACEMENTS = ("experts", "layers")
 
 
-def split_step(model: StepModel, work: GroupWork, attention: int, experts: int, placement: str = "experts", batches: int = 1) -> SplitStep:
+def split_step(
+    model: StepModel,
+    work: GroupWork,
+    attention: int,
+    experts: int,
+    placement: str = "experts",
+    batches: int = 1,
+) -> SplitStep:
     """`work` is one micro-batch of one of `attention` cards; `experts` cards serve them all."""
     alone = replace(model, sizes=ParallelConfig())
     timed = alone.step(work)
@@ -59,30 +74,50 @@ def split_step(model: StepModel, work: GroupWork, attention: int, experts: int, 
     card = (
         pass_seconds
         if placement == "experts"
-        else pass_seconds * -(-sum(model.config.moe_layers) // experts) / sum(model.config.moe_layers)
+        else pass_seconds
+        * -(-sum(model.config.moe_layers) // experts)
+        / sum(model.config.moe_layers)
     )
-    return SplitStep(own, pass_seconds, exchange_seconds(model, work.tokens, attention, experts, placement), card, batches)
+    return SplitStep(
+        own,
+        pass_seconds,
+        exchange_seconds(model, work.tokens, attention, experts, placement),
+        card,
+        batches,
+    )
 
 
 def _expert_pass(model: StepModel, tokens: int, cards: int, placement: str) -> float:
     """All MoE layers one after another for `tokens` tokens."""
     if placement == "experts" and model.config.moe.num_experts % cards:
-        raise ConfigError(f"{model.config.moe.num_experts} experts cannot lie evenly on {cards} cards")
+        raise ConfigError(
+            f"{model.config.moe.num_experts} experts cannot lie evenly on {cards} cards"
+        )
     sizes = ParallelConfig(dp=cards, ep=cards) if placement == "experts" else ParallelConfig()
     wide = replace(model, sizes=sizes)
     work = GroupWork(BatchShape(max(tokens, 1), 1), stage_tokens=tokens)
-    return wide.time_of(op for op in rank_step(wide.config, sizes, work, wide.fmt, wide.routing).ops if op.kind == "experts")
+    return wide.time_of(
+        op
+        for op in rank_step(wide.config, sizes, work, wide.fmt, wide.routing).ops
+        if op.kind == "experts"
+    )
 
 
-def exchange_seconds(model: StepModel, tokens: int, attention: int, experts: int, placement: str = "experts") -> float:
-    """Both directions of all MoE layers for the busier side. A token goes once to each card that holds one of its experts, or to the one
-    card that holds its layer."""
-    moe, config, card = model.config.moe, model.config, model.card
+def exchange_seconds(
+    model: StepModel, tokens: int, attention: int, experts: int, placement: str = "experts"
+) -> float:
+    """Both directions of all MoE layers for the busier side. A token goes once to each card that
+    holds one of its experts, or to the one card that holds its layer."""
+    moe = model.config.moe
+    config = model.config
+    card = model.card
     copies = 1.0 if placement == "layers" else experts * (1 - (1 - 1 / experts) ** moe.top_k)
     link = card.link if attention + experts <= card.link.span else card.network
     busier = float(attention) if placement == "layers" else max(1.0, attention / experts)
     sent = tokens * copies * busier * config.hidden_size * 2 * 2
-    return sum(config.moe_layers) * (2 * link.latency + sent / (link.bandwidth * model.profile.link_reached))
+    return sum(config.moe_layers) * (
+        2 * link.latency + sent / (link.bandwidth * model.profile.link_reached)
+    )
 
 
 @dataclass(frozen=True)
@@ -100,16 +135,26 @@ class SplitMemory:
 
 
 def split_memory(
-    model: StepModel, experts: int, placement: str = "experts", step_tokens: int = 0, host_embedding: bool = False
+    model: StepModel,
+    experts: int,
+    placement: str = "experts",
+    step_tokens: int = 0,
+    host_embedding: bool = False,
 ) -> SplitMemory:
     """host_embedding: the table stays in host memory, and rows travel to the card."""
-    dtype, config = model.fmt.dtype or model.config.dtype, model.config
+    dtype = model.fmt.dtype or model.config.dtype
+    config = model.config
     sums = dict.fromkeys(("routed_experts", "embedding"), 0.0)
     for weight in weights(config):
         if weight.part in sums:
             sums[weight.part] += weight.bytes(dtype)
-    routed, layers = sums["routed_experts"], sum(config.moe_layers)
-    own = rank_weight_bytes(config, ParallelConfig(), model.fmt) - routed - (sums["embedding"] if host_embedding else 0.0)
+    routed = sums["routed_experts"]
+    layers = sum(config.moe_layers)
+    own = (
+        rank_weight_bytes(config, ParallelConfig(), model.fmt)
+        - routed
+        - (sums["embedding"] if host_embedding else 0.0)
+    )
     held = routed / experts if placement == "experts" else routed / layers * -(-layers // experts)
     room = model.card.memory * model.utilization
     step = 8.0 * step_tokens * config.hidden_size
@@ -118,7 +163,8 @@ def split_memory(
 
 
 def transfer_seconds(model: StepModel, tokens: int, card: DeviceSpec | None = None) -> float:
-    """Moving a prompt's cache from a prefill to a decode group: each rank sends its own planes over its own network link."""
+    """Moving a prompt's cache from a prefill to a decode group: each rank sends its own planes
+    over its own network link."""
     card = card or model.card
     size = tokens * rank_kv_bytes_per_token(model.config, model.sizes, model.fmt)
     if model.config.is_mla:

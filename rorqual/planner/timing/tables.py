@@ -1,7 +1,9 @@
-"""Measured kernel and collective times, and what they say about sizes in between and about a card of another speed. No torch.
+"""Measured kernel and collective times, and what they say about sizes in between and about a card
+of another speed. No torch.
 
-A lookup is linear between measured points in logarithms of sizes and times. On another card a time t becomes start + (t - start) x
-(its roofline floor) / (the measured card's floor): a kernel keeps its achieved fraction, and its start-up costs what it costs.
+A lookup is linear between measured points in logarithms of sizes and times. On another card a time
+t becomes start + (t - start) x (its roofline floor) / (the measured card's floor): a kernel keeps
+its achieved fraction, and its start-up costs what it costs.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def nest(rows: Iterable[Sequence[float]]) -> Nest:
 
 
 def interpolate(table: Nest | float, at: Sequence[float]) -> float:
-    """ln us at the logarithms `at`. Beyond the upper end a coordinate goes on with the slope of the two outermost points, held between
-    0.5 and 1 (2 for the last one, where attention is quadratic); below the lower end it stays."""
+    """ln us at the logarithms `at`. Beyond the upper end a coordinate goes on with the slope of
+    the two outermost points, held between 0.5 and 1 (2 for the last one, where attention is
+    quadratic); below the lower end it stays."""
     if not isinstance(table, dict):
         return table
     keys = sorted(table)
@@ -43,8 +46,10 @@ def interpolate(table: Nest | float, at: Sequence[float]) -> float:
     if len(keys) == 1:
         return interpolate(table[keys[0]], at[1:])
     index = min(max(bisect_left(keys, where), 1), len(keys) - 1)
-    low, high = keys[index - 1], keys[index]
-    first, second = interpolate(table[low], at[1:]), interpolate(table[high], at[1:])
+    low = keys[index - 1]
+    high = keys[index]
+    first = interpolate(table[low], at[1:])
+    second = interpolate(table[high], at[1:])
     slope = (second - first) / (high - low)
     if low <= where <= high:
         return first + slope * (where - low)
@@ -55,8 +60,8 @@ def interpolate(table: Nest | float, at: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ExpertTime:
-    """A measured expert layer: seconds for `picks` token-expert pairs over `distinct` experts of hidden x inner. skewed: under the
-    table's own uneven routing."""
+    """A measured expert layer: seconds for `picks` token-expert pairs over `distinct` experts of
+    hidden x inner. skewed: under the table's own uneven routing."""
 
     seconds: float
     picks: float
@@ -67,10 +72,11 @@ class ExpertTime:
 
 
 class KernelTables:
-    """Times in seconds on the card they were measured on. `has` says which kinds of operation there is data for.
+    """Times in seconds on the card they were measured on. `has` says which kinds of operation there
+    is data for.
 
-    With a `base`, what is not here is the base's time multiplied by the `relative` curve of its kind (our kernel over the base's at the
-    shapes where both were measured).
+    With a `base`, what is not here is the base's time multiplied by the `relative` curve of its
+    kind (our kernel over the base's at the shapes where both were measured).
     """
 
     def __init__(self, data: Mapping[str, Any], base: KernelTables | None = None):
@@ -79,20 +85,35 @@ class KernelTables:
         self.base = base
         self._relative = {kind: nest(rows) for kind, rows in data.get("relative", {}).items()}
         self._gemm = {
-            dtype: nest(self._gemm_rows(data["gemm"]["m"], rows)) for dtype, rows in data.get("gemm", {}).get("tables", {}).items()
+            dtype: nest(self._gemm_rows(data["gemm"]["m"], rows))
+            for dtype, rows in data.get("gemm", {}).get("tables", {}).items()
         }
-        self._attention = {name: nest(data[name]) for name in ("mla_decode", "mla_prefill") if name in data}
+        self._attention = {
+            name: nest(data[name]) for name in ("mla_decode", "mla_prefill") if name in data
+        }
         for name in ("gqa_decode", "gqa_prefill"):
             if name in data:
-                self._attention[name] = nest((heads / groups, heads, *rest) for heads, groups, *rest in data[name])
+                self._attention[name] = nest(
+                    (heads / groups, heads, *rest) for heads, groups, *rest in data[name]
+                )
         self._bmm = {dtype: nest(rows) for dtype, rows in data.get("mla_bmm", {}).items()}
         self._experts = data.get("experts", [])
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-        self._collectives = {(kind, int(ranks)): nest(rows) for kind in kinds for ranks, rows in data.get(kind, {}).items()}
-        self._deepep = {kind: self._deepep_tables(data[f"deepep_{kind}"]) for kind in ("low_latency", "normal") if f"deepep_{kind}" in data}
+        self._collectives = {
+            (kind, int(ranks)): nest(rows)
+            for kind in kinds
+            for ranks, rows in data.get(kind, {}).items()
+        }
+        self._deepep = {
+            kind: self._deepep_tables(data[f"deepep_{kind}"])
+            for kind in ("low_latency", "normal")
+            if f"deepep_{kind}" in data
+        }
 
     @staticmethod
-    def _gemm_rows(sizes: Sequence[int], rows: Iterable[Sequence[float]]) -> Iterable[Sequence[float]]:
+    def _gemm_rows(
+        sizes: Sequence[int], rows: Iterable[Sequence[float]]
+    ) -> Iterable[Sequence[float]]:
         for n, k, *times in rows:
             yield from ((n, k, m, time) for m, time in zip(sizes, times, strict=True))
 
@@ -114,7 +135,9 @@ class KernelTables:
             return "bfloat16" in self._bmm or "fp8" in self._bmm
         if op.kind == "attention":
             return self._attention_name(op, mla) in self._attention
-        return op.kind == "experts" and any(entry["dtype"] == self._dtype(op) for entry in self._experts)
+        return op.kind == "experts" and any(
+            entry["dtype"] == self._dtype(op) for entry in self._experts
+        )
 
     @staticmethod
     def _dtype(op: RankOp) -> str:
@@ -134,15 +157,21 @@ class KernelTables:
             return _exp(interpolate(self._gemm[self._dtype(op)], _logs(n, k, m)))
         if op.kind == "bmm":
             heads, m, *_ = op.shape
-            return _exp(interpolate(self._bmm.get("fp8" if "fp8" in self._bmm else "bfloat16", {}), _logs(heads, m)))
+            return _exp(
+                interpolate(
+                    self._bmm.get("fp8" if "fp8" in self._bmm else "bfloat16", {}), _logs(heads, m)
+                )
+            )
         if op.kind == "attention":
             return self._attention_seconds(op, mla)
         raise AssertionError(f"{op.kind} has no table of its own")
 
     def _ratio(self, op: RankOp, mla: bool, seconds: float) -> float:
-        kind, at = f"gemm_{self._dtype(op)}", op.shape[0]
+        kind = f"gemm_{self._dtype(op)}"
+        at = op.shape[0]
         if op.kind == "attention":
-            kind, at = self._attention_name(op, mla), seconds * 1e6
+            kind = self._attention_name(op, mla)
+            at = seconds * 1e6
             if kind == "mla_decode":
                 kind = "mla_decode_128" if op.shape[0] * op.shape[3] > 32 else "mla_decode_16"
         curve = self._relative.get(kind) if op.kind in ("gemm", "attention") else None
@@ -153,17 +182,28 @@ class KernelTables:
         table = self._attention[self._attention_name(op, mla)]
         if op.prefill:
             pairs = new * cached + new * (new + 1) / 2
-            length = math.sqrt(2 * pairs)  # the prompt without a prefix that has as many query-key pairs
-            at = _logs(requests * heads / 16, length) if mla else _logs(heads / groups, heads, requests, length)
+            # the prompt without a prefix that has as many query-key pairs
+            length = math.sqrt(2 * pairs)
+            at = (
+                _logs(requests * heads / 16, length)
+                if mla
+                else _logs(heads / groups, heads, requests, length)
+            )
             return _exp(interpolate(table, at))
-        rows, context = heads * new, cached + new
+        rows = heads * new
+        context = cached + new
         whole = min(rows, 128) if mla else heads
-        at = _logs(whole, requests, context) if mla else _logs(heads / groups, heads, requests, context)
+        at = (
+            _logs(whole, requests, context)
+            if mla
+            else _logs(heads / groups, heads, requests, context)
+        )
         return _exp(interpolate(table, at)) * (rows / whole if mla else 1.0)
 
     def expert_rows(self, op: RankOp) -> ExpertTime:
-        """The measured shape nearest to `op`, at as many picks where it is the same shape, else at as many for each expert held; within
-        the table's ends (beyond them, floors are in proportion)."""
+        """The measured shape nearest to `op`, at as many picks where it is the same shape, else
+        at as many for each expert held; within the table's ends (beyond them, floors are in
+        proportion)."""
         if self.base is not None and not self._holds(op, False):
             return self.base.expert_rows(op)
         _tokens, picks, _distinct, hidden, inner, local = op.shape
@@ -174,7 +214,9 @@ class KernelTables:
             other = 10.0 * (entry.get("phase", phase) != phase)
             return other + sum(abs(math.log(entry[key] / value)) for key, value in far.items())
 
-        entry = min((entry for entry in self._experts if entry["dtype"] == self._dtype(op)), key=distance)
+        entry = min(
+            (entry for entry in self._experts if entry["dtype"] == self._dtype(op)), key=distance
+        )
         rows = entry["rows"]
         keys = [math.log(row[0]) for row in rows]
         at = math.log(max(picks * entry["local"] / local, 1e-3))
@@ -182,7 +224,12 @@ class KernelTables:
         time = interpolate(dict(zip(keys, (math.log(row[2]) for row in rows), strict=True)), [at])
         used = interpolate(dict(zip(keys, (math.log(row[1]) for row in rows), strict=True)), [at])
         return ExpertTime(
-            _exp(time), math.exp(at), min(math.exp(used), entry["local"]), entry["hidden"], entry["inter"], "phase" not in entry
+            _exp(time),
+            math.exp(at),
+            min(math.exp(used), entry["local"]),
+            entry["hidden"],
+            entry["inter"],
+            "phase" not in entry,
         )
 
     # ---- collectives
@@ -195,7 +242,11 @@ class KernelTables:
             tables = self._deepep.get("low_latency" if low_latency else "normal")
             if tables is None or message.ranks < 8 or message.span > 64:
                 return None
-            return _exp(interpolate(tables[message.name == "combine"], _logs(message.span, max(message.tokens, 1))))
+            return _exp(
+                interpolate(
+                    tables[message.name == "combine"], _logs(message.span, max(message.tokens, 1))
+                )
+            )
         table = self._collectives.get((message.kind, message.ranks))
         return None if table is None else _exp(interpolate(table, _logs(max(message.bytes, 128.0))))
 

@@ -1,8 +1,11 @@
-"""A benchmark with a fixed number of clients, played over a step model: what TTFT and TPOT come out. No torch.
+"""A benchmark with a fixed number of clients, played over a step model: what TTFT and TPOT come
+out. No torch.
 
-Each client sends its next request when the last one is answered; prompts wait in line and go first, up to `max_chunk` tokens a step,
-as engines that do not mix phases do it; with mixed chunks they share the steps of decoding requests. Lengths are drawn evenly
-between `ratio` and 1 times the nominal ones, from a fixed seed. This is a queue around `StepModel.step`, not the engine's scheduler.
+Each client sends its next request when the last one is answered; prompts wait in line and go first,
+up to `max_chunk` tokens a step, as engines that do not mix phases do it; with mixed chunks they
+share the steps of decoding requests. Lengths are drawn evenly between `ratio` and 1 times the
+nominal ones, from a fixed seed. This is a queue around `StepModel.step`, not the engine's
+scheduler.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ class LoopRequest:
 
 @dataclass(frozen=True)
 class Loop:
-    """clients at once for one attention group; requests in all; nominal prompt and output lengths; num_speculative_tokens drafts of which each step
-    accepts `accepted` tokens beside the sure one."""
+    """clients at once for one attention group; requests in all; nominal prompt and output
+    lengths; num_speculative_tokens drafts of which each step accepts `accepted` tokens beside
+    the sure one."""
 
     clients: int
     prompt: int
@@ -56,7 +60,9 @@ class LoopResult:
 
 class _State:
     def __init__(self, model: StepModel, loop: Loop):
-        self.model, self.loop, self.clock = model, loop, 0.0
+        self.model = model
+        self.loop = loop
+        self.clock = 0.0
         self.random = random.Random(loop.seed)
         self.left = loop.requests or 10 * loop.clients
         self.waiting: deque[LoopRequest] = deque()
@@ -70,8 +76,12 @@ class _State:
         if not self.left:
             return
         self.left -= 1
-        loop, draw = self.loop, self.random
-        lengths = [max(1, round(nominal * draw.uniform(loop.ratio, 1))) for nominal in (loop.prompt, loop.output)]
+        loop = self.loop
+        draw = self.random
+        lengths = [
+            max(1, round(nominal * draw.uniform(loop.ratio, 1)))
+            for nominal in (loop.prompt, loop.output)
+        ]
         self.waiting.append(LoopRequest(lengths[0], lengths[1], self.clock))
 
     def take_prompts(self, room: int) -> list[tuple[LoopRequest, int]]:
@@ -87,7 +97,9 @@ class _State:
 
     def step(self) -> None:
         profile = self.model.profile
-        chunks = self.take_prompts(profile.max_chunk - (len(self.running) if profile.mixed_chunks else 0))
+        chunks = self.take_prompts(
+            profile.max_chunk - (len(self.running) if profile.mixed_chunks else 0)
+        )
         decoding = self.running if not chunks or profile.mixed_chunks else []
         work = self.work(decoding, chunks)
         seconds = self.model.step(work).seconds
@@ -98,15 +110,25 @@ class _State:
             self.decoded(list(decoding))
 
     def work(self, decoding: list[LoopRequest], chunks: list[tuple[LoopRequest, int]]) -> GroupWork:
-        """Equal requests of the mean context; contexts are rounded so that steps repeat. The mean chunk of equal prompts."""
+        """Equal requests of the mean context; contexts are rounded so that steps repeat. The
+        mean chunk of equal prompts."""
         loop = self.loop
         decode = None
         if decoding:
-            context = fmean(request.prompt + request.made for request in decoding) + 1 + loop.num_speculative_tokens
-            decode = BatchShape.verify(
-                len(decoding), max(loop.num_speculative_tokens + 1, round(context / 64) * 64), loop.num_speculative_tokens
+            context = (
+                fmean(request.prompt + request.made for request in decoding)
+                + 1
+                + loop.num_speculative_tokens
             )
-        prefill = tuple(BatchShape(1, round(chunk / 32) * 32 or chunk, request.computed) for request, chunk in chunks)
+            decode = BatchShape.verify(
+                len(decoding),
+                max(loop.num_speculative_tokens + 1, round(context / 64) * 64),
+                loop.num_speculative_tokens,
+            )
+        prefill = tuple(
+            BatchShape(1, round(chunk / 32) * 32 or chunk, request.computed)
+            for request, chunk in chunks
+        )
         return GroupWork(decode, prefill, drafts=loop.num_speculative_tokens if decode else 0)
 
     def prefilled(self, chunks: list[tuple[LoopRequest, int]]) -> None:
@@ -114,7 +136,8 @@ class _State:
             request.computed += chunk
             if request.computed >= request.prompt:
                 self.waiting.remove(request)
-                request.made, request.first = 1.0, self.clock
+                request.made = 1.0
+                request.first = self.clock
                 self.running.append(request)
 
     def decoded(self, decoding: list[LoopRequest]) -> None:
@@ -132,14 +155,30 @@ class _State:
 
 
 def play(model: StepModel, loop: Loop) -> LoopResult:
-    """Run to the end. One output token a request has no TPOT; such requests count for TTFT alone."""
+    """Run to the end. One output token a request has no TPOT; such requests count for TTFT
+    alone."""
     state = _State(model, loop)
     while state.busy:
         state.step()
     late = model.profile.first_token_us * 1e-6
-    decode = model.step(GroupWork(BatchShape.decode(max(1, loop.clients - 1), loop.prompt))).seconds if loop.clients > 1 else 0.0
-    late += model.profile.queued_steps * decode  # steps that were launched before the prompt was seen
+    decode = (
+        model.step(GroupWork(BatchShape.decode(max(1, loop.clients - 1), loop.prompt))).seconds
+        if loop.clients > 1
+        else 0.0
+    )
+    # steps that were launched before the prompt was seen
+    late += model.profile.queued_steps * decode
     ttft = [request.first - request.arrived + late for request in state.finished]
-    tpot = [(request.done - request.first) / (request.output - 1) for request in state.finished if request.output > 1]
+    tpot = [
+        (request.done - request.first) / (request.output - 1)
+        for request in state.finished
+        if request.output > 1
+    ]
     made = sum(request.output for request in state.finished)
-    return LoopResult(fmean(ttft), fmean(tpot) if tpot else 0.0, median(ttft), made / state.clock, state.batch_seconds / state.clock)
+    return LoopResult(
+        fmean(ttft),
+        fmean(tpot) if tpot else 0.0,
+        median(ttft),
+        made / state.clock,
+        state.batch_seconds / state.clock,
+    )

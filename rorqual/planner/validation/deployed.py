@@ -1,4 +1,5 @@
-"""Published deployments taken apart: what their figures imply, beside what the cost model says. No torch."""
+"""Published deployments taken apart: what their figures imply, beside what the cost model says.
+No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def _group(name: str) -> list[Line]:
             lines.append(
                 Line(
                     f"  {point.label}: {point.metric}",
-                    f"predicted {point.predicted:,.1f}{high} {point.unit}, published {point.measured:,.1f}",
+                    f"predicted {point.predicted:,.1f}{high} {point.unit}, published "
+                    f"{point.measured:,.1f}",
                     "",
                 )
             )
@@ -43,32 +45,55 @@ def _group(name: str) -> list[Line]:
 
 
 def a3_decode() -> list[Line]:
-    config, row = published(R1), published_rows()["a3-decode"]
+    config = published(R1)
+    row = published_rows()["a3-decode"]
     sizes = ParallelConfig(**row["sizes"])
     model = StepModel(
-        config, sizes, load_device(row["card"]), load_profile("roofline"), Format(kv_dtype=row["kv_dtype"]), Routing.parse(row["routing"])
+        config,
+        sizes,
+        load_device(row["card"]),
+        load_profile("roofline"),
+        Format(kv_dtype=row["kv_dtype"]),
+        Routing.parse(row["routing"]),
     )
     time = model.step(GroupWork(BatchShape.verify(48, 4096, 1), drafts=1))
     left = model.memory_left(96, mtp=True)
     cache = 48 * 4096 * costs.kv_bytes_per_token(config, model.fmt)
     return [
-        Line("requests", "6144 / 128 dies = 48 a die, 2 rows each", "64 chips of two dies, EP128: two experts of each layer a die"),
+        Line(
+            "requests",
+            "6144 / 128 dies = 48 a die, 2 rows each",
+            "64 chips of two dies, EP128: two experts of each layer a die",
+        ),
         Line("tokens/s a chip", f"{6144 / 64 / 44.9e-3:,.0f}", "6144 / 64 / 44.9 ms; 1,069 a die"),
         Line(
             "the step itself",
             f"{44.9 * 1.7:.1f} ms",
-            "44.9 ms already divides by 1.7 tokens a step, and draft and sampling time are model time alone",
+            "44.9 ms already divides by 1.7 tokens a step, and draft and sampling time "
+            "are model time alone",
         ),
-        Line("at another acceptance", f"{44.9 * 1.7 / 1.5:.1f} ms at 0.5, {44.9 * 1.7 / 1.85:.1f} ms at 0.85", "the same step"),
+        Line(
+            "at another acceptance",
+            f"{44.9 * 1.7 / 1.5:.1f} ms at 0.5, {44.9 * 1.7 / 1.85:.1f} ms at 0.85",
+            "the same step",
+        ),
         Line(
             "roofline of that step",
             f"{time.seconds * 1e3:.1f} ms",
-            ", ".join(f"{name} {value * 1e3:.1f}" for name, value in time.by("limiter").items() if value),
+            ", ".join(
+                f"{name} {value * 1e3:.1f}" for name, value in time.by("limiter").items() if value
+            ),
         ),
         Line(
-            "weights and cache a die", f"{model.weight_bytes / 1e9:.1f} and {cache / 1e9:.1f} GB", f"of {left / 1e9:.1f} GB left for cache"
+            "weights and cache a die",
+            f"{model.weight_bytes / 1e9:.1f} and {cache / 1e9:.1f} GB",
+            f"of {left / 1e9:.1f} GB left for cache",
         ),
-        Line("reached", f"{time.seconds / 76.33e-3:.0%} of the roofline", "with balance forced: real routing adds the fullest rank's load"),
+        Line(
+            "reached",
+            f"{time.seconds / 76.33e-3:.0%} of the roofline",
+            "with balance forced: real routing adds the fullest rank's load",
+        ),
         *_group("a3-decode")[-1:],
     ]
 
@@ -76,19 +101,32 @@ def a3_decode() -> list[Line]:
 def sglang_96() -> list[Line]:
     model_lines = _group("h100-decode") + _group("h100-prefill")
     row = published_rows()["h100-decode"]
-    model = StepModel(published(R1), ParallelConfig(**row["sizes"]), load_device("h100"), load_profile("sglang"))
+    model = StepModel(
+        published(R1), ParallelConfig(**row["sizes"]), load_device("h100"), load_profile("sglang")
+    )
     time = model.step(GroupWork(BatchShape.decode(256, 2050)))
     shares = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in time.by("limiter").items())
     return [
-        Line("published step", f"{256 * 8 / 22282 * 1e3:.0f} ms", "256 requests a card, 22,282 tokens/s a node"),
-        Line("predicted step", f"{time.seconds * 1e3:.0f} ms without overlap, {hidden(time) * 1e3:.0f} ms with the network hidden", shares),
+        Line(
+            "published step",
+            f"{256 * 8 / 22282 * 1e3:.0f} ms",
+            "256 requests a card, 22,282 tokens/s a node",
+        ),
+        Line(
+            "predicted step",
+            f"{time.seconds * 1e3:.0f} ms without overlap, {hidden(time) * 1e3:.0f} ms with "
+            "the network hidden",
+            shares,
+        ),
         *model_lines,
     ]
 
 
 def qwen_low_latency() -> list[Line]:
     config = published("Qwen/Qwen3-235B-A22B")
-    model = StepModel(config, ParallelConfig(tp=16), load_device("atlas-a3"), load_profile("roofline"))
+    model = StepModel(
+        config, ParallelConfig(tp=16), load_device("atlas-a3"), load_profile("roofline")
+    )
     time = model.step(GroupWork(BatchShape.decode(1, 2048)))
     messages = rank_step(config, model.sizes, GroupWork(BatchShape.decode(1, 2048))).messages
     count = sum(message.layers for message in messages)
@@ -99,7 +137,11 @@ def qwen_low_latency() -> list[Line]:
             ", ".join(f"{name} {value * 1e3:.2f}" for name, value in time.by("limiter").items()),
         ),
         Line("published", "below 20 ms", "Qwen3-MoE low-latency document"),
-        Line("collectives a step", f"{count}", "two all-reduces a layer: at 20 us each they are 3.8 ms of it"),
+        Line(
+            "collectives a step",
+            f"{count}",
+            "two all-reduces a layer: at 20 us each they are 3.8 ms of it",
+        ),
         Line(
             "weights read a die",
             f"{sum(op.weight_bytes * op.layers for op in rank_step(config, model.sizes, GroupWork(BatchShape.decode(1, 2048))).ops) / 1e9:.2f} GB",
@@ -119,15 +161,23 @@ def small_clusters() -> list[Line]:
     ):
         model = StepModel(published(R1), sizes, load_device(name), load_profile("sglang"))
         tokens = model.cache_tokens(2048)
-        label = f"{sizes.world} x {model.card.title}, tp{sizes.tp} dp{sizes.dp} pp{sizes.pp} ep{sizes.ep}"
-        how = f"{model.weight_bytes / 1e9:.1f} GB of weights, {model.memory_left(2048) / 1e9:.1f} GB left a card"
+        label = (
+            f"{sizes.world} x {model.card.title}, tp{sizes.tp} dp{sizes.dp} pp{sizes.pp} "
+            f"ep{sizes.ep}"
+        )
+        how = (
+            f"{model.weight_bytes / 1e9:.1f} GB of weights, "
+            f"{model.memory_left(2048) / 1e9:.1f} GB left a card"
+        )
         lines.append(Line(label, f"{tokens * sizes.dp:,} tokens of cache", how))
     return lines
 
 
 def speculation() -> list[Line]:
     lines = []
-    model = StepModel(published(R1), ParallelConfig(tp=8), load_device("h200"), load_profile("sglang"))
+    model = StepModel(
+        published(R1), ParallelConfig(tp=8), load_device("h200"), load_profile("sglang")
+    )
     for batch in (1, 16, 64, 128):
         plain = model.step(GroupWork(BatchShape.decode(batch, 2048))).seconds
         drafted = model.step(GroupWork(BatchShape.verify(batch, 2048, 1), drafts=1)).seconds
@@ -135,7 +185,8 @@ def speculation() -> list[Line]:
             Line(
                 f"8 x H200, TP8, {batch} requests: num_speculative_tokens 1",
                 f"x {1.85 * plain / drafted:.2f} at 0.85 accepted",
-                f"step {plain * 1e3:.1f} to {drafted * 1e3:.1f} ms; breaks even at {drafted / plain - 1:.2f}",
+                f"step {plain * 1e3:.1f} to {drafted * 1e3:.1f} ms; breaks even at "
+                f"{drafted / plain - 1:.2f}",
             )
         )
     return lines

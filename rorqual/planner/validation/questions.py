@@ -1,6 +1,8 @@
-"""Questions that come up before any deployment of these models, each answered with its inputs and its formula. No torch.
+"""Questions that come up before any deployment of these models, each answered with its inputs and
+its formula. No torch.
 
-`rorqual plan --question NAME` prints one. Measured inputs on RTX 4090s are those of the home-cluster study of DeepSeek-R1 (batch 128).
+`rorqual plan --question NAME` prints one. Measured inputs on RTX 4090s are those of the
+home-cluster study of DeepSeek-R1 (batch 128).
 """
 
 from __future__ import annotations
@@ -39,42 +41,78 @@ from rorqual.planner.validation.deployed import (
 )
 
 GIB = 2**30
-BACKBONE, TOKENS = 32.85e-3, 128  # seconds of everything but the experts for 128 rows on one 4090, without graphs, as measured
-MOE_LAYER, RPC_LAYER = 1e-3, 1e-3  # seconds a layer that the study assumes
+# seconds of everything but the experts for 128 rows on one 4090, without graphs, as measured
+BACKBONE = 32.85e-3
+TOKENS = 128
+# seconds a layer that the study assumes
+MOE_LAYER = 1e-3
+RPC_LAYER = 1e-3
 
 
 def parameters() -> list[Line]:
     lines = []
     for name in (R1, "deepseek-ai/DeepSeek-V2-Lite", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"):
         config = published(name)
-        parts, held = costs.parameters(config), costs.weight_bytes(config)
+        parts = costs.parameters(config)
+        held = costs.weight_bytes(config)
         backbone = parts.total - parts.routed_experts
         lines += [
             Line(
                 f"{name}: parameters",
                 f"{parts.total:,}",
-                f"{costs.active_parameters(config):,} active, embedding counted, no prediction module",
+                f"{costs.active_parameters(config):,} active, embedding counted, no "
+                "prediction module",
             ),
-            Line("  routed experts", f"{parts.routed_experts:,}", f"{held.routed_experts / 1e9:.2f} GB"),
-            Line("  everything else", f"{backbone:,}", f"{(held.total - held.routed_experts) / 1e9:.2f} GB"),
+            Line(
+                "  routed experts",
+                f"{parts.routed_experts:,}",
+                f"{held.routed_experts / 1e9:.2f} GB",
+            ),
+            Line(
+                "  everything else",
+                f"{backbone:,}",
+                f"{(held.total - held.routed_experts) / 1e9:.2f} GB",
+            ),
         ]
     moe = published(R1).moe
     one = 3 * 7168 * moe.intermediate_size
     return [
         *lines,
-        Line("one expert of R1", f"{one:,}", f"x {moe.num_experts} x 58 layers = {one * moe.num_experts * 58 / 1e9:.1f} B, not 638 B"),
+        Line(
+            "one expert of R1",
+            f"{one:,}",
+            f"x {moe.num_experts} x 58 layers = {one * moe.num_experts * 58 / 1e9:.1f} B, "
+            "not 638 B",
+        ),
     ]
 
 
 def kv_tokens() -> list[Line]:
-    config, room = published(R1), 10 * GIB
+    config = published(R1)
+    room = 10 * GIB
     plain = costs.kv_bytes_per_token(config, Format(form="CD"))
     latent = costs.kv_bytes_per_token(config)
     return [
-        Line("MLA, bf16 latent", f"{costs.kv_tokens(config, room):,} tokens", f"10 GiB / {latent:,} B = 61 layers x (512 + 64) x 2"),
-        Line("MHA, keys 192 and values 128 wide", f"{costs.kv_tokens(config, room, Format(form='CD')):,} tokens", f"10 GiB / {plain:,} B"),
-        Line("MHA, values counted 192 wide", f"{room // (128 * 192 * 61 * 2 * 2):,} tokens", "as the home-cluster study divides"),
-        Line("MLA, fp8 latent", f"{costs.kv_tokens(config, room, Format(kv_dtype='fp8')):,} tokens", "61 layers x (512 + 4 x 4 + 64 x 2)"),
+        Line(
+            "MLA, bf16 latent",
+            f"{costs.kv_tokens(config, room):,} tokens",
+            f"10 GiB / {latent:,} B = 61 layers x (512 + 64) x 2",
+        ),
+        Line(
+            "MHA, keys 192 and values 128 wide",
+            f"{costs.kv_tokens(config, room, Format(form='CD')):,} tokens",
+            f"10 GiB / {plain:,} B",
+        ),
+        Line(
+            "MHA, values counted 192 wide",
+            f"{room // (128 * 192 * 61 * 2 * 2):,} tokens",
+            "as the home-cluster study divides",
+        ),
+        Line(
+            "MLA, fp8 latent",
+            f"{costs.kv_tokens(config, room, Format(kv_dtype='fp8')):,} tokens",
+            "61 layers x (512 + 4 x 4 + 64 x 2)",
+        ),
     ]
 
 
@@ -83,42 +121,78 @@ def data_parallel() -> list[Line]:
     ratio = config.moe.num_experts // config.moe.top_k
     lines = [
         Line(
-            "tokens of a batch for one of an expert", f"{ratio}", "256 experts / 8 chosen: a factor between batches, not a number of ranks"
+            "tokens of a batch for one of an expert",
+            f"{ratio}",
+            "256 experts / 8 chosen: a factor between batches, not a number of ranks",
         )
     ]
     for name in ("h20-96", "h800", "h200", "rtx4090"):
         card = load_device(name)
         rows, batch = compute_bound_tokens(config, card)
         how = f"{card.peak('fp8') / 1e12:.0f} TFLOP/s / (2 x {card.bandwidth / 1e9:.0f} GB/s)"
-        lines.append(Line(f"{card.title}: compute-bound from", f"{rows:.0f} tokens an expert, {batch:,.0f} in all", how))
-    h800, kv = load_device("h800"), costs.kv_bytes_per_token(config) * 4096
-    each = largest_batch(StepModel(config, ParallelConfig(dp=32, ep=32), h800, load_profile("roofline")), 4096)
+        lines.append(
+            Line(
+                f"{card.title}: compute-bound from",
+                f"{rows:.0f} tokens an expert, {batch:,.0f} in all",
+                how,
+            )
+        )
+    h800 = load_device("h800")
+    kv = costs.kv_bytes_per_token(config) * 4096
+    each = largest_batch(
+        StepModel(config, ParallelConfig(dp=32, ep=32), h800, load_profile("roofline")), 4096
+    )
     need = compute_bound_tokens(config, h800)[1]
-    lines.append(Line("requests of 4,096 tokens beside 1/32 of the experts on an H800", f"{each}", f"{kv / 1e6:.0f} MB of cache each"))
+    lines.append(
+        Line(
+            "requests of 4,096 tokens beside 1/32 of the experts on an H800",
+            f"{each}",
+            f"{kv / 1e6:.0f} MB of cache each",
+        )
+    )
     return [
         *lines,
-        Line("cards whose batches together make H800 experts compute-bound", f"{math.ceil(need / each)}", f"{need:,.0f} / {each}"),
+        Line(
+            "cards whose batches together make H800 experts compute-bound",
+            f"{math.ceil(need / each)}",
+            f"{need:,.0f} / {each}",
+        ),
     ]
 
 
 def _flight(title: str, moe_layer: float, rpc_layer: float, gbit: float) -> list[Line]:
-    """58 MoE layers on 29 cards, two layers each; one backbone card, whose wire carries every layer's rows out and back."""
+    """58 MoE layers on 29 cards, two layers each; one backbone card, whose wire carries every
+    layer's rows out and back."""
     wire = 58 * TOKENS * 7168 * 2 / (gbit / 8 * 1e9)
     step = SplitStep(BACKBONE, 58 * moe_layer, 58 * rpc_layer, 2 * moe_layer)
     total = step.attention + step.experts + step.network
     busiest = max(step.attention, step.expert_card, wire)
     needed = math.ceil(total / busiest - 1e-9)
-    parts = f"{BACKBONE * 1e3:.1f} ms backbone + 58 x ({moe_layer * 1e3:.2f} MoE + {rpc_layer * 1e3:.2f} RPC) ms = {total * 1e3:.0f} ms"
-    name = "backbone" if busiest == step.attention else "wire" if busiest == wire else "expert cards"
+    parts = (
+        f"{BACKBONE * 1e3:.1f} ms backbone + 58 x ({moe_layer * 1e3:.2f} MoE + "
+        f"{rpc_layer * 1e3:.2f} RPC) ms = {total * 1e3:.0f} ms"
+    )
+    name = (
+        "backbone" if busiest == step.attention else "wire" if busiest == wire else "expert cards"
+    )
     rates = [TOKENS * min(count / total, 1 / busiest) for count in (1, 2, needed)]
     return [
-        Line(f"{title}: batches in flight", f"{needed}", f"{parts}, over the busiest, the {name} with {busiest * 1e3:.0f} ms"),
-        Line("  tokens/s with 1, 2 and that many", ", ".join(f"{rate:,.0f}" for rate in rates), f"{TOKENS} tokens a batch, {gbit:g} Gb/s"),
+        Line(
+            f"{title}: batches in flight",
+            f"{needed}",
+            f"{parts}, over the busiest, the {name} with {busiest * 1e3:.0f} ms",
+        ),
+        Line(
+            "  tokens/s with 1, 2 and that many",
+            ", ".join(f"{rate:,.0f}" for rate in rates),
+            f"{TOKENS} tokens a batch, {gbit:g} Gb/s",
+        ),
     ]
 
 
 def batches_in_flight() -> list[Line]:
-    config, card = published(R1), load_device("rtx4090")
+    config = published(R1)
+    card = load_device("rtx4090")
     used = distinct_experts(UNIFORM, 256, 8, TOKENS)
     skew = distinct_experts(Routing("zipf", 1.0), 256, 8, TOKENS)
     natural, skewed = (count * expert_seconds(config, card) for count in (used, skew))
@@ -134,7 +208,8 @@ def batches_in_flight() -> list[Line]:
         Line(
             "cache for that many requests",
             f"{room // (flights * TOKENS)} tokens each",
-            f"{room:,} tokens in 10 GiB over {flights} x {TOKENS}: memory, not scheduling, forbids it",
+            f"{room:,} tokens in 10 GiB over {flights} x {TOKENS}: memory, not "
+            "scheduling, forbids it",
         ),
         Line(
             "why the study's 1 ms is not natural",
@@ -149,7 +224,11 @@ def network_floor() -> list[Line]:
     size = TOKENS * config.hidden_size * 2
     lines = [
         Line("bytes of 128 tokens, one layer, one direction", f"{size:,}", "128 x 7168 x 2"),
-        Line("rate for 1 ms a layer", f"{size / 1e-3 * 8 / 1e9:.1f} Gb/s a direction", f"{2 * size / 1e-3 / 1e9:.2f} GB/s both ways"),
+        Line(
+            "rate for 1 ms a layer",
+            f"{size / 1e-3 * 8 / 1e9:.1f} Gb/s a direction",
+            f"{2 * size / 1e-3 / 1e9:.2f} GB/s both ways",
+        ),
     ]
     for gbit in (10, 25, 100, 400):
         card = with_link(load_device("rtx4090"), gbit)
@@ -165,16 +244,28 @@ def network_floor() -> list[Line]:
 
 def expert_rpc() -> list[Line]:
     """When does an expert of one's own cost as much to call as to compute?"""
-    config, lines = published(R1), []
+    config = published(R1)
+    lines = []
     for name, gbit in (("rtx4090", 10), ("rtx4090", 100), ("h800", 400)):
         card = with_link(load_device(name), gbit)
         own = expert_seconds(config, card)
         lines.append(
-            Line(f"{card.title}, {gbit} Gb/s: read one expert", f"{own * 1e6:.0f} us", f"44.0 MB / {card.bandwidth / 1e9:.0f} GB/s")
+            Line(
+                f"{card.title}, {gbit} Gb/s: read one expert",
+                f"{own * 1e6:.0f} us",
+                f"44.0 MB / {card.bandwidth / 1e9:.0f} GB/s",
+            )
         )
         call = rpc_seconds(config, card, 1)
-        even = max(0.0, (own / 2 - card.network.latency) * card.network.bandwidth / (config.hidden_size * 2))
-        how = f"as long as the read at {even:.0f} tokens" if even >= 1 else "latency alone is longer than the read"
+        even = max(
+            0.0,
+            (own / 2 - card.network.latency) * card.network.bandwidth / (config.hidden_size * 2),
+        )
+        how = (
+            f"as long as the read at {even:.0f} tokens"
+            if even >= 1
+            else "latency alone is longer than the read"
+        )
         lines.append(Line("  call it for one token", f"{call * 1e6:.0f} us", how))
     return [
         *lines,
@@ -187,19 +278,26 @@ def expert_rpc() -> list[Line]:
 
 
 def host_embedding() -> list[Line]:
-    config, card = published(R1), load_device("rtx4090")
+    config = published(R1)
+    card = load_device("rtx4090")
     size = costs.weight_bytes(config).embedding
     rows = 1024 * config.hidden_size * 2
     return [
         Line("the table", f"{size / 1e9:.4f} GB, {size / GIB:.4f} GiB", "129280 x 7168 x 2"),
-        Line("cache it makes room for", f"{size // costs.kv_bytes_per_token(config):,} tokens", "at 70,272 B a token"),
+        Line(
+            "cache it makes room for",
+            f"{size // costs.kv_bytes_per_token(config):,} tokens",
+            "at 70,272 B a token",
+        ),
         Line(
             "1,024 rows over the host link, at least",
             f"{rows / card.host_link * 1e3:.2f} ms",
             f"{rows / 1e6:.1f} MB / {card.host_link / 1e9:.2f} GB/s",
         ),
         Line(
-            "measured there, 1,024 tokens", "1.71 ms from the host, 0.77 ms on the card", "home-cluster study; 128 tokens: 0.22 and 0.06 ms"
+            "measured there, 1,024 tokens",
+            "1.71 ms from the host, 0.77 ms on the card",
+            "home-cluster study; 128 tokens: 0.22 and 0.06 ms",
         ),
         Line(
             "of a decode step of 128 tokens",
@@ -210,14 +308,17 @@ def host_embedding() -> list[Line]:
 
 
 def dense_layout() -> list[Line]:
-    config, work = published(R1), GroupWork(BatchShape.decode(128, 4096))
+    config = published(R1)
+    work = GroupWork(BatchShape.decode(128, 4096))
     lines = []
     for title, sizes in (
         ("tp8: two all-reduces a dense layer", ParallelConfig(tp=8)),
         ("tp8, dense_tp1: reduce-scatter, all-gather of latents", ParallelConfig(tp=8, dense_tp=1)),
         ("dp8, dense_tp1: nothing", ParallelConfig(dp=8, dense_tp=1)),
     ):
-        sent = list(RankMessages(config, sizes, work, DTYPE_BYTES[config.dtype]).layer(sparse=False))
+        sent = list(
+            RankMessages(config, sizes, work, DTYPE_BYTES[config.dtype]).layer(sparse=False)
+        )
         lines.append(
             Line(
                 title,

@@ -1,4 +1,5 @@
-"""Predictions beside published and measured figures: the table behind `rorqual plan --validate`. Data: data/published.yaml. No torch."""
+"""Predictions beside published and measured figures: the table behind `rorqual plan --validate`.
+Data: data/published.yaml. No torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class ValidationPoint:
         if self.high is None:
             return self.predicted / self.measured - 1
         low, high = sorted((self.predicted, self.high))
-        return 0.0 if low <= self.measured <= high else (low if self.measured < low else high) / self.measured - 1
+        return (
+            0.0
+            if low <= self.measured <= high
+            else (low if self.measured < low else high) / self.measured - 1
+        )
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,11 @@ def _model(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
     overrides = {"num_hidden_layers": both["layers"]} if "layers" in both else None
     config: ModelConfig = published(both["model"], overrides=overrides)
     sizes = ParallelConfig(**both.get("sizes", {}))
-    fmt, routing = Format(kv_dtype=both.get("kv_dtype")), Routing.parse(both.get("routing", "uniform"))
-    return StepModel(config, sizes, load_device(both["card"]), load_profile(both["profile"]), fmt, routing)
+    fmt = Format(kv_dtype=both.get("kv_dtype"))
+    routing = Routing.parse(both.get("routing", "uniform"))
+    return StepModel(
+        config, sizes, load_device(both["card"]), load_profile(both["profile"]), fmt, routing
+    )
 
 
 def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
@@ -79,21 +87,35 @@ def _closed_loop(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Valid
 
 def _decode(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepTime:
     drafts = group.get("num_speculative_tokens", 0)
-    return _model(group, row).step(GroupWork(BatchShape.verify(row["clients"], group["context"], drafts), drafts=drafts))
+    return _model(group, row).step(
+        GroupWork(BatchShape.verify(row["clients"], group["context"], drafts), drafts=drafts)
+    )
 
 
 def hidden(time: StepTime) -> float:
-    """Seconds where all of the network's time passes behind other work, or the network's where that is longer."""
+    """Seconds where all of the network's time passes behind other work, or the network's where
+    that is longer."""
     network = time.by("limiter").get("network", 0.0)
     return max(time.seconds - network, network)
 
 
 def _step(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
-    return [ValidationPoint(f"{row['clients']} requests", "step", "ms", row["step_ms"], _decode(group, row).seconds * 1e3)]
+    return [
+        ValidationPoint(
+            f"{row['clients']} requests",
+            "step",
+            "ms",
+            row["step_ms"],
+            _decode(group, row).seconds * 1e3,
+        )
+    ]
 
 
-def _prefill_time(group: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[StepModel, StepTime, int]:
-    both, model = {**group, **row}, _model(group, row)
+def _prefill_time(
+    group: Mapping[str, Any], row: Mapping[str, Any]
+) -> tuple[StepModel, StepTime, int]:
+    both = {**group, **row}
+    model = _model(group, row)
     work = GroupWork(None, (BatchShape(both["batch"], both["prompt"]),))
     return model, model.step(work), work.tokens
 
@@ -101,14 +123,25 @@ def _prefill_time(group: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[Ste
 def _prefill(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     model, time, tokens = _prefill_time(group, row)
     label = row.get("model", f"{group['prompt']} tokens")
-    return [ValidationPoint(label, "prefill", "tok/s", row["tokens_per_s"], tokens * model.sizes.dp / time.seconds)]
+    return [
+        ValidationPoint(
+            label, "prefill", "tok/s", row["tokens_per_s"], tokens * model.sizes.dp / time.seconds
+        )
+    ]
 
 
 def _prefill_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     model, time, tokens = _prefill_time(group, row)
     node = tokens * model.card.link.span / model.sizes.tp
     return [
-        ValidationPoint(f"{row['prompt']} tokens", "prefill", "tok/s a node", row["tokens_per_s"], node / time.seconds, node / hidden(time))
+        ValidationPoint(
+            f"{row['prompt']} tokens",
+            "prefill",
+            "tok/s a node",
+            row["tokens_per_s"],
+            node / time.seconds,
+            node / hidden(time),
+        )
     ]
 
 
@@ -116,11 +149,24 @@ def _decode_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Valid
     time = _decode(group, row)
     node = row["clients"] * 8 * (1 + group.get("accepted", 0.0))
     return [
-        ValidationPoint(f"{row['clients']} a card", "decode", "tok/s a node", row["tokens_per_s"], node / time.seconds, node / hidden(time))
+        ValidationPoint(
+            f"{row['clients']} a card",
+            "decode",
+            "tok/s a node",
+            row["tokens_per_s"],
+            node / time.seconds,
+            node / hidden(time),
+        )
     ]
 
 
-KINDS = {"closed_loop": _closed_loop, "step": _step, "prefill": _prefill, "prefill_rate": _prefill_rate, "decode_rate": _decode_rate}
+KINDS = {
+    "closed_loop": _closed_loop,
+    "step": _step,
+    "prefill": _prefill,
+    "prefill_rate": _prefill_rate,
+    "decode_rate": _decode_rate,
+}
 
 
 @lru_cache(maxsize=1)
@@ -139,6 +185,14 @@ def validate(names: list[str] | None = None) -> list[ValidationGroup]:
         points = [point for row in group["rows"] for point in KINDS[group["kind"]](group, row)]
         kind = "bound" if group.get("bound") else "range" if group.get("range") else "prediction"
         found.append(
-            ValidationGroup(name, group["title"], group["source"], group.get("note", ""), group.get("target", ""), kind, tuple(points))
+            ValidationGroup(
+                name,
+                group["title"],
+                group["source"],
+                group.get("note", ""),
+                group.get("target", ""),
+                kind,
+                tuple(points),
+            )
         )
     return found

@@ -1,4 +1,5 @@
-"""The API process's side of one engine: its sockets, who waits for what, and the newest figures. No torch."""
+"""The API process's side of one engine: its sockets, who waits for what, and the newest figures.
+No torch."""
 
 from __future__ import annotations
 
@@ -22,20 +23,24 @@ log = logging.getLogger("rorqual.serve")
 class EngineClient:
     """Bound to one life of an engine process; a restarted engine gets a new client.
 
-    `live` holds, by the engine's request id, the job, the choice and the tokens that the sequence counts for: `load` is their sum.
+    `live` holds, by the engine's request id, the job, the choice and the tokens that the sequence
+    counts for: `load` is their sum.
     """
 
     def __init__(self, folder: Path, name: str, index: int):
         self.index = index
-        self.inbox, self.outbox = f"ipc://{folder}/{name}-in", f"ipc://{folder}/{name}-out"
+        self.inbox = f"ipc://{folder}/{name}-in"
+        self.outbox = f"ipc://{folder}/{name}-out"
         context = zmq.asyncio.Context.instance()
         self.receiver = context.socket(zmq.PULL)
-        self.sender = zmq.Context(context).socket(zmq.PUSH)  # plain: with no high-water mark it never waits
+        # plain: with no high-water mark it never waits
+        self.sender = zmq.Context(context).socket(zmq.PUSH)
         for socket, address in ((self.sender, self.inbox), (self.receiver, self.outbox)):
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(address)
-        self.encoder, self.decoder = messages.encoder(), messages.client_decoder()
+        self.encoder = messages.encoder()
+        self.decoder = messages.client_decoder()
         self.live: dict[str, tuple[EngineJob, int, int]] = {}
         self.load = 0
         self.info: messages.EngineInfo | None = None
@@ -47,7 +52,9 @@ class EngineClient:
 
     # ---- to the engine
 
-    def add(self, request: Request, every_step: bool, job: EngineJob, choice: int, tokens: int) -> None:
+    def add(
+        self, request: Request, every_step: bool, job: EngineJob, choice: int, tokens: int
+    ) -> None:
         if not self.live:
             self.last_heard = time.monotonic()
         self.live[request.id] = (job, choice, tokens)
@@ -110,7 +117,9 @@ class EngineClient:
 
     def close(self) -> None:
         """The engine has gone: every open request ends with an error."""
-        live, self.live, self.load = self.live, {}, 0
+        live = self.live
+        self.live = {}
+        self.load = 0
         for job, _, _ in live.values():
             job.fail(engine_died())
         self.sender.close()

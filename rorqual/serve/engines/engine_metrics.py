@@ -1,4 +1,5 @@
-"""What an engine process counts: one record a live request, one addition a token. Latencies are taken where a step's tokens leave."""
+"""What an engine process counts: one record a live request, one addition a token. Latencies are
+taken where a step's tokens leave."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from rorqual.engine.scheduling.sequence import Sequence
 from rorqual.serve.engines.histogram import BOUNDS, Histogram
 from rorqual.serve.messages import RequestTimes, Snapshot
 
-MOST_ENDED = 4096  # requests that end between two snapshots; any further are left out of the percentiles
+# requests that end between two snapshots; any further are left out of the percentiles
+MOST_ENDED = 4096
 
 
 class EngineMeter:
@@ -20,12 +22,17 @@ class EngineMeter:
         self.ended: list[RequestTimes] = []
 
     def count_gap(self, seconds: float, tokens: int) -> None:
-        """`tokens` came together, `seconds` after those before them: as many gaps of equal length."""
+        """`tokens` came together, `seconds` after those before them: as many gaps of equal
+        length."""
         self.histograms["inter_token_latency_seconds"].add(seconds / tokens, tokens)
 
-    def end(self, sequence: Sequence, reason: str, started: float, first: float, now: float) -> None:
-        """A request's last token has come. Times: when it was admitted, when its first token came, and now."""
-        arrival, outputs = sequence.request.arrival, len(sequence.tokens) - sequence.prompt_len
+    def end(
+        self, sequence: Sequence, reason: str, started: float, first: float, now: float
+    ) -> None:
+        """A request's last token has come. Times: when it was admitted, when its first token
+        came, and now."""
+        arrival = sequence.request.arrival
+        outputs = len(sequence.tokens) - sequence.prompt_len
         tpot = (now - first) / (outputs - 1) if outputs > 1 else None
         times = RequestTimes(now, first - arrival, tpot, now - arrival, started - arrival)
         self.finished[reason] += 1
@@ -43,8 +50,10 @@ class EngineMeter:
         self.histograms[name].add(value)
 
     def snapshot(self, now: float) -> Snapshot:
-        usage, stats = self.engine.scheduler.usage(), self.engine.stats
-        ended, self.ended = self.ended, []
+        usage = self.engine.scheduler.usage()
+        stats = self.engine.stats
+        ended = self.ended
+        self.ended = []
         return Snapshot(
             at=now,
             running=usage.running,

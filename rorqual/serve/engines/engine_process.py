@@ -1,6 +1,8 @@
-"""The engine process: an Engine, and the loop that feeds it from one socket and tells another what each step brought.
+"""The engine process: an Engine, and the loop that feeds it from one socket and tells another what
+each step brought.
 
-Started as `python -m rorqual.serve.engines.engine_process` with a EngineProcessConfig as one line of JSON on its standard input.
+Started as `python -m rorqual.serve.engines.engine_process` with a EngineProcessConfig as one line
+of JSON on its standard input.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
 class LiveRequest:
     """A request the caller still wants. `held` keeps its compiled grammar.
 
-    `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0 until then.
+    `started`: when it was admitted; `first` and `last`: when its first and its newest token left; 0
+    until then.
     """
 
     sequence: Sequence
@@ -65,14 +68,17 @@ class LiveRequest:
     started: float = 0.0
     first: float = 0.0
     last: float = 0.0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # kept for the end where the caller waits for it
+    # kept for the end where the caller waits for it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class EngineProcess:
     """`run` until told to shut down."""
 
     def __init__(self, engine: Engine, link: EngineSockets, grammars: XGrammars | None):
-        self.engine, self.link, self.grammars = engine, link, grammars
+        self.engine = engine
+        self.link = link
+        self.grammars = grammars
         self.meter = EngineMeter(engine)
         self.live: dict[str, LiveRequest] = {}
         self.unstarted: dict[str, LiveRequest] = {}
@@ -123,7 +129,9 @@ class EngineProcess:
         structure = add.request.params.structured
         assert structure is not None
         if self.grammars is None:
-            self._refuse(add.request, RequestError("structured output is not offered by this server"))
+            self._refuse(
+                add.request, RequestError("structured output is not offered by this server")
+            )
         elif self.grammars.ready(structure):
             self._add(add)
         else:
@@ -155,7 +163,11 @@ class EngineProcess:
         before = time.monotonic()
         outs = self.engine.step()
         now = time.monotonic()
-        for name in [name for name, live in self.unstarted.items() if live.sequence.num_cached_prompt is not None]:
+        for name in [
+            name
+            for name, live in self.unstarted.items()
+            if live.sequence.num_cached_prompt is not None
+        ]:
             self.unstarted.pop(name).started = before
         outputs = self._outputs(outs, before, now)
         if outputs:
@@ -164,7 +176,8 @@ class EngineProcess:
             self._snapshot(now)
 
     def _outputs(self, outs: list[TokenOut], before: float, now: float) -> list[messages.Output]:
-        """One Output for each request that has something to say; a step may bring several tokens of one request."""
+        """One Output for each request that has something to say; a step may bring several tokens
+        of one request."""
         found: dict[str, messages.Output] = {}
         tokens: dict[str, int] = {}
         for out in outs:
@@ -187,12 +200,15 @@ class EngineProcess:
     def _extend(self, found: dict[str, messages.Output], name: str, out: TokenOut) -> None:
         output = found.get(name)
         if output is None:
-            output = found[name] = messages.Output(name, [], cached=out.sequence.num_cached_prompt or 0)
+            output = found[name] = messages.Output(
+                name, [], cached=out.sequence.num_cached_prompt or 0
+            )
         output.tokens.append(out.token)
         if out.logprobs is not None:
             output.logprobs = [*(output.logprobs or ()), out.logprobs]
         if out.finish is not None:
-            output.finish, output.stop_token = out.finish.value, out.sequence.stop_token
+            output.finish = out.finish.value
+            output.stop_token = out.sequence.stop_token
 
     def _count(self, live: LiveRequest, tokens: int, now: float) -> None:
         if live.first:
@@ -201,7 +217,9 @@ class EngineProcess:
             live.first = now
         live.last = now
 
-    def _end(self, name: str, live: LiveRequest, out: TokenOut, tokens: int, before: float, now: float) -> None:
+    def _end(
+        self, name: str, live: LiveRequest, out: TokenOut, tokens: int, before: float, now: float
+    ) -> None:
         self._count(live, tokens, now)
         assert out.finish is not None
         self.meter.end(out.sequence, out.finish.value, live.started or before, live.first, now)
@@ -216,20 +234,45 @@ class EngineProcess:
 def _whole(name: str, out: TokenOut, logprobs: list[TokenLogprobs]) -> messages.Output:
     sequence = out.sequence
     assert out.finish is not None
-    return messages.Output(name, sequence.outputs, out.finish.value, sequence.stop_token, sequence.num_cached_prompt or 0, logprobs or None)
+    return messages.Output(
+        name,
+        sequence.outputs,
+        out.finish.value,
+        sequence.stop_token,
+        sequence.num_cached_prompt or 0,
+        logprobs or None,
+    )
 
 
 def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
-    config, scheduler = engine.config, engine.scheduler.config
-    sizes = (scheduler.max_model_len, scheduler.max_num_seqs, scheduler.num_pages - 1, scheduler.page_size)
+    config = engine.config
+    scheduler = engine.scheduler.config
+    sizes = (
+        scheduler.max_model_len,
+        scheduler.max_num_seqs,
+        scheduler.num_pages - 1,
+        scheduler.page_size,
+    )
     vocab = engine.model_config.vocab_size
-    return messages.EngineInfo(os.getpid(), config.model, engine.dtype, engine.platform.name, vocab, *sizes, eos, engine.stats.startup)
+    return messages.EngineInfo(
+        os.getpid(),
+        config.model,
+        engine.dtype,
+        engine.platform.name,
+        vocab,
+        *sizes,
+        eos,
+        engine.stats.startup,
+    )
 
 
 def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     from pathlib import Path
 
-    options = {**config.engine, "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ()))}
+    options = {
+        **config.engine,
+        "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ())),
+    }
     engine = Engine(EngineConfig(**options))
     eos = read_generation(Path(engine.config.model), engine.model_config).eos_token_ids
     where = Path(config.tokenizer or engine.config.model)

@@ -1,4 +1,5 @@
-"""One HTTP request's share of the engines: what has come for it and not yet been taken. No torch."""
+"""One HTTP request's share of the engines: what has come for it and not yet been taken. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ class Canceller(Protocol):
 
 
 class EngineJob:
-    """`feed` from the engine's link, `take` from the request's task: whatever came in between is taken at once.
+    """`feed` from the engine's link, `take` from the request's task: whatever came in between is
+    taken at once.
 
-    `placed` holds, choice by choice, the engine and the id each sequence went to. More than `buffered` tokens untaken mean a reader
-    slower than the engine: the job fails and the connection is aborted, for a task that waits for its socket would not notice.
+    `placed` holds, choice by choice, the engine and the id each sequence went to. More than
+    `buffered` tokens untaken mean a reader slower than the engine: the job fails and the connection
+    is aborted, for a task that waits for its socket would not notice.
     """
 
     def __init__(self, buffered: int):
@@ -39,7 +42,8 @@ class EngineJob:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the request with this error; the first one counts. Its sequences are cancelled now, not when the task wakes."""
+        """End the request with this error; the first one counts. Its sequences are cancelled
+        now, not when the task wakes."""
         if self.error is None:
             self.error = error
             self.close()
@@ -59,13 +63,16 @@ class EngineJob:
             client.cancel([name])
 
     async def take(self) -> list[tuple[int, Output]]:
-        """Everything that has come, at least one output. Raises the job's error once there is one."""
+        """Everything that has come, at least one output. Raises the job's error once there is
+        one."""
         while not self.items and self.error is None:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
         if self.error is not None:
             raise self.error
-        items, self.items, self.tokens = self.items, [], 0
+        items = self.items
+        self.items = []
+        self.tokens = 0
         return items
 
     def _wake(self) -> None:

@@ -30,14 +30,17 @@ from rorqual.serve.limits import ServerLimits
 
 log = logging.getLogger("rorqual.serve")
 
-BACKOFF = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each restart in a row; then the server gives up
+# seconds before each restart in a row; then the server gives up
+BACKOFF = (1.0, 2.0, 4.0, 8.0, 16.0)
 CALM = 300.0  # seconds an engine must have served for earlier deaths to be forgotten
 WATCH_SECONDS = 0.25
 AFFINITY_BLOCK = 64  # tokens of prompt by which engines are told apart
 AFFINITY_BLOCKS = 32
 AFFINITY_KEPT = 50_000
 SLACK = 4096  # tokens by which the engine that knows a prefix may be busier than the least busy
-EXPECTED = 1024  # tokens that a request counts as about to write, at most: few come near their limit, and many name none
+# tokens that a request counts as about to write, at most: few come near their limit, and many name
+# none
+EXPECTED = 1024
 
 
 class EngineFailure(RorqualError):
@@ -59,7 +62,8 @@ class EngineSlot:
 
 
 class EnginePool:
-    """`run` keeps every engine alive until `stop`; it raises EngineFailure when that is no longer possible."""
+    """`run` keeps every engine alive until `stop`; it raises EngineFailure when that is no
+    longer possible."""
 
     def __init__(
         self,
@@ -71,10 +75,15 @@ class EnginePool:
         tokenizer: Path | None = None,
     ):
         """tokenizer: the folder of the one whose tokens grammars are about; the model's if None."""
-        self.options, self.limits, self.restart, self.stall, self.structured = options, limits, restart, stall, structured
+        self.options = options
+        self.limits = limits
+        self.restart = restart
+        self.stall = stall
+        self.structured = structured
         self.tokenizer = tokenizer
         self.engines = [EngineSlot(index) for index in range(len(options))]
-        self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))  # mode 0700: no one else reaches the sockets
+        # mode 0700: no one else reaches the sockets
+        self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))
         self.ids = itertools.count()
         self.lives = itertools.count()
         self.known: dict[bytes, int] = {}
@@ -105,7 +114,9 @@ class EnginePool:
 
     async def _live(self, engine: EngineSlot) -> int:
         """Start the process, wait for its end, tell everyone. Returns its exit status."""
-        client = engine.client = EngineClient(self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index)
+        client = engine.client = EngineClient(
+            self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index
+        )
         listener = asyncio.create_task(client.listen())
         engine.child = self._spawn(engine, client)
         try:
@@ -116,11 +127,14 @@ class EnginePool:
             client.ready.clear()
             client.close()
             _kill(engine.child)
-            self.known = {key: index for key, index in self.known.items() if index != engine.index}  # the next life knows no prefix
+            # the next life knows no prefix
+            self.known = {key: index for key, index in self.known.items() if index != engine.index}
         return engine.child.returncode
 
     def _spawn(self, engine: EngineSlot, client: EngineClient) -> subprocess.Popen[bytes]:
-        child = subprocess.Popen([sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "rorqual.serve.engines.engine_process"], stdin=subprocess.PIPE
+        )
         config = {
             "parent": os.getpid(),
             "inbox": client.inbox,
@@ -137,8 +151,10 @@ class EnginePool:
         return child
 
     async def _gone(self, child: subprocess.Popen[bytes], client: EngineClient) -> None:
-        """Return when the process has ended. One that works on requests and says nothing for `stall` seconds is ended here."""
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        """Return when the process has ended. One that works on requests and says nothing for
+        `stall` seconds is ended here."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
         pidfd = os.pidfd_open(child.pid)
         loop.add_reader(pidfd, gone.set)
         try:
@@ -146,7 +162,11 @@ class EnginePool:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(gone.wait(), WATCH_SECONDS)
                 if client.live and time.monotonic() - client.last_heard > self.stall:
-                    log.error("engine %d has said nothing for %g s; its threads:", client.index, self.stall)
+                    log.error(
+                        "engine %d has said nothing for %g s; its threads:",
+                        client.index,
+                        self.stall,
+                    )
                     child.send_signal(signal.SIGUSR1)
                     await asyncio.sleep(0.5)
                     child.kill()
@@ -159,10 +179,16 @@ class EnginePool:
         """Ask every engine to leave, then make it."""
         self.stopping = True
         for engine in self.engines:
-            if engine.client is not None and engine.child is not None and engine.child.poll() is None:
+            if (
+                engine.client is not None
+                and engine.child is not None
+                and engine.child.poll() is None
+            ):
                 engine.client.shut_down()
         deadline = time.monotonic() + 5.0
-        while time.monotonic() < deadline and any(e.child is not None and e.child.poll() is None for e in self.engines):
+        while time.monotonic() < deadline and any(
+            e.child is not None and e.child.poll() is None for e in self.engines
+        ):
             await asyncio.sleep(0.02)
         self.kill()
 
@@ -193,7 +219,9 @@ class EnginePool:
     @property
     def room(self) -> int:
         """Sequences that may be open at once: those that can run and those that may wait."""
-        return self.limits.waiting + sum(client.info.max_num_seqs for client in self.clients if client.info is not None)
+        return self.limits.waiting + sum(
+            client.info.max_num_seqs for client in self.clients if client.info is not None
+        )
 
     # ---- requests
 
@@ -210,7 +238,8 @@ class EnginePool:
             client.add(request, every_step, job, choice, len(request.prompt) + min(most, EXPECTED))
 
     def _choose(self, request: Request) -> EngineClient:
-        """The engine that last saw the longest beginning of this prompt, unless it is much busier than the least busy by live tokens."""
+        """The engine that last saw the longest beginning of this prompt, unless it is much
+        busier than the least busy by live tokens."""
         clients = self.clients
         if not clients:
             raise not_ready("no engine is ready")
@@ -231,8 +260,13 @@ class EnginePool:
 
 def _keys(request: Request) -> list[bytes]:
     """Chain keys of the prompt's first blocks, within the request's salt."""
-    key, keys = root_key(request.cache_salt), []
-    for start in range(0, min(len(request.prompt) - AFFINITY_BLOCK, AFFINITY_BLOCK * AFFINITY_BLOCKS) + 1, AFFINITY_BLOCK):
+    key = root_key(request.cache_salt)
+    keys = []
+    for start in range(
+        0,
+        min(len(request.prompt) - AFFINITY_BLOCK, AFFINITY_BLOCK * AFFINITY_BLOCKS) + 1,
+        AFFINITY_BLOCK,
+    ):
         key = next_key(key, request.prompt[start : start + AFFINITY_BLOCK])
         keys.append(key)
     return keys

@@ -16,7 +16,8 @@ class EngineSockets:
 
     def __init__(self, inbox: str, outbox: str):
         context: Any = zmq.Context.instance()
-        self.inbox, self.outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self.inbox = context.socket(zmq.PULL)
+        self.outbox = context.socket(zmq.PUSH)
         for socket, address in ((self.inbox, inbox), (self.outbox, outbox)):
             socket.set_hwm(0)  # the API process bounds the queue, and always reads
             socket.linger = 1000
@@ -26,7 +27,8 @@ class EngineSockets:
         self.poller = zmq.Poller()
         self.poller.register(self.inbox, zmq.POLLIN)
         self.poller.register(self.wake_read, zmq.POLLIN)
-        self.decoder, self.encoder = messages.engine_decoder(), messages.encoder()
+        self.decoder = messages.engine_decoder()
+        self.encoder = messages.encoder()
 
     def send(self, message: messages.FromEngine) -> None:
         self.outbox.send(self.encoder.encode(message))

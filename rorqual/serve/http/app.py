@@ -44,7 +44,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, whole or as server-sent events.", "content": {"application/json": {}, "text/event-stream": {}}},
+    200: {
+        "description": "The answer, whole or as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
     **ERRORS,
 }
 
@@ -52,8 +55,19 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 class Api:
     """State of the API process. `draining`: open requests go on, new ones are turned away."""
 
-    def __init__(self, served: Served, fleet: EnginePool, limits: ServerLimits, version: str, config: dict[str, Any]):
-        self.served, self.fleet, self.limits, self.version, self.config = served, fleet, limits, version, config
+    def __init__(
+        self,
+        served: Served,
+        fleet: EnginePool,
+        limits: ServerLimits,
+        version: str,
+        config: dict[str, Any],
+    ):
+        self.served = served
+        self.fleet = fleet
+        self.limits = limits
+        self.version = version
+        self.config = config
         self.builder = RequestBuilder(served, fleet, limits)
         self.counts: Counter[str] = Counter()
         self.running: set[EngineJob] = set()
@@ -115,7 +129,9 @@ def _completions(app: FastAPI, api: Api) -> None:
     async def model(name: str) -> Response:
         """One of them."""
         if name not in api.served.names:
-            raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"the model {name!r} is not served here", param="model", code="model_not_found"
+            )
         return _json(_model(api, name))
 
 
@@ -135,7 +151,9 @@ def _state(app: FastAPI, api: Api) -> None:
     async def health() -> Response:
         """Every engine serves and new requests are taken."""
         if api.draining or not api.fleet.healthy:
-            return error_response(not_ready("it is shutting down" if api.draining else "an engine is not ready"))
+            return error_response(
+                not_ready("it is shutting down" if api.draining else "an engine is not ready")
+            )
         return _json({"status": "ok"})
 
     @app.get("/version", tags=["state"])
@@ -156,11 +174,18 @@ def _state(app: FastAPI, api: Api) -> None:
     async def server_info() -> Response:
         """How the server was started and what its engines came to."""
         engines = [client.info for client in api.fleet.clients]
-        return _json({"version": api.version, "config": api.config, "engines": [_info(info) for info in engines if info is not None]})
+        return _json(
+            {
+                "version": api.version,
+                "config": api.config,
+                "engines": [_info(info) for info in engines if info is not None],
+            }
+        )
 
     @app.post("/reset_prefix_cache", tags=["state"])
     async def reset_prefix_cache() -> Response:
-        """Drop every cached page that no request uses; takes effect before each engine's next step."""
+        """Drop every cached page that no request uses; takes effect before each engine's next
+        step."""
         for client in api.fleet.clients:
             client.reset_prefix()
         return _json({"status": "ok"})
@@ -202,12 +227,16 @@ def _errors(app: FastAPI, api: Api) -> None:
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first thing wrong, with the field's name. Where a field may have several types, the name of the type is left out."""
+    """The first thing wrong, with the field's name. Where a field may have several types, the
+    name of the type is left out."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"][1:]]
     field = ".".join(where) or None
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at byte {where[0] if where else 0}")
+        return bad_request(
+            f"the body is not valid JSON: {first['ctx']['error']} at byte "
+            f"{where[0] if where else 0}"
+        )
     if first["type"] == "extra_forbidden":
         return bad_request(f"the field {field!r} is not known here", field)
     if field == "suffix":

@@ -1,4 +1,5 @@
-"""What stands before every route: the API key, the size of the body, and the time it may take to arrive."""
+"""What stands before every route: the API key, the size of the body, and the time it may take to
+arrive."""
 
 from __future__ import annotations
 
@@ -15,16 +16,19 @@ from rorqual.serve.http.response import error_response
 from rorqual.serve.limits import ServerLimits
 
 OPEN = frozenset(("/live", "/health"))
-BY_COOKIE = frozenset(("/dashboard", "/dashboard/data", "/dashboard/login", "/dashboard/logout"))  # dashboard.py asks for a session
+# dashboard.py asks for a session
+BY_COOKIE = frozenset(("/dashboard", "/dashboard/data", "/dashboard/login", "/dashboard/logout"))
 DISCARDED = 4  # times the largest body that is read of one that is refused
 DISCARD_SECONDS = 5.0
 
 
 class Authenticator:
-    """ASGI middleware. With a key, every path but OPEN and BY_COOKIE needs `Authorization: Bearer KEY`."""
+    """ASGI middleware. With a key, every path but OPEN and BY_COOKIE needs `Authorization:
+    Bearer KEY`."""
 
     def __init__(self, app: ASGIApp, key: str | None, limits: ServerLimits):
-        self.app, self.limits = app, limits
+        self.app = app
+        self.limits = limits
         self.key = f"Bearer {key}".encode() if key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,16 +47,27 @@ class Authenticator:
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         given = headers.get(b"authorization", b"")
-        if self.key is not None and path not in OPEN | BY_COOKIE and not hmac.compare_digest(given, self.key):
-            return ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+        if (
+            self.key is not None
+            and path not in OPEN | BY_COOKIE
+            and not hmac.compare_digest(given, self.key)
+        ):
+            return ApiError(
+                401,
+                "the API key is missing or wrong",
+                "authentication_error",
+                code="invalid_api_key",
+            )
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.limits.body:
             return too_large(self.limits.body)
         return None
 
     async def _discard(self, receive: Receive) -> None:
-        """Read on for a while: a client that is still sending would see a reset connection rather than the answer."""
-        seen, most = 0, DISCARDED * self.limits.body
+        """Read on for a while: a client that is still sending would see a reset connection
+        rather than the answer."""
+        seen = 0
+        most = DISCARDED * self.limits.body
         with suppress(TimeoutError):
             async with asyncio.timeout(min(self.limits.patience, DISCARD_SECONDS)):
                 while seen <= most and (message := await receive()).get("more_body", False):
@@ -60,7 +75,8 @@ class Authenticator:
 
     def _limited(self, receive: Receive) -> Receive:
         """Counts the body's bytes and the time until it is complete; afterwards it stands aside."""
-        seen, complete = 0, False
+        seen = 0
+        complete = False
         deadline = time.monotonic() + self.limits.patience
 
         async def counted() -> Message:
@@ -70,7 +86,9 @@ class Authenticator:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                raise HTTPException(408, f"the body did not arrive within {self.limits.patience:g} s") from None
+                raise HTTPException(
+                    408, f"the body did not arrive within {self.limits.patience:g} s"
+                ) from None
             seen += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if seen > self.limits.body:
@@ -81,4 +99,6 @@ class Authenticator:
 
 
 def too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is too large; accepted: at most {most} bytes", code="body_too_large")
+    return ApiError(
+        413, f"the body is too large; accepted: at most {most} bytes", code="body_too_large"
+    )

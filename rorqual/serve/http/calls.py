@@ -1,4 +1,5 @@
-"""A request of the API on its way: its sequences, its replies, and how they are written. Kinds: chat, and plain text."""
+"""A request of the API on its way: its sequences, its replies, and how they are written. Kinds:
+chat, and plain text."""
 
 from __future__ import annotations
 
@@ -22,13 +23,25 @@ from rorqual.text.tokenizer import Tokenizer
 
 
 class Call:
-    """`requests` and `replies` go together, one a choice. take() feeds replies; `events` are what take() found to send.
+    """`requests` and `replies` go together, one a choice. take() feeds replies; `events` are what
+    take() found to send.
 
     top: how many likely tokens to list, None for no log probabilities.
     """
 
-    def __init__(self, head: ChunkHead, requests: list[Request], prompt_tokens: int, tokenizer: Tokenizer, top: int | None):
-        self.head, self.requests, self.prompt_tokens, self.tokenizer, self.top = head, requests, prompt_tokens, tokenizer, top
+    def __init__(
+        self,
+        head: ChunkHead,
+        requests: list[Request],
+        prompt_tokens: int,
+        tokenizer: Tokenizer,
+        top: int | None,
+    ):
+        self.head = head
+        self.requests = requests
+        self.prompt_tokens = prompt_tokens
+        self.tokenizer = tokenizer
+        self.top = top
         self.replies: list[ChoiceBuilder] = []
         self.stream = self.include_usage = self.continuous_usage = False
         self.open = len(requests)
@@ -39,7 +52,8 @@ class Call:
         return self.stream or any(reply.params.stop for reply in self.replies)
 
     def take(self, items: list[tuple[int, Output]], job: EngineJob) -> list[bytes]:
-        """Take in outputs; returns the events to send where the answer streams. Outputs of one choice become one event."""
+        """Take in outputs; returns the events to send where the answer streams. Outputs of one
+        choice become one event."""
         events: list[bytes] = []
         for choice, output in _merged(items):
             reply = self.replies[choice]
@@ -57,7 +71,10 @@ class Call:
         raise NotImplementedError
 
     def _event(self, choice: bytes) -> bytes:
-        return self.head.event(choice, encode(usage(self.prompt_tokens, self.replies)) if self.continuous_usage else b"")
+        return self.head.event(
+            choice,
+            encode(usage(self.prompt_tokens, self.replies)) if self.continuous_usage else b"",
+        )
 
     def last_events(self) -> list[bytes]:
         if not self.include_usage:
@@ -98,21 +115,39 @@ class ChatCall(Call):
         if reply.finish is not None:
             events.append(self._event(part.last(reply.finish_reason or "stop", reply.stop_reason)))
 
-    def _with_logprobs(self, reply: ChatChoiceBuilder, part: ChatChoice, text: str, entries: Entries, events: list[bytes]) -> None:
-        """The log probabilities go with whatever content there is, also none: a token may end inside a character."""
+    def _with_logprobs(
+        self,
+        reply: ChatChoiceBuilder,
+        part: ChatChoice,
+        text: str,
+        entries: Entries,
+        events: list[bytes],
+    ) -> None:
+        """The log probabilities go with whatever content there is, also none: a token may end
+        inside a character."""
         assert self.top is not None
         found = encode(chat_logprobs(entries, self.top, self.tokenizer))
         content = text
         if not reply.plain:
             fields = list(reply.fields(text))
             content = "".join(value for name, value in fields if name == "content")
-            events.extend(self._event(part.other(name, value)) for name, value in fields if name != "content" and self._shown(name))
+            events.extend(
+                self._event(part.other(name, value))
+                for name, value in fields
+                if name != "content" and self._shown(name)
+            )
         events.append(self._event(part.content(content, found)))
 
-    def _fields(self, reply: ChatChoiceBuilder, part: ChatChoice, text: str, events: list[bytes]) -> None:
+    def _fields(
+        self, reply: ChatChoiceBuilder, part: ChatChoice, text: str, events: list[bytes]
+    ) -> None:
         for name, value in reply.fields(text):
             if self._shown(name):
-                events.append(self._event(part.content(value) if name == "content" else part.other(name, value)))
+                events.append(
+                    self._event(
+                        part.content(value) if name == "content" else part.other(name, value)
+                    )
+                )
 
     def _shown(self, name: str) -> bool:
         return name != "reasoning_content" or self.include_reasoning
@@ -124,15 +159,28 @@ class ChatCall(Call):
     def _choice(self, i: int) -> dict[str, Any]:
         reply = self.replies[i]
         assert isinstance(reply, ChatChoiceBuilder)
-        logprobs = None if self.top is None else chat_logprobs(self.entries[i], self.top, self.tokenizer)
-        choice = {"index": i, "message": self._message(i), "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        logprobs = (
+            None if self.top is None else chat_logprobs(self.entries[i], self.top, self.tokenizer)
+        )
+        choice = {
+            "index": i,
+            "message": self._message(i),
+            "logprobs": logprobs,
+            "finish_reason": reply.finish_reason,
+        }
         return {**choice, "stop_reason": reply.stop_reason}
 
     def _message(self, i: int) -> dict[str, Any]:
         content = "".join(value for name, value in self.texts[i] if name == "content")
         thought = "".join(value for name, value in self.texts[i] if name == "reasoning_content")
-        calls = _joined([delta for name, value in self.texts[i] if name == "tool_calls" for delta in value])
-        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        calls = _joined(
+            [delta for name, value in self.texts[i] if name == "tool_calls" for delta in value]
+        )
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
         if thought and self.include_reasoning:
             message["reasoning_content"] = thought
         if calls:
@@ -156,24 +204,38 @@ class TextCall(Call):
             self.texts[choice].append(text)
             self.entries[choice].extend(entries or ())
             return
-        reply, logprobs = self.replies[choice], b"null"
+        reply = self.replies[choice]
+        logprobs = b"null"
         if self.echo[choice]:
-            text, self.echo[choice] = self.echo[choice] + text, ""
+            text = self.echo[choice] + text
+            self.echo[choice] = ""
         if entries and self.top is not None:
-            found, self.offsets[choice] = text_logprobs(entries, self.top, self.offsets[choice], self.tokenizer)
+            found, self.offsets[choice] = text_logprobs(
+                entries, self.top, self.offsets[choice], self.tokenizer
+            )
             logprobs = encode(found)
         if text or entries or reply.finish is not None:
-            events.append(self._event(self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason)))
+            events.append(
+                self._event(
+                    self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason)
+                )
+            )
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
         return self.head.whole("text_completion", choices, usage(self.prompt_tokens, self.replies))
 
     def _choice(self, i: int) -> dict[str, Any]:
-        reply, logprobs = self.replies[i], None
+        reply = self.replies[i]
+        logprobs = None
         if self.top is not None:
             logprobs, _ = text_logprobs(self.entries[i], self.top, self.offsets[i], self.tokenizer)
-        choice = {"index": i, "text": "".join(self.texts[i]), "logprobs": logprobs, "finish_reason": reply.finish}
+        choice = {
+            "index": i,
+            "text": "".join(self.texts[i]),
+            "logprobs": logprobs,
+            "finish_reason": reply.finish,
+        }
         return {**choice, "stop_reason": reply.stop_reason}
 
 
@@ -190,7 +252,8 @@ def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:
         first.tokens.extend(output.tokens)
         if output.logprobs is not None:
             first.logprobs = [*(first.logprobs or ()), *output.logprobs]
-        first.finish, first.stop_token = output.finish, output.stop_token
+        first.finish = output.finish
+        first.stop_token = output.stop_token
     return list(found.items())
 
 
@@ -205,6 +268,10 @@ def _joined(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             parts[-1].append(delta["function"]["arguments"])
     return [
-        {"id": head["id"], "type": "function", "function": {"name": head["function"]["name"], "arguments": "".join(texts)}}
+        {
+            "id": head["id"],
+            "type": "function",
+            "function": {"name": head["function"]["name"], "arguments": "".join(texts)},
+        }
         for head, texts in zip(heads, parts, strict=True)
     ]

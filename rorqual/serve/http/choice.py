@@ -1,4 +1,5 @@
-"""One choice of an answer as it grows: tokens from the engine to text, log probabilities, reasoning and tool calls. No torch."""
+"""One choice of an answer as it grows: tokens from the engine to text, log probabilities,
+reasoning and tool calls. No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +17,21 @@ from rorqual.text.tool_calls import Told, ToolParser
 
 @dataclass
 class Piece:
-    """What one output added. `entries`: one (token id, {token id: Logprob}) a token, where asked for."""
+    """What one output added. `entries`: one (token id, {token id: Logprob}) a token, where asked
+    for."""
 
     text: str
     entries: list[tuple[int, dict[int, Logprob]]] | None = None
 
 
 class ChoiceBuilder:
-    """`finish` is set on the last push; `stopped` where a stop string ended the text before the engine did."""
+    """`finish` is set on the last push; `stopped` where a stop string ended the text before the
+    engine did."""
 
     def __init__(self, choice: int, params: SamplingParams, tokenizer: Tokenizer):
-        self.choice, self.params, self.tokenizer = choice, params, tokenizer
+        self.choice = choice
+        self.params = params
+        self.tokenizer = tokenizer
         self.completion = Completion(choice, choice, params, tokenizer)
         self.tokens = self.cached = 0
         self.finish: str | None = None
@@ -48,7 +53,8 @@ class ChoiceBuilder:
 
     def _whole(self, output: Output) -> Piece:
         """Everything came at once: decode it at once."""
-        self.tokens, self.finish = len(output.tokens), output.finish
+        self.tokens = len(output.tokens)
+        self.finish = output.finish
         hidden = output.finish == FinishReason.STOP and not self.params.include_stop_str_in_output
         if output.stop_token in self.params.stop_token_ids:
             self.stop_reason = output.stop_token
@@ -56,31 +62,50 @@ class ChoiceBuilder:
         return Piece(self.tokenizer.decode(ids, self.params.skip_special_tokens))
 
     def _grow(self, output: Output) -> Piece:
-        take, last = self.completion.take, len(output.tokens) - 1
+        take = self.completion.take
+        last = len(output.tokens) - 1
         texts = []
         before = self.tokens
         for i, token in enumerate(output.tokens):
-            finish = FinishReason(output.finish) if i == last and output.finish is not None else None
+            finish = (
+                FinishReason(output.finish) if i == last and output.finish is not None else None
+            )
             logprobs = output.logprobs[i] if output.logprobs else None
-            delta, stopped = take(token, logprobs, finish, output.stop_token if finish is not None else None)
+            delta, stopped = take(
+                token, logprobs, finish, output.stop_token if finish is not None else None
+            )
             texts.append(delta.text)
             self.tokens += 1
             if delta.finish_reason is not None:
-                self.finish, self.stop_reason, self.stopped = delta.finish_reason, self.completion.out.stop_reason, stopped
+                self.finish = delta.finish_reason
+                self.stop_reason = self.completion.out.stop_reason
+                self.stopped = stopped
                 break
         return Piece("".join(texts), self._entries(before))
 
     def _entries(self, before: int) -> list[tuple[int, dict[int, Logprob]]] | None:
         out = self.completion.out
-        return None if out.logprobs is None else list(zip(out.token_ids[before:], out.logprobs[before:], strict=True))
+        return (
+            None
+            if out.logprobs is None
+            else list(zip(out.token_ids[before:], out.logprobs[before:], strict=True))
+        )
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
     """Splits the text: fields() yields (name, value) of the deltas, in order."""
 
-    def __init__(self, choice: int, params: SamplingParams, tokenizer: Tokenizer, reasoning: Reasoning | None, tools: ToolParser | None):
+    def __init__(
+        self,
+        choice: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        reasoning: Reasoning | None,
+        tools: ToolParser | None,
+    ):
         super().__init__(choice, params, tokenizer)
-        self.reasoning, self.tools = reasoning, tools
+        self.reasoning = reasoning
+        self.tools = tools
 
     @property
     def plain(self) -> bool:
@@ -91,7 +116,8 @@ class ChatChoiceBuilder(ChoiceBuilder):
             thought, text = self.reasoning.push(text)
             if self.finish is not None:
                 more = self.reasoning.flush()
-                thought, text = thought + more[0], text + more[1]
+                thought = thought + more[0]
+                text = text + more[1]
             if thought:
                 yield "reasoning_content", thought
         if self.tools is None:

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with limits it lacks: bytes of headers, seconds for a request to arrive, and a way to cut a connection."""
+"""uvicorn's HTTP protocol with limits it lacks: bytes of headers, seconds for a request to
+arrive, and a way to cut a connection."""
 
 from __future__ import annotations
 
@@ -54,10 +55,20 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """As uvicorn's, in the API's own shape."""
-        status, text = (431, "the headers are too large") if self.header_bytes > self.limits.headers else (400, msg)
+        status, text = (
+            (431, "the headers are too large")
+            if self.header_bytes > self.limits.headers
+            else (400, msg)
+        )
         body = ApiError(status, text).body()
-        line = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" if status == 431 else b"HTTP/1.1 400 Bad Request\r\n"
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        line = (
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+            if status == 431
+            else b"HTTP/1.1 400 Bad Request\r\n"
+        )
+        head = (
+            b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        ) % len(body)
         self.transport.write(line + head + body)
         self.transport.close()
 

@@ -1,7 +1,9 @@
-"""`/dashboard`: one page that draws what the server knows of itself, and the session by which a browser sees it where there is an API key.
+"""`/dashboard`: one page that draws what the server knows of itself, and the session by which a
+browser sees it where there is an API key.
 
-The page holds no figures: it asks /dashboard/data for them, which needs the session's cookie. The cookie is a signed expiry date. Its
-signature's secret is made from the API key, slowly, so that sessions outlive a restart, end when the key changes, and tell nothing of it.
+The page holds no figures: it asks /dashboard/data for them, which needs the session's cookie. The
+cookie is a signed expiry date. Its signature's secret is made from the API key, slowly, so that
+sessions outlive a restart, end when the key changes, and tell nothing of it.
 """
 
 from __future__ import annotations
@@ -33,12 +35,18 @@ LONGEST_LOGIN = 8192  # bytes of a login's body
 
 
 class Sessions:
-    """Who may look: everyone where there is no key, else who sends it as any client does, or has logged in with it."""
+    """Who may look: everyone where there is no key, else who sends it as any client does, or has
+    logged in with it."""
 
     def __init__(self, key: str | None):
         self.key = key.encode() if key else None
-        self.secret = hashlib.scrypt(self.key, salt=b"rorqual dashboard", n=1 << 14, r=8, p=1) if self.key else b""
-        # Cookies know hosts, not ports: servers with different keys on one host must not take each other's.
+        self.secret = (
+            hashlib.scrypt(self.key, salt=b"rorqual dashboard", n=1 << 14, r=8, p=1)
+            if self.key
+            else b""
+        )
+        # Cookies know hosts, not ports: servers with different keys on one host must not take each
+        # other's.
         self.cookie = f"rorqual-session-{self._sign('name')[:12]}"
 
     def _sign(self, text: str) -> str:
@@ -71,25 +79,41 @@ class Sessions:
         return self.cookie in cookies and self.valid(cookies[self.cookie].value, time.time())
 
     def set_cookie(self, response: Response, request: Request, token: str) -> Response:
-        """An empty token ends the session. `secure` cannot be asked for on plain HTTP: a browser would drop the cookie."""
+        """An empty token ends the session. `secure` cannot be asked for on plain HTTP: a browser
+        would drop the cookie."""
         seconds = SESSION_SECONDS if token else 0
         secure = request.url.scheme == "https"
-        response.set_cookie(self.cookie, token, max_age=seconds, path="/dashboard", secure=secure, httponly=True, samesite="strict")
+        response.set_cookie(
+            self.cookie,
+            token,
+            max_age=seconds,
+            path="/dashboard",
+            secure=secure,
+            httponly=True,
+            samesite="strict",
+        )
         return response
 
 
 def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
-    """Routes of the page. `api` is api.Api. The gate lets these paths pass: they ask for their own cookie."""
+    """Routes of the page. `api` is api.Api. The gate lets these paths pass: they ask for their
+    own cookie."""
     sessions = Sessions(key)
     body = PAGE.read_bytes()
-    headers = {"content-security-policy": policy(body.decode()), "cache-control": "no-store", "x-content-type-options": "nosniff"}
+    headers = {
+        "content-security-policy": policy(body.decode()),
+        "cache-control": "no-store",
+        "x-content-type-options": "nosniff",
+    }
     headers |= {"referrer-policy": "no-referrer", "x-frame-options": "DENY"}
 
     def page(status: int) -> Response:
         return Response(body, status, headers, "text/html")
 
     def to_page() -> Response:
-        return Response(status_code=303, headers={"location": "/dashboard", "cache-control": "no-store"})
+        return Response(
+            status_code=303, headers={"location": "/dashboard", "cache-control": "no-store"}
+        )
 
     @app.get("/dashboard", include_in_schema=False)
     async def dashboard(request: Request) -> Response:
@@ -98,9 +122,18 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
     @app.get("/dashboard/data", include_in_schema=False)
     async def figures(request: Request, since: float = 0.0, experts: bool = False) -> Response:
         if not sessions.admits(request):
-            return error_response(ApiError(401, "log in at /dashboard first", "authentication_error", code="no_session"))
-        found = {**data(api, since, experts), "session": sessions.key is not None and sessions.has_cookie(request)}
-        return Response(encode(found), media_type="application/json", headers={"cache-control": "no-store"})
+            return error_response(
+                ApiError(
+                    401, "log in at /dashboard first", "authentication_error", code="no_session"
+                )
+            )
+        found = {
+            **data(api, since, experts),
+            "session": sessions.key is not None and sessions.has_cookie(request),
+        }
+        return Response(
+            encode(found), media_type="application/json", headers={"cache-control": "no-store"}
+        )
 
     @app.post("/dashboard/login", include_in_schema=False)
     async def login(request: Request) -> Response:
@@ -126,20 +159,31 @@ def _form_key(body: bytes) -> str:
 
 
 def policy(page: str) -> str:
-    """The Content-Security-Policy under which the page's own style and script run, known by their hashes, and nothing else."""
-    style, script = (_hash(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)) for tag in ("style", "script"))
-    allowed = f"script-src {script}; style-src {style}; connect-src 'self'; img-src data:; form-action 'self'"
+    """The Content-Security-Policy under which the page's own style and script run, known by
+    their hashes, and nothing else."""
+    style, script = (
+        _hash(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)) for tag in ("style", "script")
+    )
+    allowed = (
+        f"script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "form-action 'self'"
+    )
     return f"default-src 'none'; {allowed}; base-uri 'none'; frame-ancestors 'none'"
 
 
 def _hash(found: list[str]) -> str:
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in found
+    )
 
 
 def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
-    """What the page draws: the figures of /stats, what is served on what, and the rows after `since` (seconds, as in `now`).
+    """What the page draws: the figures of /stats, what is served on what, and the rows after
+    `since` (seconds, as in `now`).
 
-    `expert_load` [layer][expert] is large and changes slowly, so it comes only where asked for; summed over the engines."""
+    `expert_load` [layer][expert] is large and changes slowly, so it comes only where asked for;
+    summed over the engines."""
     history: History = api.history
     stats = snapshot(api.fleet, api.rates, api.counts)
     load = [engine.pop("expert_load") for engine in stats["engines"]]
@@ -178,4 +222,7 @@ def _place(engine: EngineSlot, options: dict[str, Any]) -> dict[str, Any]:
 
 def _summed(loads: list[list[list[int]]]) -> list[list[int]]:
     """Engines of one server have the same layers; one that has not counted yet is passed over."""
-    return [[sum(counts) for counts in zip(*layers, strict=True)] for layers in zip(*(load for load in loads if load), strict=True)]
+    return [
+        [sum(counts) for counts in zip(*layers, strict=True)]
+        for layers in zip(*(load for load in loads if load), strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""The last minutes of the server, one row a second, so that a page opened now can show how it came here. No torch."""
+"""The last minutes of the server, one row a second, so that a page opened now can show how it
+came here. No torch."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ LATENCY_EVERY = 5  # rows
 
 
 class HistoryRow(NamedTuple):
-    """Over all engines at `at`, seconds of the monotonic clock; None is what cannot be known. Tokens a second, sequences,
-    shares from 0 to 1, tokens."""
+    """Over all engines at `at`, seconds of the monotonic clock; None is what cannot be known.
+    Tokens a second, sequences, shares from 0 to 1, tokens."""
 
     at: float
     output: float | None
@@ -59,7 +60,8 @@ class EngineCounters(NamedTuple):
 
 
 class History:
-    """`sample` is to be called at least once a second. `boot` tells one life of the server from another."""
+    """`sample` is to be called at least once a second. `boot` tells one life of the server from
+    another."""
 
     def __init__(self, fleet: EnginePool):
         self.fleet = fleet
@@ -105,18 +107,32 @@ class History:
         for past in self.lives.values():
             first = _since(past, now - RATE_SECONDS)
             if past[-1].at > first.at:
-                rates.append((getattr(past[-1], name) - getattr(first, name)) / (past[-1].at - first.at))
+                rates.append(
+                    (getattr(past[-1], name) - getattr(first, name)) / (past[-1].at - first.at)
+                )
         return sum(rates) if rates else None
 
     def _share(self, now: float, part: str, whole: str) -> float | None:
         pairs = [(_since(past, now - SHARE_SECONDS), past[-1]) for past in self.lives.values()]
         total = sum(getattr(last, whole) - getattr(first, whole) for first, last in pairs)
-        return sum(getattr(last, part) - getattr(first, part) for first, last in pairs) / total if total else None
+        return (
+            sum(getattr(last, part) - getattr(first, part) for first, last in pairs) / total
+            if total
+            else None
+        )
 
 
 def _counters(s: Snapshot) -> EngineCounters:
     drafts = s.drafted[0] if s.drafted else 0
-    return EngineCounters(s.at, s.output_tokens, s.prompt_tokens, s.prefix_queries, s.prefix_hits, drafts, sum(s.accepted))
+    return EngineCounters(
+        s.at,
+        s.output_tokens,
+        s.prompt_tokens,
+        s.prefix_queries,
+        s.prefix_hits,
+        drafts,
+        sum(s.accepted),
+    )
 
 
 def _since(past: deque[EngineCounters], start: float) -> EngineCounters:
@@ -132,6 +148,10 @@ def _plus_one(drafts: float | None) -> float | None:
 def _latency(now: float, clients: list[EngineClient]) -> LatencyRow:
     ended: list[RequestTimes] = []
     for client in clients:
-        ended += itertools.takewhile(lambda one: one.at >= now - LATENCY_SECONDS, reversed(client.ended))
+        ended += itertools.takewhile(
+            lambda one: one.at >= now - LATENCY_SECONDS, reversed(client.ended)
+        )
     found = percentiles(ended)
-    return LatencyRow(now, *(found[name][rank] for name in ("ttft", "tpot") for rank in ("p50", "p95")))
+    return LatencyRow(
+        now, *(found[name][rank] for name in ("ttft", "tpot") for rank in ("p50", "p95"))
+    )

@@ -1,4 +1,5 @@
-"""What the server knows of itself: one snapshot for a page to draw, and the same figures for Prometheus."""
+"""What the server knows of itself: one snapshot for a page to draw, and the same figures for
+Prometheus."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from rorqual.serve.engines.client import EngineClient
@@ -29,14 +35,23 @@ HELP = {
 GAUGES = {
     "num_requests_running": ("Sequences that run.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait in the engine.", lambda s: s.waiting),
-    "kv_cache_usage_perc": ("Share of cache pages that running sequences hold, 0 to 1.", lambda s: s.pages_used / max(1, s.pages_total)),
+    "kv_cache_usage_perc": (
+        "Share of cache pages that running sequences hold, 0 to 1.",
+        lambda s: s.pages_used / max(1, s.pages_total),
+    ),
 }
 COUNTERS = {
     "prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda s: s.output_tokens),
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_queries,
+    ),
     "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_hits),
-    "num_preemptions": ("Sequences that gave up their pages to be computed again.", lambda s: s.preemptions),
+    "num_preemptions": (
+        "Sequences that gave up their pages to be computed again.",
+        lambda s: s.preemptions,
+    ),
     "engine_steps": ("Steps launched.", lambda s: s.steps),
     "spec_decode_num_drafts": ("Drafts verified.", lambda s: s.drafted[0] if s.drafted else 0),
     "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda s: sum(s.drafted)),
@@ -45,10 +60,12 @@ COUNTERS = {
 
 
 class EngineCollector(Collector):
-    """Prometheus text from the engines' newest snapshots, under vLLM's names with the prefix `rorqual:`."""
+    """Prometheus text from the engines' newest snapshots, under vLLM's names with the prefix
+    `rorqual:`."""
 
     def __init__(self, fleet: EnginePool, counts: Counter[str]):
-        self.fleet, self.counts = fleet, counts
+        self.fleet = fleet
+        self.counts = counts
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -71,12 +88,29 @@ class EngineCollector(Collector):
         yield from self._own()
 
     def _by_label(self, clients: list[EngineClient]) -> Iterator[Metric]:
-        finished = CounterMetricFamily("rorqual:request_success", "Requests by how they ended.", labels=["engine", "finished_reason"])
-        drafted = CounterMetricFamily("rorqual:spec_decode_num_draft_tokens_per_pos", "By position.", labels=["engine", "position"])
-        accepted = CounterMetricFamily("rorqual:spec_decode_num_accepted_tokens_per_pos", "By position.", labels=["engine", "position"])
-        load = CounterMetricFamily("rorqual:expert_tokens", "Tokens by MoE layer and expert.", labels=["engine", "layer", "expert"])
+        finished = CounterMetricFamily(
+            "rorqual:request_success",
+            "Requests by how they ended.",
+            labels=["engine", "finished_reason"],
+        )
+        drafted = CounterMetricFamily(
+            "rorqual:spec_decode_num_draft_tokens_per_pos",
+            "By position.",
+            labels=["engine", "position"],
+        )
+        accepted = CounterMetricFamily(
+            "rorqual:spec_decode_num_accepted_tokens_per_pos",
+            "By position.",
+            labels=["engine", "position"],
+        )
+        load = CounterMetricFamily(
+            "rorqual:expert_tokens",
+            "Tokens by MoE layer and expert.",
+            labels=["engine", "layer", "expert"],
+        )
         for client in clients:
-            index, snapshot = str(client.index), client.snapshot
+            index = str(client.index)
+            snapshot = client.snapshot
             for reason, count in snapshot.finished.items():
                 finished.add_metric([index, reason], count)
             for family, values in ((drafted, snapshot.drafted), (accepted, snapshot.accepted)):
@@ -89,12 +123,20 @@ class EngineCollector(Collector):
 
     def _own(self) -> Iterator[Metric]:
         """What the API process itself counts."""
-        events = CounterMetricFamily("rorqual:http_events", "Requests of the API that did not simply succeed.", labels=["event"])
+        events = CounterMetricFamily(
+            "rorqual:http_events",
+            "Requests of the API that did not simply succeed.",
+            labels=["event"],
+        )
         for name, count in self.counts.items():
             events.add_metric([name], count)
         yield events
-        yield CounterMetricFamily("rorqual:engine_restarts", "Engine processes started again.", self.fleet.restarts)
-        yield GaugeMetricFamily("rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy))
+        yield CounterMetricFamily(
+            "rorqual:engine_restarts", "Engine processes started again.", self.fleet.restarts
+        )
+        yield GaugeMetricFamily(
+            "rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy)
+        )
 
 
 def _histogram(name: str, clients: list[EngineClient]) -> HistogramMetricFamily:
@@ -103,8 +145,11 @@ def _histogram(name: str, clients: list[EngineClient]) -> HistogramMetricFamily:
         state = client.snapshot.histograms.get(name)
         if state is None:
             continue
-        total, buckets = 0, []
-        for bound, count in zip([*map(str, map(float, BOUNDS[name])), "+Inf"], state.counts, strict=True):
+        total = 0
+        buckets = []
+        for bound, count in zip(
+            [*map(str, map(float, BOUNDS[name])), "+Inf"], state.counts, strict=True
+        ):
             total += count
             buckets.append((bound, total))
         family.add_metric([str(client.index)], buckets, state.total)
@@ -120,7 +165,13 @@ class Rates:
 
     def sample(self) -> None:
         snapshots = [client.snapshot for client in self.fleet.clients]
-        self.samples.append((time.monotonic(), sum(s.prompt_tokens for s in snapshots), sum(s.output_tokens for s in snapshots)))
+        self.samples.append(
+            (
+                time.monotonic(),
+                sum(s.prompt_tokens for s in snapshots),
+                sum(s.output_tokens for s in snapshots),
+            )
+        )
 
     def over(self, seconds: float) -> dict[str, float]:
         if len(self.samples) < 2:
@@ -130,11 +181,15 @@ class Rates:
         span = last[0] - first[0]
         if span <= 0:
             return {"prompt": 0.0, "output": 0.0}
-        return {"prompt": max(0, last[1] - first[1]) / span, "output": max(0, last[2] - first[2]) / span}
+        return {
+            "prompt": max(0, last[1] - first[1]) / span,
+            "output": max(0, last[2] - first[2]) / span,
+        }
 
 
 def snapshot(fleet: EnginePool, rates: Rates, counts: Counter[str]) -> dict[str, Any]:
-    """The state of this moment: counters since the engines started, gauges, percentiles over the last WINDOW seconds."""
+    """The state of this moment: counters since the engines started, gauges, percentiles over the
+    last WINDOW seconds."""
     now = time.monotonic()
     return {
         "time": time.time(),
@@ -142,7 +197,9 @@ def snapshot(fleet: EnginePool, rates: Rates, counts: Counter[str]) -> dict[str,
         "restarts": fleet.restarts,
         "tokens_per_second": rates.over(5.0),
         "window_seconds": WINDOW,
-        "recent": percentiles([one for client in fleet.clients for one in client.ended if one.at >= now - WINDOW]),
+        "recent": percentiles(
+            [one for client in fleet.clients for one in client.ended if one.at >= now - WINDOW]
+        ),
         "http_events": dict(counts),
         "engines": [_engine(client) for client in fleet.clients],
     }
@@ -177,7 +234,10 @@ def percentiles(ended: list[RequestTimes]) -> dict[str, Any]:
         "e2e": [one.e2e for one in ended],
         "queue": [one.queue for one in ended],
     }
-    return {"count": len(ended), **{name: _ranks(sorted(values)) for name, values in series.items()}}
+    return {
+        "count": len(ended),
+        **{name: _ranks(sorted(values)) for name, values in series.items()},
+    }
 
 
 def _ranks(values: list[float]) -> dict[str, float | None]:

@@ -1,6 +1,7 @@
 """The requests of the OpenAI API, with vLLM's extensions: what is accepted, and nothing else.
 
-Any other field is refused by name. Answers are not modelled here: they are written by hand in `chunks`, where every microsecond counts.
+Any other field is refused by name. Answers are not modelled here: they are written by hand in
+`chunks`, where every microsecond counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Model(BaseModel):
 class StreamOptions(Model):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(default=None, description="Without effect: nothing is padded.")
+    include_obfuscation: bool | None = Field(
+        default=None, description="Without effect: nothing is padded."
+    )
 
 
 class StructuredOutputs(Model):
@@ -39,7 +42,9 @@ class StructuredOutputs(Model):
 class Sampling(Model):
     """What both kinds of completion share."""
 
-    model: str | None = Field(default=None, description="The served name; the only model if left out.")
+    model: str | None = Field(
+        default=None, description="The served name; the only model if left out."
+    )
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -51,7 +56,9 @@ class Sampling(Model):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(default=None, description="Token id to bias.")
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(
+        default=None, description="Token id to bias."
+    )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP)] | None = None
     ignore_eos: bool | None = None
@@ -64,13 +71,17 @@ class Sampling(Model):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
     guided_grammar: str | None = None
-    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(default=None, description="Requests share prefixes within a salt.")
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
+        default=None, description="Requests share prefixes within a salt."
+    )
     user: str | None = Field(default=None, description="Without effect.")
     metadata: dict[str, Any] | None = Field(default=None, description="Without effect.")
     store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
     service_tier: str | None = Field(default=None, description="Without effect.")
     safety_identifier: str | None = Field(default=None, description="Without effect.")
-    prompt_cache_key: str | None = Field(default=None, description="Without effect: prefixes are found by content.")
+    prompt_cache_key: str | None = Field(
+        default=None, description="Without effect: prefixes are found by content."
+    )
     prompt_cache_retention: str | None = Field(default=None, description="Without effect.")
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
 
@@ -142,7 +153,8 @@ class ResponseFormat(Model):
 
 
 class TemplateArguments(Model):
-    """The switches that published chat templates know; others could make a template run for ever."""
+    """The switches that published chat templates know; others could make a template run for
+    ever."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -157,11 +169,15 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    include_reasoning: bool | None = Field(default=None, description="False leaves reasoning_content out of the answer.")
+    include_reasoning: bool | None = Field(
+        default=None, description="False leaves reasoning_content out of the answer."
+    )
     chat_template_kwargs: TemplateArguments | None = None
     reasoning_effort: str | None = Field(default=None, description="Without effect.")
     verbosity: str | None = Field(default=None, description="Without effect.")
-    modalities: list[Literal["text"]] | None = Field(default=None, description="Without effect: answers are text.")
+    modalities: list[Literal["text"]] | None = Field(
+        default=None, description="Without effect: answers are text."
+    )
 
 
 class CompletionRequest(Sampling):
@@ -173,7 +189,9 @@ class CompletionRequest(Sampling):
     )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Accepted where it equals n.")
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Accepted where it equals n."
+    )
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     suffix: None = Field(default=None, description="Refused: these models do not fill in.")

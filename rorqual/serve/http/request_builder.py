@@ -1,4 +1,5 @@
-"""From a validated body to a Call: prompts to tokens, fields to SamplingParams, tools and structure to a grammar."""
+"""From a validated body to a Call: prompts to tokens, fields to SamplingParams, tools and
+structure to a grammar."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.calls import ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
-from rorqual.serve.http.protocol import ChatMessage, ChatRequest, CompletionRequest, NamedTool, Sampling
+from rorqual.serve.http.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    NamedTool,
+    Sampling,
+)
 from rorqual.serve.http.sse import ChunkHead
 from rorqual.serve.http.structured_output import after_thinking, as_format, structure_of, tag
 from rorqual.serve.limits import ServerLimits
@@ -45,7 +52,8 @@ PASSED_ON = (
 
 @dataclass(frozen=True)
 class Served:
-    """What is served: names it answers to, and how its text is made and read. reasoning: whether <think> is split off."""
+    """What is served: names it answers to, and how its text is made and read. reasoning: whether
+    <think> is split off."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -59,7 +67,9 @@ class Served:
 
 class RequestBuilder:
     def __init__(self, served: Served, fleet: EnginePool, limits: ServerLimits):
-        self.served, self.fleet, self.limits = served, fleet, limits
+        self.served = served
+        self.fleet = fleet
+        self.limits = limits
 
     # ---- chat
 
@@ -67,29 +77,50 @@ class RequestBuilder:
         self._check_model(body)
         tools, forced = self._tools(body)
         messages = [_message(message) for message in body.messages]
-        switches = body.chat_template_kwargs.model_dump(exclude_none=True) if body.chat_template_kwargs else {}
+        switches = (
+            body.chat_template_kwargs.model_dump(exclude_none=True)
+            if body.chat_template_kwargs
+            else {}
+        )
         text = self.served.template.render(messages, tools, **switches)
         prompt = await self._encode(text, self.served.template.builtin)
         inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        params = self._params(body, body.max_completion_tokens or body.max_tokens, top, self._structure(body, forced, inside))
+        params = self._params(
+            body,
+            body.max_completion_tokens or body.max_tokens,
+            top,
+            self._structure(body, forced, inside),
+        )
         count = self._count(body, 1)
-        call = ChatCall(self._head("chatcmpl", "chat.completion.chunk", body), self._requests([prompt], params, body, count),
-                        len(prompt), self.served.tokenizer, top, include_reasoning=body.include_reasoning is not False)  # fmt: skip
+        call = ChatCall(
+            self._head("chatcmpl", "chat.completion.chunk", body),
+            self._requests([prompt], params, body, count),
+            len(prompt),
+            self.served.tokenizer,
+            top,
+            include_reasoning=body.include_reasoning is not False,
+        )
         parser = FORMATS[self.served.tool_format].parser
         parse = bool(tools) and body.tool_choice != "none"
         for i, request in enumerate(call.requests):
             reasoning = Reasoning(inside) if self.served.reasoning else None
-            call.replies.append(ChatChoiceBuilder(i, request.params, self.served.tokenizer, reasoning, parser() if parse else None))
+            call.replies.append(
+                ChatChoiceBuilder(
+                    i, request.params, self.served.tokenizer, reasoning, parser() if parse else None
+                )
+            )
         return _streaming(call, body)
 
     def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The functions to describe to the model, and those of which one must be called."""
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         if len(tools) > self.limits.tools:
-            raise bad_request(f"{len(tools)} tools were given; accepted: at most {self.limits.tools}", "tools")
+            raise bad_request(
+                f"{len(tools)} tools were given; accepted: at most {self.limits.tools}", "tools"
+            )
         choice = body.tool_choice
         if choice is None or choice in ("none", "auto"):
             return ([] if choice == "none" else tools), []
@@ -98,17 +129,26 @@ class RequestBuilder:
         if isinstance(choice, NamedTool):
             named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
             if not named:
-                raise bad_request(f"tool_choice names {choice.function.name!r}, which is not among the tools", "tool_choice")
+                raise bad_request(
+                    f"tool_choice names {choice.function.name!r}, which is not among the tools",
+                    "tool_choice",
+                )
             return tools, named[:1]
         return tools, tools
 
-    def _structure(self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool) -> StructuredOutput | None:
+    def _structure(
+        self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool
+    ) -> StructuredOutput | None:
         """What the text must look like; where the prompt opened a <think> block, only after it."""
         structure = structure_of(body, self.limits.grammar)
         if forced and structure is not None:
-            raise bad_request("a forced tool call and a response format exclude each other", "tool_choice")
+            raise bad_request(
+                "a forced tool call and a response format exclude each other", "tool_choice"
+            )
         if forced:
-            several = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedTool)
+            several = body.parallel_tool_calls is not False and not isinstance(
+                body.tool_choice, NamedTool
+            )
             form = FORMATS[self.served.tool_format].forced(forced, several)
         elif structure is None or not inside:
             return structure
@@ -117,7 +157,9 @@ class RequestBuilder:
         found = tag(after_thinking(form) if inside else form)
         if len(found.value) > self.limits.grammar.size:
             raise bad_request(
-                f"the tools' schemas have {len(found.value)} characters; accepted: at most {self.limits.grammar.size}", "tools"
+                f"the tools' schemas have {len(found.value)} characters; accepted: at "
+                f"most {self.limits.grammar.size}",
+                "tools",
             )
         return found
 
@@ -126,14 +168,23 @@ class RequestBuilder:
     async def completion(self, body: CompletionRequest) -> TextCall:
         self._check_model(body)
         if body.echo and body.logprobs is not None:
-            raise bad_request("echo with logprobs is not supported: the prompt's log probabilities are not computed", "echo")
+            raise bad_request(
+                "echo with logprobs is not supported: the prompt's log probabilities are not "
+                "computed",
+                "echo",
+            )
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise bad_request(f"best_of={body.best_of} is not supported; accepted: the value of n", "best_of")
+            raise bad_request(
+                f"best_of={body.best_of} is not supported; accepted: the value of n", "best_of"
+            )
         given = _prompts(body.prompt)
         count = self._count(body, len(given))
         top = self._top(body.logprobs) if body.logprobs is not None else None
         params = self._params(
-            body, body.max_tokens or self.served.defaults.sampling.get("max_tokens", 16), top, structure_of(body, self.limits.grammar)
+            body,
+            body.max_tokens or self.served.defaults.sampling.get("max_tokens", 16),
+            top,
+            structure_of(body, self.limits.grammar),
         )
         special = body.add_special_tokens is not False
         prompts = [await self._encode(p, special) if isinstance(p, str) else p for p in given]
@@ -143,15 +194,23 @@ class RequestBuilder:
             shown = [p if isinstance(p, str) else self._decode(p) for p in given]
             echo = [text for text in shown for _ in range(count)]
         head = self._head("cmpl", "text_completion", body)
-        call = TextCall(head, requests, sum(map(len, prompts)), self.served.tokenizer, top, echo=echo)
-        call.replies.extend(ChoiceBuilder(i, request.params, self.served.tokenizer) for i, request in enumerate(requests))
+        call = TextCall(
+            head, requests, sum(map(len, prompts)), self.served.tokenizer, top, echo=echo
+        )
+        call.replies.extend(
+            ChoiceBuilder(i, request.params, self.served.tokenizer)
+            for i, request in enumerate(requests)
+        )
         return _streaming(call, body)
 
     # ---- both
 
     def _check_model(self, body: Sampling) -> None:
         if body.model is not None and body.model not in self.served.names:
-            message = f"the model {body.model!r} is not served here; available: {', '.join(self.served.names)}"
+            message = (
+                f"the model {body.model!r} is not served here; available: "
+                f"{', '.join(self.served.names)}"
+            )
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _count(self, body: Sampling, prompts: int) -> int:
@@ -160,29 +219,57 @@ class RequestBuilder:
         if n > self.limits.n:
             raise bad_request(f"n={n} is out of range; accepted: 1 to {self.limits.n}", "n")
         if n * prompts > self.limits.choices:
-            raise bad_request(f"{n * prompts} completions were asked for; accepted: at most {self.limits.choices} a request", "n")
+            raise bad_request(
+                f"{n * prompts} completions were asked for; accepted: at most "
+                f"{self.limits.choices} a request",
+                "n",
+            )
         return n
 
     def _top(self, count: int) -> int:
         if count > self.limits.logprobs:
-            raise bad_request(f"{count} log probabilities a token were asked for; accepted: at most {self.limits.logprobs}", "top_logprobs")
+            raise bad_request(
+                f"{count} log probabilities a token were asked for; accepted: at most "
+                f"{self.limits.logprobs}",
+                "top_logprobs",
+            )
         return count
 
-    def _params(self, body: Sampling, max_tokens: int | None, top: int | None, structure: StructuredOutput | None) -> SamplingParams:
+    def _params(
+        self,
+        body: Sampling,
+        max_tokens: int | None,
+        top: int | None,
+        structure: StructuredOutput | None,
+    ) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
-        values = {**self.served.defaults.sampling, **given, "max_tokens": max_tokens, "logit_bias": _bias(body), "stop": body.stop or ()}
+        values = {
+            **self.served.defaults.sampling,
+            **given,
+            "max_tokens": max_tokens,
+            "logit_bias": _bias(body),
+            "stop": body.stop or (),
+        }
         try:
             return SamplingParams(**{**values, "logprobs": top, "structured": structure})
         except RequestError as error:
             raise bad_request(str(error), parameter_of(str(error))) from None
 
-    def _requests(self, prompts: list[list[int]], params: SamplingParams, body: Sampling, count: int) -> list[Request]:
-        eos, salt, now = self.served.defaults.eos_token_ids, body.cache_salt or "", time.monotonic()
+    def _requests(
+        self, prompts: list[list[int]], params: SamplingParams, body: Sampling, count: int
+    ) -> list[Request]:
+        eos = self.served.defaults.eos_token_ids
+        salt = body.cache_salt or ""
+        now = time.monotonic()
         requests = []
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
             for sample in range(count):
-                child = params if params.seed is None or not sample else replace(params, seed=_wrapped(params.seed + sample))
+                child = (
+                    params
+                    if params.seed is None or not sample
+                    else replace(params, seed=_wrapped(params.seed + sample))
+                )
                 requests.append(Request(self.fleet.new_id(), tuple(prompt), child, eos, now, salt))
         return requests
 
@@ -190,13 +277,21 @@ class RequestBuilder:
         if not prompt:
             raise bad_request("the prompt is empty", name)
         if max(prompt) >= self.served.vocab_size:
-            raise bad_request(f"the prompt holds token id {max(prompt)}; accepted: 0 to {self.served.vocab_size - 1}", name)
+            raise bad_request(
+                f"the prompt holds token id {max(prompt)}; accepted: 0 to "
+                f"{self.served.vocab_size - 1}",
+                name,
+            )
 
     async def _encode(self, text: str, special: bool) -> list[int]:
         """Long texts are tokenized on a thread, so that other streams go on."""
         encode = self.served.tokenizer.encode
         try:
-            return await asyncio.to_thread(encode, text, special) if len(text) > LONG_TEXT else encode(text, special)
+            return (
+                await asyncio.to_thread(encode, text, special)
+                if len(text) > LONG_TEXT
+                else encode(text, special)
+            )
         except (UnicodeError, TypeError) as error:
             raise bad_request(f"the text cannot be encoded: {error}") from None
 
@@ -206,7 +301,13 @@ class RequestBuilder:
 
     def _head(self, prefix: str, kind: str, body: Sampling) -> ChunkHead:
         name = body.model or self.served.names[0]
-        return ChunkHead(f"{prefix}-{secrets.token_hex(14)}", kind, int(time.time()), name, self.served.fingerprint)
+        return ChunkHead(
+            f"{prefix}-{secrets.token_hex(14)}",
+            kind,
+            int(time.time()),
+            name,
+            self.served.fingerprint,
+        )
 
 
 def _streaming(call: Any, body: Sampling) -> Any:
@@ -215,7 +316,9 @@ def _streaming(call: Any, body: Sampling) -> Any:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     call.stream = bool(body.stream)
     call.include_usage = bool(options and options.include_usage)
-    call.continuous_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+    call.continuous_usage = bool(
+        options and options.include_usage and options.continuous_usage_stats
+    )
     return call
 
 
@@ -238,10 +341,13 @@ def _prompts(given: Any) -> list[str | list[int]]:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """The form templates expect: text as one string, arguments as JSON text that goes through tojson unchanged."""
+    """The form templates expect: text as one string, arguments as JSON text that goes through
+    tojson unchanged."""
     content = message.content
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    found["content"] = "\n".join(part.text for part in content) if isinstance(content, list) else content
+    found["content"] = (
+        "\n".join(part.text for part in content) if isinstance(content, list) else content
+    )
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
@@ -250,7 +356,14 @@ def _message(message: ChatMessage) -> dict[str, Any]:
         found["reasoning_content"] = thought
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": RawJson(call.function.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": RawJson(call.function.arguments),
+                },
+            }
             for call in message.tool_calls
         ]
     return found

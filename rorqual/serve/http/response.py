@@ -1,4 +1,5 @@
-"""The response that carries a Call: starts its sequences, streams or waits, and lets go of everything however it ends."""
+"""The response that carries a Call: starts its sequences, streams or waits, and lets go of
+everything however it ends."""
 
 from __future__ import annotations
 
@@ -22,21 +23,32 @@ log = logging.getLogger("rorqual.serve")
 ABORT = "rorqual.abort"  # the scope's entry for cutting the connection; see connection.py
 GRACE = 5.0  # seconds after its deadline for a stream to deliver its last words
 JSON = [(b"content-type", b"application/json")]
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class StreamResponse(Response):
-    """The engine hears of the request when the response is asked for; headers are sent with the first token, so that whatever the
-    engine refuses is still an HTTP status."""
+    """The engine hears of the request when the response is asked for; headers are sent with the
+    first token, so that whatever the engine refuses is still an HTTP status."""
 
-    def __init__(self, call: Call, fleet: EnginePool, counts: Counter[str], running: set[EngineJob]):
-        self.call, self.fleet, self.counts, self.running = call, fleet, counts, running
-        self.status_code, self.background = 200, None
+    def __init__(
+        self, call: Call, fleet: EnginePool, counts: Counter[str], running: set[EngineJob]
+    ):
+        self.call = call
+        self.fleet = fleet
+        self.counts = counts
+        self.running = running
+        self.status_code = 200
+        self.background = None
         self.job = EngineJob(fleet.limits.buffered)
         self.started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        job, timeout = self.job, self.fleet.limits.timeout
+        job = self.job
+        timeout = self.fleet.limits.timeout
         if self.call.stream:
             job.abort_connection = scope.get(ABORT)
         watcher = asyncio.create_task(_watch(receive, job))
@@ -51,7 +63,9 @@ class StreamResponse(Response):
             await self._fail(error, send)
         except Exception as error:
             log.exception("a request failed")
-            await self._fail(ApiError(500, f"internal error: {type(error).__name__}", "server_error"), send)
+            await self._fail(
+                ApiError(500, f"internal error: {type(error).__name__}", "server_error"), send
+            )
         finally:
             watcher.cancel()
             deadline.cancel()
@@ -68,7 +82,8 @@ class StreamResponse(Response):
             self.job.abort_connection()
 
     async def _stream(self, send: Send) -> None:
-        call, job = self.call, self.job
+        call = self.call
+        job = self.job
         while call.open:
             items = await job.take()
             if not self.started:
@@ -76,8 +91,16 @@ class StreamResponse(Response):
                 self.started = True
             events = call.take(items, job)
             if events and call.open:
-                await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-        await send({"type": "http.response.body", "body": b"".join([*events, *call.last_events(), DONE]), "more_body": False})
+                await send(
+                    {"type": "http.response.body", "body": b"".join(events), "more_body": True}
+                )
+        await send(
+            {
+                "type": "http.response.body",
+                "body": b"".join([*events, *call.last_events(), DONE]),
+                "more_body": False,
+            }
+        )
 
     async def _whole(self, send: Send) -> None:
         while self.call.open:
@@ -88,7 +111,13 @@ class StreamResponse(Response):
         self.counts[f"failed_{error.status}"] += 1
         with suppress(Exception):
             if self.started:
-                await send({"type": "http.response.body", "body": b"data: " + error.body() + b"\n\n" + DONE, "more_body": False})
+                await send(
+                    {
+                        "type": "http.response.body",
+                        "body": b"data: " + error.body() + b"\n\n" + DONE,
+                        "more_body": False,
+                    }
+                )
             else:
                 extra = [(name.encode(), value.encode()) for name, value in error.headers().items()]
                 await _send_all(send, error.status, [*JSON, *extra], error.body())
@@ -105,7 +134,9 @@ def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
-async def _send_all(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+async def _send_all(
+    send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
     await send(_start(status, [*headers, (b"content-length", str(len(body)).encode())]))
     await send({"type": "http.response.body", "body": body})
 

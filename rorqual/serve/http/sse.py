@@ -1,4 +1,5 @@
-"""Answers as bytes. Chunks of a stream are put together from parts encoded beforehand: a token costs one encoded string."""
+"""Answers as bytes. Chunks of a stream are put together from parts encoded beforehand: a token
+costs one encoded string."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ class ChunkHead:
     """What every part of one answer begins with."""
 
     def __init__(self, name: str, kind: str, created: int, model: str, fingerprint: str):
-        self.fields = {"id": name, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}
+        self.fields = {
+            "id": name,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self.start = b"data: " + encode(self.fields)[:-1] + b',"choices":['
         self.kind = kind
 
@@ -41,7 +48,9 @@ class ChatChoice:
         self.text = self.start + b'{"content":'
 
     def role(self) -> bytes:
-        return self.start + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return (
+            self.start + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        )
 
     def content(self, text: str, logprobs: bytes = b"null") -> bytes:
         return self.text + encode(text) + b'},"logprobs":' + logprobs + b',"finish_reason":null}'
@@ -50,7 +59,14 @@ class ChatChoice:
         return self.start + encode({name: value}) + b',"logprobs":null,"finish_reason":null}'
 
     def last(self, finish: str, stop_reason: Any) -> bytes:
-        return self.start + b'{},"logprobs":null,"finish_reason":' + encode(finish) + b',"stop_reason":' + encode(stop_reason) + b"}"
+        return (
+            self.start
+            + b'{},"logprobs":null,"finish_reason":'
+            + encode(finish)
+            + b',"stop_reason":'
+            + encode(stop_reason)
+            + b"}"
+        )
 
 
 class TextChoice:
@@ -59,24 +75,45 @@ class TextChoice:
     def __init__(self, index: int):
         self.start = b'{"index":%d,"text":' % index
 
-    def content(self, text: str, logprobs: bytes = b"null", finish: str | None = None, stop_reason: Any = None) -> bytes:
-        end = b"null}" if finish is None else encode(finish) + b',"stop_reason":' + encode(stop_reason) + b"}"
+    def content(
+        self,
+        text: str,
+        logprobs: bytes = b"null",
+        finish: str | None = None,
+        stop_reason: Any = None,
+    ) -> bytes:
+        end = (
+            b"null}"
+            if finish is None
+            else encode(finish) + b',"stop_reason":' + encode(stop_reason) + b"}"
+        )
         return self.start + encode(text) + b',"logprobs":' + logprobs + b',"finish_reason":' + end
 
 
 def usage(prompt: int, replies: list[ChoiceBuilder]) -> dict[str, Any]:
-    """Token counts; a prompt counts once however many choices it has. Cached: what its first choice found in the prefix cache."""
+    """Token counts; a prompt counts once however many choices it has. Cached: what its first
+    choice found in the prefix cache."""
     output = sum(reply.tokens for reply in replies)
     cached = max((reply.cached for reply in replies), default=0)
     details = {"cached_tokens": cached}
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, "prompt_tokens_details": details}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": details,
+    }
 
 
 def chat_logprobs(entries: Entries, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"content": [_chat_entry(token, found, top, tokenizer) for token, found in entries], "refusal": None}
+    return {
+        "content": [_chat_entry(token, found, top, tokenizer) for token, found in entries],
+        "refusal": None,
+    }
 
 
-def _chat_entry(token: int, found: dict[int, Logprob], top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _chat_entry(
+    token: int, found: dict[int, Logprob], top: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)[:top]
     likely = [_token(i, logprob, tokenizer) for i, logprob in ranked]
     return {**_token(token, found[token], tokenizer), "top_logprobs": likely}
@@ -84,26 +121,40 @@ def _chat_entry(token: int, found: dict[int, Logprob], top: int, tokenizer: Toke
 
 def _token(token: int, found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
     text = found.decoded_token or ""
-    return {"token": text, "logprob": max(found.logprob, LOWEST), "bytes": token_bytes(token, text, tokenizer)}
+    return {
+        "token": text,
+        "logprob": max(found.logprob, LOWEST),
+        "bytes": token_bytes(token, text, tokenizer),
+    }
 
 
-def text_logprobs(entries: Entries, top: int, offset: int, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
+def text_logprobs(
+    entries: Entries, top: int, offset: int, tokenizer: Tokenizer
+) -> tuple[dict[str, Any], int]:
     """The lists of the older API, and the offset at which the next token's text begins."""
-    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    result: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     for token, found in entries:
         text = found[token].decoded_token or ""
         ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
         kept = [item for rank, item in enumerate(ranked) if rank < top or item[0] == token]
         result["tokens"].append(text)
         result["token_logprobs"].append(max(found[token].logprob, LOWEST))
-        result["top_logprobs"].append({likely.decoded_token or "": max(likely.logprob, LOWEST) for _, likely in kept})
+        result["top_logprobs"].append(
+            {likely.decoded_token or "": max(likely.logprob, LOWEST) for _, likely in kept}
+        )
         result["text_offset"].append(offset)
         offset += len(text)
     return result, offset
 
 
 def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> list[int] | None:
-    """The bytes of a token, also where it is a part of a character; None where the vocabulary does not say."""
+    """The bytes of a token, also where it is a part of a character; None where the vocabulary
+    does not say."""
     if REPLACEMENT not in text:
         return list(text.encode())
     found = [BYTE_OF.get(char) for char in tokenizer.raw.id_to_token(token) or "?"]
@@ -111,10 +162,14 @@ def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> list[int] | None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: itself where it is one, else one from 256 on."""
+    """Byte-level vocabularies write each byte as one printable character: itself where it is
+    one, else one from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + i): byte for i, byte in enumerate(others)}}
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + i): byte for i, byte in enumerate(others)},
+    }
 
 
 BYTE_OF = _byte_alphabet()

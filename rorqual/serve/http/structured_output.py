@@ -19,12 +19,20 @@ from rorqual.text.grammar import GrammarLimits, check_size
 SCHEMA_DEPTH = 64
 
 
-def structure_of(body: ChatRequest | CompletionRequest, limits: GrammarLimits) -> StructuredOutput | None:
+def structure_of(
+    body: ChatRequest | CompletionRequest, limits: GrammarLimits
+) -> StructuredOutput | None:
     """At most one may be given; sizes are checked here, the rest where it is compiled."""
-    found = [*_from_format(body.response_format), *_from_guided(body), *_from_structured(body.structured_outputs)]
+    found = [
+        *_from_format(body.response_format),
+        *_from_guided(body),
+        *_from_structured(body.structured_outputs),
+    ]
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
-        raise bad_request(f"only one structure can be enforced, these were given: {names}", found[1][0])
+        raise bad_request(
+            f"only one structure can be enforced, these were given: {names}", found[1][0]
+        )
     if not found:
         return None
     name, structure = found[0]
@@ -41,7 +49,9 @@ def _from_format(given: ResponseFormat | None) -> list[tuple[str, StructuredOutp
     if given.type == "json_object":
         return [("response_format", StructuredOutput("json_object"))]
     if given.json_schema is None or given.json_schema.schema_ is None:
-        raise bad_request("response_format of type json_schema needs json_schema.schema", "response_format")
+        raise bad_request(
+            "response_format of type json_schema needs json_schema.schema", "response_format"
+        )
     return [("response_format", StructuredOutput("json_schema", _dump(given.json_schema.schema_)))]
 
 
@@ -61,7 +71,8 @@ def _from_guided(body: Sampling) -> list[tuple[str, StructuredOutput]]:
 def _from_structured(given: StructuredOutputs | None) -> list[tuple[str, StructuredOutput]]:
     if given is None:
         return []
-    where, found = "structured_outputs", []
+    where = "structured_outputs"
+    found = []
     if given.json_ is not None:
         found.append((f"{where}.json", StructuredOutput("json_schema", _dump(given.json_))))
     if given.regex is not None:
@@ -88,7 +99,9 @@ def _check_depth(name: str, structure: StructuredOutput) -> None:
         depth += (char in "{[") - (char in "}]")
         deepest = max(deepest, depth)
     if deepest > 2 * SCHEMA_DEPTH:
-        raise bad_request(f"the schema nests {deepest} deep; accepted: at most {2 * SCHEMA_DEPTH}", name)
+        raise bad_request(
+            f"the schema nests {deepest} deep; accepted: at most {2 * SCHEMA_DEPTH}", name
+        )
 
 
 def as_format(structure: StructuredOutput) -> dict[str, Any]:
@@ -104,7 +117,12 @@ def as_format(structure: StructuredOutput) -> dict[str, Any]:
     if structure.kind == "regex":
         return {"type": "regex", "pattern": structure.value}
     if structure.kind == "choice":
-        return {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in json.loads(structure.value)]}
+        return {
+            "type": "or",
+            "elements": [
+                {"type": "const_string", "value": choice} for choice in json.loads(structure.value)
+            ],
+        }
     return {"type": "grammar", "grammar": structure.value}
 
 
@@ -115,4 +133,6 @@ def after_thinking(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def tag(form: dict[str, Any]) -> StructuredOutput:
-    return StructuredOutput("structural_tag", json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False))
+    return StructuredOutput(
+        "structural_tag", json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+    )

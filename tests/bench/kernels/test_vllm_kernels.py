@@ -1,6 +1,8 @@
-"""What `bench kernels --peer` hands to vLLM's kernels: stand-ins with their signatures compute, from just that, what our cases expect.
+"""What `bench kernels --peer` hands to vLLM's kernels: stand-ins with their signatures compute,
+from just that, what our cases expect.
 
-A card with vLLM is needed to know that the real kernels take it; the stand-ins say that data, layouts and scales mean the same.
+A card with vLLM is needed to know that the real kernels take it; the stand-ins say that data,
+layouts and scales mean the same.
 """
 
 from __future__ import annotations
@@ -29,18 +31,37 @@ from rorqual.ops.reference import Weight
 CPU = torch.device("cpu")
 
 
-def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, splits, *, softmax_scale, causal):
+def flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, splits, *, softmax_scale, causal
+):
     """q [B, 1, H, 576], k_cache [pages, 64, 1, 576]; (out [B, 1, H, 512], lse)."""
     assert (metadata, splits, causal, head_dim_v) == ("metadata", "splits", True, 512)
     assert block_table.dtype == cache_seqlens.dtype == torch.int32
-    keys = [k_cache[row.long()].flatten(0, 1)[:n] for row, n in zip(block_table, cache_seqlens, strict=True)]
-    return torch.stack([attend(q[i], k, k[..., :512], softmax_scale) for i, k in enumerate(keys)]), None
+    keys = [
+        k_cache[row.long()].flatten(0, 1)[:n]
+        for row, n in zip(block_table, cache_seqlens, strict=True)
+    ]
+    return torch.stack(
+        [attend(q[i], k, k[..., :512], softmax_scale) for i, k in enumerate(keys)]
+    ), None
 
 
 def flash_attn_varlen_func(
-    *, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, softmax_scale, causal, fa_version, cu_seqlens_k=None, seqused_k=None,
-    block_table=None, q_v=None,
-):  # fmt: skip
+    *,
+    q,
+    k,
+    v,
+    max_seqlen_q,
+    cu_seqlens_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    fa_version,
+    cu_seqlens_k=None,
+    seqused_k=None,
+    block_table=None,
+    q_v=None,
+):
     assert causal
     assert fa_version == 3
     assert cu_seqlens_q.dtype == torch.int32
@@ -54,19 +75,38 @@ def flash_attn_varlen_func(
         assert keys.shape[0] <= max_seqlen_k
         query = q[first:last]
         if q_v is not None:
-            query, keys = torch.cat((q_v[first:last], query), -1), torch.cat((values, keys), -1)
+            query = torch.cat((q_v[first:last], query), -1)
+            keys = torch.cat((values, keys), -1)
         out.append(attend(query, keys, values, softmax_scale))
     return torch.cat(out)
 
 
-def fused_experts_impl(x, w1, w2, topk_weights, topk_ids, use_fp8_w8a8=False, w1_scale=None, w2_scale=None, block_shape=None):
+def fused_experts_impl(
+    x,
+    w1,
+    w2,
+    topk_weights,
+    topk_ids,
+    use_fp8_w8a8=False,
+    w1_scale=None,
+    w2_scale=None,
+    block_shape=None,
+):
     assert topk_ids.dtype == torch.int32
     assert (block_shape == [128, 128]) == use_fp8_w8a8
-    w1, w2 = Weight(w1, w1_scale), Weight(w2, w2_scale)
-    return experts.expert_truth((x, topk_ids.long(), topk_weights), torch.arange(x.shape[0]), w1, w2)
+    w1 = Weight(w1, w1_scale)
+    w2 = Weight(w2, w2_scale)
+    return experts.expert_truth(
+        (x, topk_ids.long(), topk_weights), torch.arange(x.shape[0]), w1, w2
+    )
 
 
-def fp8_gemm_nt(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor, disable_ue8m0_cast: bool | None = None) -> None:
+def fp8_gemm_nt(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    out: Tensor,
+    disable_ue8m0_cast: bool | None = None,
+) -> None:
     assert a[1].stride(0) == 1
     assert a[1].stride(1) % 4 == 0 <= a[1].stride(1) - a[1].shape[0] < 4
     x = a[0].double() * a[1].double().repeat_interleave(128, 1)
@@ -77,12 +117,15 @@ def fp8_gemm_nt(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor,
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: dict[str, dict[str, Any]] = {
         "vllm.v1.attention.ops.flashmla": {
-            "flash_mla_with_kvcache": flash_mla_with_kvcache, "get_mla_metadata": lambda: ("metadata", "splits"),
+            "flash_mla_with_kvcache": flash_mla_with_kvcache,
+            "get_mla_metadata": lambda: ("metadata", "splits"),
         },
         "vllm.vllm_flash_attn": {"flash_attn_varlen_func": flash_attn_varlen_func},
-        "vllm.model_executor.layers.fused_moe.fused_moe": {"fused_experts_impl": fused_experts_impl},
+        "vllm.model_executor.layers.fused_moe.fused_moe": {
+            "fused_experts_impl": fused_experts_impl
+        },
         "vllm.utils.deep_gemm": {"fp8_gemm_nt": fp8_gemm_nt},
-    }  # fmt: skip
+    }
     for name, members in contents.items():
         parts = name.split(".")
         for i in range(1, len(parts) + 1):
@@ -90,7 +133,12 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             if path not in sys.modules:
                 monkeypatch.setitem(sys.modules, path, ModuleType(path))
             if i > 1:
-                monkeypatch.setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[path], raising=False)
+                monkeypatch.setattr(
+                    sys.modules[".".join(parts[: i - 1])],
+                    parts[i - 1],
+                    sys.modules[path],
+                    raising=False,
+                )
         for member, value in members.items():
             setattr(sys.modules[name], member, value)
 
@@ -104,7 +152,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kernel} {case.shape}")
-def test_attention_peers_compute_our_case(case: attention.AttentionCase, vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_peers_compute_our_case(
+    case: attention.AttentionCase, vllm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "ROTATE", 3 * case.bytes)
     setup = case.setup(CPU)
     assert len(setup.calls) == 3
@@ -156,8 +206,14 @@ def test_the_fastest_peer_is_named_and_a_broken_one_is_told() -> None:
     times = {"slow": (9.0, 0.1), "fast": (4.0, 0.2)}
     makers: dict[str, Any] = {"slow": lambda: "slow", "broken": broken, "fast": lambda: "fast"}
     found = peers.best(makers, lambda make: times[make()])  # type: ignore[index]
-    assert found == {"peers": {"slow": 9.0, "broken": "RuntimeError: no such kernel", "fast": 4.0}, "peer_us": 4.0, "peer_error": 0.2}
-    assert peers.best({"broken": broken}, lambda make: times[make()]) == {"peers": {"broken": "RuntimeError: no such kernel"}}  # type: ignore[index]
+    assert found == {
+        "peers": {"slow": 9.0, "broken": "RuntimeError: no such kernel", "fast": 4.0},
+        "peer_us": 4.0,
+        "peer_error": 0.2,
+    }
+    assert peers.best({"broken": broken}, lambda make: times[make()]) == {
+        "peers": {"broken": "RuntimeError: no such kernel"}
+    }  # type: ignore[index]
     assert peers.best({}, lambda make: (1.0, None)) == {}
 
 

@@ -28,28 +28,60 @@ from rorqual.platforms.cpu import CpuPlatform
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 TOKENS = (1, 3, 20)
 DEEPSEEK = {
-    "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 32,
-    "num_experts_per_tok": 4, "num_hidden_layers": 3, "first_k_dense_replace": 1, "vocab_size": 64, "quantization_config": None,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "vocab_size": 64,
+    "quantization_config": None,
     "torch_dtype": "float32",
-}  # fmt: skip
+}
 QWEN = {
-    "hidden_size": 32, "moe_intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 16,
-    "num_experts_per_tok": 2, "num_hidden_layers": 2, "vocab_size": 64, "torch_dtype": "float32",
-}  # fmt: skip
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "torch_dtype": "float32",
+}
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
     tiny: dict[str, Any] = QWEN if name.startswith("qwen") else DEEPSEEK
-    return ModelConfig.from_dict({**json.loads((SHAPES / name / "config.json").read_text()), **tiny, **changes})
+    return ModelConfig.from_dict(
+        {**json.loads((SHAPES / name / "config.json").read_text()), **tiny, **changes}
+    )
 
 
-def bench_of(config: ModelConfig, tokens: tuple[int, ...] = TOKENS, requests: int = 1) -> LayerBench:
+def bench_of(
+    config: ModelConfig, tokens: tuple[int, ...] = TOKENS, requests: int = 1
+) -> LayerBench:
     return LayerBench(config, CpuPlatform(torch.device("cpu")), torch.float32, tokens, requests)
 
 
 def quick(config: ModelConfig, **options: Any) -> list[LayerRow]:
-    return sweep(config, tokens=options.pop("tokens", TOKENS), device="cpu", repeats=1, min_seconds=0.0, **options)
+    return sweep(
+        config,
+        tokens=options.pop("tokens", TOKENS),
+        device="cpu",
+        repeats=1,
+        min_seconds=0.0,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +101,8 @@ def test_every_module_at_every_size(rows: list[LayerRow]) -> None:
 
 
 def test_embedding_tables_here_and_there() -> None:
-    """On a device with memory of its own: rows gathered by the host, copied over as well, read by the device, and at home there."""
+    """On a device with memory of its own: rows gathered by the host, copied over as well, read
+    by the device, and at home there."""
 
     class Card(CpuPlatform):
         name = "card"
@@ -80,7 +113,12 @@ def test_embedding_tables_here_and_there() -> None:
         out = case.run()
         assert isinstance(out, torch.Tensor)
         found.setdefault(case.n, []).append(out)
-    assert [case.variant for case in CASES["embed_tokens"](bench)][:: len(TOKENS)] == ["cpu", "cpu+h2d", "pinned", "device"]
+    assert [case.variant for case in CASES["embed_tokens"](bench)][:: len(TOKENS)] == [
+        "cpu",
+        "cpu+h2d",
+        "pinned",
+        "device",
+    ]
     assert set(found) == set(TOKENS)
     for outs in found.values():
         assert all(torch.equal(out, outs[0]) for out in outs)
@@ -98,14 +136,21 @@ def test_rows_say_what_a_form_costs(rows: list[LayerRow]) -> None:
         if row.module == "mla":
             assert row.parameters == costs.attention_parameters(config, row.variant)
             assert row.cache_bytes == (2 * (16 + 8) if row.variant == "CD" else 16 + 8) * 4
-    flops = {row.variant: row.flops for row in rows if (row.module, row.phase, row.n) == ("mla", "decode", 20)}
+    flops = {
+        row.variant: row.flops
+        for row in rows
+        if (row.module, row.phase, row.n) == ("mla", "decode", 20)
+    }
     assert len(set(flops.values())) == 4
     assert flops["A_CC"] == flops["A_CC_ME"]
 
 
 def test_backbone_holds_everything_but_experts(rows: list[LayerRow]) -> None:
     parts = costs.parameters(config_of("deepseek-v3"))
-    expected = parts.attention + parts.dense_ffn + parts.router + parts.shared_experts + parts.norms - 32  # the last norm is the head's
+    # the last norm is the head's
+    expected = (
+        parts.attention + parts.dense_ffn + parts.router + parts.shared_experts + parts.norms - 32
+    )
     assert {row.parameters for row in rows if row.module == "backbone"} == {expected}
 
 
@@ -125,7 +170,8 @@ def test_cases_compute(name: str, requests: int) -> None:
 
 
 def test_the_backbone_is_the_model_without_experts() -> None:
-    """With routed experts that return their input, which is what a token sent nowhere amounts to."""
+    """With routed experts that return their input, which is what a token sent nowhere amounts
+    to."""
     bench = bench_of(config_of("deepseek-v3"))
     model = make_backbone(replace(bench.config, vocab_size=1), bench.build)
     cases.fill(model)
@@ -165,7 +211,9 @@ def test_given_ids_reach_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drawn_routing() -> None:
-    moe = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text())).moe
+    moe = ModelConfig.from_dict(
+        json.loads((SHAPES / "deepseek-v3" / "config.json").read_text())
+    ).moe
     hits = {}
     for kind in ("uniform", "zipf"):
         ids = routed_ids(kind, 64, moe)
@@ -174,7 +222,9 @@ def test_drawn_routing() -> None:
         hits[kind] = ids.unique().numel()
     assert hits["uniform"] == pytest.approx(costs.expected_experts(256, 8, 64), rel=0.05)
     assert hits["zipf"] < 0.8 * hits["uniform"]
-    counts = routed_ids("zipf", 512, moe).flatten().bincount(minlength=256).sort(descending=True).values
+    counts = (
+        routed_ids("zipf", 512, moe).flatten().bincount(minlength=256).sort(descending=True).values
+    )
     assert counts[0] > 10 * counts[128]
 
 
@@ -184,7 +234,9 @@ def test_bytes_follow_the_experts_hit() -> None:
     natural, zipf = (moe_case(bench, kind, 20) for kind in ("natural", "zipf"))
     assert natural.experts_hit is not None
     assert zipf.experts_hit is not None
-    assert natural.cost.bytes - zipf.cost.bytes == pytest.approx((natural.experts_hit - zipf.experts_hit) * one_expert)
+    assert natural.cost.bytes - zipf.cost.bytes == pytest.approx(
+        (natural.experts_hit - zipf.experts_hit) * one_expert
+    )
 
 
 def test_natural_routing_spreads(rows: list[LayerRow]) -> None:
@@ -216,19 +268,40 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         quick(config_of("deepseek-v3"), **options)
 
 
-def test_too_large_modules_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_modules_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: 20 * 2**30)
     config = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text()))
     bench = LayerBench(config, CpuPlatform(torch.device("cpu")), torch.bfloat16, (1,))
     cases.check_memory(bench, ["embed_tokens", "mlp", "mla", "dense_layer", "moe", "backbone"])
-    assert cases._weight_bytes(bench, "mla") == pytest.approx(187.1e6 + 16.8e6 + 2 * 583.0e6, rel=1e-3)
-    assert cases._weight_bytes(bench, "dense_layer") == pytest.approx(187.1e6 + 16.8e6 + 396.4e6, rel=1e-3)
+    assert cases._weight_bytes(bench, "mla") == pytest.approx(
+        187.1e6 + 16.8e6 + 2 * 583.0e6, rel=1e-3
+    )
+    assert cases._weight_bytes(bench, "dense_layer") == pytest.approx(
+        187.1e6 + 16.8e6 + 396.4e6, rel=1e-3
+    )
     with pytest.raises(CapacityError, match=r"module moe needs 21\.\d+ GiB"):
         cases.check_memory(replace(bench, config=replace(config, quant=None)), ["mla", "moe"])
 
 
 def row_of(**changes: Any) -> LayerRow:
-    row = LayerRow("moe", "natural", "tokens", 64, 1, 2e-3, 1.9e-3, 5, 1.0, 1.0, 1_234_567, 0, experts_hit=200, experts_expected=222.0)
+    row = LayerRow(
+        "moe",
+        "natural",
+        "tokens",
+        64,
+        1,
+        2e-3,
+        1.9e-3,
+        5,
+        1.0,
+        1.0,
+        1_234_567,
+        0,
+        experts_hit=200,
+        experts_expected=222.0,
+    )
     return replace(row, **changes)
 
 
@@ -240,7 +313,9 @@ def printed(rows: list[LayerRow]) -> str:
 
 
 def test_table_names_the_experts_hit() -> None:
-    text = printed([row_of(), row_of(variant="zipf", experts_hit=8), row_of(variant="uniform", best=0.5e-3)])
+    text = printed(
+        [row_of(), row_of(variant="zipf", experts_hit=8), row_of(variant="uniform", best=0.5e-3)]
+    )
     assert "2 (200)" in text
     assert "2 (8!)" in text
     assert "collapsed routing" in text
@@ -261,6 +336,15 @@ def test_json(rows: list[LayerRow]) -> None:
 
 
 def test_from_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**config_of("deepseek-v3").raw, "new_field": 1}))
-    found = layers.bench(str(tmp_path), modules=["mlp"], tokens=(1, 2), device="cpu", repeats=1, ignore_fields=("new_field",))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config_of("deepseek-v3").raw, "new_field": 1})
+    )
+    found = layers.bench(
+        str(tmp_path),
+        modules=["mlp"],
+        tokens=(1, 2),
+        device="cpu",
+        repeats=1,
+        ignore_fields=("new_field",),
+    )
     assert [(row.module, row.n) for row in found] == [("mlp", 1), ("mlp", 2)]

@@ -19,9 +19,14 @@ from rorqual.errors import ConfigError
 
 def steps(count: int, pause: float) -> list[Span]:
     """Two kernels that overlap by 2 us, then a third 1 us later; `pause` between steps."""
-    spans, at = [], 100.0
+    spans = []
+    at = 100.0
     for _ in range(count):
-        spans += [Span("attend", at, at + 10), Span("experts", at + 8, at + 28), Span("attend", at + 29, at + 39)]
+        spans += [
+            Span("attend", at, at + 10),
+            Span("experts", at + 8, at + 28),
+            Span("attend", at + 29, at + 39),
+        ]
         at += 39 + pause
     return spans
 
@@ -33,7 +38,10 @@ def test_overlapping_kernels_are_busy_once() -> None:
     assert found.short == pytest.approx((4 * 1 + 3 * 2) / 4)
     assert found.long == 0
     assert not found.longest
-    assert [(kernel.name, kernel.calls, kernel.us) for kernel in found.kernels] == [("attend", 2, 20), ("experts", 1, 20)]
+    assert [(kernel.name, kernel.calls, kernel.us) for kernel in found.kernels] == [
+        ("attend", 2, 20),
+        ("experts", 1, 20),
+    ]
 
 
 def test_a_late_host_shows() -> None:
@@ -47,14 +55,17 @@ def test_a_late_host_shows() -> None:
 
 
 def test_only_a_launch_during_a_wait_blames_the_host() -> None:
-    """Waits lie between 139 and 179, 218 and 258. A launch at 120 was there before, one at 240 came late."""
+    """Waits lie between 139 and 179, 218 and 258. A launch at 120 was there before, one at 240
+    came late."""
     assert summarize(steps(3, 40.0), 3, [120.0]).late == 0
     assert summarize(steps(3, 40.0), 3, [240.0, 120.0, 300.0]).late == pytest.approx(40 / 3)
 
 
 def test_a_profilers_events_are_told_apart() -> None:
     def event(device: DeviceType, name: str, start: float, end: float) -> SimpleNamespace:
-        return SimpleNamespace(device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end))
+        return SimpleNamespace(
+            device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end)
+        )
 
     found = [
         event(DeviceType.CPU, "cudaGraphLaunch", 3, 5),
@@ -73,21 +84,37 @@ def test_without_a_card_it_is_refused() -> None:
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     started = time.time()
-    code = "import time; time.sleep(0.4); from rorqual.bench.offline.run import process_age; print(process_age())"
-    age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    code = (
+        "import time; time.sleep(0.4); from rorqual.bench.offline.run import process_age; "
+        "print(process_age())"
+    )
+    age = float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
     assert 0.4 <= age <= time.time() - started + 0.05
 
 
 def test_requests_that_end_before_the_last_prompt_is_through_are_told_of() -> None:
     """Not waited for: the engine would have nothing to do and never say so."""
-    llm = LLM(max_num_seqs=4, max_model_len=64, num_pages=40, max_num_batched_tokens=8, enable_prefix_caching=False, device="cpu")
+    llm = LLM(
+        max_num_seqs=4,
+        max_model_len=64,
+        num_pages=40,
+        max_num_batched_tokens=8,
+        enable_prefix_caching=False,
+        device="cpu",
+    )
     prompts = [[i] * 8 for i in range(2, 6)]
     with (
         pytest.raises(ConfigError, match="4 requests never decode together within 2 tokens"),
         steady_state_steps(llm.engine, prompts, greedy(2)),
     ):
         pass
-    with steady_state_steps(llm.engine, prompts, greedy(enough_tokens(llm.engine, prompts, 3))) as count:
+    with steady_state_steps(
+        llm.engine, prompts, greedy(enough_tokens(llm.engine, prompts, 3))
+    ) as count:
         assert count == len(llm.engine.scheduler.decoding) == 4
     assert not llm.engine.has_work
     assert experts_hit(llm, prompts) is not None

@@ -1,4 +1,5 @@
-"""`bench offline --compare vllm` with a stand-in for vLLM: what it is asked, what becomes of its answers, and of its failures."""
+"""`bench offline --compare vllm` with a stand-in for vLLM: what it is asked, what becomes of its
+answers, and of its failures."""
 
 from __future__ import annotations
 
@@ -58,18 +59,44 @@ def bench(folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     (folder / "vllm/__init__.py").write_text(STAND_IN)
     root = Path(__file__).parents[2]
     command = [
-        sys.executable, "-m", "rorqual", "bench", "offline", "--weights", "random", "--layers", "2", "--concurrency", "2,3",
-        "--repeats", "1", "--prompt-len", "6", "--output-len", "5", "--compare", "vllm", "--json", str(folder / "report.json"),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "rorqual",
+        "bench",
+        "offline",
+        "--weights",
+        "random",
+        "--layers",
+        "2",
+        "--concurrency",
+        "2,3",
+        "--repeats",
+        "1",
+        "--prompt-len",
+        "6",
+        "--output-len",
+        "5",
+        "--compare",
+        "vllm",
+        "--json",
+        str(folder / "report.json"),
+    ]
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{folder}"} | more
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_each_row_is_followed_by_its_peers(tmp_path: Path) -> None:
     done = bench(tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
-    assert [(row["engine"], row["concurrency"]) for row in rows] == [("rorqual", 2), ("vllm", 2), ("rorqual", 3), ("vllm", 3)]
+    assert [(row["engine"], row["concurrency"]) for row in rows] == [
+        ("rorqual", 2),
+        ("vllm", 2),
+        ("rorqual", 3),
+        ("vllm", 3),
+    ]
     for row in rows[1::2]:
         assert 15 < row["step_ms"] < 80
         assert row["tokens_per_s"] == pytest.approx(row["concurrency"] * 5 / row["seconds"])
@@ -96,9 +123,16 @@ def test_what_cannot_be_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_natural_weights() -> None:
     model = nn.Module()
-    model.q_proj, model.o_proj, model.norm = nn.Linear(512, 64), nn.Linear(512, 64), nn.LayerNorm(16)
-    model.register_parameter("w2_weight", nn.Parameter(torch.zeros(3, 64, 256).to(torch.float8_e4m3fn), requires_grad=False))
-    model.register_parameter("w2_weight_scale_inv", nn.Parameter(torch.zeros(3, 1, 2), requires_grad=False))
+    model.q_proj = nn.Linear(512, 64)
+    model.o_proj = nn.Linear(512, 64)
+    model.norm = nn.LayerNorm(16)
+    model.register_parameter(
+        "w2_weight",
+        nn.Parameter(torch.zeros(3, 64, 256).to(torch.float8_e4m3fn), requires_grad=False),
+    )
+    model.register_parameter(
+        "w2_weight_scale_inv", nn.Parameter(torch.zeros(3, 1, 2), requires_grad=False)
+    )
     vllm_process.natural(model, 0.5)
     assert model.q_proj.weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
     assert model.o_proj.weight.std().item() == pytest.approx(0.5 * 512**-0.5, rel=0.05)

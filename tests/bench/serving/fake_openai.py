@@ -1,6 +1,7 @@
-"""A small OpenAI-compatible server for the tests: no model, timing by the clock. A request chooses its behaviour with the body's field
-`fake` (see `Behaviour`), and the server keeps the times at which it really wrote each chunk (CLOCK_MONOTONIC, which other processes of
-the machine share), so that a measurement can be compared with what was injected rather than with what was meant.
+"""A small OpenAI-compatible server for the tests: no model, timing by the clock. A request chooses
+its behaviour with the body's field `fake` (see `Behaviour`), and the server keeps the times at
+which it really wrote each chunk (CLOCK_MONOTONIC, which other processes of the machine share), so
+that a measurement can be compared with what was injected rather than with what was meant.
 
     python tests/bench/serving/fake_openai.py          prints its port, serves until its standard input closes
 """
@@ -20,7 +21,8 @@ API_KEY = "sk-fake"
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Seconds and counts. `per_chunk`: tokens a chunk carries. `fail`: "" or one of status, error, cut, hang."""
+    """Seconds and counts. `per_chunk`: tokens a chunk carries. `fail`: "" or one of status,
+    error, cut, hang."""
 
     ttft: float = 0.0
     itl: float = 0.0
@@ -45,7 +47,10 @@ class Log:
 
     def metrics(self) -> str:
         pairs = {"drafts": self.drafts, "accepted_tokens": self.accepted}
-        lines = [f'fake:spec_decode_num_{name}_total{{model_name="fake"}} {float(value)}' for name, value in pairs.items()]
+        lines = [
+            f'fake:spec_decode_num_{name}_total{{model_name="fake"}} {float(value)}'
+            for name, value in pairs.items()
+        ]
         return "# HELP x\n" + "\n".join(lines) + "\n"
 
 
@@ -53,37 +58,73 @@ class Stream:
     """One answer: writes chunk after chunk at the times its behaviour asks for."""
 
     def __init__(self, connection: Connection, body: dict[str, Any], chat: bool):
-        self.connection, self.body, self.chat = connection, body, chat
+        self.connection = connection
+        self.body = body
+        self.chat = chat
         known = {field.name for field in fields(Behaviour)}
-        self.how = Behaviour(**{name: value for name, value in body.get("fake", {}).items() if name in known})
+        self.how = Behaviour(
+            **{name: value for name, value in body.get("fake", {}).items() if name in known}
+        )
         self.left = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         self.tokens = self.left
         self.arrived = time.perf_counter()
         self.prompt = body.get("messages") if chat else body.get("prompt")
-        self.entry = {"arrived": self.arrived, "writes": [], "body": body, "how": asdict(self.how), "done": False}
+        self.entry = {
+            "arrived": self.arrived,
+            "writes": [],
+            "body": body,
+            "how": asdict(self.how),
+            "done": False,
+        }
         log = connection.log
         log.requests.append(self.entry)
         log.running += 1
         log.peak = max(log.peak, log.running)
         self.loop = asyncio.get_running_loop()
         self.next = self.loop.time() + self.how.ttft
-        chunk = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1750000000, "model": "fake", "choices": None}
+        chunk = {
+            "id": "cmpl-0123456789abcdef",
+            "object": "text_completion",
+            "created": 1750000000,
+            "model": "fake",
+            "choices": None,
+        }
         self.head = json.dumps(chunk, separators=(",", ":"))[: -len("null}")]
         text = " word" * self.how.per_chunk
         self.piece = self.chunk(self.choice(text))
 
     def choice(self, text: str | None, finish: str | None = None, role: bool = False) -> str:
         if self.chat:
-            delta = {"role": "assistant", "content": ""} if role else {} if text is None else {"content": text}
-            return json.dumps([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}], separators=(",", ":"))
-        return json.dumps([{"index": 0, "text": text or "", "logprobs": None, "finish_reason": finish}], separators=(",", ":"))
+            delta = (
+                {"role": "assistant", "content": ""}
+                if role
+                else {}
+                if text is None
+                else {"content": text}
+            )
+            return json.dumps(
+                [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}],
+                separators=(",", ":"),
+            )
+        return json.dumps(
+            [{"index": 0, "text": text or "", "logprobs": None, "finish_reason": finish}],
+            separators=(",", ":"),
+        )
 
     def chunk(self, choices: str, extra: str = "") -> bytes:
         return framed(f"data: {self.head}{choices}{extra}}}\n\n".encode())
 
     def usage(self) -> dict[str, Any]:
-        prompt = sum(len(m["content"].split()) for m in self.prompt) if self.chat else len(words(self.prompt))
-        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
+        prompt = (
+            sum(len(m["content"].split()) for m in self.prompt)
+            if self.chat
+            else len(words(self.prompt))
+        )
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.tokens,
+            "total_tokens": prompt + self.tokens,
+        }
         if self.how.cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.how.cached}
         return usage
@@ -92,11 +133,20 @@ class Stream:
         if self.how.fail == "hang":
             return
         if self.how.fail == "status":
-            return self.finish(lambda: self.connection.answer(self.how.status, {"error": {"message": "the fake refuses"}}))
+            return self.finish(
+                lambda: self.connection.answer(
+                    self.how.status, {"error": {"message": "the fake refuses"}}
+                )
+            )
         if self.body.get("stream"):
             self.connection.head(200, "text/event-stream")
             if self.how.role_first is not None:
-                self.loop.call_later(self.how.role_first, lambda: self.connection.transport.write(self.chunk(self.choice(None, role=True))))
+                self.loop.call_later(
+                    self.how.role_first,
+                    lambda: self.connection.transport.write(
+                        self.chunk(self.choice(None, role=True))
+                    ),
+                )
             self.loop.call_at(self.next, self.tick)
         else:
             self.loop.call_at(self.next + self.how.itl * (self.tokens - 1), self.whole)
@@ -114,7 +164,9 @@ class Stream:
 
     def broken(self) -> None:
         if self.how.fail == "error":
-            self.connection.transport.write(framed(b'data: {"error":{"message":"the engine died","code":500}}\n\n'))
+            self.connection.transport.write(
+                framed(b'data: {"error":{"message":"the engine died","code":500}}\n\n')
+            )
         self.connection.transport.close()
 
     def last(self) -> None:
@@ -127,9 +179,13 @@ class Stream:
 
     def whole(self) -> None:
         text = " word" * self.tokens
-        choice = {"index": 0, "finish_reason": "length"} | ({"message": {"content": text}} if self.chat else {"text": text})
+        choice = {"index": 0, "finish_reason": "length"} | (
+            {"message": {"content": text}} if self.chat else {"text": text}
+        )
         self.entry["writes"].append(time.perf_counter())
-        self.finish(lambda: self.connection.answer(200, {"choices": [choice], "usage": self.usage()}))
+        self.finish(
+            lambda: self.connection.answer(200, {"choices": [choice], "usage": self.usage()})
+        )
 
     def finish(self, write: Any) -> None:
         """Counters first: a client that has read the end must find them done."""
@@ -155,7 +211,9 @@ class Connection(asyncio.Protocol):
     """HTTP/1.1 with Content-Length bodies, one request at a time."""
 
     def __init__(self, log: Log, key: str | None):
-        self.log, self.key, self.buffer = log, key, b""
+        self.log = log
+        self.key = key
+        self.buffer = b""
         self.stream: Stream | None = None
         self.transport: asyncio.Transport
 
@@ -168,13 +226,20 @@ class Connection(asyncio.Protocol):
         if not gap:
             return
         lines = head.decode().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines[1:])
+        }
         size = int(headers.get("content-length", 0))
         if len(rest) < size:
             return
         self.buffer = rest[size:]
         method, path, _ = lines[0].split(" ")
-        if self.key and path.startswith("/v1") and headers.get("authorization") != f"Bearer {self.key}":
+        if (
+            self.key
+            and path.startswith("/v1")
+            and headers.get("authorization") != f"Bearer {self.key}"
+        ):
             return self.answer(401, {"error": {"message": "wrong API key"}})
         self.route(method, path, json.loads(rest[:size] or b"{}"))
 
@@ -194,16 +259,28 @@ class Connection(asyncio.Protocol):
             "/version": {"version": "9.8.7"},
             "/server_info": {"gpu": "Fake GPU", "tp_size": 2},
         }
-        self.answer(200 if path in pages else 404, pages.get(path, {"error": {"message": f"no {path}"}}))
+        self.answer(
+            200 if path in pages else 404, pages.get(path, {"error": {"message": f"no {path}"}})
+        )
 
     def answer(self, status: int, page: dict[str, Any]) -> None:
         self.send(status, json.dumps(page).encode(), "application/json")
 
     def send(self, status: int, data: bytes, kind: str) -> None:
-        self.transport.write(f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        self.transport.write(
+            (
+                f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: "
+                f"{len(data)}\r\n\r\n"
+            ).encode()
+            + data
+        )
 
     def head(self, status: int, kind: str) -> None:
-        self.transport.write(f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        self.transport.write(
+            (
+                f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n"
+            ).encode()
+        )
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.stream is not None:
@@ -212,7 +289,8 @@ class Connection(asyncio.Protocol):
 
 
 async def main(key: str | None) -> None:
-    loop, log = asyncio.get_running_loop(), Log()
+    loop = asyncio.get_running_loop()
+    log = Log()
     server = await loop.create_server(lambda: Connection(log, key), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)

@@ -21,12 +21,18 @@ class Fake:
             return json.load(page)
 
     def requests(self, mark: str) -> list[dict[str, Any]]:
-        """Those whose body carries `mark`, in the order they came; warm-ups, which are shorter, left out by their own mark."""
+        """Those whose body carries `mark`, in the order they came; warm-ups, which are shorter,
+        left out by their own mark."""
         return [entry for entry in self.log()["requests"] if entry["body"].get("mark") == mark]
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen[str], Fake]:
-    process = subprocess.Popen([sys.executable, str(FAKE), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(FAKE), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     return process, Fake(int(process.stdout.readline()))
 

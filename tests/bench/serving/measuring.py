@@ -21,7 +21,8 @@ ATTEMPTS = 5
 
 
 def steady(test: Callable[..., None]) -> Callable[..., None]:
-    """For assertions about milliseconds: other work on the machine may spoil an attempt, a wrong measurement spoils all of them."""
+    """For assertions about milliseconds: other work on the machine may spoil an attempt, a wrong
+    measurement spoils all of them."""
 
     @functools.wraps(test)
     def tried(*arguments: Any, **named: Any) -> None:
@@ -51,12 +52,23 @@ def measure(
     **target: Any,
 ) -> Figures:
     """One row; `how` is the fake's behaviour."""
-    asked = ServerTarget(fake.url, model="fake", extra_body={"fake": dict(how), "mark": mark}, keep_text=True, **target)
+    asked = ServerTarget(
+        fake.url,
+        model="fake",
+        extra_body={"fake": dict(how), "mark": mark},
+        keep_text=True,
+        **target,
+    )
     data = data or Data(lengths=PromptLengths(12, 8), num_prompts=6)
 
     async def once() -> Figures:
         async with Client(asked) as client:
-            bench = ServingBench(client, Vocabulary(BUNDLED, asked.chat), data, method or Method(warm_ups=0, details=True))
+            bench = ServingBench(
+                client,
+                Vocabulary(BUNDLED, asked.chat),
+                data,
+                method or Method(warm_ups=0, details=True),
+            )
             return await bench.measure(load or ArrivalLoad(concurrency=3))
 
     return asyncio.run(once())

@@ -27,7 +27,20 @@ def run(fake: Fake | None, *arguments: str, how: Mapping[str, Any] | None = None
 
 def test_one_run_prints_the_table_and_writes_provenance(fake: Fake, tmp_path: Path):
     path = tmp_path / "one.json"
-    done = run(fake, *SMALL, "--max-concurrency", "2", "--num-prompts", "4", "--api-key", "s3cret", "--card", "a card", "--json", str(path))
+    done = run(
+        fake,
+        *SMALL,
+        "--max-concurrency",
+        "2",
+        "--num-prompts",
+        "4",
+        "--api-key",
+        "s3cret",
+        "--card",
+        "a card",
+        "--json",
+        str(path),
+    )
     assert done.exit_code == 0, done.output
     assert "============ Serving Benchmark Result ============" in done.stdout
     assert re.search(r"Successful requests: +4\b", done.stdout)
@@ -53,7 +66,18 @@ def test_failed_requests_make_the_status_1_and_are_listed(fake: Fake):
 def test_a_sweep_with_an_slo_search_and_charts(fake: Fake, tmp_path: Path):
     """TPOT is 2 ms + 1 ms a request open: 100 tokens/s/user hold up to about 8."""
     path = tmp_path / "sweep.json"
-    load = ("--sweep", "2/24", "--slo", "ttft=2s,tps_user=100", "--slo-probes", "4", "--prompts-per-concurrency", "2", "--gpus", "2")
+    load = (
+        "--sweep",
+        "2/24",
+        "--slo",
+        "ttft=2s,tps_user=100",
+        "--slo-probes",
+        "4",
+        "--prompts-per-concurrency",
+        "2",
+        "--gpus",
+        "2",
+    )
     how = {"itl": 0.002, "itl_per_open": 0.001}
     done = run(fake, *SMALL, *load, "--label", "a", "--json", str(path), how=how)
     assert done.exit_code == 0, done.output
@@ -66,17 +90,30 @@ def test_a_sweep_with_an_slo_search_and_charts(fake: Fake, tmp_path: Path):
     assert 2 <= best < 12
     assert f"highest concurrency that keeps ttft=2s, tps_user=100: {best}," in done.stdout
     chosen = next(row for row in page["rows"] if row["max_concurrency"] == best)
-    assert page["slo"]["output_throughput"] == chosen["output_throughput"] == 2 * chosen["output_throughput_per_gpu"]
+    assert (
+        page["slo"]["output_throughput"]
+        == chosen["output_throughput"]
+        == 2 * chosen["output_throughput_per_gpu"]
+    )
     assert chosen["median_tpot_ms"] <= 10
     assert page["slo"]["broken_by"][0].startswith("median_tpot_ms")
     assert [row["num_prompts"] for row in page["rows"]] == [2 * count for count in counts]
     assert path.with_suffix(".png").stat().st_size > 10_000
     assert "<svg" in path.with_suffix(".html").read_text()
-    both = run(None, "--compare", str(path), str(path.rename(tmp_path / "b.json")), "--chart", str(tmp_path / "both"))
+    both = run(
+        None,
+        "--compare",
+        str(path),
+        str(path.rename(tmp_path / "b.json")),
+        "--chart",
+        str(tmp_path / "both"),
+    )
     assert isinstance(both.exception, ConfigError), "the first name is gone"
     copy = tmp_path / "c.json"
     copy.write_text((tmp_path / "b.json").read_text())
-    both = run(None, "--compare", str(tmp_path / "b.json"), str(copy), "--chart", str(tmp_path / "both"))
+    both = run(
+        None, "--compare", str(tmp_path / "b.json"), str(copy), "--chart", str(tmp_path / "both")
+    )
     assert both.exit_code == 0, both.output
     assert both.stdout.count("(1.00x)") >= 5
     assert (tmp_path / "both.png").exists()
@@ -84,7 +121,17 @@ def test_a_sweep_with_an_slo_search_and_charts(fake: Fake, tmp_path: Path):
 
 
 def test_an_slo_nobody_keeps_ends_with_1(fake: Fake):
-    done = run(fake, *SMALL, "--slo", "ttft=1ms", "--slo-start", "2", "--prompts-per-concurrency", "2", how={"ttft": 0.02})
+    done = run(
+        fake,
+        *SMALL,
+        "--slo",
+        "ttft=1ms",
+        "--slo-start",
+        "2",
+        "--prompts-per-concurrency",
+        "2",
+        how={"ttft": 0.02},
+    )
     assert done.exit_code == 1
     assert "no concurrency tried keeps ttft=1ms; 1 breaks it: median_ttft_ms" in done.stdout
 
@@ -92,7 +139,13 @@ def test_an_slo_nobody_keeps_ends_with_1(fake: Fake):
 @steady
 def test_a_trace_is_replayed(fake: Fake, tmp_path: Path):
     path = tmp_path / "trace.jsonl"
-    path.write_text("".join(f'{{"timestamp": {100 * i}, "input_length": 10, "output_length": 3, "hash_ids": [{i}]}}\n' for i in range(3)))
+    path.write_text(
+        "".join(
+            f'{{"timestamp": {100 * i}, "input_length": 10, "output_length": 3, "hash_ids": '
+            f"[{i}]}}\n"
+            for i in range(3)
+        )
+    )
     done = run(
         fake,
         "--dataset-name",
@@ -142,7 +195,10 @@ def test_nobody_listening_is_one_error():
     assert "is the server up" in str(done.exception)
 
 
-@pytest.mark.parametrize("arguments", [("--sweep", "1,x"), ("--sweep", "1,2", "--max-concurrency", "4"), ("a-file.json",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--sweep", "1,x"), ("--sweep", "1,2", "--max-concurrency", "4"), ("a-file.json",)],
+)
 def test_a_bad_combination_of_options_is_a_usage_error(fake: Fake, arguments: tuple[str, ...]):
     done = run(fake, *SMALL, *arguments)
     assert done.exit_code == 2

@@ -1,4 +1,5 @@
-"""Prompts: exact lengths, seeds, shared prefixes, files and traces; and the times at which they are sent."""
+"""Prompts: exact lengths, seeds, shared prefixes, files and traces; and the times at which they
+are sent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from rorqual.bench.serving.prompts import (
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
 
-IDS, TEXT = Vocabulary(BUNDLED, as_text=False), Vocabulary(BUNDLED, as_text=True)
+IDS = Vocabulary(BUNDLED, as_text=False)
+TEXT = Vocabulary(BUNDLED, as_text=True)
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -54,7 +56,9 @@ def test_ids_have_exactly_their_length_and_are_never_special(length: int, seed: 
 
 
 def test_a_seed_gives_the_same_prompts_and_another_seed_others():
-    first, again, other = (random_prompts(IDS, rng(seed), 5, PromptLengths(20, 3)) for seed in (1, 1, 2))
+    first, again, other = (
+        random_prompts(IDS, rng(seed), 5, PromptLengths(20, 3)) for seed in (1, 1, 2)
+    )
     assert [ids(p) for p in first] == [ids(p) for p in again] != [ids(p) for p in other]
     assert len({tuple(ids(p)) for p in first}) == 5
 
@@ -71,13 +75,23 @@ def test_range_ratio_by_both_conventions(convention: str, low: int, high: int):
 @pytest.mark.parametrize("vocabulary", [IDS, TEXT], ids=["ids", "text"])
 def test_shared_prefixes_are_shared_within_groups_only(vocabulary: Vocabulary):
     prompts = shared_prefix_prompts(vocabulary, rng(), PrefixGroups(3, 4, 50), PromptLengths(10, 5))
-    encoded = [vocabulary.tokenizer.encode(p.content) if isinstance(p.content, str) else ids(p) for p in prompts]
+    encoded = [
+        vocabulary.tokenizer.encode(p.content) if isinstance(p.content, str) else ids(p)
+        for p in prompts
+    ]
     assert {len(e) for e in encoded} == {60} == {p.input_len for p in prompts}
     heads = [tuple(e[:50]) for e in encoded]
     assert sorted(heads.count(head) for head in set(heads)) == [4, 4, 4]
     assert len({tuple(e) for e in encoded}) == 12
     assert heads != sorted(heads), "groups are mixed"
-    assert len(shared_prefix_prompts(vocabulary, rng(), PrefixGroups(3, 4, 50), PromptLengths(10, 5), count=7)) == 7
+    assert (
+        len(
+            shared_prefix_prompts(
+                vocabulary, rng(), PrefixGroups(3, 4, 50), PromptLengths(10, 5), count=7
+            )
+        )
+        == 7
+    )
 
 
 def test_warm_ups_are_alike_in_length_and_nothing_else():
@@ -92,12 +106,17 @@ def test_warm_ups_are_alike_in_length_and_nothing_else():
 
 
 def conversation(question: str, answer: str, **names: str) -> dict[str, object]:
-    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+    return {
+        "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    }
 
 
 def test_sharegpt_takes_first_turns_of_usable_length(tmp_path: Path):
     path = tmp_path / "sharegpt.json"
-    good = [conversation(f"tell me about whale number {i}", "they are large and swim far " * (i + 1)) for i in range(6)]
+    good = [
+        conversation(f"tell me about whale number {i}", "they are large and swim far " * (i + 1))
+        for i in range(6)
+    ]
     bad = [
         conversation("hi", "x" * 400),
         conversation("word " * 3000, "a long answer it is"),
@@ -106,17 +125,24 @@ def test_sharegpt_takes_first_turns_of_usable_length(tmp_path: Path):
     ]
     path.write_text(json.dumps(good + bad))
     prompts = sharegpt_prompts(TEXT, rng(), path, None)
-    assert sorted(p.content for p in prompts if isinstance(p.content, str)) == sorted(f"tell me about whale number {i}" for i in range(6))
+    assert sorted(p.content for p in prompts if isinstance(p.content, str)) == sorted(
+        f"tell me about whale number {i}" for i in range(6)
+    )
     assert all(p.input_len == len(TEXT.tokenizer.encode(str(p.content))) for p in prompts)
     assert len({p.output_len for p in prompts}) == 6
     assert {p.output_len for p in sharegpt_prompts(TEXT, rng(), path, None, output_len=17)} == {17}
     assert len(sharegpt_prompts(TEXT, rng(), path, 2)) == 2
     lines = tmp_path / "sharegpt.jsonl"
     lines.write_text("\n".join(json.dumps(item) for item in good))
-    assert {p.content for p in sharegpt_prompts(TEXT, rng(), lines, None)} == {p.content for p in prompts}
+    assert {p.content for p in sharegpt_prompts(TEXT, rng(), lines, None)} == {
+        p.content for p in prompts
+    }
 
 
-@pytest.mark.parametrize(("content", "words"), [("[]", "usable length"), ("{not json", "neither"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("[]", "usable length"), ("{not json", "neither"), (None, "cannot be read")],
+)
 def test_a_bad_sharegpt_file_is_named(tmp_path: Path, content: str | None, words: str):
     path = tmp_path / "bad.json"
     if content is not None:
@@ -132,7 +158,8 @@ def write_trace(folder: Path, *rows: object) -> Path:
 
 
 def test_a_trace_gives_times_lengths_and_shared_blocks(tmp_path: Path):
-    """Mooncake's format: times in ms, equal hash_ids are equal blocks, the last one cut to the length."""
+    """Mooncake's format: times in ms, equal hash_ids are equal blocks, the last one cut to the
+    length."""
     path = write_trace(
         tmp_path,
         {"timestamp": 5000, "input_length": 20, "output_length": 4, "hash_ids": [7, 9, 3]},
@@ -155,7 +182,10 @@ def test_a_trace_gives_times_lengths_and_shared_blocks(tmp_path: Path):
 
 
 def test_a_trace_as_text_keeps_lengths_and_prefixes(tmp_path: Path):
-    rows = [{"timestamp": i, "input_length": 30, "output_length": 2, "hash_ids": [1, 2, 10 + i]} for i in range(2)]
+    rows = [
+        {"timestamp": i, "input_length": 30, "output_length": 2, "hash_ids": [1, 2, 10 + i]}
+        for i in range(2)
+    ]
     prompts = trace_prompts(TEXT, rng(), Trace(write_trace(tmp_path, *rows), block=10), 0)
     first, second = (TEXT.tokenizer.encode(str(p.content)) for p in prompts)
     assert len(first) == len(second) == 30

@@ -1,4 +1,5 @@
-"""What `bench serve` measures, against what the fake server injected: its own times of writing, on the same clock."""
+"""What `bench serve` measures, against what the fake server injected: its own times of writing,
+on the same clock."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from rorqual.bench.serving.prompts import PromptLengths, Vocabulary
 from rorqual.errors import ConfigError, TargetError
 from rorqual.models.hub import BUNDLED
 
-LATE = 0.25  # seconds that a machine with other work may once add between the fake's write and our read
+# seconds that a machine with other work may once add between the fake's write and our read
+LATE = 0.25
 USUALLY = 0.005  # and what it adds at the median
 
 
@@ -39,26 +41,40 @@ def assert_close(measured: Sequence[float], true: Sequence[float]) -> None:
 @pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
 @steady
 def test_times_are_those_the_server_wrote_at(fake: Fake, endpoint: str):
-    """TTFT, every ITL, TPOT and E2EL of every request against the server's own record of its writes."""
-    row = measure(fake, {"ttft": 0.05, "itl": 0.01, "role_first": 0.0 if endpoint == CHAT else None}, mark := new_mark(), endpoint=endpoint)
+    """TTFT, every ITL, TPOT and E2EL of every request against the server's own record of its
+    writes."""
+    row = measure(
+        fake,
+        {"ttft": 0.05, "itl": 0.01, "role_first": 0.0 if endpoint == CHAT else None},
+        mark := new_mark(),
+        endpoint=endpoint,
+    )
     truth = fake.requests(mark)
     assert row["completed"] == len(truth) == 6
     assert row["failed"] == 0
     assert min(row["ttfts"]) >= 0.05, "the chunk that only names the role is no token"
     assert_close(row["ttfts"], [entry["writes"][0] - entry["arrived"] for entry in truth])
     assert [len(itls) for itls in row["itls"]] == [7] * 6
-    assert_close(np.concatenate(row["itls"]), np.concatenate([np.diff(entry["writes"]) for entry in truth]))
+    assert_close(
+        np.concatenate(row["itls"]), np.concatenate([np.diff(entry["writes"]) for entry in truth])
+    )
     assert_close(row["latencies"], [entry["writes"][-1] - entry["arrived"] for entry in truth])
     true_tpot = [(entry["writes"][-1] - entry["writes"][0]) / 7 for entry in truth]
     assert row["median_tpot_ms"] == pytest.approx(1e3 * np.median(true_tpot), abs=1e3 * USUALLY)
     assert 9 < row["median_tpot_ms"] < 20
     assert row["tps_user"] == pytest.approx(1e3 / row["median_tpot_ms"])
-    assert row["mean_e2el_ms"] == pytest.approx(row["mean_ttft_ms"] + 7 * row["mean_tpot_ms"], rel=1e-6)
+    assert row["mean_e2el_ms"] == pytest.approx(
+        row["mean_ttft_ms"] + 7 * row["mean_tpot_ms"], rel=1e-6
+    )
 
 
 @steady
 def test_several_tokens_a_chunk_itl_counts_chunks_and_tpot_tokens(fake: Fake):
-    row = measure(fake, {"ttft": 0.02, "itl": 0.04, "per_chunk": 4, "accepted": 3}, data=Data(lengths=PromptLengths(12, 16), num_prompts=4))
+    row = measure(
+        fake,
+        {"ttft": 0.02, "itl": 0.04, "per_chunk": 4, "accepted": 3},
+        data=Data(lengths=PromptLengths(12, 16), num_prompts=4),
+    )
     assert row["total_output_tokens"] == 64
     assert row["total_chunks"] == 16
     assert row["tokens_per_chunk"] == 4
@@ -81,26 +97,36 @@ def test_throughput_is_tokens_over_time_and_adds_up(fake: Fake):
     assert row["total_input_tokens"] == 6 * 12
     assert row["total_output_tokens"] == 6 * 8 == sum(row["output_lens"])
     assert row["output_throughput"] == pytest.approx(48 / row["duration"])
-    assert row["total_token_throughput"] == pytest.approx(120 / row["duration"]) == row["total_throughput"]
+    assert (
+        row["total_token_throughput"]
+        == pytest.approx(120 / row["duration"])
+        == row["total_throughput"]
+    )
     assert row["concurrency"] == pytest.approx(sum(row["latencies"]) / row["duration"])
     assert row["max_concurrent_requests"] == 2
     assert row["output_throughput_per_gpu"] == row["output_throughput"]
     assert 0 < row["client_cpu_cores"] < 2
-    assert row["client_cpu_us_per_chunk"] == pytest.approx(1e6 * row["client_cpu_cores"] * row["duration"] / 48)
+    assert row["client_cpu_us_per_chunk"] == pytest.approx(
+        1e6 * row["client_cpu_cores"] * row["duration"] / 48
+    )
 
 
 @steady
 def test_the_peak_is_of_full_seconds_only(fake: Fake):
     assert measure(fake, {"itl": 0.001})["max_output_tokens_per_s"] is None
     row = measure(
-        fake, {"itl": 0.15, "per_chunk": 2}, load=ArrivalLoad(concurrency=6), data=Data(lengths=PromptLengths(12, 16), num_prompts=6)
+        fake,
+        {"itl": 0.15, "per_chunk": 2},
+        load=ArrivalLoad(concurrency=6),
+        data=Data(lengths=PromptLengths(12, 16), num_prompts=6),
     )
     assert 6 * 16 / 2 <= row["max_output_tokens_per_s"] <= 6 * 16
 
 
 @steady
 def test_the_cap_holds_and_the_queue_shows(fake: Fake):
-    """One at a time at once: requests wait in the client, and their clocks start when they are sent."""
+    """One at a time at once: requests wait in the client, and their clocks start when they are
+    sent."""
     row = measure(fake, {"ttft": 0.03}, mark := new_mark(), load=ArrivalLoad(concurrency=1))
     truth = fake.requests(mark)
     assert all(after["arrived"] >= before["writes"][-1] for before, after in pairwise(truth))
@@ -118,8 +144,14 @@ def test_arrivals_at_a_rate(fake: Fake):
 
 
 def test_rate_and_cap_together(fake: Fake):
-    """40 requests/s arrive, one open at a time of 60 ms each: the server sees the cap, not the rate."""
-    measure(fake, {"ttft": 0.06}, mark := new_mark(), load=ArrivalLoad(concurrency=1, rate=40, burstiness=math.inf))
+    """40 requests/s arrive, one open at a time of 60 ms each: the server sees the cap, not the
+    rate."""
+    measure(
+        fake,
+        {"ttft": 0.06},
+        mark := new_mark(),
+        load=ArrivalLoad(concurrency=1, rate=40, burstiness=math.inf),
+    )
     arrived = [entry["arrived"] for entry in fake.requests(mark)]
     assert min(np.diff(arrived)) >= 0.059
 
@@ -130,7 +162,14 @@ def test_without_streaming_there_are_no_token_times(fake: Fake):
     assert row["completed"] == 6
     assert row["total_output_tokens"] == 48
     assert 20 + 7 * 4 <= row["median_e2el_ms"] < 48 + 1e3 * LATE
-    for key in ("mean_ttft_ms", "median_tpot_ms", "p99_itl_ms", "tps_user", "tokens_per_chunk", "max_output_tokens_per_s"):
+    for key in (
+        "mean_ttft_ms",
+        "median_tpot_ms",
+        "p99_itl_ms",
+        "tps_user",
+        "tokens_per_chunk",
+        "max_output_tokens_per_s",
+    ):
         assert row[key] is None, key
 
 
@@ -147,9 +186,14 @@ def test_prompts_have_the_asked_length_and_order(fake: Fake):
     measure(fake, {}, again := new_mark())
     bodies = [entry["body"] for entry in fake.requests(mark)]
     assert all(len(body["prompt"]) == 12 for body in bodies)
-    assert all(body["max_tokens"] == 8 and body["ignore_eos"] and body["temperature"] == 0 for body in bodies)
+    assert all(
+        body["max_tokens"] == 8 and body["ignore_eos"] and body["temperature"] == 0
+        for body in bodies
+    )
     assert bodies[0]["stream_options"] == {"include_usage": True}
-    assert {tuple(body["prompt"]) for body in bodies} == {tuple(entry["body"]["prompt"]) for entry in fake.requests(again)}
+    assert {tuple(body["prompt"]) for body in bodies} == {
+        tuple(entry["body"]["prompt"]) for entry in fake.requests(again)
+    }
 
 
 def test_cached_tokens_are_summed_and_warned_of(fake: Fake):
@@ -197,8 +241,15 @@ def test_nobody_there():
 
 
 def test_warm_ups_come_first_then_the_flush(fake: Fake):
-    flushes, mark = fake.log()["flushes"], new_mark()
-    row = measure(fake, {}, mark, method=Method(warm_ups=4, repeats=3), data=Data(lengths=PromptLengths(12, 40), num_prompts=2))
+    flushes = fake.log()["flushes"]
+    mark = new_mark()
+    row = measure(
+        fake,
+        {},
+        mark,
+        method=Method(warm_ups=4, repeats=3),
+        data=Data(lengths=PromptLengths(12, 40), num_prompts=2),
+    )
     entries = fake.requests(mark)
     assert [entry["body"]["max_tokens"] for entry in entries] == 3 * ([32] * 4 + [40] * 2)
     assert fake.log()["flushes"] == flushes + 3
@@ -232,26 +283,50 @@ def test_the_api_key_is_sent(locked: Fake):
 
 def test_a_busy_client_is_warned_of(fake: Fake):
     row = measure(fake, {})
-    assert warnings(row | {"client_cpu_cores": 0.97}) == ["the client used 0.97 cores: it may be what was measured"]
+    assert warnings(row | {"client_cpu_cores": 0.97}) == [
+        "the client used 0.97 cores: it may be what was measured"
+    ]
     assert warnings(row | {"client_cpu_cores": 0.2}) == []
 
 
 def test_the_client_reads_fast_enough(fake: Fake):
-    """64 streams of 300 tokens as fast as the fake writes. The bound is far below what an idle machine reaches (above 50,000 a second)."""
+    """64 streams of 300 tokens as fast as the fake writes. The bound is far below what an idle
+    machine reaches (above 50,000 a second)."""
     data = Data(lengths=PromptLengths(4, 300), num_prompts=64)
-    row = measure(fake, {"ttft": 0.1, "itl": 0.0}, load=ArrivalLoad(concurrency=64), method=Method(warm_ups=8), data=data)
+    row = measure(
+        fake,
+        {"ttft": 0.1, "itl": 0.0},
+        load=ArrivalLoad(concurrency=64),
+        method=Method(warm_ups=8),
+        data=data,
+    )
     assert row["total_chunks"] == 64 * 300
     assert row["client_cpu_us_per_chunk"] < 100
 
 
 EVENTS = [
-    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
+    {
+        "choices": [
+            {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        ]
+    },
     {"choices": [{"index": 0, "delta": {"content": "Wal é"}, "finish_reason": None}]},
-    {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": None}]},  # a token that ends no character
-    {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}], "usage": {"completion_tokens": 3}},
+    # a token that ends no character
+    {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": None}]},
+    {
+        "choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}],
+        "usage": {"completion_tokens": 3},
+    },
     {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}, "finish_reason": None}]},
     {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
-    {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}},
+    {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 9,
+            "completion_tokens": 4,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    },
 ]
 
 
@@ -259,7 +334,8 @@ class Pieces:
     """A response whose body comes in given pieces."""
 
     def __init__(self, pieces: Sequence[bytes]):
-        self.content, self.pieces = self, pieces
+        self.content = self
+        self.pieces = pieces
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
@@ -267,16 +343,34 @@ class Pieces:
 
 
 @settings(deadline=None, max_examples=60)
-@given(cuts=st.lists(st.integers(0, 900), max_size=12), newline=st.sampled_from(["\n", "\r\n"]), end=st.booleans())
+@given(
+    cuts=st.lists(st.integers(0, 900), max_size=12),
+    newline=st.sampled_from(["\n", "\r\n"]),
+    end=st.booleans(),
+)
 def test_a_stream_is_read_alike_however_it_is_cut(cuts: list[int], newline: str, end: bool):
-    lines = [": ping", "", *(part for event in EVENTS for part in (f"data: {json.dumps(event, ensure_ascii=False)}", "")), "data:[DONE]"]
+    lines = [
+        ": ping",
+        "",
+        *(
+            part
+            for event in EVENTS
+            for part in (f"data: {json.dumps(event, ensure_ascii=False)}", "")
+        ),
+        "data:[DONE]",
+    ]
     body = (newline.join(lines) + (newline if end else "")).encode()
     edges = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
     record = RequestRecord(9, 4, due=0.0)
     pieces: Any = Pieces([body[a:b] for a, b in pairwise(edges)])
     asyncio.run(Client(ServerTarget(keep_text=True))._read_stream(pieces, record))
     assert len(record.chunks) == 4
-    assert (record.prompt_tokens, record.completion_tokens, record.cached_tokens, record.finish) == (9, 4, 2, "tool_calls")
+    assert (
+        record.prompt_tokens,
+        record.completion_tokens,
+        record.cached_tokens,
+        record.finish,
+    ) == (9, 4, 2, "tool_calls")
     assert "".join(record.text) == "Wal éhm"
 
 
@@ -284,7 +378,9 @@ def test_urls_with_and_without_v1():
     for base in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
         assert ServerTarget(base).url("/v1/models") == "http://a:1/v1/models"
         assert ServerTarget(base).url("/metrics") == "http://a:1/metrics"
-    assert ServerTarget("https://a/gate/v1").url("/v1/completions") == "https://a/gate/v1/completions"
+    assert (
+        ServerTarget("https://a/gate/v1").url("/v1/completions") == "https://a/gate/v1/completions"
+    )
     for bad in ("a:1", "ftp://a", ""):
         with pytest.raises(ConfigError):
             ServerTarget(bad)
@@ -292,13 +388,26 @@ def test_urls_with_and_without_v1():
 
 def test_record_arithmetic():
     """One request by hand: sent at 1, chunks of 2 tokens at 2, 4, 6, the end at 7."""
-    record = RequestRecord(10, 6, due=0.5, start=1.0, end=7.0, chunks=array("d", [2.0, 4.0, 6.0]), completion_tokens=6)
+    record = RequestRecord(
+        10, 6, due=0.5, start=1.0, end=7.0, chunks=array("d", [2.0, 4.0, 6.0]), completion_tokens=6
+    )
     assert (record.ttft, record.tpot, record.itls, record.latency) == (1.0, 1.0, [2.0, 2.0], 6.0)
     assert metrics.peak_tokens([record]) == 2.0
-    assert metrics.peak_open([record, RequestRecord(1, 1, 0.0, start=6.0, end=8.0), RequestRecord(1, 1, 0.0, start=7.0, end=9.0)]) == 2
-    single = RequestRecord(10, 1, 0.0, start=1.0, end=2.0, chunks=array("d", [2.0]), completion_tokens=1)
+    assert (
+        metrics.peak_open(
+            [
+                record,
+                RequestRecord(1, 1, 0.0, start=6.0, end=8.0),
+                RequestRecord(1, 1, 0.0, start=7.0, end=9.0),
+            ]
+        )
+        == 2
+    )
+    single = RequestRecord(
+        10, 1, 0.0, start=1.0, end=2.0, chunks=array("d", [2.0]), completion_tokens=1
+    )
     assert single.tpot is None
     assert GoodputLimits(ttft=1.0, tpot=1e-9).kept(single), "one token has no TPOT to break"
-    assert not GoodputLimits(ttft=1.0).kept(RequestRecord(1, 1, 0.0, start=1.0, end=1.5, completion_tokens=1)), (
-        "no TTFT keeps no limit of it"
-    )
+    assert not GoodputLimits(ttft=1.0).kept(
+        RequestRecord(1, 1, 0.0, start=1.0, end=1.5, completion_tokens=1)
+    ), "no TTFT keeps no limit of it"

@@ -24,7 +24,12 @@ from rorqual.errors import ConfigError
 
 Figures = dict[str, Any]
 FACTS = {
-    "client": {"date": "2025-01-02T03:04:05+00:00", "rorqual": "1", "git_commit": None, "command": ["rorqual"]},
+    "client": {
+        "date": "2025-01-02T03:04:05+00:00",
+        "rorqual": "1",
+        "git_commit": None,
+        "command": ["rorqual"],
+    },
     "server": {"info": {"tp": 2}, "card": None, "version": None},
     "label": None,
 }
@@ -33,7 +38,9 @@ FACTS = {
 @pytest.fixture(scope="module")
 def row(fake) -> Figures:
     method = Method(warm_ups=0, gpus=2, limits=GoodputLimits(ttft=2.0))
-    return measure(fake, {"ttft": 0.01, "itl": 0.002, "accepted": 1}, load=ArrivalLoad(3), method=method)
+    return measure(
+        fake, {"ttft": 0.01, "itl": 0.002, "accepted": 1}, load=ArrivalLoad(3), method=method
+    )
 
 
 def test_the_table_has_the_known_shape(row: Figures):
@@ -69,8 +76,14 @@ def test_the_table_has_the_known_shape(row: Figures):
     by_label = dict(re.match(r"(.+?):\s+(\S+)", line).groups() for line in lines if ":" in line)  # type: ignore[union-attr]
     assert by_label["Median TTFT (ms)"] == f"{row['median_ttft_ms']:.2f}"
     assert by_label["Accept length"] == "2.00"
-    assert by_label["Peak output token throughput (tok/s)"] == "n/a", "a run of less than a second has no peak second"
-    assert all(line.index(":") < 40 and line[40] == " " for line in lines if ":" in line and len(line.split(":")[0]) < 39)
+    assert by_label["Peak output token throughput (tok/s)"] == "n/a", (
+        "a run of less than a second has no peak second"
+    )
+    assert all(
+        line.index(":") < 40 and line[40] == " "
+        for line in lines
+        if ":" in line and len(line.split(":")[0]) < 39
+    )
 
 
 def test_what_has_no_data_is_na_everywhere(fake):
@@ -80,22 +93,77 @@ def test_what_has_no_data_is_na_everywhere(fake):
     assert not re.search(r"(TTFT|TPOT|ITL) \(ms\):\s+0", text)
     shown = io.StringIO()
     Console(file=shown, width=200).print(report.sweep_table([row], "one"))
-    assert shown.getvalue().count("n/a") == 6  # tok/s/user, TTFT and TPOT twice each, accepted length
+    # tok/s/user, TTFT and TPOT twice each, accepted length
+    assert shown.getvalue().count("n/a") == 6
     with pytest.raises(ConfigError, match="streaming"):
         pareto.chart({"one": [row]})
 
 
 VLLM_KEYS = {
-    *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
-    *("output_throughput", "total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests", "date", "endpoint_type"),
-    *("backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency"),
-    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median", "std", "p99")),
+    *(
+        "duration",
+        "completed",
+        "failed",
+        "total_input_tokens",
+        "total_output_tokens",
+        "request_throughput",
+        "request_goodput",
+    ),
+    *(
+        "output_throughput",
+        "total_token_throughput",
+        "max_output_tokens_per_s",
+        "max_concurrent_requests",
+        "date",
+        "endpoint_type",
+    ),
+    *(
+        "backend",
+        "label",
+        "model_id",
+        "tokenizer_id",
+        "num_prompts",
+        "request_rate",
+        "burstiness",
+        "max_concurrency",
+    ),
+    *(
+        f"{kind}_{name}_ms"
+        for name in ("ttft", "tpot", "itl", "e2el")
+        for kind in ("mean", "median", "std", "p99")
+    ),
 }
 SGLANG_KEYS = {
-    *("backend", "dataset_name", "request_rate", "max_concurrency", "random_input_len", "random_output_len", "random_range_ratio"),
-    *("server_info", "duration", "completed", "total_input_tokens", "total_output_tokens", "total_output_tokens_retokenized"),
-    *("request_throughput", "input_throughput", "output_throughput", "total_throughput", "concurrency", "accept_length"),
-    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "e2e_latency") for kind in ("mean", "median", "std", "p99")),
+    *(
+        "backend",
+        "dataset_name",
+        "request_rate",
+        "max_concurrency",
+        "random_input_len",
+        "random_output_len",
+        "random_range_ratio",
+    ),
+    *(
+        "server_info",
+        "duration",
+        "completed",
+        "total_input_tokens",
+        "total_output_tokens",
+        "total_output_tokens_retokenized",
+    ),
+    *(
+        "request_throughput",
+        "input_throughput",
+        "output_throughput",
+        "total_throughput",
+        "concurrency",
+        "accept_length",
+    ),
+    *(
+        f"{kind}_{name}_ms"
+        for name in ("ttft", "tpot", "e2e_latency")
+        for kind in ("mean", "median", "std", "p99")
+    ),
     *("mean_itl_ms", "p95_itl_ms", "p99_itl_ms", "sharegpt_output_len"),
 }
 DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors"}
@@ -118,9 +186,29 @@ def test_one_row_lies_flat_under_both_scripts_keys(row: Figures, fake, tmp_path:
 
 def test_keys_stay_out_of_the_command_line():
     shown = provenance.command_line(
-        ["/x/__main__.py", "bench", "--api-key", "s3cret", "--header", "A=s3cret", "--api-key=s3cret", "--seed", "1"]
+        [
+            "/x/__main__.py",
+            "bench",
+            "--api-key",
+            "s3cret",
+            "--header",
+            "A=s3cret",
+            "--api-key=s3cret",
+            "--seed",
+            "1",
+        ]
     )
-    assert shown == ["rorqual", "bench", "--api-key", "***", "--header", "***", "--api-key=***", "--seed", "1"]
+    assert shown == [
+        "rorqual",
+        "bench",
+        "--api-key",
+        "***",
+        "--header",
+        "***",
+        "--api-key=***",
+        "--seed",
+        "1",
+    ]
     assert "s3cret" not in repr(ServerTarget(api_key="s3cret", headers={"A": "s3cret"}))
 
 
@@ -134,13 +222,25 @@ def test_client_facts_name_versions():
 
 
 def test_comparison_reads_three_kinds_of_files(row: Figures, tmp_path: Path):
-    ours, vllm, sglang = tmp_path / "ours.json", tmp_path / "vllm.json", tmp_path / "sglang.jsonl"
+    ours = tmp_path / "ours.json"
+    vllm = tmp_path / "vllm.json"
+    sglang = tmp_path / "sglang.jsonl"
     slower = copy.deepcopy(row) | {"max_concurrency": 8}
     report.write_json(ours, report.document([row, slower], FACTS | {"label": "main"}))
-    base = {"max_concurrency": 3, "request_rate": "inf", "output_throughput": row["output_throughput"] / 2, "median_ttft_ms": 5.0}
+    base = {
+        "max_concurrency": 3,
+        "request_rate": "inf",
+        "output_throughput": row["output_throughput"] / 2,
+        "median_ttft_ms": 5.0,
+    }
     vllm.write_text(json.dumps(base | {"median_tpot_ms": 10.0, "median_e2el_ms": 7.0}))
     sglang.write_text(
-        "\n".join(json.dumps(base | {"median_tpot_ms": 0, "median_e2e_latency_ms": 9.0, "max_concurrency": c}) for c in (3, 8))
+        "\n".join(
+            json.dumps(
+                base | {"median_tpot_ms": 0, "median_e2e_latency_ms": 9.0, "max_concurrency": c}
+            )
+            for c in (3, 8)
+        )
     )
     series = compare.read([ours, vllm, sglang])
     assert list(series) == ["main", "vllm", "sglang"]
@@ -151,9 +251,14 @@ def test_comparison_reads_three_kinds_of_files(row: Figures, tmp_path: Path):
     assert series["main"][0]["output_throughput_per_gpu"] == row["output_throughput"] / 2
     shown = io.StringIO()
     Console(file=shown, width=200).print(compare.table(series))
-    assert "(1.00x)" in shown.getvalue(), "half the throughput on one GPU is as much a GPU as ours on two"
+    assert "(1.00x)" in shown.getvalue(), (
+        "half the throughput on one GPU is as much a GPU as ours on two"
+    )
     assert len(pareto.chart(series).series["sglang"]) == 0
-    assert compare.read([ours], gpus=4)["main"][0]["output_throughput_per_gpu"] == row["output_throughput"] / 4
+    assert (
+        compare.read([ours], gpus=4)["main"][0]["output_throughput_per_gpu"]
+        == row["output_throughput"] / 4
+    )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "nonsense", '{"a": 1}', "[1, 2]"])
@@ -168,12 +273,28 @@ def test_what_is_no_result_file_is_named(tmp_path: Path, content: str):
 
 
 def point_row(concurrency: int, user: float, gpu: float, **more: Any) -> Figures:
-    base = {"max_concurrency": concurrency, "tps_user": user, "output_throughput_per_gpu": gpu, "output_throughput": 2 * gpu}
-    lengths = {"dataset_name": "random", "random_input_len": 1000, "random_output_len": 500, "num_gpus": 2, "model_id": "org/<b>model</b>"}
+    base = {
+        "max_concurrency": concurrency,
+        "tps_user": user,
+        "output_throughput_per_gpu": gpu,
+        "output_throughput": 2 * gpu,
+    }
+    lengths = {
+        "dataset_name": "random",
+        "random_input_len": 1000,
+        "random_output_len": 500,
+        "num_gpus": 2,
+        "model_id": "org/<b>model</b>",
+    }
     return base | lengths | more
 
 
-ROWS = [point_row(1, 100, 10), point_row(8, 80, 60), point_row(64, 30, 200, slo_choice=True), point_row(128, 20, 150, slo_probe=True)]
+ROWS = [
+    point_row(1, 100, 10),
+    point_row(8, 80, 60),
+    point_row(64, 30, 200, slo_choice=True),
+    point_row(128, 20, 150, slo_probe=True),
+]
 
 
 def test_the_front_is_what_nothing_beats():
@@ -185,7 +306,10 @@ def test_the_front_is_what_nothing_beats():
         ("8", True, False, False),
         ("1", True, False, False),
     ]
-    assert chart.subtitle == "random tokens, 1000/500 in/out, 2 GPU, labels are the maximum concurrency"
+    assert (
+        chart.subtitle
+        == "random tokens, 1000/500 in/out, 2 GPU, labels are the maximum concurrency"
+    )
 
 
 class Page(HTMLParser):
@@ -197,7 +321,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.links += [value for name, value in attrs if name in ("src", "href", "action") and value]
+        self.links += [
+            value for name, value in attrs if name in ("src", "href", "action") and value
+        ]
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path):

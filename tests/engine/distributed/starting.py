@@ -12,7 +12,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = "The captain of the ship"
-ENGINE = {"dtype": "float32", "max_model_len": 256, "page_size": 8, "threads": 1, "num_pages": 160, "max_num_seqs": 8}
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "page_size": 8,
+    "threads": 1,
+    "num_pages": 160,
+    "max_num_seqs": 8,
+}
 
 
 def free_port() -> int:
@@ -30,19 +37,41 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def variables(rank: int, world: int, port: int, address: str = "127.0.0.1") -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 def generating(launcher: str, tokens: int = 20, **sizes: Any) -> list[str]:
     """The command line that continues TEXT greedily."""
     settings = [f"--set={name}={value}" for name, value in {**ENGINE, **sizes}.items()]
-    return ["-m", "rorqual", "generate", "-q", "-p", TEXT, "-n", str(tokens), "--temperature", "0", "--launcher", launcher, *settings]
+    return [
+        "-m",
+        "rorqual",
+        "generate",
+        "-q",
+        "-p",
+        TEXT,
+        "-n",
+        str(tokens),
+        "--temperature",
+        "0",
+        "--launcher",
+        launcher,
+        *settings,
+    ]
 
 
 def start(arguments: list[str], **changes: str) -> subprocess.Popen[str]:
     command = [sys.executable, *arguments]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment(**changes), cwd=ROOT, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        command, env=environment(**changes), cwd=ROOT, start_new_session=True, **pipes
+    )
 
 
 def torchrun(*arguments: str, processes: int = 2) -> list[str]:
@@ -50,7 +79,8 @@ def torchrun(*arguments: str, processes: int = 2) -> list[str]:
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, str, str]:
-    """(status, standard output, standard error); a process that does not end in time is killed and fails the test."""
+    """(status, standard output, standard error); a process that does not end in time is killed
+    and fails the test."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

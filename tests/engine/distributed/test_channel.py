@@ -91,7 +91,10 @@ def ended(connection: socket.socket) -> bool:
 def test_ranks_that_know_the_secret_come_in_and_say_who_they_are(door: Door) -> None:
     links = [door.join(rank) for rank in (2, 1)]
     door.thread.join(5)
-    assert {rank: found.host for rank, (_, found) in door.listener.joined.items()} == {1: "host-b", 2: "host-b"}
+    assert {rank: found.host for rank, (_, found) in door.listener.joined.items()} == {
+        1: "host-b",
+        2: "host-b",
+    }
     links[0].send(FrameKind.ALIVE)
     assert door.listener.joined[2][0].receive() == (FrameKind.ALIVE, b"")
     assert links[0].peer == "127.0.0.1"
@@ -122,7 +125,12 @@ def test_a_listener_without_the_secret_is_found_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "world", "named"), [(1, 4, "knows of 4 ranks, the layout has 3"), (3, 3, "accepted: 1 to 2"), (0, 3, "accepted: 1 to 2")]
+    ("rank", "world", "named"),
+    [
+        (1, 4, "knows of 4 ranks, the layout has 3"),
+        (3, 3, "accepted: 1 to 2"),
+        (0, 3, "accepted: 1 to 2"),
+    ],
 )
 def test_a_rank_of_another_layout_is_refused(door: Door, rank: int, world: int, named: str) -> None:
     with pytest.raises(HandshakeError, match=named):

@@ -1,4 +1,5 @@
-"""Engines of several processes: the tokens of one process, whatever the layout; and what happens when a rank dies or hangs."""
+"""Engines of several processes: the tokens of one process, whatever the layout; and what happens
+when a rank dies or hangs."""
 
 from __future__ import annotations
 
@@ -18,8 +19,23 @@ from rorqual.errors import ConfigError, EngineError
 from rorqual.request import RequestOutput, StructuredOutput
 from tests.models.checkpoints import save
 
-TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the", "What do you mean?", "She had", "There is", "Words:"]
-COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 6, "page_size": 8, "threads": 1, "num_pages": 160}
+TEXTS = [
+    "The captain of the ship",
+    "In the beginning",
+    "It was a dark night and the",
+    "What do you mean?",
+    "She had",
+    "There is",
+    "Words:",
+]
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 6,
+    "page_size": 8,
+    "threads": 1,
+    "num_pages": 160,
+}
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -33,20 +49,32 @@ MIXED = [
     params(presence_penalty=0.7, repetition_penalty=1.2),
     params(temperature=1.1, top_k=9, seed=8, max_tokens=33),
     params(speculate=False, max_tokens=7),
-    params(temperature=1.0, seed=4, structured=StructuredOutput("regex", "[a-m]{3,9}(, [n-z]{2,7}){2}"), ignore_eos=False, max_tokens=60),
+    params(
+        temperature=1.0,
+        seed=4,
+        structured=StructuredOutput("regex", "[a-m]{3,9}(, [n-z]{2,7}){2}"),
+        ignore_eos=False,
+        max_tokens=60,
+    ),
 ]
 
 
 def told(out: RequestOutput) -> Any:
     completion = out.outputs[0]
-    logprobs = [{t: round(entry.logprob, 3) for t, entry in step.items()} for step in completion.logprobs or ()]
+    logprobs = [
+        {t: round(entry.logprob, 3) for t, entry in step.items()}
+        for step in completion.logprobs or ()
+    ]
     return completion.token_ids, completion.finish_reason, logprobs
 
 
 def everything(llm: LLM, prompts: list[Any]) -> list[Any]:
-    """A mixed batch, the same again over a filled prefix cache, then one request alone: other data-parallel ranks idle."""
+    """A mixed batch, the same again over a filled prefix cache, then one request alone: other
+    data-parallel ranks idle."""
     try:
-        found = [told(out) for _ in range(2) for out in llm.generate(prompts, MIXED[: len(prompts)])]
+        found = [
+            told(out) for _ in range(2) for out in llm.generate(prompts, MIXED[: len(prompts)])
+        ]
         found += [told(out) for out in llm.generate(prompts[:1], params(max_tokens=12))]
         usage = llm.engine.scheduler.usage()
         assert usage.running == usage.waiting == 0
@@ -93,29 +121,43 @@ def name_of(layout: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_layouts_give_the_tokens_of_one_process(expected: list[Any], layout: dict[str, Any]) -> None:
+def test_layouts_give_the_tokens_of_one_process(
+    expected: list[Any], layout: dict[str, Any]
+) -> None:
     llm = LLM(**{**COMMON, **layout})
     assert everything(llm, TEXTS) == expected
     if "exchange" in layout:
-        assert llm.engine.stats.all2all_backend == "low_latency (process group: cpu has no symmetric memory)"
+        assert (
+            llm.engine.stats.all2all_backend
+            == "low_latency (process group: cpu has no symmetric memory)"
+        )
     reason = (
         "tokens are sharded: sums are scattered"
         if llm.engine.model.layout([1] * layout.get("dp", 1), True).sharded
         else "cpu has no symmetric memory"
     )
-    assert llm.engine.stats.allreduce_backend == (f"process group ({reason})" if layout.get("tp", 1) > 1 else "local")
+    assert llm.engine.stats.allreduce_backend == (
+        f"process group ({reason})" if layout.get("tp", 1) > 1 else "local"
+    )
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1}], ids=name_of)
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2, "sequence_parallel": True}, {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1}],
+    ids=name_of,
+)
 def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[str, Any]) -> None:
-    """A model whose latents are narrower than its hidden states (the bundled one's are not), with a prediction module."""
+    """A model whose latents are narrower than its hidden states (the bundled one's are not),
+    with a prediction module."""
     save("v3-narrow-latents", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     options = {**COMMON, "model": str(tmp_path), "weights": "random", "skip_tokenizer_init": True}
     prompts = [[7, 3, 9, 11, 4, 4, 8], [5, 1], [40, 2, 60]]
-    assert everything(LLM(**options, **layout, num_speculative_tokens=2), prompts) == everything(LLM(**options), prompts)
+    assert everything(LLM(**options, **layout, num_speculative_tokens=2), prompts) == everything(
+        LLM(**options), prompts
+    )
 
 
 @pytest.mark.full_matrix
@@ -124,7 +166,9 @@ def test_more_layouts(expected: list[Any], layout: dict[str, Any]) -> None:
     assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "num_speculative_tokens": 2, "drafter": "ngram"}], ids=name_of)
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "num_speculative_tokens": 2, "drafter": "ngram"}], ids=name_of
+)
 def test_qwen(tmp_path: Path, layout: dict[str, Any]) -> None:
     save("qwen", tmp_path)
     prompts = [[5, 6, 7, 5, 6], [9] * 11, [1, 2, 3], [4, 4, 5], [8], [11, 12]]
@@ -150,8 +194,12 @@ def run_until_it_fails(llm: LLM, seconds: float) -> str:
     pytest.fail(f"the engine went on for {seconds} s")
 
 
-@pytest.mark.parametrize(("blow", "named"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")])
-def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(blow: signal.Signals, named: str) -> None:
+@pytest.mark.parametrize(
+    ("blow", "named"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")]
+)
+def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(
+    blow: signal.Signals, named: str
+) -> None:
     llm = LLM(**COMMON, tp=2, watchdog_seconds=6)
     assert llm.engine.group is not None
     process = llm.engine.group.workers[0].process
@@ -178,5 +226,7 @@ atexit.register(print, "handlers run")
 leave_behind()
 sys.exit(7)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (7, "handlers run\n"), done.stderr

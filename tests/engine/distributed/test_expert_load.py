@@ -22,7 +22,13 @@ OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "record_expert_load": True,
 }
-TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night", "Once", "Words: a, b"]
+TEXTS = [
+    "The captain of the ship",
+    "In the beginning",
+    "It was a dark night",
+    "Once",
+    "Words: a, b",
+]
 NEW = [9, 4, 1, 12, 7]
 Counts = list[list[int]]
 

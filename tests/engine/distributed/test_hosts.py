@@ -1,4 +1,5 @@
-"""Two hosts, as far as one machine can be two: network namespaces joined by a virtual cable, each with its own loopback and interface.
+"""Two hosts, as far as one machine can be two: network namespaces joined by a virtual cable, each
+with its own loopback and interface.
 
 Needs root and `ip` (iproute2); skipped elsewhere.
 """
@@ -27,7 +28,8 @@ from tests.engine.distributed.starting import (
     torchrun,
 )
 
-HOSTS, ADDRESSES = ("rorqual-a", "rorqual-b"), ("10.213.7.1", "10.213.7.2")
+HOSTS = ("rorqual-a", "rorqual-b")
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
 PORT = "29517"
 
 
@@ -39,7 +41,11 @@ def ip(*words: str, check: bool = True) -> bool:
 
 def possible() -> bool:
     """Whether namespaces can be made here."""
-    if os.geteuid() or shutil.which("ip") is None or not ip("netns", "add", "rorqual-probe", check=False):
+    if (
+        os.geteuid()
+        or shutil.which("ip") is None
+        or not ip("netns", "add", "rorqual-probe", check=False)
+    ):
         return False
     return ip("netns", "del", "rorqual-probe")
 
@@ -55,7 +61,20 @@ def hosts() -> Iterator[tuple[str, str]]:
     for host in HOSTS:
         ip("netns", "del", host, check=False)
         ip("netns", "add", host)
-    ip("link", "add", ends[0], "netns", HOSTS[0], "type", "veth", "peer", "name", ends[1], "netns", HOSTS[1])
+    ip(
+        "link",
+        "add",
+        ends[0],
+        "netns",
+        HOSTS[0],
+        "type",
+        "veth",
+        "peer",
+        "name",
+        ends[1],
+        "netns",
+        HOSTS[1],
+    )
     for host, end, address in zip(HOSTS, ends, ADDRESSES, strict=True):
         ip("-n", host, "addr", "add", f"{address}/24", "dev", end)
         ip("-n", host, "link", "set", "lo", "up")
@@ -74,23 +93,41 @@ def expected() -> str:
 def start_on(host: str, arguments: list[str], **changes: str) -> subprocess.Popen[str]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = ["ip", "netns", "exec", host, sys.executable, *arguments]
-    return subprocess.Popen(command, env=environment(**changes), cwd=ROOT, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        command, env=environment(**changes), cwd=ROOT, start_new_session=True, **pipes
+    )
 
 
 def agents(command: list[list[str]], each: int, **changes: str) -> list[subprocess.Popen[str]]:
     meet = ["--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", PORT]
     return [
-        start_on(host, torchrun(*meet, "--node-rank", str(node), *command[node], processes=each), **changes)
+        start_on(
+            host,
+            torchrun(*meet, "--node-rank", str(node), *command[node], processes=each),
+            **changes,
+        )
         for node, host in enumerate(HOSTS)
     ]
 
 
 @pytest.mark.parametrize(
-    ("each", "sizes"), [(1, {"tp": 2}), (1, {"dp": 2, "ep": 2, "num_speculative_tokens": 1}), (2, {"tp": 2, "dp": 2, "ep": 4})]
+    ("each", "sizes"),
+    [
+        (1, {"tp": 2}),
+        (1, {"dp": 2, "ep": 2, "num_speculative_tokens": 1}),
+        (2, {"tp": 2, "dp": 2, "ep": 4}),
+    ],
 )
-def test_two_hosts_give_the_tokens_of_one_process(hosts: tuple[str, str], expected: str, each: int, sizes: dict[str, int]) -> None:
+def test_two_hosts_give_the_tokens_of_one_process(
+    hosts: tuple[str, str], expected: str, each: int, sizes: dict[str, int]
+) -> None:
     """Each finds its interface by itself: loopback would not reach the other."""
-    found = [finished(agent) for agent in agents([generating("torchrun", **sizes)] * 2, each, RORQUAL_SECRET="known on both hosts")]
+    found = [
+        finished(agent)
+        for agent in agents(
+            [generating("torchrun", **sizes)] * 2, each, RORQUAL_SECRET="known on both hosts"
+        )
+    ]
     assert [status for status, _, _ in found] == [0, 0], found
     assert [out for _, out, _ in found] == [expected, ""]
 
@@ -100,8 +137,11 @@ def test_rank_0_listens_on_the_private_address_alone(hosts: tuple[str, str]) -> 
     both = agents([command] * 2, 1)
     assert both[0].stdout is not None
     assert both[0].stdout.read(len(TEXT)) == TEXT
-    listeners = subprocess.run(["ip", "netns", "exec", hosts[0], "ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
-    own = [line.split()[3] for line in listeners if f":{PORT} " not in line]  # that one is torchrun's own store
+    listeners = subprocess.run(
+        ["ip", "netns", "exec", hosts[0], "ss", "-Hltnp"], capture_output=True, text=True
+    ).stdout.splitlines()
+    # that one is torchrun's own store
+    own = [line.split()[3] for line in listeners if f":{PORT} " not in line]
     for agent in both:
         os.killpg(agent.pid, signal.SIGTERM)
     for agent in both:
@@ -114,7 +154,11 @@ def test_another_secret_is_refused_on_both_hosts(hosts: tuple[str, str]) -> None
     command = generating("torchrun", tp=2)
     meet = ["--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", PORT]
     both = [
-        start_on(host, torchrun(*meet, "--node-rank", str(node), *command, processes=1), RORQUAL_SECRET=f"the secret of {host}")
+        start_on(
+            host,
+            torchrun(*meet, "--node-rank", str(node), *command, processes=1),
+            RORQUAL_SECRET=f"the secret of {host}",
+        )
         for node, host in enumerate(hosts)
     ]
     status, _, err = finished(both[1])
@@ -130,7 +174,10 @@ def test_a_host_that_is_cut_off_ends_both_sides(hosts: tuple[str, str]) -> None:
     both = agents([command] * 2, 1)
     assert both[0].stdout is not None
     assert both[0].stdout.read(len(TEXT)) == TEXT
-    inside = [subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout for host in hosts]
+    inside = [
+        subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
+        for host in hosts
+    ]
     ranks = [int(pid) for found in inside for pid in found.split()]
     ip("-n", hosts[1], "link", "set", "rq-veth-b", "down")
     try:
@@ -140,7 +187,10 @@ def test_a_host_that_is_cut_off_ends_both_sides(hosts: tuple[str, str]) -> None:
         assert f"({ADDRESSES[1]}) has given no sign of life" in err
         _, _, err = finished(both[1], 90)
         # Its link and its collective are given up after the same time: either may be first.
-        assert "rank 1 ends: rank 0 has gone, or has been silent for too long" in err or "a rank ends: RuntimeError" in err
+        assert (
+            "rank 1 ends: rank 0 has gone, or has been silent for too long" in err
+            or "a rank ends: RuntimeError" in err
+        )
         assert all(gone(pid, 1) for pid in ranks)
     finally:
         ip("-n", hosts[1], "link", "set", "rq-veth-b", "up")

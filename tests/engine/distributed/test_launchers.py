@@ -1,4 +1,5 @@
-"""Engines whose ranks torchrun has started: the tokens of one process, who may take part, and what is left when one dies."""
+"""Engines whose ranks torchrun has started: the tokens of one process, who may take part, and
+what is left when one dies."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def expected() -> str:
 
 
 def check_torchrun(expected: str, processes: int, **sizes: Any) -> None:
-    status, out, err = finished(start(torchrun(*generating("torchrun", **sizes), processes=processes)))
+    status, out, err = finished(
+        start(torchrun(*generating("torchrun", **sizes), processes=processes))
+    )
     assert status == 0, err
     assert out == expected
 
@@ -58,7 +61,11 @@ def test_torchrun_gives_the_tokens_of_one_process(expected: str) -> None:
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(
     "sizes",
-    [{"tp": 2, "dp": 2, "ep": 4}, {"pp": 2, "tp": 2, "num_speculative_tokens": 2}, {"dp": 4, "exchange": "low_latency", "ep": 4}],
+    [
+        {"tp": 2, "dp": 2, "ep": 4},
+        {"pp": 2, "tp": 2, "num_speculative_tokens": 2},
+        {"dp": 4, "exchange": "low_latency", "ep": 4},
+    ],
 )
 def test_torchrun_of_four(expected: str, sizes: dict[str, int]) -> None:
     check_torchrun(expected, 4, **sizes)
@@ -97,7 +104,19 @@ def test_a_server_under_torchrun_drains_and_all_end_with_it() -> None:
     """The agent passes SIGTERM on to every rank; only rank 0 decides what it means."""
     port = free_port()
     settings = [f"--set={name}={value}" for name, value in {**ENGINE, "tp": 2}.items()]
-    agent = start(torchrun("-m", "rorqual", "serve", "--port", str(port), "--no-structured-output", "--launcher", "torchrun", *settings))
+    agent = start(
+        torchrun(
+            "-m",
+            "rorqual",
+            "serve",
+            "--port",
+            str(port),
+            "--no-structured-output",
+            "--launcher",
+            "torchrun",
+            *settings,
+        )
+    )
     assert agent.stderr is not None
     ready = next(line for line in agent.stderr if "serving" in line)
     assert f":{port}" in ready
@@ -130,7 +149,9 @@ class Pair:
         deadline = time.monotonic() + seconds
         try:
             while time.monotonic() < deadline:
-                self.llm.generate([TEXT] * 4, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+                self.llm.generate(
+                    [TEXT] * 4, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+                )
         except EngineError as error:
             return str(error)
         pytest.fail(f"the engine went on for {seconds} s")
@@ -148,7 +169,11 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name_and_host(
         start_of_wait = time.monotonic()
         message = pair.until_it_fails(60)
         assert time.monotonic() - start_of_wait < (4 if blow is signal.SIGKILL else 12)
-        assert re.match(r"rank 1 \(pp 0, dp 0, tp 1\) on \S+ \(127\.0\.0\.1\) has (closed its link|given no sign of life)", message)
+        assert re.match(
+            r"rank 1 \(pp 0, dp 0, tp 1\) on \S+ \(127\.0\.0\.1\) has (closed its link|given "
+            r"no sign of life)",
+            message,
+        )
         assert re.search(r"rank 0 was (launching|waiting for) .*step \d+", message)
     finally:
         pair.llm.engine.close()
@@ -201,7 +226,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 TWO = EngineConfig("", tp=2, launcher="torchrun")
 
 
-def test_a_secret_is_given_to_all_hosts_or_to_none(alone: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_given_to_all_hosts_or_to_none(
+    alone: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone.set(module.WHERE, '["127.0.0.1", 1, null]')
     with pytest.raises(ConfigError, match="rank 0 was given a secret, rank 1 was not"):
         take_part(TWO)
@@ -211,7 +238,9 @@ def test_a_secret_is_given_to_all_hosts_or_to_none(alone: dist.Store, monkeypatc
         take_part(TWO)
 
 
-def test_a_listener_out_of_reach_is_said(alone: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_out_of_reach_is_said(
+    alone: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone.set(module.WHERE, '["127.0.1.1", 1, "0123456789abcdef"]')
     monkeypatch.setattr(module, "route_to", lambda host: "10.0.0.7")
     with pytest.raises(ConfigError, match="out of reach for rank 1; name its network interface"):
@@ -219,7 +248,10 @@ def test_a_listener_out_of_reach_is_said(alone: dist.Store, monkeypatch: pytest.
 
 
 def test_sizes_must_be_those_of_torchrun(alone: dist.Store) -> None:
-    for config in (EngineConfig("", tp=2, dp=2, launcher="torchrun"), EngineConfig("", launcher="torchrun")):
+    for config in (
+        EngineConfig("", tp=2, dp=2, launcher="torchrun"),
+        EngineConfig("", launcher="torchrun"),
+    ):
         with pytest.raises(ConfigError, match="torchrun has started 2"):
             take_part(config)
     with pytest.raises(ConfigError, match="torchrun has started 2"):
@@ -286,6 +318,13 @@ def test_any_places_are_assigned(nodes: list[str], tp: int) -> None:
 
 def test_a_group_is_split_only_where_it_must() -> None:
     places = assign(["a", "b", "b", "b", "a", "b"], 2)
-    assert [["a", "b", "b", "b", "a", "b"][place] for place in places] == ["a", "a", "b", "b", "b", "b"]
+    assert [["a", "b", "b", "b", "a", "b"][place] for place in places] == [
+        "a",
+        "a",
+        "b",
+        "b",
+        "b",
+        "b",
+    ]
     places = assign(["a", "b", "b", "c"], 2)
     assert places == [0, 3, 1, 2]

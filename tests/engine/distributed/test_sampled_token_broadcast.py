@@ -44,7 +44,8 @@ class Stage:
 
 
 def make(last: bool = False) -> tuple[RequestState, Axis, SampledTokenBroadcast]:
-    rows, axis = RequestState(6, 4, 32, make_platform("cpu"), most_drafts=2), Axis()
+    rows = RequestState(6, 4, 32, make_platform("cpu"), most_drafts=2)
+    axis = Axis()
     return rows, axis, SampledTokenBroadcast(rows, Stage({"tokens": axis}, last))  # type: ignore[arg-type]
 
 
@@ -74,7 +75,9 @@ def test_a_row_set_up_anew_is_not_overwritten_by_what_its_last_request_drew() ->
 
 def test_the_last_stage_sends_what_it_has() -> None:
     rows, axis, shared = make(last=True)
-    rows.last_token[3], rows.length[3], rows.num_drafts[3] = 7, 8, 1
+    rows.last_token[3] = 7
+    rows.length[3] = 8
+    rows.num_drafts[3] = 1
     rows.drafts[3] = torch.tensor([5, 6])
     shared.start([3])
     assert axis.transfers[0].state.tolist() == [[7, 8, 1, 5, 6]]

@@ -1,5 +1,5 @@
-"""One rank of a layout without the others: it runs every layout to the end, holds its own shard, and where nothing is cut it is the engine
-of one device."""
+"""One rank of a layout without the others: it runs every layout to the end, holds its own shard,
+and where nothing is cut it is the engine of one device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from rorqual.parallel.shard import Shard
 from tests.models.checkpoints import rewrite_config, save
 
 COMMON: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4, "page_size": 8, "threads": 1, "weights": "random",
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "page_size": 8,
+    "threads": 1,
+    "weights": "random",
     "skip_tokenizer_init": True,
-}  # fmt: skip
+}
 PROMPTS = [[5, 3 + i, 9, 11 + 2 * i] for i in range(5)]
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 4},
@@ -49,14 +54,22 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{name}={value}" for name, value in layout.items()))
+@pytest.mark.parametrize(
+    "layout",
+    LAYOUTS,
+    ids=lambda layout: "-".join(f"{name}={value}" for name, value in layout.items()),
+)
 def test_every_layout_runs_to_the_end(folder: Path, layout: dict[str, Any]) -> None:
-    lone, whole = (
-        LLM(folder, **{**COMMON, **layout, "single_rank_bench": True}),
-        LLM(folder, **{**COMMON, "num_speculative_tokens": layout.get("num_speculative_tokens", 0)}),
+    lone = LLM(folder, **{**COMMON, **layout, "single_rank_bench": True})
+    whole = LLM(
+        folder, **{**COMMON, "num_speculative_tokens": layout.get("num_speculative_tokens", 0)}
     )
     assert not dist.is_initialized()
-    assert lone.engine.stats.all2all_backend == lone.engine.stats.allreduce_backend == "nowhere (a lone rank)"
+    assert (
+        lone.engine.stats.all2all_backend
+        == lone.engine.stats.allreduce_backend
+        == "nowhere (a lone rank)"
+    )
     assert weight_bytes(lone.engine.model) < weight_bytes(whole.engine.model)
     found = tokens(lone)
     assert [len(row) for row in found] == [9] * len(PROMPTS)
@@ -66,11 +79,14 @@ def test_every_layout_runs_to_the_end(folder: Path, layout: dict[str, Any]) -> N
 def test_where_nothing_is_cut_it_is_the_engine_of_one_device(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     rewrite_config(tmp_path, first_k_dense_replace=3, num_nextn_predict_layers=0)
-    assert tokens(LLM(tmp_path, **COMMON, dp=4, single_rank_bench=True)) == tokens(LLM(tmp_path, **COMMON))
+    assert tokens(LLM(tmp_path, **COMMON, dp=4, single_rank_bench=True)) == tokens(
+        LLM(tmp_path, **COMMON)
+    )
 
 
 def test_copies_have_the_size_of_what_would_arrive() -> None:
-    axis, x = FakeAxis("tp", Shard(1, 3)), torch.arange(8.0).view(4, 2)
+    axis = FakeAxis("tp", Shard(1, 3))
+    x = torch.arange(8.0).view(4, 2)
     assert axis.all_reduce(x) is x
     assert torch.equal(axis.all_gather(x), torch.cat([x] * 3))
     assert torch.equal(axis.all_gather(x, [2, 4, 5]), torch.cat((x[:2], x, x, x[:1])))
@@ -85,7 +101,9 @@ def test_copies_have_the_size_of_what_would_arrive() -> None:
     assert axis.traffic.total == 0
 
 
-@pytest.mark.parametrize("changes", [{"weights": "checkpoint"}, {"pp": 2}, {"launcher": "torchrun"}])
+@pytest.mark.parametrize(
+    "changes", [{"weights": "checkpoint"}, {"pp": 2}, {"launcher": "torchrun"}]
+)
 def test_what_makes_no_sense_alone_is_refused(folder: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="single_rank_bench needs"):
         LLM(folder, **{**COMMON, "tp": 2, "single_rank_bench": True, **changes})

@@ -1,4 +1,5 @@
-"""exe_mode: compile. Tiny models of two layers in fp32; one cache folder for the whole module, so that little is compiled twice."""
+"""exe_mode: compile. Tiny models of two layers in fp32; one cache folder for the whole module,
+so that little is compiled twice."""
 
 from __future__ import annotations
 
@@ -28,13 +29,20 @@ from tests.models.checkpoints import QWEN, V3, VOCAB
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES: dict[str, dict[str, Any]] = {
-    "v3": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **V3, "num_nextn_predict_layers": 1},
+    "v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **V3,
+        "num_nextn_predict_layers": 1,
+    },
     "qwen": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **QWEN},
 }
 DRAFTER = {"v3": "mtp", "qwen": "ngram"}
 LIKE_EAGER = {"exe_mode": "eager"}
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +69,13 @@ def write_config(path: Path) -> Path:
 
 def engine(folder: Path, exe_mode: str = "compile", **options: Any) -> LLM:
     sizes = {"page_size": 8, "max_num_seqs": 6, "max_model_len": 64}
-    fixed = {"dtype": "float32", "weights": "random", "num_layers": 2, "skip_tokenizer_init": True, "device": "cpu"}
+    fixed = {
+        "dtype": "float32",
+        "weights": "random",
+        "num_layers": 2,
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+    }
     return LLM(folder, exe_mode=exe_mode, **{**fixed, **sizes, **options})
 
 
@@ -69,7 +83,10 @@ def generate(llm: LLM) -> list[list[int]]:
     """Every batch size from 6 down to 1, new requests beside old ones, and a seeded one."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(VOCAB, (2 + 3 * i,), generator=generator).tolist() for i in range(9)]
-    params = [SamplingParams(temperature=0.9 * (i == 3), seed=i, max_tokens=5 + 2 * i, ignore_eos=True) for i in range(9)]
+    params = [
+        SamplingParams(temperature=0.9 * (i == 3), seed=i, max_tokens=5 + 2 * i, ignore_eos=True)
+        for i in range(9)
+    ]
     outs = llm.generate(prompts, params)
     alone = llm.generate(prompts[:1], params[4])
     return [out.outputs[0].token_ids for out in outs + alone]
@@ -94,7 +111,9 @@ def test_tokens_of_eager(folder: Path, compiled: LLM, tokens: list[list[int]]) -
     assert tokens == generate(engine(folder, **LIKE_EAGER))
 
 
-def test_a_second_process_compiles_nothing(folder: Path, compiled: LLM, tokens: list[list[int]], home: Path) -> None:
+def test_a_second_process_compiles_nothing(
+    folder: Path, compiled: LLM, tokens: list[list[int]], home: Path
+) -> None:
     """Though it has another number of cache pages, as an engine has that finds more memory free."""
     script = """
 import dataclasses, json, sys
@@ -105,15 +124,30 @@ print(json.dumps({"tokens": generate(llm), **dataclasses.asdict(llm.engine.stats
 """
     if folder.name != "v3":
         pytest.skip("one model shows it")
-    names = {"PYTHONPATH": str(ROOT), "RORQUAL_CACHE": str(home), "TMPDIR": str(home.parent), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    names = {
+        "PYTHONPATH": str(ROOT),
+        "RORQUAL_CACHE": str(home),
+        "TMPDIR": str(home.parent),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
     command = [sys.executable, "-c", script, str(folder)]
-    done = subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, **names},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    found, first = json.loads(done.stdout.splitlines()[-1]), compiled.engine.stats.compiled
+    found = json.loads(done.stdout.splitlines()[-1])
+    first = compiled.engine.stats.compiled
     assert (found["variants"], found["from_cache"]) == (2, 2)
     assert found["tokens"] == tokens
     assert found["seconds"] < first.seconds / 2, first
-    assert not [path for path in home.parent.glob("torchinductor_*/**/*") if path.is_file()], "all is kept in the cache folder"
+    assert not [path for path in home.parent.glob("torchinductor_*/**/*") if path.is_file()], (
+        "all is kept in the cache folder"
+    )
 
 
 def test_tokens_of_eager_with_drafts(folder: Path) -> None:
@@ -130,7 +164,9 @@ def test_tokens_of_eager_with_drafts(folder: Path) -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def forward(
+        self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any]
+    ) -> Callable[..., Any]:
         self.stats.variants += 1
         return graph.forward
 
@@ -146,7 +182,9 @@ def test_forms_of_mla(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_compiled_steps_are_recorded_where_there_are_graphs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_are_recorded_where_there_are_graphs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over the reference ops: whatever can be traced is."""
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
@@ -159,7 +197,8 @@ def test_compiled_steps_are_recorded_where_there_are_graphs(folder: Path, monkey
 
 @pytest.mark.usefixtures("uncompiled")
 def test_engines_of_a_process_do_not_share_code(tmp_path: Path) -> None:
-    """More of them than Dynamo compiles variants of one function, alive at once, with other weights each."""
+    """More of them than Dynamo compiles variants of one function, alive at once, with other
+    weights each."""
     folder = write_config(tmp_path / "qwen")
     options = {"num_layers": 1, "max_num_seqs": 2, "max_model_len": 16}
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -175,7 +214,9 @@ def test_engines_of_a_process_do_not_share_code(tmp_path: Path) -> None:
 
 
 def test_a_failing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def forward(
+        self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any]
+    ) -> Callable[..., Any]:
         raise OSError("no such compiler")
 
     monkeypatch.setattr(CompiledForward, "_inductor", forward)
@@ -185,7 +226,11 @@ def test_a_failing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_outside_of_compilation_every_entry_is_the_backends() -> None:
     """An entry that a table gains later must not fall through to the reference."""
-    entries = [name for name, method in vars(Ops).items() if callable(method) and not name.startswith("_") and name != "opaque"]
+    entries = [
+        name
+        for name, method in vars(Ops).items()
+        if callable(method) and not name.startswith("_") and name != "opaque"
+    ]
     backend = type("Named", (Ops,), {name: lambda *given, name=name: name for name in entries})()
     table = TracedOps(backend, MoEConfig(4, 2, 8))
     assert len(entries) > 20

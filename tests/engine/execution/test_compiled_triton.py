@@ -1,5 +1,6 @@
-"""The card's kernels as operators of a traced step, in Triton's interpreter where there is no card: what the graph says of their results
-(number, shape, strides, dtype) is so, and their values are those of the same step run eagerly."""
+"""The card's kernels as operators of a traced step, in Triton's interpreter where there is no
+card: what the graph says of their results (number, shape, strides, dtype) is so, and their
+values are those of the same step run eagerly."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def strides(x: torch.Tensor) -> list[int]:
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
-def checked(self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def checked(
+    self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any]
+) -> Callable[..., Any]:
     """In place of inductor: run the graph, and compare every operator's result with its fake."""
 
     class Interpreter(torch.fx.Interpreter):
@@ -37,8 +40,15 @@ def checked(self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any
             if "rorqual" in str(n.max_total_len):
                 operators.append(str(n.max_total_len))
                 want = n.meta["example_value"]
-                for got, fake in zip(*([x] if isinstance(x, torch.Tensor) else x or () for x in (found, want)), strict=True):
-                    assert (got.shape, strides(got), got.dtype) == (fake.shape, strides(fake), fake.dtype), n.max_total_len
+                for got, fake in zip(
+                    *([x] if isinstance(x, torch.Tensor) else x or () for x in (found, want)),
+                    strict=True,
+                ):
+                    assert (got.shape, strides(got), got.dtype) == (
+                        fake.shape,
+                        strides(fake),
+                        fake.dtype,
+                    ), n.max_total_len
             return found
 
     operators: list[str] = []
@@ -48,12 +58,16 @@ def checked(self: CompiledForward, graph: torch.fx.GraphModule, inputs: list[Any
 
 @pytest.mark.parametrize("config", [DEEPSEEK, QWEN, WIDE], ids=["v3", "qwen", "v3-fp8"])
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_operators_are_what_the_graph_says(config: dict[str, Any], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_what_the_graph_says(
+    config: dict[str, Any], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CompiledForward, "_inductor", checked)
     ops = TracedOps(TritonOps(), ModelConfig.from_dict(config).moe)
     model = random_model(config, ops, "float32", torch.device(DEVICE))
     driver = DeviceDriver(model, 1, 16, 4)
-    ids = torch.randint(config["vocab_size"], (5 + tokens,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        config["vocab_size"], (5 + tokens,), generator=torch.Generator().manual_seed(1)
+    )
     driver.logits(driver.step([ids[:5]], [0]))
     step = driver.step([ids[5:]], [5])
     forward = CompiledForward(model, driver.pool, ops, tmp_path)
@@ -62,4 +76,6 @@ def test_operators_are_what_the_graph_says(config: dict[str, Any], tokens: int, 
         want = straight(model.forward(driver.step([ids[5:]], [5]), every_row=True))
         torch.testing.assert_close(forward(step), want, rtol=1e-4, atol=1e-5)
     attention = "attention" if config is QWEN else "latent_attention"
-    assert {f"rorqual.{name}" for name in (attention, "router", "experts")} <= set(forward.operators)
+    assert {f"rorqual.{name}" for name in (attention, "router", "experts")} <= set(
+        forward.operators
+    )

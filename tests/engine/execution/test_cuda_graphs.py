@@ -1,4 +1,5 @@
-"""Recorded decode steps on a platform that 'replays' by calling again: padding, buckets and variants change no token."""
+"""Recorded decode steps on a platform that 'replays' by calling again: padding, buckets and
+variants change no token."""
 
 from __future__ import annotations
 
@@ -35,13 +36,27 @@ def folder(tmp_path: Path) -> Path:
 def batch() -> tuple[list[list[int]], list[SamplingParams]]:
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(VOCAB, (3 + 4 * i,), generator=generator).tolist() for i in range(7)]
-    kinds = [{"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.0, "top_k": 5}, {"temperature": 0, "presence_penalty": 0.5}]
-    params = [SamplingParams(**{"max_tokens": 6 + 3 * i, "seed": i, "ignore_eos": True, **kinds[i % 4]}) for i in range(7)]
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 0, "presence_penalty": 0.5},
+    ]
+    params = [
+        SamplingParams(**{"max_tokens": 6 + 3 * i, "seed": i, "ignore_eos": True, **kinds[i % 4]})
+        for i in range(7)
+    ]
     return prompts, params
 
 
 def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 5, "max_model_len": 64, "page_size": 8}
+    options = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 5,
+        "max_model_len": 64,
+        "page_size": 8,
+    }
     prompts, params = batch()
     eager = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
     platform = ReplayingPlatform(torch.device("cpu"))
@@ -65,15 +80,26 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
     ],
     ids=str,
 )
-def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict):
-    """Greedy, seeded and unseeded requests; verification, drafting and drawing are all in the recording."""
+def test_replayed_steps_with_drafts_give_the_eager_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict
+):
+    """Greedy, seeded and unseeded requests; verification, drafting and drawing are all in the
+    recording."""
     save_with_mtp(tmp_path, agreement=2.0)
-    sizes = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 5, "max_model_len": 64, "page_size": 8}
+    sizes = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 5,
+        "max_model_len": 64,
+        "page_size": 8,
+    }
     prompts, params = batch()
     params = [replace(p, speculate=i != 3) for i, p in enumerate(params)]
     if (
         "speculative_policy" not in options
-    ):  # there the drafts, and with them the tokens of unseeded requests, depend on the time steps take
+        # there the drafts, and with them the tokens of unseeded requests, depend on the time steps
+        # take
+    ):
         params = [replace(p, seed=None) if i % 3 == 1 else p for i, p in enumerate(params)]
     eager = LLM(tmp_path, num_speculative_tokens=2, steps_in_flight=2, **sizes, **options)
     platform = ReplayingPlatform(torch.device("cpu"))
@@ -83,15 +109,21 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(tmp_path: Path, monkey
     found = []
     for each in (eager, llm):
         each.engine.scheduler._seeds = random.Random(0)
-        found.append([out.outputs[0].token_ids for _ in range(2) for out in each.generate(prompts, params)])
+        found.append(
+            [out.outputs[0].token_ids for _ in range(2) for out in each.generate(prompts, params)]
+        )
     assert found[0] == found[1]
     assert platform.replays > 10
     if "speculative_policy" not in options:
         assert llm.engine.stats.accepted == eager.engine.stats.accepted
         assert llm.engine.stats.drafted == eager.engine.stats.drafted
     assert sum(llm.engine.stats.accepted) > 0
-    recorded = {num_speculative_tokens for _, _, num_speculative_tokens in llm.engine.runner.graphs.graphs}
-    assert recorded == ({0, 1, 2} if "speculative_policy" in options else {2}), "nothing was recorded while serving"
+    recorded = {
+        num_speculative_tokens for _, _, num_speculative_tokens in llm.engine.runner.graphs.graphs
+    }
+    assert recorded == ({0, 1, 2} if "speculative_policy" in options else {2}), (
+        "nothing was recorded while serving"
+    )
     assert int(llm.engine.runner.rows.length[-1]) == 0
 
 
@@ -138,7 +170,8 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
     llm = LLM(tmp_path, **sizes, **options)
-    plans, launch = [], llm.engine.runner.launch
+    plans = []
+    launch = llm.engine.runner.launch
 
     def launched(plan: SchedulerOutput) -> PendingStep:
         plans.append(plan)
@@ -164,25 +197,45 @@ def told(logprobs: list[dict[int, Logprob]] | None) -> Any:
     return [[(token, one.rank, round(one.logprob, 3)) for token, one in step] for step in steps]
 
 
-def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     save_with_mtp(tmp_path)
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    llm = LLM(tmp_path, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8, num_speculative_tokens=3)
+    llm = LLM(
+        tmp_path,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_model_len=64,
+        page_size=8,
+        num_speculative_tokens=3,
+    )
     runner = llm.engine.runner
     before = [layer["latent"].clone() for layer in runner.pool.layers]
     with torch.inference_mode():
         for variant in (SamplingVariant.GREEDY, SamplingVariant.FILTERED, SamplingVariant.FULL):
             runner.graphs.graphs[8, variant, 3]()
     assert len(before) == 4
-    assert all(torch.equal(layer["latent"][1:], old[1:]) for layer, old in zip(runner.pool.layers, before, strict=True))
+    assert all(
+        torch.equal(layer["latent"][1:], old[1:])
+        for layer, old in zip(runner.pool.layers, before, strict=True)
+    )
     assert runner.rows.length[runner.rows.padding] == 0
 
 
 def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    llm = LLM(folder, dtype="float32", skip_tokenizer_init=True, max_num_seqs=8, max_model_len=64, page_size=8)
+    llm = LLM(
+        folder,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_model_len=64,
+        page_size=8,
+    )
     runner = llm.engine.runner
     plane = runner.pool.layers[0]["latent"]
     before = plane.clone()
@@ -192,11 +245,22 @@ def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pyt
     assert runner.rows.length[runner.rows.padding] == 0
 
 
-def test_sizes_left_out_are_recorded_when_they_are_needed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sizes_left_out_are_recorded_when_they_are_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Recording computes steps of its own: they may not move the requests that wait for it."""
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 8, "max_model_len": 64, "page_size": 8}
-    prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    expected = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
+    options = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "page_size": 8,
+    }
+    prompts = [[5, 3 + i, 9] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [
+        out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)
+    ]
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
     llm = LLM(folder, **options, cudagraph_capture_sizes=(1, 7))
@@ -207,8 +271,11 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(folder: Path, monkeypa
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 2])
-def test_kernels_compiled_ahead(num_speculative_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every step that is recorded is computed once before, inside what compiles; tokens stay what they are."""
+def test_kernels_compiled_ahead(
+    num_speculative_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every step that is recorded is computed once before, inside what compiles; tokens stay
+    what they are."""
     save_with_mtp(tmp_path)
     options = {
         "dtype": "float32",
@@ -218,10 +285,16 @@ def test_kernels_compiled_ahead(num_speculative_tokens: int, tmp_path: Path, mon
         "page_size": 8,
         "num_speculative_tokens": num_speculative_tokens,
     }
-    prompts, params = [[5, 3 + i, 9] for i in range(3)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    expected = [out.outputs[0].token_ids for out in LLM(tmp_path, **options).generate(prompts, params)]
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: ReplayingPlatform(torch.device("cpu")))
-    inside, computed = [False], []
+    prompts = [[5, 3 + i, 9] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [
+        out.outputs[0].token_ids for out in LLM(tmp_path, **options).generate(prompts, params)
+    ]
+    monkeypatch.setattr(
+        "rorqual.engine.engine.make_platform", lambda device: ReplayingPlatform(torch.device("cpu"))
+    )
+    inside = [False]
+    computed = []
 
     @contextmanager
     def compiling(self: Ops) -> Iterator[None]:
@@ -231,7 +304,9 @@ def test_kernels_compiled_ahead(num_speculative_tokens: int, tmp_path: Path, mon
 
     plain = ModelRunner._decode_body
 
-    def body(self: ModelRunner, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int) -> Tensor:
+    def body(
+        self: ModelRunner, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
+    ) -> Tensor:
         computed.append((inside[0], (len(slots), variant, num_speculative_tokens)))
         return plain(self, slots, variant, num_speculative_tokens)
 
@@ -245,7 +320,10 @@ def test_kernels_compiled_ahead(num_speculative_tokens: int, tmp_path: Path, mon
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
 
 
-@pytest.mark.parametrize(("sizes", "message"), [((0,), "at least 1"), ((9,), "max_num_seqs=8"), (4, "list"), (("a",), "at least 1")])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((0,), "at least 1"), ((9,), "max_num_seqs=8"), (4, "list"), (("a",), "at least 1")],
+)
 def test_graph_sizes_that_cannot_be(folder: Path, sizes: object, message: str):
     with pytest.raises(ConfigError, match=message):
         LLM(folder, max_num_seqs=8, cudagraph_capture_sizes=sizes)
@@ -255,7 +333,9 @@ def test_buckets():
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(5) == [1, 2, 4, 5]
     assert bucket_sizes(256)[-1] == 256
-    assert all(b - a <= 64 for a, b in zip(bucket_sizes(1024), bucket_sizes(1024)[1:], strict=False))
+    assert all(
+        b - a <= 64 for a, b in zip(bucket_sizes(1024), bucket_sizes(1024)[1:], strict=False)
+    )
 
 
 LONE: dict[str, Any] = {

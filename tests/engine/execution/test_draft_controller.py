@@ -1,4 +1,5 @@
-"""The controller of num_speculative_tokens against machines with known step times and acceptance."""
+"""The controller of num_speculative_tokens against machines with known step times and
+acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from rorqual.engine.execution.draft_controller import MARGIN, PROBE_EVERY, Draft
 
 @dataclass
 class Machine:
-    """seconds[n] a step that verifies n drafts, gains[n] new tokens a request in it; both with a little noise."""
+    """seconds[n] a step that verifies n drafts, gains[n] new tokens a request in it; both with a
+    little noise."""
 
     seconds: list[float]
     gains: list[float]
@@ -65,15 +67,18 @@ def test_it_finds_the_best(name: str) -> None:
 
 def test_it_recovers_when_the_text_changes() -> None:
     """Acceptance falls, then rises: within a few probes of every alternative the choice follows."""
-    controller, steps = DraftController(3, adaptive=True), 4 * 3 * PROBE_EVERY
-    easy, hard = Machine([1.0, 1.1, 1.2, 1.3], GAINS), Machine([1.0, 1.1, 1.2, 1.3], [1.0, 1.03, 1.03, 1.03])
+    controller = DraftController(3, adaptive=True)
+    steps = 4 * 3 * PROBE_EVERY
+    easy = Machine([1.0, 1.1, 1.2, 1.3], GAINS)
+    hard = Machine([1.0, 1.1, 1.2, 1.3], [1.0, 1.03, 1.03, 1.03])
     for machine in (easy, hard, easy, hard):
         machine.run(controller, steps)
         assert machine.run(controller, 500).most_common(1)[0][0] == machine.best()
 
 
 def test_a_small_advantage_moves_nothing() -> None:
-    """Two choices within the margin of one another, and noise above their difference: the first one found good stays."""
+    """Two choices within the margin of one another, and noise above their difference: the first
+    one found good stays."""
     near = 1 + (MARGIN - 1) / 3
     machine = Machine([1.0, 1.85 / near], GAINS[:2], noise=0.1)
     controller = DraftController(1, adaptive=True)
@@ -84,7 +89,8 @@ def test_a_small_advantage_moves_nothing() -> None:
 
 def test_every_bucket_of_batch_sizes_is_on_its_own() -> None:
     controller = DraftController(3, adaptive=True)
-    small, large = Machine(CASES["drafts are nearly free"], GAINS), Machine(CASES["drafts cost what they bring"], GAINS)
+    small = Machine(CASES["drafts are nearly free"], GAINS)
+    large = Machine(CASES["drafts cost what they bring"], GAINS)
     for _ in range(60):
         small.run(controller, 10, batch=3)
         large.run(controller, 10, batch=100)
@@ -94,7 +100,8 @@ def test_every_bucket_of_batch_sizes_is_on_its_own() -> None:
 
 @pytest.mark.parametrize("num_speculative_tokens", range(4))
 def test_a_disturbed_step_says_nothing(num_speculative_tokens: int) -> None:
-    """One step in forty takes a hundred times as long; also each choice's very first, as where a kernel is made on first use."""
+    """One step in forty takes a hundred times as long; also each choice's very first, as where a
+    kernel is made on first use."""
     machine = Machine(CASES["two are best"], GAINS)
     controller = DraftController(3, adaptive=True)
     seen: Counter[int] = Counter()
@@ -117,9 +124,13 @@ def test_steps_that_stay_slow_are_believed() -> None:
 
 
 def test_the_first_step_after_a_change_verifies_what_was_drafted_before() -> None:
-    """A step that may verify n drafts finds no more than the step before made: that is not what n brings in the long run."""
-    seconds, gains = [1.0, 1.2, 1.55, 1.9], GAINS
-    machine, controller, before = Machine(seconds, gains, noise=0.005), DraftController(3, adaptive=True), 0
+    """A step that may verify n drafts finds no more than the step before made: that is not what
+    n brings in the long run."""
+    seconds = [1.0, 1.2, 1.55, 1.9]
+    gains = GAINS
+    machine = Machine(seconds, gains, noise=0.005)
+    controller = DraftController(3, adaptive=True)
+    before = 0
     assert machine.best() == 3
     for _ in range(3000):
         n = controller.next_count(64)
@@ -143,7 +154,8 @@ def test_a_pinned_choice_stays(adaptive: bool) -> None:
 def test_late_observations_count_for_what_they_ran_with() -> None:
     """With steps in flight, results of a choice come in after another was made."""
     machine = Machine(CASES["one is best"], GAINS)
-    controller, waiting = DraftController(3, adaptive=True), []
+    controller = DraftController(3, adaptive=True)
+    waiting = []
     for _ in range(1500):
         waiting.append(controller.next_count(8))
         if len(waiting) == 3:

@@ -1,4 +1,5 @@
-"""embed_device: cpu. The table is made, filled and shared in host memory, and is not counted against the device's."""
+"""embed_device: cpu. The table is made, filled and shared in host memory, and is not counted
+against the device's."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from rorqual.errors import CapacityError, ConfigError
 from rorqual.platforms.cpu import CpuPlatform
 from tests.models.checkpoints import V3, save
 
-OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 3, "max_model_len": 48, "kv_cache_bytes": 2**20}
+OPTIONS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 3,
+    "max_model_len": 48,
+    "kv_cache_bytes": 2**20,
+}
 
 
 class Card(CpuPlatform):
@@ -56,7 +63,8 @@ def generate(llm: LLM) -> list[list[int]]:
 
 def test_the_table_lies_where_it_is_asked_for(tmp_path: Path, on: Any) -> None:
     save("v3", tmp_path)
-    here, there = Card(), Card()
+    here = Card()
+    there = Card()
     llm = on(there, tmp_path, embed_device="cpu")
     assert [llm.engine.model.embedding is table for table in there.host] == [True]
     assert generate(llm) == generate(on(here, tmp_path))
@@ -64,7 +72,12 @@ def test_the_table_lies_where_it_is_asked_for(tmp_path: Path, on: Any) -> None:
 
 
 def test_prediction_modules_share_it(tmp_path: Path, on: Any) -> None:
-    config = {**V3, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    config = {
+        **V3,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     card = Card()
     llm = on(card, tmp_path, embed_device="cpu", num_speculative_tokens=2, weights="random")
@@ -89,7 +102,9 @@ def test_it_is_not_counted_against_the_device(tmp_path: Path, on: Any) -> None:
 
 def test_a_cpu_is_its_own_host(tmp_path: Path) -> None:
     save("qwen", tmp_path)
-    assert generate(LLM(tmp_path, embed_device="cpu", **OPTIONS)) == generate(LLM(tmp_path, **OPTIONS))
+    assert generate(LLM(tmp_path, embed_device="cpu", **OPTIONS)) == generate(
+        LLM(tmp_path, **OPTIONS)
+    )
 
 
 def test_refused(tmp_path: Path, on: Any) -> None:

@@ -1,7 +1,9 @@
-"""kv_cache_dtype=fp8: the tokens do not depend on how they were computed, and the cache is as large as the planner says.
+"""kv_cache_dtype=fp8: the tokens do not depend on how they were computed, and the cache is as large
+as the planner says.
 
-Attention reads what the cache holds, the step's own tokens included, so a chunked prompt, a cached prefix and a recomputed request see
-the same entries as a whole prompt. fp32 activations, tiny checkpoints; entries differ only where the order of a sum tips a rounding.
+Attention reads what the cache holds, the step's own tokens included, so a chunked prompt, a cached
+prefix and a recomputed request see the same entries as a whole prompt. fp32 activations, tiny
+checkpoints; entries differ only where the order of a sum tips a rounding.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def one_by_one(folder: Path, **options: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
     found = one_by_one(folder, **FP8)
-    assert sum(a != b for a, b in zip(found, one_by_one(folder), strict=True)) > len(BATCH) // 2, "nothing was quantized"
+    assert sum(a != b for a, b in zip(found, one_by_one(folder), strict=True)) > len(BATCH) // 2, (
+        "nothing was quantized"
+    )
     return found
 
 
@@ -62,7 +66,8 @@ def expected_drafting(drafting: Path) -> list[list[int]]:
 
 
 def assert_same(got: list[list[int]], want: list[list[int]]) -> None:
-    """All equal, but for one request at most: the order of a sum may move an entry across the edge between two e4m3 values."""
+    """All equal, but for one request at most: the order of a sum may move an entry across the
+    edge between two e4m3 values."""
     different = sum(a != b for a, b in zip(got, want, strict=True))
     print(f"different: {different} of {len(want)}")
     assert different <= 1
@@ -86,14 +91,20 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=name_of)
-def test_tokens_do_not_depend_on_how_they_were_computed(folder: Path, expected: list[list[int]], options: dict[str, Any]) -> None:
+def test_tokens_do_not_depend_on_how_they_were_computed(
+    folder: Path, expected: list[list[int]], options: dict[str, Any]
+) -> None:
     llm = engine(folder, **{**FP8, **options})
-    assert {plane.dtype for layer in llm.engine.runner.pool.layers for plane in layer.values()} == {torch.uint8}
+    assert {plane.dtype for layer in llm.engine.runner.pool.layers for plane in layer.values()} == {
+        torch.uint8
+    }
     assert_same(greedy(llm, BATCH), expected)
     assert_same(greedy(llm, BATCH), expected)  # the prefix cache holds these very prompts now
     if "num_pages" in options:
         assert llm.engine.scheduler.num_preemptions > 0
-    cached = llm.generate(BATCH[0], SamplingParams(temperature=0, max_tokens=1))[0].num_cached_tokens
+    cached = llm.generate(BATCH[0], SamplingParams(temperature=0, max_tokens=1))[
+        0
+    ].num_cached_tokens
     assert (cached > 0) == options.get("enable_prefix_caching", True)
 
 
@@ -105,24 +116,41 @@ DRAFTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", DRAFTS, ids=name_of)
-def test_drafts_change_no_token(drafting: Path, expected_drafting: list[list[int]], options: dict[str, Any]) -> None:
-    """The prediction module's cache is fp8 as well; rows under verification attend to several entries that the step wrote itself."""
+def test_drafts_change_no_token(
+    drafting: Path, expected_drafting: list[list[int]], options: dict[str, Any]
+) -> None:
+    """The prediction module's cache is fp8 as well; rows under verification attend to several
+    entries that the step wrote itself."""
     llm = engine(drafting, **FP8, **options)
     assert_same(greedy(llm, BATCH), expected_drafting)
     assert_same(greedy(llm, BATCH), expected_drafting)
     assert sum(llm.engine.stats.accepted) > 0
 
 
-def test_recorded_steps(drafting: Path, expected_drafting: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps(
+    drafting: Path, expected_drafting: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
-    assert_same(greedy(engine(drafting, max_num_seqs=5, num_speculative_tokens=1, **FP8), BATCH), expected_drafting)
+    assert_same(
+        greedy(engine(drafting, max_num_seqs=5, num_speculative_tokens=1, **FP8), BATCH),
+        expected_drafting,
+    )
     assert platform.replays > 10
 
 
-@pytest.mark.parametrize(("native", "form"), [(True, "A_CC_ME"), (False, "AM_CC_ME")], ids=["native", "torch"])
-def test_compiled_steps(folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, native: bool, form: str) -> None:
-    """Traced, not compiled: with the C++ kernels as operators, and without them, where what is left is traced from the reference."""
+@pytest.mark.parametrize(
+    ("native", "form"), [(True, "A_CC_ME"), (False, "AM_CC_ME")], ids=["native", "torch"]
+)
+def test_compiled_steps(
+    folder: Path,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    native: bool,
+    form: str,
+) -> None:
+    """Traced, not compiled: with the C++ kernels as operators, and without them, where what is
+    left is traced from the reference."""
     from rorqual.engine.execution.compiled import CompiledForward
 
     monkeypatch.setattr(CompiledForward, "_inductor", lambda self, graph, inputs: graph.forward)
@@ -130,9 +158,16 @@ def test_compiled_steps(folder: Path, expected: list[list[int]], monkeypatch: py
     assert_same(greedy(engine(folder, exe_mode="compile", mla_decode=form, **FP8), BATCH), expected)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "num_speculative_tokens": 2}, {"pp": 2, "chunked_prefill_size": 5}], ids=str)
-def test_several_ranks(drafting: Path, expected_drafting: list[list[int]], layout: dict[str, Any]) -> None:
-    """The latent cache is on every tensor-parallel rank; a pipeline stage holds its layers' planes."""
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2, "num_speculative_tokens": 2}, {"pp": 2, "chunked_prefill_size": 5}],
+    ids=str,
+)
+def test_several_ranks(
+    drafting: Path, expected_drafting: list[list[int]], layout: dict[str, Any]
+) -> None:
+    """The latent cache is on every tensor-parallel rank; a pipeline stage holds its layers'
+    planes."""
     llm = engine(drafting, threads=1, num_pages=200, **FP8, **layout)
     try:
         assert_same(greedy(llm, BATCH), expected_drafting)
@@ -140,11 +175,18 @@ def test_several_ranks(drafting: Path, expected_drafting: list[list[int]], layou
         llm.engine.close()
 
 
-@pytest.mark.parametrize("forms", [("CC", "A_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "AM_CC_ME")], ids="-".join)
-@pytest.mark.parametrize(("option", "worst", "median"), [("v3-all-dense", 0.985, 0.998), ("v2-grouped", 0.8, 0.998)])
-def test_logits_stay_near_those_of_fp32(tmp_path: Path, option: str, worst: float, median: float, forms: tuple[str, str]) -> None:
-    """Cosine of the logits; among 16 random experts a router now and then chooses another, so its worst position is bounded loosely.
-    Every form, however the prompt was cut, reads the same entries: among each other logits agree to 2e-4."""
+@pytest.mark.parametrize(
+    "forms", [("CC", "A_CC_ME"), ("A_CC", "CC"), ("AM_CC_ME", "AM_CC_ME")], ids="-".join
+)
+@pytest.mark.parametrize(
+    ("option", "worst", "median"), [("v3-all-dense", 0.985, 0.998), ("v2-grouped", 0.8, 0.998)]
+)
+def test_logits_stay_near_those_of_fp32(
+    tmp_path: Path, option: str, worst: float, median: float, forms: tuple[str, str]
+) -> None:
+    """Cosine of the logits; among 16 random experts a router now and then chooses another, so
+    its worst position is bounded loosely. Every form, however the prompt was cut, reads the same
+    entries: among each other logits agree to 2e-4."""
     save(option, tmp_path)
     ids = torch.randint(0, 128, (3, 23), generator=torch.Generator().manual_seed(0))
     exact = all_logits(load(tmp_path, CpuOps()), ids, [9, 17])
@@ -161,7 +203,11 @@ def test_logits_stay_near_those_of_fp32(tmp_path: Path, option: str, worst: floa
 def test_a_cache_of_another_width_than_the_activations(tmp_path: Path, option: str) -> None:
     """fp32 with a bf16 cache: every form reads it alike."""
     save(option, tmp_path)
-    forms: list[dict[str, Any]] = [{}, {"mla_prefill": "A_CC", "mla_decode": "A_CC"}, {"chunked_prefill_size": 3, "mla_decode": "CC"}]
+    forms: list[dict[str, Any]] = [
+        {},
+        {"mla_prefill": "A_CC", "mla_decode": "A_CC"},
+        {"chunked_prefill_size": 3, "mla_decode": "CC"},
+    ]
     found = [greedy(engine(tmp_path, kv_cache_dtype="bfloat16", **more), BATCH) for more in forms]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
@@ -172,7 +218,8 @@ def test_a_cache_of_another_width_than_the_activations(tmp_path: Path, option: s
 
 def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
     llm = engine(drafting, num_pages=40, num_speculative_tokens=1, **FP8)
-    pool, config = llm.engine.runner.pool, llm.engine.model_config
+    pool = llm.engine.runner.pool
+    config = llm.engine.model_config
     held = sum(plane.nbytes for layer in pool.layers for plane in layer.values())
     each = costs.kv_bytes_per_token(config, costs.Format("float32", "fp8"))
     assert held == 40 * 8 * each * (config.num_layers + 1) // config.num_layers
@@ -183,13 +230,19 @@ def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
 
 def test_the_same_memory_holds_more_tokens(folder: Path) -> None:
     room = {"kv_cache_bytes": 2**19, "max_num_seqs": 32}
-    plain, quantized = (engine(folder, **room, **more).engine.scheduler.allocator.capacity for more in ({}, FP8))
+    plain, quantized = (
+        engine(folder, **room, **more).engine.scheduler.allocator.capacity for more in ({}, FP8)
+    )
     assert quantized > 1.8 * plain
 
 
-def test_what_cannot_have_it_says_so_before_loading(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_have_it_says_so_before_loading(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save("qwen", tmp_path)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp8 .*grouped-query.*accepted: auto, bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype=fp8 .*grouped-query.*accepted: auto, bfloat16"
+    ):
         engine(tmp_path, **FP8)
     with pytest.raises(ConfigError, match="grouped-query"):
         engine(tmp_path, tp=2, **FP8)

@@ -34,11 +34,15 @@ def first_mask(matcher) -> torch.Tensor:
     return mask
 
 
-def test_a_grammar_goes_out_once_and_again_where_it_was_dropped(grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_goes_out_once_and_again_where_it_was_dropped(
+    grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_matcher, "KEPT", 2)
     frames: list[bytes] = []
-    sender, received = GrammarSender(frames.append), ReceivedGrammars()
-    expected = {"a": 1, "ab": 1, "aa": 0, "bcd": 2, "aba": 2}  # frames by plan; the last but one names more than are kept
+    sender = GrammarSender(frames.append)
+    received = ReceivedGrammars()
+    # frames by plan; the last but one names more than are kept
+    expected = {"a": 1, "ab": 1, "aa": 0, "bcd": 2, "aba": 2}
     for words, count in expected.items():
         plan = [choice(f"{word}+[x-z]{{2}}") for word in words]
         frames.clear()
@@ -46,7 +50,9 @@ def test_a_grammar_goes_out_once_and_again_where_it_was_dropped(grammars, monkey
         for frame in frames:
             received.receive(frame)
         for structure in plan:
-            assert torch.equal(first_mask(received.matcher(structure)), first_mask(grammars.matcher(structure)))
+            assert torch.equal(
+                first_mask(received.matcher(structure)), first_mask(grammars.matcher(structure))
+            )
         received.used(plan)
         assert len(frames) == count, words
         assert list(received.latest) == list(sender.sent)
@@ -55,10 +61,12 @@ def test_a_grammar_goes_out_once_and_again_where_it_was_dropped(grammars, monkey
 
 def test_what_arrived_follows_the_grammar(grammars) -> None:
     frames: list[bytes] = []
-    sender, received = GrammarSender(frames.append), ReceivedGrammars()
+    sender = GrammarSender(frames.append)
+    received = ReceivedGrammars()
     sender.send_missing(grammars, [choice("a")])
     received.receive(frames[0])
-    matcher, here = received.matcher(choice("a")), grammars.matcher(choice("a"))
+    matcher = received.matcher(choice("a"))
+    here = grammars.matcher(choice("a"))
     allowed = [t for t in range(VOCAB) if first_mask(here)[0, t // 32] >> (t % 32) & 1]
     assert allowed
     assert matcher.accept(allowed[0])

@@ -36,7 +36,13 @@ def prompts(count: int = 32) -> list[list[int]]:
 
 
 def engine(folder: Path, **options) -> LLM:
-    settings = {"dtype": "float32", "page_size": 8, "max_num_seqs": 32, "max_num_batched_tokens": 256, "skip_tokenizer_init": True}
+    settings = {
+        "dtype": "float32",
+        "page_size": 8,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 256,
+        "skip_tokenizer_init": True,
+    }
     return LLM(folder, **{**settings, **options})
 
 
@@ -54,7 +60,8 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def assert_same(folder: Path, got: list[list[int]], want: list[list[int]]) -> None:
-    """Equal, but for tokens that follow a tie: where the reference's two best logits lie within 1e-4. Ties are counted and printed."""
+    """Equal, but for tokens that follow a tie: where the reference's two best logits lie within
+    1e-4. Ties are counted and printed."""
     ties = 0
     llm = None
     for prompt, ours, theirs in zip(prompts(), got, want, strict=True):
@@ -86,7 +93,9 @@ def assert_same(folder: Path, got: list[list[int]], want: list[list[int]]) -> No
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()) or "default",
 )
-def test_batch_of_32_gives_the_tokens_of_one(folder: Path, expected: list[list[int]], options: dict):
+def test_batch_of_32_gives_the_tokens_of_one(
+    folder: Path, expected: list[list[int]], options: dict
+):
     llm = engine(folder, **options)
     assert_same(folder, greedy(llm, prompts()), expected)
     scheduler = llm.engine.scheduler
@@ -103,7 +112,12 @@ def test_batch_of_32_gives_the_tokens_of_one(folder: Path, expected: list[list[i
         {},
         {"chunked_prefill_size": 7},
         {"mla_decode": "CC", "max_num_batched_tokens": 33},
-        {"mla_decode": "CC", "num_speculative_tokens": 2, "drafter": "ngram", "chunked_prefill_size": 30},
+        {
+            "mla_decode": "CC",
+            "num_speculative_tokens": 2,
+            "drafter": "ngram",
+            "chunked_prefill_size": 30,
+        },
     ],
     ids=str,
 )
@@ -143,7 +157,8 @@ def test_repeated_prompt_recomputes_at_most_a_page(folder: Path):
 
 
 def test_transformers_generates_the_same_text(folder: Path, expected: list[list[int]]):
-    """Against transformers without its cache: every step is a forward pass over the whole sequence."""
+    """Against transformers without its cache: every step is a forward pass over the whole
+    sequence."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -151,5 +166,7 @@ def test_transformers_generates_the_same_text(folder: Path, expected: list[list[
         ids = list(prompt)
         for _ in range(OUTPUT):
             with torch.no_grad():
-                ids.append(int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(
+                    int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+                )
         assert ids[len(prompt) :] == want

@@ -1,4 +1,5 @@
-"""Speculation changes how fast greedy tokens come, never which. fp32, tiny checkpoints and the bundled one, real engine.
+"""Speculation changes how fast greedy tokens come, never which. fp32, tiny checkpoints and the
+bundled one, real engine.
 
 The bundled checkpoint is tried on 12 prompts; RORQUAL_LONG=1 in the environment makes it 200.
 """
@@ -72,13 +73,23 @@ def told(llm: LLM) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
 def test_tokens_are_those_without_speculation(
-    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], num_speculative_tokens: int
+    folder: Path,
+    drafter: str,
+    texts: list[list[int]],
+    expected: list[list[int]],
+    num_speculative_tokens: int,
 ):
     plain = engine(folder)
     assert tokens_of(plain, texts) == expected
-    llm = engine(folder, num_speculative_tokens=num_speculative_tokens, drafter=drafter, max_num_batched_tokens=512)
+    llm = engine(
+        folder,
+        num_speculative_tokens=num_speculative_tokens,
+        drafter=drafter,
+        max_num_batched_tokens=512,
+    )
     assert tokens_of(llm, texts) == expected
-    drafted, accepted = llm.engine.stats.drafted, llm.engine.stats.accepted
+    drafted = llm.engine.stats.drafted
+    accepted = llm.engine.stats.accepted
     assert len(drafted) == len(accepted) == num_speculative_tokens
     assert 0.1 * drafted[0] < accepted[0] < drafted[0]
     assert llm.engine.stats.steps < plain.engine.stats.steps
@@ -117,7 +128,11 @@ CASES += [("two-modules", s) for s in (SETTINGS[2], SETTINGS[7], *MODULES[:2])]
     ids=lambda s: s if isinstance(s, str) else "-".join(f"{k}={v}" for k, v in s.items()),
 )
 def test_no_setting_changes_a_token(
-    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], settings: dict[str, Any]
+    folder: Path,
+    drafter: str,
+    texts: list[list[int]],
+    expected: list[list[int]],
+    settings: dict[str, Any],
 ):
     llm = engine(folder, **{"num_speculative_tokens": 3, "drafter": drafter, **settings})
     assert tokens_of(llm, texts) == expected
@@ -126,25 +141,43 @@ def test_no_setting_changes_a_token(
 
 
 def test_every_step_may_ask_for_another_next_n(
-    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    drafter: str,
+    texts: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     for depth in (1, 3):
         llm = engine(folder, num_speculative_tokens=3, drafter=drafter, steps_in_flight=depth)
         generator = torch.Generator().manual_seed(depth)
-        monkeypatch.setattr(llm.engine.controller, "choose", lambda batch, g=generator: int(torch.randint(4, (1,), generator=g)))
+        monkeypatch.setattr(
+            llm.engine.controller,
+            "choose",
+            lambda batch, g=generator: int(torch.randint(4, (1,), generator=g)),
+        )
         assert tokens_of(llm, texts) == expected
         assert told(llm)[1] > 0
 
 
-def test_requests_may_opt_out(folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]):
+def test_requests_may_opt_out(
+    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]
+):
     llm = engine(folder, num_speculative_tokens=3, drafter=drafter, steps_in_flight=2)
-    params = [SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, speculate=i % 2 == 0) for i in range(len(texts))]
+    params = [
+        SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, speculate=i % 2 == 0)
+        for i in range(len(texts))
+    ]
     watched = {}
     add = llm.engine.scheduler.add
-    llm.engine.scheduler.add = lambda request: (add(request), watched.update({request.id: llm.engine.scheduler.sequences[request.id]}))
+    llm.engine.scheduler.add = lambda request: (
+        add(request),
+        watched.update({request.id: llm.engine.scheduler.sequences[request.id]}),
+    )
     assert tokens_of(llm, texts, params) == expected
     for sequence in watched.values():
-        assert (sum(sequence.drafted) > 0) == sequence.request.params.speculate or drafter == "ngram"
+        assert (
+            sum(sequence.drafted) > 0
+        ) == sequence.request.params.speculate or drafter == "ngram"
         assert sequence.request.params.speculate or not sequence.drafted
     assert sum(sum(s.drafted) for s in watched.values()) == told(llm)[0] > 0
     before = told(llm)
@@ -152,23 +185,42 @@ def test_requests_may_opt_out(folder: Path, drafter: str, texts: list[list[int]]
     assert told(llm) == before, "nobody wanted drafts"
 
 
-def test_max_tokens_in_the_middle_of_an_accepted_run(folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]):
+def test_max_tokens_in_the_middle_of_an_accepted_run(
+    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]
+):
     llm = engine(folder, num_speculative_tokens=3, drafter=drafter, steps_in_flight=2)
     for first in range(5):
         limits = [(first + i) % 5 + 1 for i in range(len(texts))]
-        outs = llm.generate(texts, [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in limits])
-        assert [out.outputs[0].token_ids for out in outs] == [tokens[:most] for tokens, most in zip(expected, limits, strict=True)]
+        outs = llm.generate(
+            texts,
+            [SamplingParams(temperature=0, max_tokens=most, ignore_eos=True) for most in limits],
+        )
+        assert [out.outputs[0].token_ids for out in outs] == [
+            tokens[:most] for tokens, most in zip(expected, limits, strict=True)
+        ]
         assert {out.outputs[0].finish_reason for out in outs} == {"length"}
         check_idle_pages(llm)
 
 
-def test_the_context_s_end_in_the_middle_of_an_accepted_run(folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]):
-    """The row runs past the model's last position by what is in flight: nothing is written where it could be read."""
-    texts, expected = texts[:6], expected[:6]
+def test_the_context_s_end_in_the_middle_of_an_accepted_run(
+    folder: Path, drafter: str, texts: list[list[int]], expected: list[list[int]]
+):
+    """The row runs past the model's last position by what is in flight: nothing is written where
+    it could be read."""
+    texts = texts[:6]
+    expected = expected[:6]
     longest = max(len(text) for text in texts)
     for extra in (2, 3):
-        llm = engine(folder, num_speculative_tokens=3, drafter=drafter, max_model_len=longest + extra, steps_in_flight=2)
-        found = tokens_of(llm, texts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+        llm = engine(
+            folder,
+            num_speculative_tokens=3,
+            drafter=drafter,
+            max_model_len=longest + extra,
+            steps_in_flight=2,
+        )
+        found = tokens_of(
+            llm, texts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        )
         for text, tokens, want in zip(texts, found, expected, strict=True):
             assert tokens[:OUTPUT] == want[: longest + extra - len(text)]
             assert len(text) + len(tokens) == longest + extra
@@ -189,7 +241,9 @@ def plain_text() -> list[list[int]]:
 
 
 def bundled_tokens(llm: LLM) -> list[list[int]]:
-    return tokens_of(llm, real_text(), SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+    return tokens_of(
+        llm, real_text(), SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,36 +254,63 @@ def bundled_tokens(llm: LLM) -> list[list[int]]:
         {"num_speculative_tokens": 3},
         {"num_speculative_tokens": 3, "steps_in_flight": 2, "draft_window": False},
         {"num_speculative_tokens": 3, "drafter": "ngram"},
-        {"num_speculative_tokens": 3, "num_pages": 60, "chunked_prefill_size": 16, "steps_in_flight": 2},
+        {
+            "num_speculative_tokens": 3,
+            "num_pages": 60,
+            "chunked_prefill_size": 16,
+            "steps_in_flight": 2,
+        },
     ],
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()),
 )
-def test_the_bundled_checkpoint_over_real_text(plain_text: list[list[int]], options: dict[str, Any]):
+def test_the_bundled_checkpoint_over_real_text(
+    plain_text: list[list[int]], options: dict[str, Any]
+):
     llm = LLM(dtype="float32", max_num_seqs=16, max_model_len=512, **options)
     assert bundled_tokens(llm) == plain_text
     drafted, accepted = told(llm)
-    rates = [a / d for d, a in zip(llm.engine.stats.drafted, llm.engine.stats.accepted, strict=True)]
+    rates = [
+        a / d for d, a in zip(llm.engine.stats.drafted, llm.engine.stats.accepted, strict=True)
+    ]
     print(f"{options}: accepted by place {[round(rate, 3) for rate in rates]}")
     assert accepted > (0.3 if options.get("drafter") != "ngram" else 0.1) * drafted > 0
 
 
-# ---- simulated acceptance: what is taken is drawn by lot; what that does to pages and lengths is real
+# ---- simulated acceptance: what is taken is drawn by lot; what that does to pages and lengths is
+# real
 
 
-@pytest.mark.parametrize("rates", [(1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (0.85, 0.85, 0.85), (0.9, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    "rates", [(1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (0.85, 0.85, 0.85), (0.9, 0.0, 1.0)]
+)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_simulated_acceptance(tmp_path: Path, texts: list[list[int]], rates: tuple[float, ...], depth: int):
+def test_simulated_acceptance(
+    tmp_path: Path, texts: list[list[int]], rates: tuple[float, ...], depth: int
+):
     save_with_mtp(tmp_path)
-    llm = engine(tmp_path, num_speculative_tokens=3, simulated_acceptance=rates, num_pages=30, steps_in_flight=depth)
-    params = [SamplingParams(temperature=i % 2, max_tokens=40 - i, ignore_eos=True) for i in range(len(texts))]
+    llm = engine(
+        tmp_path,
+        num_speculative_tokens=3,
+        simulated_acceptance=rates,
+        num_pages=30,
+        steps_in_flight=depth,
+    )
+    params = [
+        SamplingParams(temperature=i % 2, max_tokens=40 - i, ignore_eos=True)
+        for i in range(len(texts))
+    ]
     found = tokens_of(llm, [text[:10] for text in texts], params)
     assert [len(tokens) for tokens in found] == [p.max_tokens for p in params]
     assert all(0 <= token < VOCAB for tokens in found for token in tokens)
-    drafted, accepted = llm.engine.stats.drafted, llm.engine.stats.accepted
+    drafted = llm.engine.stats.drafted
+    accepted = llm.engine.stats.accepted
     reached = 1.0
     for place, rate in enumerate(rates):
         reached *= rate
-        assert abs(accepted[place] / drafted[place] - reached) <= 0.12 * (0 < reached < 1), (drafted, accepted)
+        assert abs(accepted[place] / drafted[place] - reached) <= 0.12 * (0 < reached < 1), (
+            drafted,
+            accepted,
+        )
     assert llm.engine.scheduler.num_preemptions > 0
     check_idle(llm.engine.scheduler)
 

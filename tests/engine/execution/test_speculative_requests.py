@@ -1,4 +1,5 @@
-"""What a request may ask for beside tokens, under speculation: edited logits, log probabilities, ends of all kinds, grammars."""
+"""What a request may ask for beside tokens, under speculation: edited logits, log probabilities,
+ends of all kinds, grammars."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from tests.engine.execution.test_identity import engine, prompts
 from tests.engine.fake_runner import check_idle
 from tests.models.checkpoints import save, save_with_mtp
 
-TEXT = ["The old gentleman looked at her and said", "It is a truth", "To create a new table,", "She had been the mistress of his house"]
+TEXT = [
+    "The old gentleman looked at her and said",
+    "It is a truth",
+    "To create a new table,",
+    "She had been the mistress of his house",
+]
 
 
 @pytest.fixture(scope="module", params=["mtp", "ngram"])
@@ -32,7 +38,14 @@ def plain() -> LLM:
 
 @pytest.fixture(scope="module")
 def fast(drafter: str) -> LLM:
-    return LLM(dtype="float32", max_num_seqs=16, max_model_len=256, num_speculative_tokens=3, drafter=drafter, steps_in_flight=2)
+    return LLM(
+        dtype="float32",
+        max_num_seqs=16,
+        max_model_len=256,
+        num_speculative_tokens=3,
+        drafter=drafter,
+        steps_in_flight=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +76,21 @@ EDITS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3},
     {"frequency_penalty": -0.3, "presence_penalty": -0.5},
     {"logit_bias": {11: 4.0, 12: -50.0, 200: 3.0}},
-    {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": {13: 2.0}, "seed": 5, "temperature": 0.8},
+    {
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "logit_bias": {13: 2.0},
+        "seed": 5,
+        "temperature": 0.8,
+    },
     {},
     {"speculate": False, "presence_penalty": 1.0},
 ]
 
 
 def test_penalties_and_bias_count_along_the_drafts(plain: LLM, fast: LLM):
-    texts, params = [TEXT[i % 4] for i in range(8)], [greedy(**edit) for edit in EDITS]
+    texts = [TEXT[i % 4] for i in range(8)]
+    params = [greedy(**edit) for edit in EDITS]
     wanted = [out.outputs[0].token_ids for out in plain.generate(texts, params)]
     assert len({tuple(tokens) for tokens in wanted}) >= 7, "the edits make a difference"
     before = sum(fast.engine.stats.accepted)
@@ -99,9 +119,13 @@ def test_counts_survive_preemption(drafter: str, plain: LLM):
 
 
 def test_a_token_said_twice_in_one_run_counts_twice(repeating: Path, drafter: str):
-    """Where the text goes round in circles, drafts repeat one another, and each weighs on what follows it."""
+    """Where the text goes round in circles, drafts repeat one another, and each weighs on what
+    follows it."""
     texts = [prompt[:3] * 5 for prompt in prompts(12) if len(prompt) > 3]
-    params = [greedy(max_tokens=40, frequency_penalty=0.02 * (i % 5), presence_penalty=0.1 * (i % 3)) for i in range(len(texts))]
+    params = [
+        greedy(max_tokens=40, frequency_penalty=0.02 * (i % 5), presence_penalty=0.1 * (i % 3))
+        for i in range(len(texts))
+    ]
     wanted = [out.outputs[0].token_ids for out in engine(repeating).generate(texts, params)]
     llm = engine(repeating, num_speculative_tokens=8, drafter=drafter, max_num_batched_tokens=512)
     assert [out.outputs[0].token_ids for out in llm.generate(texts, params)] == wanted
@@ -109,7 +133,8 @@ def test_a_token_said_twice_in_one_run_counts_twice(repeating: Path, drafter: st
 
 
 def test_min_tokens_holds_place_by_place(plain: LLM, fast: LLM):
-    """The token that greedy decoding likes best is a stop id: forbidden for so many tokens, whichever step they come in."""
+    """The token that greedy decoding likes best is a stop id: forbidden for so many tokens,
+    whichever step they come in."""
     free = plain.generate(TEXT[0], greedy())[0].outputs[0].token_ids
     for least in (1, 2, 3, 5, 6, 7):
         params = greedy(stop_token_ids=sorted(set(free)), min_tokens=least)
@@ -121,14 +146,26 @@ def test_min_tokens_holds_place_by_place(plain: LLM, fast: LLM):
 
 
 def test_log_probabilities_and_ranks(plain: LLM, fast: LLM):
-    params = [greedy(logprobs=5), greedy(), greedy(logprobs=0, presence_penalty=1.0), greedy(logprobs=2, temperature=0.9, seed=4)]
-    for wanted, found in zip(plain.generate(TEXT, params), fast.generate(TEXT, params), strict=True):
-        one, other = wanted.outputs[0], found.outputs[0]
+    params = [
+        greedy(logprobs=5),
+        greedy(),
+        greedy(logprobs=0, presence_penalty=1.0),
+        greedy(logprobs=2, temperature=0.9, seed=4),
+    ]
+    for wanted, found in zip(
+        plain.generate(TEXT, params), fast.generate(TEXT, params), strict=True
+    ):
+        one = wanted.outputs[0]
+        other = found.outputs[0]
         assert one.token_ids == other.token_ids
         assert (one.logprobs is None) == (other.logprobs is None)
         for ours, theirs in zip(other.logprobs or [], one.logprobs or [], strict=True):
-            assert [(t, e.rank) for t, e in ours.items()] == [(t, e.rank) for t, e in theirs.items()]
-            assert [e.logprob for e in ours.values()] == pytest.approx([e.logprob for e in theirs.values()], abs=2e-4)
+            assert [(t, e.rank) for t, e in ours.items()] == [
+                (t, e.rank) for t, e in theirs.items()
+            ]
+            assert [e.logprob for e in ours.values()] == pytest.approx(
+                [e.logprob for e in theirs.values()], abs=2e-4
+            )
     assert other.cumulative_logprob == pytest.approx(one.cumulative_logprob, abs=1e-2)
 
 
@@ -138,7 +175,10 @@ def test_log_probabilities_and_ranks(plain: LLM, fast: LLM):
 def test_stop_ids_anywhere_in_an_accepted_run(plain: LLM, fast: LLM):
     free = plain.generate(TEXT[0], greedy())[0].outputs[0].token_ids
     for stop in free[:8]:
-        for params in (greedy(stop_token_ids=[stop]), greedy(stop_token_ids=[stop], max_tokens=free.index(stop) + 1)):
+        for params in (
+            greedy(stop_token_ids=[stop]),
+            greedy(stop_token_ids=[stop], max_tokens=free.index(stop) + 1),
+        ):
             found = fast.generate(TEXT[0], params)[0].outputs[0]
             assert found.token_ids == free[: free.index(stop) + 1]
             assert (found.finish_reason, found.stop_reason) == ("stop", stop)
@@ -158,7 +198,8 @@ def test_stop_strings_anywhere_in_an_accepted_run(plain: LLM, fast: LLM):
 
 
 def test_a_request_cancelled_while_steps_are_in_flight(plain: LLM, fast: LLM):
-    """After every possible number of tokens; the others do not notice, and the name and the pages are free at once."""
+    """After every possible number of tokens; the others do not notice, and the name and the
+    pages are free at once."""
     wanted = [out.outputs[0].token_ids for out in plain.generate(TEXT, greedy())]
     ids = [fast.get_tokenizer().encode(text) for text in TEXT]
     scheduler = fast.engine.scheduler
@@ -189,7 +230,8 @@ def check_done(llm: LLM) -> None:
 
 @dataclass
 class Automaton:
-    """A matcher: `moves[state]` maps allowed tokens to the next state; the last state of a finished text allows `end` alone."""
+    """A matcher: `moves[state]` maps allowed tokens to the next state; the last state of a
+    finished text allows `end` alone."""
 
     moves: list[dict[int, int]]
     path: list[int] = field(default_factory=lambda: [0])
@@ -201,7 +243,9 @@ class Automaton:
         words = [0] * mask.shape[1]
         for token in self.moves[self.path[-1]] or {self.end: -1}:
             words[token // 32] |= 1 << token % 32
-        mask[row] = torch.tensor([word - 2**32 if word >= 2**31 else word for word in words], dtype=torch.int32)
+        mask[row] = torch.tensor(
+            [word - 2**32 if word >= 2**31 else word for word in words], dtype=torch.int32
+        )
 
     def accept(self, token: int) -> bool:
         moves = self.moves[self.path[-1]]
@@ -225,7 +269,8 @@ class Automata:
     """`kinds` by name: what StructuredOutput.value asks for."""
 
     def __init__(self, kinds: dict[str, list[dict[int, int]]]):
-        self.kinds, self.made = kinds, 0
+        self.kinds = kinds
+        self.made = 0
 
     def matcher(self, structure: StructuredOutput) -> Automaton:
         self.made += 1
@@ -236,8 +281,8 @@ def cycle(sets: list[set[int]]) -> list[dict[int, int]]:
     return [{token: (i + 1) % len(sets) for token in tokens} for i, tokens in enumerate(sets)]
 
 
-# `cycle`: four sets in turn; `branch`: the first token decides which half of the vocabulary the rest comes from; `ends`: five tokens,
-# then the end of the sequence.
+# `cycle`: four sets in turn; `branch`: the first token decides which half of the vocabulary the
+# rest comes from; `ends`: five tokens, then the end of the sequence.
 GRAMMARS = {
     "cycle": cycle([set(range(40)), set(range(40, 80)), set(range(80, 128)), {3, 64, 65, 127}]),
     "branch": [
@@ -258,7 +303,15 @@ def structured(count: int, **changes: Any) -> list[SamplingParams]:
     """Every fourth request is free, and each kind of grammar comes up."""
     kinds = [*GRAMMARS, None]
     return [
-        SamplingParams(**{"temperature": 0, "max_tokens": 20, "stop_token_ids": [1], "ignore_eos": True, **changes})
+        SamplingParams(
+            **{
+                "temperature": 0,
+                "max_tokens": 20,
+                "stop_token_ids": [1],
+                "ignore_eos": True,
+                **changes,
+            }
+        )
         if kinds[i % 4] is None
         else SamplingParams(
             **{
@@ -291,7 +344,11 @@ def test_grammars_hold_place_by_place(tiny: Path, drafter: str):
         assert [out.outputs[0].token_ids for out in outs] == wanted
         for out, p in zip(outs, params, strict=True):
             assert p.structured is None or obeys(out.outputs[0].token_ids, p.structured.value)
-            assert p.structured is None or p.structured.value != "ends" or out.outputs[0].token_ids[-1] == 1
+            assert (
+                p.structured is None
+                or p.structured.value != "ends"
+                or out.outputs[0].token_ids[-1] == 1
+            )
         assert sum(llm.engine.stats.accepted) > 0
         assert "num_pages" not in options or llm.engine.scheduler.num_preemptions > 0
         check_done(llm)
@@ -299,7 +356,8 @@ def test_grammars_hold_place_by_place(tiny: Path, drafter: str):
 
 @pytest.mark.parametrize("seed", [None, 7])
 def test_sampled_tokens_obey_the_grammar(tiny: Path, drafter: str, seed: int | None):
-    texts, params = prompts(16), structured(16, temperature=1.0, seed=seed, logprobs=1)
+    texts = prompts(16)
+    params = structured(16, temperature=1.0, seed=seed, logprobs=1)
     llm = engine(tiny, drafter=drafter, num_speculative_tokens=3, steps_in_flight=2)
     llm.engine.grammars = Automata(GRAMMARS)
     outs = llm.generate(texts, params)
@@ -309,7 +367,9 @@ def test_sampled_tokens_obey_the_grammar(tiny: Path, drafter: str, seed: int | N
     if seed is not None:
         plain = engine(tiny)
         plain.engine.grammars = Automata(GRAMMARS)
-        assert [o.outputs[0].token_ids for o in plain.generate(texts, params)] == [o.outputs[0].token_ids for o in outs]
+        assert [o.outputs[0].token_ids for o in plain.generate(texts, params)] == [
+            o.outputs[0].token_ids for o in outs
+        ]
 
 
 def test_tokens_of_a_step_come_out_one_by_one(fast: LLM, plain: LLM):

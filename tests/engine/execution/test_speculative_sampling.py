@@ -1,4 +1,5 @@
-"""Sampled tokens under speculation: seeded ones are the same tokens, unseeded ones have the same distribution. Real engine, fp32."""
+"""Sampled tokens under speculation: seeded ones are the same tokens, unseeded ones have the same
+distribution. Real engine, fp32."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from tests.engine.execution.test_identity import engine, prompts
 from tests.models.checkpoints import save_with_mtp
 
 VOCAB = 8
-PROMPT = [3, 5, 2, 7, 3, 5, 2, 7, 3, 5]  # repeats itself: look-up always has a draft for the second token
+# repeats itself: look-up always has a draft for the second token
+PROMPT = [3, 5, 2, 7, 3, 5, 2, 7, 3, 5]
 COUNT = 2500
-# The chi-squared statistic that a true hypothesis exceeds once in 10,000 times, by degrees of freedom.
+# The chi-squared statistic that a true hypothesis exceeds once in 10,000 times, by degrees of
+# freedom.
 CHI_SQUARED = {15: 44.26, 26: 61.66}
 
 
@@ -43,7 +46,11 @@ def joint(llm: LLM, length: int, top_k: int) -> dict[tuple[int, ...], float]:
     """The exact probability of every beginning of `length` tokens."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        found = {(*said, token): p * q for said, p in found.items() for token, q in chances(llm, [*PROMPT, *said], top_k).items()}
+        found = {
+            (*said, token): p * q
+            for said, p in found.items()
+            for token, q in chances(llm, [*PROMPT, *said], top_k).items()
+        }
     return found
 
 
@@ -64,21 +71,33 @@ def exact(folder: Path) -> dict[tuple[int, int], dict[tuple[int, ...], float]]:
     ids=str,
 )
 def test_the_joint_distribution_of_the_first_tokens_is_unchanged(
-    folder: Path, exact: dict[tuple[int, int], dict[tuple[int, ...], float]], options: dict[str, Any], length: int, top_k: int
+    folder: Path,
+    exact: dict[tuple[int, int], dict[tuple[int, ...], float]],
+    options: dict[str, Any],
+    length: int,
+    top_k: int,
 ):
-    """Thousands of unseeded requests, some with more to say than others, so that the batch is never the same twice."""
+    """Thousands of unseeded requests, some with more to say than others, so that the batch is
+    never the same twice."""
     llm = engine(folder, max_num_seqs=256, max_num_batched_tokens=2048, **options)
     llm.engine.scheduler._seeds = random.Random(0)
-    params = [SamplingParams(temperature=1.0, top_k=top_k, max_tokens=length + i % 3, ignore_eos=True) for i in range(COUNT)]
+    params = [
+        SamplingParams(temperature=1.0, top_k=top_k, max_tokens=length + i % 3, ignore_eos=True)
+        for i in range(COUNT)
+    ]
     outs = llm.generate([PROMPT] * COUNT, params)
     counts = Counter(tuple(out.outputs[0].token_ids[:length]) for out in outs)
     wanted = {said: COUNT * p for said, p in exact[length, top_k].items()}
     assert set(counts) <= set(wanted)
     assert min(wanted.values()) > 2, "the test needs a few of each"
     statistic = sum((counts[said] - share) ** 2 / share for said, share in wanted.items())
-    print(f"{options}: {statistic:.1f}, accepted {llm.engine.stats.accepted} of {llm.engine.stats.drafted}")
+    print(
+        f"{options}: {statistic:.1f}, accepted {llm.engine.stats.accepted} of "
+        f"{llm.engine.stats.drafted}"
+    )
     assert statistic < CHI_SQUARED[len(wanted) - 1]
-    drafted, accepted = llm.engine.stats.drafted, llm.engine.stats.accepted
+    drafted = llm.engine.stats.drafted
+    accepted = llm.engine.stats.accepted
     assert all(0.02 * d < a < 0.98 * d for d, a in zip(drafted[:2], accepted[:2], strict=True))
 
 
@@ -93,23 +112,46 @@ KINDS: list[dict[str, Any]] = [
 
 
 def seeded(count: int) -> list[SamplingParams]:
-    return [SamplingParams(seed=100 + i, max_tokens=14, ignore_eos=True, **KINDS[i % len(KINDS)]) for i in range(count)]
+    return [
+        SamplingParams(seed=100 + i, max_tokens=14, ignore_eos=True, **KINDS[i % len(KINDS)])
+        for i in range(count)
+    ]
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_seeded_requests_give_the_same_tokens(folder: Path, drafter: str):
-    """With any num_speculative_tokens, alone, together, and beside greedy and unseeded ones, some of which opt out."""
+    """With any num_speculative_tokens, alone, together, and beside greedy and unseeded ones,
+    some of which opt out."""
     texts = [[token % VOCAB for token in prompt] for prompt in prompts(12)]
     params = seeded(12)
     plain = engine(folder)
-    expected = [plain.generate(text, p)[0].outputs[0].token_ids for text, p in zip(texts, params, strict=True)]
+    expected = [
+        plain.generate(text, p)[0].outputs[0].token_ids
+        for text, p in zip(texts, params, strict=True)
+    ]
     company = [
-        SamplingParams(temperature=i % 2, max_tokens=5 + 2 * i, ignore_eos=True, speculate=i % 3 > 0, top_k=i % 4) for i in range(12)
+        SamplingParams(
+            temperature=i % 2,
+            max_tokens=5 + 2 * i,
+            ignore_eos=True,
+            speculate=i % 3 > 0,
+            top_k=i % 4,
+        )
+        for i in range(12)
     ]
     together = list(itertools.chain.from_iterable(zip(params, company, strict=True)))
     for num_speculative_tokens, depth in ((1, 1), (2, 2), (3, 3)):
-        llm = engine(folder, num_speculative_tokens=num_speculative_tokens, drafter=drafter, steps_in_flight=depth, num_pages=60)
-        alone = [llm.generate(text, p)[0].outputs[0].token_ids for text, p in zip(texts[:3], params, strict=False)]
+        llm = engine(
+            folder,
+            num_speculative_tokens=num_speculative_tokens,
+            drafter=drafter,
+            steps_in_flight=depth,
+            num_pages=60,
+        )
+        alone = [
+            llm.generate(text, p)[0].outputs[0].token_ids
+            for text, p in zip(texts[:3], params, strict=False)
+        ]
         assert alone == expected[:3]
         outs = llm.generate([text for text in texts for _ in range(2)], together)
         assert [out.outputs[0].token_ids for out in outs[::2]] == expected
@@ -122,5 +164,8 @@ def test_n_samples_of_a_seeded_request_are_those_without_speculation(folder: Pat
     wanted = [out.token_ids for out in engine(folder).generate(PROMPT, params)[0].outputs]
     assert len({tuple(tokens) for tokens in wanted}) > 1
     assert [
-        out.token_ids for out in engine(folder, num_speculative_tokens=3, drafter=drafter).generate(PROMPT, params)[0].outputs
+        out.token_ids
+        for out in engine(folder, num_speculative_tokens=3, drafter=drafter)
+        .generate(PROMPT, params)[0]
+        .outputs
     ] == wanted

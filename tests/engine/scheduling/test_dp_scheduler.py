@@ -8,7 +8,12 @@ from collections import deque
 
 import pytest
 
-from rorqual.engine.distributed.codec import decode_output, decode_result, encode_output, encode_result
+from rorqual.engine.distributed.codec import (
+    decode_output,
+    decode_result,
+    encode_output,
+    encode_result,
+)
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import (
@@ -23,24 +28,36 @@ from rorqual.errors import RequestError
 from rorqual.request import FinishReason, Request, SamplingParams, StructuredOutput
 from tests.engine.fake_runner import FakeRunner, check_idle, expected
 
-LONGEST, VOCAB = 96, 97
+LONGEST = 96
+VOCAB = 97
 
 
 def config(**changes) -> SchedulerConfig:
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "max_model_len": LONGEST, "num_pages": 40, "page_size": 4}
+    settings = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 48,
+        "max_model_len": LONGEST,
+        "num_pages": 40,
+        "page_size": 4,
+    }
     return SchedulerConfig(**{**settings, **changes})
 
 
 def request(name: str, length: int, most: int, seed: int, **params) -> Request:
     rng = random.Random(seed)
-    return Request(name, tuple(rng.randrange(VOCAB) for _ in range(length)), SamplingParams(max_tokens=most, **params))
+    return Request(
+        name,
+        tuple(rng.randrange(VOCAB) for _ in range(length)),
+        SamplingParams(max_tokens=most, **params),
+    )
 
 
 class GroupLoop:
     """The engine's loop over fake runners, one a rank; every plan crosses as bytes."""
 
     def __init__(self, scheduler: DataParallelScheduler, depth: int):
-        self.scheduler, self.depth = scheduler, depth
+        self.scheduler = scheduler
+        self.depth = depth
         self.runners = [FakeRunner.of(rank, VOCAB) for rank in scheduler.ranks]
         self.in_flight: deque = deque()
         self.outputs: dict[str, list[int]] = {}
@@ -53,9 +70,20 @@ class GroupLoop:
                 break
             parts = decode_output(encode_output(planned.plan)).parts
             assert parts == planned.plan.parts
-            self.in_flight.append((planned, [r.launch(p) if p.num_tokens else None for r, p in zip(self.runners, parts, strict=True)]))
+            self.in_flight.append(
+                (
+                    planned,
+                    [
+                        r.launch(p) if p.num_tokens else None
+                        for r, p in zip(self.runners, parts, strict=True)
+                    ],
+                )
+            )
         planned, launched = self.in_flight.popleft()
-        results = [r.collect(p) if p else StepResult([]) for r, p in zip(self.runners, launched, strict=True)]
+        results = [
+            r.collect(p) if p else StepResult([])
+            for r, p in zip(self.runners, launched, strict=True)
+        ]
         results = [decode_result(encode_result(result)) for result in results]
         for out in self.scheduler.update(planned, results):
             self.outputs.setdefault(out.sequence.request.id, []).append(out.token)
@@ -70,7 +98,9 @@ class GroupLoop:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_speculative_tokens", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_outputs_do_not_depend_on_the_rank(ranks: int, num_speculative_tokens: int, depth: int) -> None:
+def test_outputs_do_not_depend_on_the_rank(
+    ranks: int, num_speculative_tokens: int, depth: int
+) -> None:
     scheduler = DataParallelScheduler(config(num_speculative_tokens=num_speculative_tokens), ranks)
     loop = GroupLoop(scheduler, depth)
     rng = random.Random(ranks)
@@ -117,7 +147,9 @@ def test_live_tokens_are_counted_exactly_whatever_happens(seed: int) -> None:
     """Requests come, end by themselves or by the caller's word, and are preempted, with steps in
     flight; after everything that happens each rank's count is what its requests add up to."""
     rng = random.Random(seed)
-    loop = GroupLoop(DataParallelScheduler(config(num_pages=26, num_speculative_tokens=seed % 3), 3), depth=3)
+    loop = GroupLoop(
+        DataParallelScheduler(config(num_pages=26, num_speculative_tokens=seed % 3), 3), depth=3
+    )
     scheduler = loop.scheduler
 
     def check() -> None:
@@ -179,7 +211,12 @@ def test_an_aborted_request_leaves_its_rank() -> None:
         assert scheduler.abort(f"r{i}").request.id == f"r{i}"
     assert scheduler.abort("r0") is None
     loop.drain()
-    assert {name for name, tokens in loop.outputs.items() if len(tokens) == 30} == {"r1", "r3", "r5", "r7"}
+    assert {name for name, tokens in loop.outputs.items() if len(tokens) == 30} == {
+        "r1",
+        "r3",
+        "r5",
+        "r7",
+    }
     for rank in scheduler.ranks:
         check_idle(rank)
 
@@ -213,7 +250,9 @@ def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
     scheduler.plan = lambda: found.append(plan()) or found[-1]  # type: ignore[method-assign]
     loop.drain()
     seen = [(step.plan.sampling, step.plan.host, step.plan.common().variant) for step in found]
-    greedy, filtered, full = SamplingVariant.GREEDY, SamplingVariant.FILTERED, SamplingVariant.FULL
+    greedy = SamplingVariant.GREEDY
+    filtered = SamplingVariant.FILTERED
+    full = SamplingVariant.FULL
     assert seen[:2] == [(greedy, False, greedy), (filtered, False, filtered)]
     assert (filtered, True, full) in seen or (greedy, True, full) in seen
     assert seen[-1] == (greedy, False, greedy)
@@ -222,20 +261,38 @@ def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
 def test_plans_and_results_survive_as_bytes() -> None:
     params = [
         SamplingParams(),
-        SamplingParams(temperature=0.3, seed=-5, logit_bias={7: 1.5}, stop_token_ids=[3, 9], logprobs=2, speculate=False),
-        SamplingParams(structured=StructuredOutput("regex", "[a-é]+"), stop=["fin"], max_tokens=None),
+        SamplingParams(
+            temperature=0.3,
+            seed=-5,
+            logit_bias={7: 1.5},
+            stop_token_ids=[3, 9],
+            logprobs=2,
+            speculate=False,
+        ),
+        SamplingParams(
+            structured=StructuredOutput("regex", "[a-é]+"), stop=["fin"], max_tokens=None
+        ),
     ]
-    rows = [NewRequest(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1})) for i, p in enumerate(params)]
+    rows = [
+        NewRequest(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1}))
+        for i, p in enumerate(params)
+    ]
     chunks = [PrefillChunk(1, 0, [4, 5, 6], True), PrefillChunk(3, 8, (1,), False, (77, 78))]
     plan = SchedulerOutput([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
-    whole = DataParallelOutput([plan, SchedulerOutput(num_speculative_tokens=2)], SamplingVariant.FILTERED, host=True)
+    whole = DataParallelOutput(
+        [plan, SchedulerOutput(num_speculative_tokens=2)], SamplingVariant.FILTERED, host=True
+    )
     back = decode_output(encode_output(whole))
     assert back.common() == whole.common()
     assert (back.sampling, back.host) == (SamplingVariant.FILTERED, True)
     back = back.parts
     assert back[1] == SchedulerOutput(num_speculative_tokens=2)
     assert [list(chunk.tokens) for chunk in back[0].chunks] == [[4, 5, 6], [1]]
-    assert (back[0].new_requests, back[0].pages, back[0].num_speculative_tokens) == (rows, [(0, 1, 17)], 2)
+    assert (back[0].new_requests, back[0].pages, back[0].num_speculative_tokens) == (
+        rows,
+        [(0, 1, 17)],
+        2,
+    )
     assert [chunk.following for chunk in back[0].chunks] == [(), (77, 78)]
     result = StepResult([[1, 2], [3]], [2, 0], {1: [TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))]})
     assert decode_result(encode_result(result)) == result

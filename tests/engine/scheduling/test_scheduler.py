@@ -1,4 +1,5 @@
-"""The scheduler under a runner that checks every plan: completion, budgets, preemption, cancelling, prefix sharing, planning time."""
+"""The scheduler under a runner that checks every plan: completion, budgets, preemption,
+cancelling, prefix sharing, planning time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ VOCAB = 97
 
 def make(**changes: Any) -> Scheduler:
     """Room for everything unless `changes` say otherwise."""
-    values = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, "num_pages": 513, "page_size": 8}
+    values = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 512,
+        "num_pages": 513,
+        "page_size": 8,
+    }
     return Scheduler(SchedulerConfig(**{**values, **changes}))
 
 
@@ -30,15 +37,29 @@ def loop_of(scheduler: Scheduler, depth: int = 1, vocab: int = VOCAB) -> Loop:
 
 
 def ask(
-    name: str, prompt: tuple[int, ...] | list[int], max_tokens: int | None = 16, salt: str = "", eos: tuple[int, ...] = (), **params: Any
+    name: str,
+    prompt: tuple[int, ...] | list[int],
+    max_tokens: int | None = 16,
+    salt: str = "",
+    eos: tuple[int, ...] = (),
+    **params: Any,
 ) -> Request:
-    return Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params), eos, cache_salt=salt)
+    return Request(
+        name, tuple(prompt), SamplingParams(max_tokens=max_tokens, **params), eos, cache_salt=salt
+    )
 
 
-def random_requests(count: int, seed: int, longest_prompt: int, most_tokens: int, **params: Any) -> list[Request]:
+def random_requests(
+    count: int, seed: int, longest_prompt: int, most_tokens: int, **params: Any
+) -> list[Request]:
     rng = random.Random(seed)
     return [
-        ask(f"r{i}", [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest_prompt))], rng.randint(1, most_tokens), **params)
+        ask(
+            f"r{i}",
+            [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest_prompt))],
+            rng.randint(1, most_tokens),
+            **params,
+        )
         for i in range(count)
     ]
 
@@ -46,14 +67,21 @@ def random_requests(count: int, seed: int, longest_prompt: int, most_tokens: int
 def run_all(loop: Loop, requests: list[Request]) -> dict[str, list[int]]:
     for request in requests:
         loop.scheduler.add(request)
-    loop.drain(most_plans=sum((request.params.max_tokens or 0) + len(request.prompt) for request in requests) + 10)
+    loop.drain(
+        most_plans=sum(
+            (request.params.max_tokens or 0) + len(request.prompt) for request in requests
+        )
+        + 10
+    )
     check_idle(loop.scheduler)
     return loop.outputs
 
 
 def assert_expected(loop: Loop, requests: list[Request]) -> None:
     longest = loop.scheduler.config.max_model_len
-    wrong = [r.id for r in requests if loop.outputs[r.id] != expected(r, longest, loop.runner.vocab)]
+    wrong = [
+        r.id for r in requests if loop.outputs[r.id] != expected(r, longest, loop.runner.vocab)
+    ]
     assert not wrong, f"{len(wrong)} of {len(requests)} outputs are wrong, the first {wrong[0]}"
 
 
@@ -62,14 +90,24 @@ def assert_expected(loop: Loop, requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ten_thousand_requests_complete(depth: int) -> None:
-    scheduler = make(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=256, num_pages=2049, page_size=16)
+    scheduler = make(
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        max_model_len=256,
+        num_pages=2049,
+        page_size=16,
+    )
     loop = loop_of(scheduler, depth)
     requests = random_requests(10_000, seed=depth, longest_prompt=120, most_tokens=40)
     run_all(loop, requests)
     assert_expected(loop, requests)
     assert set(loop.finishes.values()) == {"length"}
     assert loop.runner.most_in_flight == depth
-    assert loop.runner.computed_tokens >= sum(len(r.prompt) + (r.params.max_tokens or 0) - 1 for r in requests) - scheduler.prefix.hits
+    assert (
+        loop.runner.computed_tokens
+        >= sum(len(r.prompt) + (r.params.max_tokens or 0) - 1 for r in requests)
+        - scheduler.prefix.hits
+    )
 
 
 @pytest.mark.parametrize("chunked_prefill_size", [None, 1, 7, 64])
@@ -95,7 +133,8 @@ def test_prefill_chunk_bounds_each_prompt_in_a_step() -> None:
 
 
 def test_a_step_fills_its_token_budget() -> None:
-    """While prompts wait and nothing else is short, no token of the budget is left unused; nor is it ever exceeded."""
+    """While prompts wait and nothing else is short, no token of the budget is left unused; nor
+    is it ever exceeded."""
     scheduler = make(max_num_batched_tokens=32, max_num_seqs=8)
     loop = loop_of(scheduler)
     for request in random_requests(6, seed=0, longest_prompt=60, most_tokens=4):
@@ -109,7 +148,13 @@ def test_a_step_fills_its_token_budget() -> None:
 
 
 def test_decoding_goes_on_while_a_long_prompt_prefills() -> None:
-    scheduler = make(max_num_seqs=33, max_num_batched_tokens=256, max_model_len=9000, num_pages=1200, page_size=16)
+    scheduler = make(
+        max_num_seqs=33,
+        max_num_batched_tokens=256,
+        max_model_len=9000,
+        num_pages=1200,
+        page_size=16,
+    )
     loop = loop_of(scheduler)
     short = [ask(f"s{i}", [i, i + 1], 200) for i in range(32)]
     for request in short:
@@ -136,7 +181,9 @@ def test_requests_are_admitted_in_the_order_of_arrival() -> None:
         scheduler.add(request)
     seen: list[str] = []
     while scheduler.has_work:
-        seen += [out.sequence.request.id for out in loop.step() if out.sequence.request.id not in seen]
+        seen += [
+            out.sequence.request.id for out in loop.step() if out.sequence.request.id not in seen
+        ]
     assert seen == [request.id for request in requests]
 
 
@@ -147,7 +194,9 @@ def test_requests_are_admitted_in_the_order_of_arrival() -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 def test_steps_in_flight_do_not_change_tokens(depth: int, num_pages: int) -> None:
     """Stop ids are met at random, so some steps in flight compute tokens nobody wants."""
-    requests = random_requests(60, seed=11, longest_prompt=90, most_tokens=60, stop_token_ids=(1, 2, 3))
+    requests = random_requests(
+        60, seed=11, longest_prompt=90, most_tokens=60, stop_token_ids=(1, 2, 3)
+    )
     one = loop_of(make(num_pages=num_pages))
     many = loop_of(make(num_pages=num_pages), depth)
     assert run_all(one, requests) == run_all(many, requests)
@@ -201,9 +250,12 @@ def test_the_oldest_running_request_is_never_preempted() -> None:
 
 
 def test_preemption_does_not_thrash() -> None:
-    """Work thrown away stays in proportion: computed tokens at most twice those needed, though pages are a third of the demand."""
+    """Work thrown away stays in proportion: computed tokens at most twice those needed, though
+    pages are a third of the demand."""
     requests = random_requests(200, seed=13, longest_prompt=60, most_tokens=100)
-    loop = loop_of(make(num_pages=49, max_num_seqs=16, max_num_batched_tokens=128, prefix_caching=False))
+    loop = loop_of(
+        make(num_pages=49, max_num_seqs=16, max_num_batched_tokens=128, prefix_caching=False)
+    )
     run_all(loop, requests)
     needed = sum(len(r.prompt) + (r.params.max_tokens or 0) - 1 for r in requests)
     assert loop.scheduler.num_preemptions > 0
@@ -213,7 +265,11 @@ def test_preemption_does_not_thrash() -> None:
 def test_a_request_that_needs_every_page_ends_among_others() -> None:
     scheduler = make(num_pages=17, page_size=8, max_model_len=200)  # 128 entries
     loop = loop_of(scheduler)
-    requests = [ask("small", range(9), 40), ask("all", range(30), 99), ask("other", range(40, 60), 60)]
+    requests = [
+        ask("small", range(9), 40),
+        ask("all", range(30), 99),
+        ask("other", range(40, 60), 60),
+    ]
     run_all(loop, requests)
     assert_expected(loop, requests)
 
@@ -290,7 +346,9 @@ def test_random_cancels_leave_every_page_free(depth: int) -> None:
     rng = random.Random(depth)
     scheduler = make(num_pages=41, max_num_seqs=16, max_num_batched_tokens=96, max_model_len=128)
     loop = loop_of(scheduler, depth)
-    coming = random_requests(2000, seed=20 + depth, longest_prompt=40, most_tokens=80, stop_token_ids=(5,))
+    coming = random_requests(
+        2000, seed=20 + depth, longest_prompt=40, most_tokens=80, stop_token_ids=(5,)
+    )
     alive = {request.id: request for request in coming}
     coming.reverse()
     while coming or scheduler.has_work or loop.in_flight:
@@ -407,11 +465,17 @@ class TestEnd:
     def test_stop_id_ends_after_showing_it(self, depth: int) -> None:
         stop = FREE[4]
         first = FREE.index(stop)
-        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=[stop]), depth) == (FREE[: first + 1], "stop")
+        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=[stop]), depth) == (
+            FREE[: first + 1],
+            "stop",
+        )
 
     def test_stop_id_as_the_last_token_counts_as_stop(self, depth: int) -> None:
         first = FREE.index(FREE[4])
-        assert outputs_of(ask("x", PROMPT, first + 1, stop_token_ids=[FREE[4]]), depth) == (FREE[: first + 1], "stop")
+        assert outputs_of(ask("x", PROMPT, first + 1, stop_token_ids=[FREE[4]]), depth) == (
+            FREE[: first + 1],
+            "stop",
+        )
 
     def test_eos_ends_unless_ignored(self, depth: int) -> None:
         eos = (FREE[3],)
@@ -422,12 +486,21 @@ class TestEnd:
         assert outputs_of(both, depth) == (FREE[: FREE.index(FREE[6]) + 1], "stop")
 
     def test_min_tokens_lets_early_stop_ids_pass(self, depth: int) -> None:
-        """The scheduler ignores a stop id among the first min_tokens tokens; the next one ends the request."""
+        """The scheduler ignores a stop id among the first min_tokens tokens; the next one ends
+        the request."""
         stop = FREE[FIRST_REPEAT]
         first = FREE.index(stop)
-        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=[stop], min_tokens=first), depth) == (FREE[: first + 1], "stop")
-        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=[stop], min_tokens=first + 1), depth) == (FREE[: FIRST_REPEAT + 1], "stop")
-        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=FREE, min_tokens=40), depth) == (FREE, "length")
+        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=[stop], min_tokens=first), depth) == (
+            FREE[: first + 1],
+            "stop",
+        )
+        assert outputs_of(
+            ask("x", PROMPT, 40, stop_token_ids=[stop], min_tokens=first + 1), depth
+        ) == (FREE[: FIRST_REPEAT + 1], "stop")
+        assert outputs_of(ask("x", PROMPT, 40, stop_token_ids=FREE, min_tokens=40), depth) == (
+            FREE,
+            "length",
+        )
 
     def test_a_stop_id_in_the_prompt_is_only_text(self, depth: int) -> None:
         unheard = next(token for token in range(VOCAB) if token not in FREE)
@@ -488,7 +561,8 @@ def test_a_request_may_share_while_the_first_still_runs() -> None:
 
 @pytest.mark.parametrize("budget", [16, 12])
 def test_a_full_page_is_offered_as_soon_as_it_is_known_to_be_written(budget: int) -> None:
-    """After each step, all full pages of what was collected are in the prefix cache: prompts' pages and outputs' alike."""
+    """After each step, all full pages of what was collected are in the prefix cache: prompts'
+    pages and outputs' alike."""
     scheduler = make(max_num_batched_tokens=budget)
     loop = loop_of(scheduler)
     scheduler.add(ask("a", [i * i % VOCAB for i in range(64)], 40))
@@ -540,7 +614,8 @@ def test_the_cached_count_is_that_of_the_first_admission() -> None:
 
 
 def test_hit_statistics_count_each_admission_once() -> None:
-    """A request that waits for pages asks the prefix cache in every plan; its prompt is looked up once all the same."""
+    """A request that waits for pages asks the prefix cache in every plan; its prompt is looked
+    up once all the same."""
     scheduler = make(num_pages=14, page_size=8, max_model_len=104)
     loop = loop_of(scheduler)
     prompt = list(range(40))
@@ -559,7 +634,8 @@ def test_hit_statistics_count_each_admission_once() -> None:
 
 
 def best_median(measure: Callable[[], None], rounds: int, repeats: int) -> float:
-    """Milliseconds of this thread's own CPU time: the best of `rounds` medians, so that other processes matter little."""
+    """Milliseconds of this thread's own CPU time: the best of `rounds` medians, so that other
+    processes matter little."""
     medians = []
     gc.collect()
     gc.disable()
@@ -578,8 +654,15 @@ def best_median(measure: Callable[[], None], rounds: int, repeats: int) -> float
 
 @pytest.mark.parametrize(("running", "limit_ms"), [(256, 1.0), (2048, 5.0)])
 def test_planning_time(running: int, limit_ms: float) -> None:
-    """One plan of a decoding batch, page growth included (every request crosses a page boundary every 16 steps)."""
-    scheduler = make(max_num_seqs=running, max_num_batched_tokens=8 * running, max_model_len=1024, num_pages=running * 64 + 1, page_size=16)
+    """One plan of a decoding batch, page growth included (every request crosses a page boundary
+    every 16 steps)."""
+    scheduler = make(
+        max_num_seqs=running,
+        max_num_batched_tokens=8 * running,
+        max_model_len=1024,
+        num_pages=running * 64 + 1,
+        page_size=16,
+    )
     loop = loop_of(scheduler)
     rng = random.Random(0)
     for i in range(running):
@@ -597,10 +680,16 @@ def test_planning_time(running: int, limit_ms: float) -> None:
 
 
 def test_planning_time_while_a_long_cached_prompt_waits_for_pages() -> None:
-    """The head of the queue is looked at in every plan; however long its prompt, that must not cost more than the plan may."""
-    size, length = 16, 32768
+    """The head of the queue is looked at in every plan; however long its prompt, that must not
+    cost more than the plan may."""
+    size = 16
+    length = 32768
     scheduler = make(
-        max_num_seqs=256, max_num_batched_tokens=length, max_model_len=length + 6000, num_pages=length // size + 600, page_size=size
+        max_num_seqs=256,
+        max_num_batched_tokens=length,
+        max_model_len=length + 6000,
+        num_pages=length // size + 600,
+        page_size=size,
     )
     loop = loop_of(scheduler)
     prompt = [i * 7 % VOCAB for i in range(length)]

@@ -1,4 +1,5 @@
-"""Random histories of the scheduler: whatever callers do, holders are counted right, the oldest goes on, and outputs are exact."""
+"""Random histories of the scheduler: whatever callers do, holders are counted right, the oldest
+goes on, and outputs are exact."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_LEN = 40
 
 
 class History(RuleBasedStateMachine):
-    """Callers add, cancel and stop requests while the engine launches and collects steps in any order a depth of 3 allows."""
+    """Callers add, cancel and stop requests while the engine launches and collects steps in any
+    order a depth of 3 allows."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4, 8]),
@@ -45,8 +47,14 @@ class History(RuleBasedStateMachine):
     ) -> None:
         pages = -(-MAX_LEN // page_size) + 1 + spare  # at least one request of full length fits
         budget = num_seqs * (num_speculative_tokens + 1) + extra
-        more = {"num_speculative_tokens": num_speculative_tokens, "lookahead": lookahead, "micro_batches": turns}
-        config = SchedulerConfig(num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, **more)
+        more = {
+            "num_speculative_tokens": num_speculative_tokens,
+            "lookahead": lookahead,
+            "micro_batches": turns,
+        }
+        config = SchedulerConfig(
+            num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, **more
+        )
         self.scheduler = Scheduler(config)
         self.loop = Loop(self.scheduler, FakeRunner.of(self.scheduler, VOCAB), depth=3)
         self.requests: dict[str, Request] = {}
@@ -60,9 +68,15 @@ class History(RuleBasedStateMachine):
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         salt=st.sampled_from(["", "a"]),
     )
-    def add(self, prompt: list[int], most: int | None, least: int, stops: set[int], salt: str) -> None:
+    def add(
+        self, prompt: list[int], most: int | None, least: int, stops: set[int], salt: str
+    ) -> None:
         name = f"r{len(self.requests)}"
-        params = SamplingParams(max_tokens=most, min_tokens=least if most is None else min(least, most), stop_token_ids=sorted(stops))
+        params = SamplingParams(
+            max_tokens=most,
+            min_tokens=least if most is None else min(least, most),
+            stop_token_ids=sorted(stops),
+        )
         self.requests[name] = Request(name, tuple(prompt), params, cache_salt=salt)
         self.scheduler.add(self.requests[name])
 
@@ -77,12 +91,20 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: len(self.loop.in_flight) < 3)
     @rule()
     def launch(self) -> None:
-        oldest = min((s for s in self.scheduler.sequences.values() if s.slot >= 0), key=lambda s: s.order, default=None)
+        oldest = min(
+            (s for s in self.scheduler.sequences.values() if s.slot >= 0),
+            key=lambda s: s.order,
+            default=None,
+        )
         before = oldest.preemptions if oldest else 0
         planned = self.scheduler.plan()
-        assert oldest is None or oldest.preemptions == before, "the oldest running request was preempted"
+        assert oldest is None or oldest.preemptions == before, (
+            "the oldest running request was preempted"
+        )
         if planned is None:
-            assert self.loop.in_flight or not self.scheduler.has_work, "nothing is in flight and nothing can be planned"
+            assert self.loop.in_flight or not self.scheduler.has_work, (
+                "nothing is in flight and nothing can be planned"
+            )
         else:
             self.loop.in_flight.append((planned, self.loop.runner.launch(planned.plan)))
 
@@ -95,7 +117,9 @@ class History(RuleBasedStateMachine):
     @rule(num_speculative_tokens=st.integers(0, 3))
     def steer(self, num_speculative_tokens: int) -> None:
         """A controller may ask for fewer drafts, plan by plan."""
-        self.scheduler.num_speculative_tokens = min(num_speculative_tokens, self.scheduler.config.num_speculative_tokens)
+        self.scheduler.num_speculative_tokens = min(
+            num_speculative_tokens, self.scheduler.config.num_speculative_tokens
+        )
 
     @rule()
     def clear_prefixes(self) -> None:
@@ -117,17 +141,24 @@ class History(RuleBasedStateMachine):
         check_idle(self.scheduler)
         assert self.scheduler.live_tokens == 0
         for name, request in self.requests.items():
-            wanted, found = expected(request, MAX_LEN, VOCAB), self.loop.outputs.get(name, [])
+            wanted = expected(request, MAX_LEN, VOCAB)
+            found = self.loop.outputs.get(name, [])
             assert found == (wanted[: len(found)] if name in self.cut else wanted)
 
 
-History.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+History.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestHistory = History.TestCase
 
 
 Asked = tuple[list[int], int, set[int]]  # prompt, max_tokens, stop ids
 requests_ = st.lists(
-    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=30), st.integers(1, 20), st.sets(st.integers(0, VOCAB - 1), max_size=1)),
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=30),
+        st.integers(1, 20),
+        st.sets(st.integers(0, VOCAB - 1), max_size=1),
+    ),
     min_size=1,
     max_size=10,
 )
@@ -143,11 +174,19 @@ requests_ = st.lists(
     num_speculative_tokens=st.integers(0, 3),
 )
 def test_no_setting_changes_an_output(
-    requests: list[Asked], page_size: int, seqs: int, extra: int, spare: int, num_speculative_tokens: int
+    requests: list[Asked],
+    page_size: int,
+    seqs: int,
+    extra: int,
+    spare: int,
+    num_speculative_tokens: int,
 ) -> None:
-    """Depth, prefix caching, chunking, drafts and the number of pages change when a token is computed, never which."""
+    """Depth, prefix caching, chunking, drafts and the number of pages change when a token is
+    computed, never which."""
     asked = [
-        Request(f"r{i}", tuple(prompt), SamplingParams(max_tokens=most, stop_token_ids=sorted(stops)))
+        Request(
+            f"r{i}", tuple(prompt), SamplingParams(max_tokens=most, stop_token_ids=sorted(stops))
+        )
         for i, (prompt, most, stops) in enumerate(requests)
     ]
     wanted = {request.id: expected(request, 60, VOCAB) for request in asked}
@@ -157,7 +196,14 @@ def test_no_setting_changes_an_output(
         budget = seqs * (num_speculative_tokens + 1) + extra
         scheduler = Scheduler(
             SchedulerConfig(
-                seqs, budget, 60, pages, page_size, num_speculative_tokens=num_speculative_tokens, lookahead=depth - 1, **changes
+                seqs,
+                budget,
+                60,
+                pages,
+                page_size,
+                num_speculative_tokens=num_speculative_tokens,
+                lookahead=depth - 1,
+                **changes,
             )
         )
         loop = Loop(scheduler, FakeRunner.of(scheduler, VOCAB), depth)

@@ -42,7 +42,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @KINDS
 def test_every_processor_has_a_library_of_its_own(tmp_path: Path, kind: str) -> None:
-    wide, narrow = build(tmp_path, kind, "AVX512F"), build(tmp_path, kind, "SSE2")
+    wide = build(tmp_path, kind, "AVX512F")
+    narrow = build(tmp_path, kind, "SSE2")
     assert wide != narrow
     assert wide.read_text() == f"{kind} AVX512F\n"
     assert narrow.read_text() == f"{kind} SSE2\n"

@@ -1,4 +1,5 @@
-"""What the planner says a rank holds and sends is what the engine's own rank of that layout holds and is counted to send."""
+"""What the planner says a rank holds and sends is what the engine's own rank of that layout
+holds and is counted to send."""
 
 from __future__ import annotations
 
@@ -51,8 +52,18 @@ def model_of(name: str) -> ModelConfig:
 def accepted(name: str, every: int = 1) -> tuple[ParallelConfig, ...]:
     """Every `every`-th of the layouts of up to 16 ranks that this model can be cut into."""
     found = []
-    ranges: dict[str, Any] = {"tp": (1, 2, 4, 8), "dp": (1, 2, 4, 8), "pp": (1, 2, 3), "ep": (1, 2, 4, 8, 16), "dense_tp": (1, 2, 8)}
-    ranges |= {"vocabulary": (None, 1, 8), "exchange": EXCHANGES, "sequence_parallel": (False, True)}
+    ranges: dict[str, Any] = {
+        "tp": (1, 2, 4, 8),
+        "dp": (1, 2, 4, 8),
+        "pp": (1, 2, 3),
+        "ep": (1, 2, 4, 8, 16),
+        "dense_tp": (1, 2, 8),
+    }
+    ranges |= {
+        "vocabulary": (None, 1, 8),
+        "exchange": EXCHANGES,
+        "sequence_parallel": (False, True),
+    }
     for values in product(*ranges.values()):
         case = dict(zip(ranges, values, strict=True))
         case["embed_tp"] = case["head_tp"] = case.pop("vocabulary")
@@ -68,9 +79,19 @@ def accepted(name: str, every: int = 1) -> tuple[ParallelConfig, ...]:
 
 
 def rank_of(
-    config: ModelConfig, sizes: ParallelConfig, rank: int, forms: tuple[str, str] = ("CC", "A_CC_ME"), mtp: bool = False
+    config: ModelConfig,
+    sizes: ParallelConfig,
+    rank: int,
+    forms: tuple[str, str] = ("CC", "A_CC_ME"),
+    mtp: bool = False,
 ) -> Transformer:
-    build = Build(Ops(), getattr(torch, config.dtype), torch.device("meta"), config.quant, mesh=place(sizes, rank))
+    build = Build(
+        Ops(),
+        getattr(torch, config.dtype),
+        torch.device("meta"),
+        config.quant,
+        mesh=place(sizes, rank),
+    )
     model = make_model(config, build, 64, *forms, with_mtp=mtp)
     model.finalize()
     return model
@@ -79,17 +100,25 @@ def rank_of(
 # ---- memory
 
 
-@pytest.mark.parametrize(("name", "mtp"), [*((name, False) for name in MODELS), ("deepseek-v3", True), ("biased", True)])
+@pytest.mark.parametrize(
+    ("name", "mtp"), [*((name, False) for name in MODELS), ("deepseek-v3", True), ("biased", True)]
+)
 def test_weights_of_every_rank(name: str, mtp: bool) -> None:
     """The first rank of each stage holds what the planner says; no rank of a stage holds more."""
-    config, checked = model_of(name), set()
+    config = model_of(name)
+    checked = set()
     for sizes in accepted(name, 41):
         shape = replace(sizes, exchange="auto", sequence_parallel=False)
         if shape in checked or len(checked) > 12:
             continue
         checked.add(shape)
-        held = [engine_bytes(rank_of(config, sizes, stage * sizes.stage, mtp=mtp)) for stage in range(sizes.pp)]
-        assert held == [stage_weight_bytes(config, sizes, stage, mtp=mtp) for stage in range(sizes.pp)], sizes
+        held = [
+            engine_bytes(rank_of(config, sizes, stage * sizes.stage, mtp=mtp))
+            for stage in range(sizes.pp)
+        ]
+        assert held == [
+            stage_weight_bytes(config, sizes, stage, mtp=mtp) for stage in range(sizes.pp)
+        ], sizes
         assert rank_weight_bytes(config, sizes, mtp=mtp) == max(held)
         last = engine_bytes(rank_of(config, sizes, sizes.world - 1, mtp=mtp))
         assert last <= held[-1], sizes
@@ -97,8 +126,10 @@ def test_weights_of_every_rank(name: str, mtp: bool) -> None:
 
 
 def test_weights_of_four_stages_of_the_whole_model() -> None:
-    """DeepSeek-V3 on 32 cards: 16 layers with the dense ones first, then 15 each; the head makes the last stage the fullest."""
-    config, sizes = catalog.published("deepseek-v3"), ParallelConfig(tp=8, pp=4)
+    """DeepSeek-V3 on 32 cards: 16 layers with the dense ones first, then 15 each; the head makes
+    the last stage the fullest."""
+    config = catalog.published("deepseek-v3")
+    sizes = ParallelConfig(tp=8, pp=4)
     held = [engine_bytes(rank_of(config, sizes, stage * sizes.stage)) for stage in range(4)]
     assert held == [stage_weight_bytes(config, sizes, stage) for stage in range(4)]
     assert rank_weight_bytes(config, sizes) == held[3] == max(held)
@@ -106,22 +137,34 @@ def test_weights_of_four_stages_of_the_whole_model() -> None:
 
 @pytest.mark.parametrize("form", ["CD", "AM_CC_ME"])
 def test_weights_and_cache_of_other_forms(form: str) -> None:
-    config, sizes, fmt = model_of("biased"), ParallelConfig(tp=2, dp=2, ep=2, pp=2), Format(form=form)
+    config = model_of("biased")
+    sizes = ParallelConfig(tp=2, dp=2, ep=2, pp=2)
+    fmt = Format(form=form)
     for stage in range(2):
-        model = rank_of(config, sizes, stage * sizes.stage, ("CD" if form == "CD" else "CC", form), mtp=True)
+        model = rank_of(
+            config, sizes, stage * sizes.stage, ("CD" if form == "CD" else "CC", form), mtp=True
+        )
         assert engine_bytes(model) == stage_weight_bytes(config, sizes, stage, fmt, mtp=True)
-        assert stage_kv_bytes_per_token(config, sizes, stage, fmt, mtp=True) == cache_bytes(config, model, form)
+        assert stage_kv_bytes_per_token(config, sizes, stage, fmt, mtp=True) == cache_bytes(
+            config, model, form
+        )
 
 
 def cache_bytes(config: ModelConfig, model: Transformer, form: str = "A_CC_ME") -> int:
     """Of one token, as the engine allocates it."""
-    return kv_spec(config, 1, config.dtype, form, len(model.mtp)).shard(model.mesh.sizes.tp, model.cache_layers).bytes_per_token
+    return (
+        kv_spec(config, 1, config.dtype, form, len(model.mtp))
+        .shard(model.mesh.sizes.tp, model.cache_layers)
+        .bytes_per_token
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cache_of_every_rank(name: str) -> None:
     config = model_of(name)
-    for sizes in {replace(sizes, exchange="auto", sequence_parallel=False) for sizes in accepted(name, 97)}:
+    for sizes in {
+        replace(sizes, exchange="auto", sequence_parallel=False) for sizes in accepted(name, 97)
+    }:
         models = [rank_of(config, sizes, stage * sizes.stage) for stage in range(sizes.pp)]
         held = [cache_bytes(config, model) for model in models]
         assert held == [stage_kv_bytes_per_token(config, sizes, stage) for stage in range(sizes.pp)]
@@ -150,7 +193,8 @@ WORKS = {
 @pytest.mark.parametrize("work", WORKS.values(), ids=list(WORKS))
 @pytest.mark.parametrize("name", MODELS[:3])
 def test_bytes_sent(name: str, work: GroupWork) -> None:
-    """By axis and call. Of several stages the planner takes the fullest as if it had both ends; what all stages send is what one would."""
+    """By axis and call. Of several stages the planner takes the fullest as if it had both ends;
+    what all stages send is what one would."""
     config = model_of(name)
     for sizes in accepted(name, 7):
         tokens = (work.tokens, *work.others(sizes.dp))
@@ -172,17 +216,28 @@ def test_bytes_sent(name: str, work: GroupWork) -> None:
 def test_nothing_is_sent_where_attention_and_dense_layers_are_data_parallel() -> None:
     config = model_of("deepseek-v3")
     work = GroupWork(BatchShape.decode(24, 100))
-    names = {message.name for message in rank_step(config, ParallelConfig(dp=8, ep=8), work).messages}
+    names = {
+        message.name for message in rank_step(config, ParallelConfig(dp=8, ep=8), work).messages
+    }
     assert names == {"experts gather", "experts output"}
-    assert not rank_step(replace(config, moe_layers=(False,) * LAYERS), ParallelConfig(dp=8), work).messages
+    assert not rank_step(
+        replace(config, moe_layers=(False,) * LAYERS), ParallelConfig(dp=8), work
+    ).messages
 
 
 def test_copies_a_pick_or_blocks() -> None:
-    """A low-latency exchange of DeepEP's sends eight copies of a token wherever they go; this engine's one to each of the other ranks."""
-    config, work = model_of("deepseek-v3"), GroupWork(BatchShape.decode(100, 50))
+    """A low-latency exchange of DeepEP's sends eight copies of a token wherever they go; this
+    engine's one to each of the other ranks."""
+    config = model_of("deepseek-v3")
+    work = GroupWork(BatchShape.decode(100, 50))
     sizes = ParallelConfig(dp=16, ep=16, exchange="low_latency", fp8_dispatch=True)
-    row, picks, sparse = 7168 + 56 * 4, 8 * 8, LAYERS - 3
-    blocks, copies = ({m.name: m for m in rank_step(config, sizes, work, picks=picks).messages} for picks in (False, True))
+    row = 7168 + 56 * 4
+    picks = 8 * 8
+    sparse = LAYERS - 3
+    blocks, copies = (
+        {m.name: m for m in rank_step(config, sizes, work, picks=picks).messages}
+        for picks in (False, True)
+    )
     assert blocks["dispatch"].bytes == 100 * 15 * (row + picks)
     assert copies["dispatch"].bytes == 100 * 8 * 15 / 16 * row
     assert copies["combine"].bytes == 100 * 8 * 15 / 16 * 7168 * 2

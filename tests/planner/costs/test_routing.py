@@ -28,10 +28,14 @@ def draw(chances: tuple[float, ...], tokens: int, seed: int) -> list[int]:
 
 def test_uniform_is_the_closed_form() -> None:
     for tokens in (1, 8, 64, 1024):
-        assert distinct_experts(UNIFORM, 256, 8, tokens) == pytest.approx(expected_experts(256, 8, tokens))
+        assert distinct_experts(UNIFORM, 256, 8, tokens) == pytest.approx(
+            expected_experts(256, 8, tokens)
+        )
 
 
-@pytest.mark.parametrize("routing", [UNIFORM, Routing("zipf", 1.0), Routing("recorded", counts=tuple(range(1, 33)))])
+@pytest.mark.parametrize(
+    "routing", [UNIFORM, Routing("zipf", 1.0), Routing("recorded", counts=tuple(range(1, 33)))]
+)
 def test_distinct_experts_of_drawn_routings(routing: Routing) -> None:
     chances = probabilities(routing, 32, 4)
     assert sum(chances) == pytest.approx(4)
@@ -40,7 +44,9 @@ def test_distinct_experts_of_drawn_routings(routing: Routing) -> None:
 
 
 def test_skew_needs_fewer_experts() -> None:
-    found = [distinct_experts(Routing("zipf", exponent), 256, 8, 64) for exponent in (0.0, 0.5, 1.0, 1.5)]
+    found = [
+        distinct_experts(Routing("zipf", exponent), 256, 8, 64) for exponent in (0.0, 0.5, 1.0, 1.5)
+    ]
     assert found == sorted(found, reverse=True)
     assert found[0] == pytest.approx(expected_experts(256, 8, 64))
 
@@ -55,9 +61,14 @@ def test_the_fullest_rank_of_drawn_routings(balance: str) -> None:
         for seed in range(200):
             loads = draw(chances, 64, seed)
             drawn.append(max(sum(loads[expert] for expert in rank) for rank in held))
-        assert rank_load(routing, 32, 4, 64, 4).picks == pytest.approx(sum(drawn) / len(drawn), rel=0.03)
+        assert rank_load(routing, 32, 4, 64, 4).picks == pytest.approx(
+            sum(drawn) / len(drawn), rel=0.03
+        )
     else:
-        assert rank_load(routing, 32, 4, 64, 4).picks < rank_load(Routing("zipf", 0.8), 32, 4, 64, 4).picks
+        assert (
+            rank_load(routing, 32, 4, 64, 4).picks
+            < rank_load(Routing("zipf", 0.8), 32, 4, 64, 4).picks
+        )
 
 
 def test_perfect_balance_is_the_mean() -> None:
@@ -72,13 +83,17 @@ def test_expected_maximum() -> None:
     assert expected_maximum([3.0, 5.0], [0.0, 0.0]) == 5.0
     source = random.Random(0)
     drawn = [max(source.gauss(0, 1) for _ in range(8)) for _ in range(4000)]
-    assert expected_maximum([0.0] * 8, [1.0] * 8) == pytest.approx(sum(drawn) / len(drawn), abs=0.04)
+    assert expected_maximum([0.0] * 8, [1.0] * 8) == pytest.approx(
+        sum(drawn) / len(drawn), abs=0.04
+    )
 
 
 def test_recorded_counts(tmp_path: Path) -> None:
     path = tmp_path / "loads.json"
     path.write_text("[[1, 2, 3, 4], [1, 2, 3, 4]]")
-    assert Routing.parse(f"recorded:{path}/placed") == Routing("recorded", counts=(2, 4, 6, 8), balance="placed")
+    assert Routing.parse(f"recorded:{path}/placed") == Routing(
+        "recorded", counts=(2, 4, 6, 8), balance="placed"
+    )
     path.write_text("[5, 5, 5, 5]")
     assert probabilities(Routing.parse(f"recorded:{path}"), 4, 2) == (0.5,) * 4
     for text in ("{", "[[1], [1, 2]]", '"x"'):

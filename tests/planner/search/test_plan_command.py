@@ -19,14 +19,32 @@ def run(*arguments: str) -> str:
 
 def test_home_cluster_page() -> None:
     text = run("deepseek-ai/DeepSeek-R1", "--gpu", "rtx4090", "--count", "32")
-    for part in ("lower bounds", "Best deployments", "What limits it", "What does not work", "The network's floor", "29 expert cards"):
+    for part in (
+        "lower bounds",
+        "Best deployments",
+        "What limits it",
+        "What does not work",
+        "The network's floor",
+        "29 expert cards",
+    ):
         assert part in text.replace("\n", " "), part
     assert len(text.splitlines()) < 60, "a page"
 
 
 def test_a_node(tmp_path: Path) -> None:
     path = tmp_path / "all.csv"
-    text = run("qwen3-30b-a3b", "--gpu", "h200", "--count", "1", "--tpot", "20", "--no-splits", "--csv", str(path))
+    text = run(
+        "qwen3-30b-a3b",
+        "--gpu",
+        "h200",
+        "--count",
+        "1",
+        "--tpot",
+        "20",
+        "--no-splits",
+        "--csv",
+        str(path),
+    )
     assert "rorqual serve qwen3-30b-a3b --max-num-seqs" in text
     assert path.read_text().startswith("kind,layout,")
 
@@ -52,7 +70,20 @@ def test_instead_of_a_plan() -> None:
 
 def test_an_fp8_cache_counts_scales_and_rope_keys() -> None:
     for name in ("fp8", "float8_e4m3fn"):
-        text = run("deepseek-v3", "--gpu", "h200", "--count", "8", "--profile", "roofline", "--kv-dtype", name, "--no-splits", "--top", "1")
+        text = run(
+            "deepseek-v3",
+            "--gpu",
+            "h200",
+            "--count",
+            "8",
+            "--profile",
+            "roofline",
+            "--kv-dtype",
+            name,
+            "--no-splits",
+            "--top",
+            "1",
+        )
         assert "cache 40,016 B a token" in text  # 61 x 656
 
 
@@ -60,7 +91,10 @@ def test_mistakes() -> None:
     for arguments, message in (
         ((), "name a model"),
         (("deepseek-v3", "--gpu", "h201"), "card 'h201' is not known"),
-        (("deepseek-v3", "--gpu", "atlas-a3", "--profile", "sglang"), "no kernel times for card atlas-a3"),
+        (
+            ("deepseek-v3", "--gpu", "atlas-a3", "--profile", "sglang"),
+            "no kernel times for card atlas-a3",
+        ),
         (("deepseek-v3", "--routing", "odd"), "kind='odd'"),
         (("deepseek-v3", "--count", "0"), "count=0"),
         (("deepseek-v3", "--kv-dtype", "float8_e4m3fn"), "bf16 cache alone"),

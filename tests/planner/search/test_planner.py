@@ -1,4 +1,5 @@
-"""The search: what it offers fits and meets the goal, the front is one, and what is refused says why."""
+"""The search: what it offers fits and meets the goal, the front is one, and what is refused says
+why."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ from rorqual.planner.timing.split import SplitStep, split_memory, split_step
 R1 = published("deepseek-ai/DeepSeek-R1")
 
 
-def question(card: str = "h200", count: int = 8, profile: str = "sglang", **changes: object) -> Question:
+def question(
+    card: str = "h200", count: int = 8, profile: str = "sglang", **changes: object
+) -> Question:
     return Question(R1, load_device(card), count, load_profile(profile), **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def node() -> DeploymentPlan:
-    return search(question(goal=Goal(1024, 1024, ttft=1.0, tpot=0.05), num_speculative_tokens=(0, 1)))
+    return search(
+        question(goal=Goal(1024, 1024, ttft=1.0, tpot=0.05), num_speculative_tokens=(0, 1))
+    )
 
 
 def test_what_is_offered_fits_and_meets_the_goal(node: DeploymentPlan) -> None:
@@ -49,24 +54,37 @@ def test_what_is_offered_fits_and_meets_the_goal(node: DeploymentPlan) -> None:
         assert option.batch * 2048 <= option.cache_tokens
         assert option.weight_bytes < 0.9 * node.question.card.memory
         assert option.sizes.world * option.replicas <= 8
-    assert [option.per_card for option in node.options] == sorted((option.per_card for option in node.options), reverse=True)
+    assert [option.per_card for option in node.options] == sorted(
+        (option.per_card for option in node.options), reverse=True
+    )
     assert all(option.ttft > 1.0 or option.tpot > 0.05 for option in node.missed)
 
 
 def test_tokens_a_card_are_the_cycle(node: DeploymentPlan) -> None:
     """A group's requests in turn: every answer's steps and every prompt once."""
-    option = next(option for option in node.options if option.kind == "together" and option.num_speculative_tokens == 0)
+    option = next(
+        option
+        for option in node.options
+        if option.kind == "together" and option.num_speculative_tokens == 0
+    )
     model = node.question.model(option.sizes)
     step = model.step(GroupWork(BatchShape.decode(option.batch, 1024 + 512))).seconds
     cycle = 1024 * step + option.batch * prompt_seconds(node.question, model)
-    assert option.throughput == pytest.approx(option.replicas * option.sizes.dp * option.batch * 1024 / cycle)
+    assert option.throughput == pytest.approx(
+        option.replicas * option.sizes.dp * option.batch * 1024 / cycle
+    )
 
 
 def test_the_front_is_a_front(node: DeploymentPlan) -> None:
-    front, every = node.pareto(), (*node.options, *node.missed)
+    front = node.pareto()
+    every = (*node.options, *node.missed)
     assert front
     for point in front:
-        assert not [other for other in every if other.per_user > point.per_user and other.per_card > point.per_card]
+        assert not [
+            other
+            for other in every
+            if other.per_user > point.per_user and other.per_card > point.per_card
+        ]
     assert sorted(point.per_card for point in front) == [point.per_card for point in front]
 
 
@@ -82,31 +100,48 @@ def test_all_ratios_balance() -> None:
 
 
 def test_drafts_that_are_taken_help() -> None:
-    plain, drafted = (next(iter(together(question(num_speculative_tokens=(drafts,)), ParallelConfig(tp=8)))) for drafts in (0, 1))
+    plain, drafted = (
+        next(iter(together(question(num_speculative_tokens=(drafts,)), ParallelConfig(tp=8))))
+        for drafts in (0, 1)
+    )
     assert drafted.tpot < plain.tpot
-    never = next(iter(together(question(num_speculative_tokens=(1,), acceptance=0.0), ParallelConfig(tp=8))))
+    never = next(
+        iter(together(question(num_speculative_tokens=(1,), acceptance=0.0), ParallelConfig(tp=8)))
+    )
     assert never.tpot > plain.tpot
 
 
 def test_home_cluster() -> None:
-    """32 RTX 4090: four stages fit by a hair, the first of 16 layers with the dense ones, the others of 15; so do whole layers on 29 cards
-    with attention on the rest."""
+    """32 RTX 4090: four stages fit by a hair, the first of 16 layers with the dense ones, the
+    others of 15; so do whole layers on 29 cards with attention on the rest."""
     found = search(question("rtx4090", 32, "roofline"))
     assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
     tight = found.question.model(ParallelConfig(tp=8, pp=4))
     assert 0 < tight.card.memory * tight.utilization - tight.weight_bytes < 1.2e9
-    assert any("3 attention : 29 expert cards (whole layers)" in option.detail for option in found.options)
+    assert any(
+        "3 attention : 29 expert cards (whole layers)" in option.detail for option in found.options
+    )
     assert len(found.rejected) > 50
     assert found.rejected[0].short < 3e9
-    assert any("more than the 23.2 that may be used" in rejected.reason for rejected in found.rejected[:3])
-    assert costs.weight_bytes(R1).total < 32 * 0.9 * found.question.card.memory, "together the cards would hold the weights"
+    assert any(
+        "more than the 23.2 that may be used" in rejected.reason for rejected in found.rejected[:3]
+    )
+    assert costs.weight_bytes(R1).total < 32 * 0.9 * found.question.card.memory, (
+        "together the cards would hold the weights"
+    )
 
 
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="no kernel times for card atlas-a3"):
         question("atlas-a3")
     with pytest.raises(ConfigError, match="has no prediction module"):
-        Question(published("qwen3-30b-a3b"), load_device("h200"), 1, load_profile("rorqual"), num_speculative_tokens=(1,))
+        Question(
+            published("qwen3-30b-a3b"),
+            load_device("h200"),
+            1,
+            load_profile("rorqual"),
+            num_speculative_tokens=(1,),
+        )
     for changes, message in (
         ({"count": 0}, "count=0"),
         ({"acceptance": 2.0}, "acceptance=2.0"),
@@ -136,10 +171,13 @@ def test_batches_in_flight_hide_the_shorter_stages() -> None:
 def test_experts_on_cards_of_their_own() -> None:
     model = question("rtx4090", 32, "roofline").model(ParallelConfig())
     layers, spread = (
-        split_step(model, GroupWork(BatchShape.decode(8, 500)), 3, cards, kind) for kind, cards in (("layers", 29), ("experts", 16))
+        split_step(model, GroupWork(BatchShape.decode(8, 500)), 3, cards, kind)
+        for kind, cards in (("layers", 29), ("experts", 16))
     )
     assert layers.expert_card == pytest.approx(layers.experts * 2 / 58)
-    assert spread.expert_card == spread.experts < layers.experts, "a layer's experts are read by sixteen cards at once"
+    assert spread.expert_card == spread.experts < layers.experts, (
+        "a layer's experts are read by sixteen cards at once"
+    )
     memory = split_memory(model, 29, "layers")
     assert memory.experts == pytest.approx(costs.weight_bytes(R1).routed_experts * 2 / 58)
     host = split_memory(model, 29, "layers", host_embedding=True)
@@ -169,9 +207,15 @@ def test_the_chart(node: DeploymentPlan, tmp_path: Path) -> None:
 
 
 def test_the_command(node: DeploymentPlan) -> None:
-    option = next(option for option in node.options if option.sizes == ParallelConfig(tp=8) and option.kind == "together")
+    option = next(
+        option
+        for option in node.options
+        if option.sizes == ParallelConfig(tp=8) and option.kind == "together"
+    )
     text = report.commands("deepseek-ai/DeepSeek-R1", node.question, option)[0]
-    assert text.strip().startswith(f"rorqual serve deepseek-ai/DeepSeek-R1 --tp 8 --max-num-seqs {option.batch}")
+    assert text.strip().startswith(
+        f"rorqual serve deepseek-ai/DeepSeek-R1 --tp 8 --max-num-seqs {option.batch}"
+    )
 
 
 def test_best_of_each_layout(node: DeploymentPlan) -> None:

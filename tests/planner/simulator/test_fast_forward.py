@@ -22,13 +22,32 @@ def state(scheduler: Scheduler) -> dict[str, Any]:
     sequences = {}
     for name, sequence in scheduler.sequences.items():
         skipped = ("request", "stop_ids")
-        sequences[name] = {key: getattr(sequence, key) for key in sequence.__slots__ if key not in skipped}
+        sequences[name] = {
+            key: getattr(sequence, key) for key in sequence.__slots__ if key not in skipped
+        }
     prefix = scheduler.prefix
     return {
         "sequences": sequences,
-        "order": ([s.request.id for s in scheduler.waiting], list(scheduler.prefilling), list(scheduler.decoding)),
-        "pages": (list(scheduler.allocator.free), scheduler.allocator.holders, prefix.pages, prefix.keys, list(prefix.idle)),
-        "counts": (prefix.queries, prefix.hits, scheduler.drafted, scheduler.accepted, scheduler.num_preemptions, scheduler.free_slots),
+        "order": (
+            [s.request.id for s in scheduler.waiting],
+            list(scheduler.prefilling),
+            list(scheduler.decoding),
+        ),
+        "pages": (
+            list(scheduler.allocator.free),
+            scheduler.allocator.holders,
+            prefix.pages,
+            prefix.keys,
+            list(prefix.idle),
+        ),
+        "counts": (
+            prefix.queries,
+            prefix.hits,
+            scheduler.drafted,
+            scheduler.accepted,
+            scheduler.num_preemptions,
+            scheduler.free_slots,
+        ),
         "live": scheduler.live_tokens,
         "blocked": blocked and (blocked[0].request.id, *blocked[1:]),
     }
@@ -42,19 +61,26 @@ def round_of(scheduler: Scheduler, right: list[int], rng: random.Random) -> bool
     decoded = len(step.plan.decode_slots)
     tokens = [[rng.randrange(3) for _ in range(right[row] + 1)] for row in range(decoded)]
     tokens += [[rng.randrange(3)] for _ in step.sampled[decoded:]]
-    drafted = [scheduler.num_speculative_tokens * (row < decoded) for row in range(len(tokens))] if scheduler.num_speculative_tokens else []
+    drafted = (
+        [scheduler.num_speculative_tokens * (row < decoded) for row in range(len(tokens))]
+        if scheduler.num_speculative_tokens
+        else []
+    )
     scheduler.update(step, StepResult(tokens, drafted))
     return True
 
 
 def settled(seed: int, **config: Any) -> tuple[Scheduler, random.Random]:
-    """Some requests after a while, with prompts that share pages and a cache that is rather small."""
+    """Some requests after a while, with prompts that share pages and a cache that is rather
+    small."""
     rng = random.Random(seed)
     scheduler = Scheduler(SchedulerConfig(**config))
     scheduler._seeds = random.Random(seed)  # type: ignore[assignment]  # the system's cannot be copied
     for index in range(rng.randint(1, 7)):
         prompt = tuple(rng.randrange(2) for _ in range(rng.randint(1, 20)))
-        scheduler.add(Request(f"r{index}", prompt, SamplingParams(max_tokens=rng.randint(1, 24), seed=index)))
+        scheduler.add(
+            Request(f"r{index}", prompt, SamplingParams(max_tokens=rng.randint(1, 24), seed=index))
+        )
     for _ in range(rng.randint(1, 12)):
         rights = [rng.randint(0, scheduler.num_speculative_tokens) for _ in range(8)]
         round_of(scheduler, rights, rng)
@@ -72,11 +98,27 @@ def settled(seed: int, **config: Any) -> tuple[Scheduler, random.Random]:
     share=st.floats(0, 1),
 )
 def test_k_steps_at_once_equal_k_single_steps(
-    seed: int, page_size: int, num_speculative_tokens: int, lookahead: int, spare: int, caching: bool, share: float
+    seed: int,
+    page_size: int,
+    num_speculative_tokens: int,
+    lookahead: int,
+    spare: int,
+    caching: bool,
+    share: float,
 ) -> None:
-    config = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "page_size": page_size, "prefix_caching": caching}
+    config = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 48,
+        "page_size": page_size,
+        "prefix_caching": caching,
+    }
     fast, _ = settled(
-        seed, **config, num_pages=48 // page_size + 1 + spare, num_speculative_tokens=num_speculative_tokens, lookahead=lookahead
+        seed,
+        **config,
+        num_pages=48 // page_size + 1 + spare,
+        num_speculative_tokens=num_speculative_tokens,
+        lookahead=lookahead,
     )
     while fast.has_work:
         run = decode_run(fast)
@@ -86,7 +128,9 @@ def test_k_steps_at_once_equal_k_single_steps(
             continue
         count = max(1, round(run * share))
         draw = random.Random(seed)
-        accepted = [[draw.randint(0, num_speculative_tokens) for _ in range(count)] for _ in fast.decoding]
+        accepted = [
+            [draw.randint(0, num_speculative_tokens) for _ in range(count)] for _ in fast.decoding
+        ]
         new = [[draw.randrange(3) for _ in range(count + sum(right))] for right in accepted]
         todo = [list(tokens) for tokens in new]
         for index in range(count):
@@ -94,8 +138,16 @@ def test_k_steps_at_once_equal_k_single_steps(
             assert step is not None
             assert not step.plan.chunks
             assert step.plan.decode_slots == [s.slot for s in fast.decoding.values()]
-            tokens = [[todo[row].pop(0) for _ in range(right[index] + 1)] for row, right in enumerate(accepted)]
-            outs = slow.update(step, StepResult(tokens, [num_speculative_tokens] * len(tokens) if num_speculative_tokens else []))
+            tokens = [
+                [todo[row].pop(0) for _ in range(right[index] + 1)]
+                for row, right in enumerate(accepted)
+            ]
+            outs = slow.update(
+                step,
+                StepResult(
+                    tokens, [num_speculative_tokens] * len(tokens) if num_speculative_tokens else []
+                ),
+            )
             assert not any(out.finish for out in outs)
         advance(fast, count, new, accepted)
         assert state(fast) == state(slow)
@@ -103,13 +155,21 @@ def test_k_steps_at_once_equal_k_single_steps(
 
 
 def scheduler_of(**changes: Any) -> Scheduler:
-    values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 200, "num_pages": 101, "page_size": 4}
+    values = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 200,
+        "num_pages": 101,
+        "page_size": 4,
+    }
     return Scheduler(SchedulerConfig(**{**values, **changes}))
 
 
 def started(scheduler: Scheduler, *outputs: int, **params: Any) -> Scheduler:
     for index, output in enumerate(outputs):
-        scheduler.add(Request(f"r{index}", (index, 1, 2), SamplingParams(max_tokens=output, seed=0, **params)))
+        scheduler.add(
+            Request(f"r{index}", (index, 1, 2), SamplingParams(max_tokens=output, seed=0, **params))
+        )
     round_of(scheduler, [], random.Random(0))
     return scheduler
 

@@ -1,4 +1,5 @@
-"""The simulator's events: queueing theory, conservation, determinism, and every feature where its answer can be worked out by hand."""
+"""The simulator's events: queueing theory, conservation, determinism, and every feature where
+its answer can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from rorqual.planner.simulator.workload import Arrivals, LengthDistribution, Sha
 
 
 def config(**changes: Any) -> SchedulerConfig:
-    values = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 600, "num_pages": 400, "page_size": 16}
+    values = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 600,
+        "num_pages": 400,
+        "page_size": 16,
+    }
     return SchedulerConfig(**{**values, "max_waiting": 10**6, **changes})
 
 
@@ -33,10 +40,22 @@ def pool(costs: Any = None, **changes: Any) -> Pool:
     return Pool("all", scheduler, costs or ConstantCosts(0.01), **changes)
 
 
-def work(kind: str = "at-once", requests: int = 20, prompt: str = "100", output: str = "20", **changes: Any) -> Workload:
-    arrivals = {name: changes.pop(name) for name in ("rate", "burstiness", "clients") if name in changes}
+def work(
+    kind: str = "at-once",
+    requests: int = 20,
+    prompt: str = "100",
+    output: str = "20",
+    **changes: Any,
+) -> Workload:
+    arrivals = {
+        name: changes.pop(name) for name in ("rate", "burstiness", "clients") if name in changes
+    }
     return Workload(
-        Arrivals(kind, **arrivals), LengthDistribution.parse(prompt), LengthDistribution.parse(output), requests=requests, **changes
+        Arrivals(kind, **arrivals),
+        LengthDistribution.parse(prompt),
+        LengthDistribution.parse(output),
+        requests=requests,
+        **changes,
     )
 
 
@@ -47,7 +66,8 @@ def play(one: Pool, load: Workload, seed: int = 0, **changes: Any) -> tuple[Simu
 
 @dataclass(frozen=True)
 class PerToken:
-    """A second for each token of the rank with the most of them; `stage` is the part of it after which the next step may enter."""
+    """A second for each token of the rank with the most of them; `stage` is the part of it after
+    which the next step may enter."""
 
     part: float = 1.0
     resources: ClassVar[tuple[str, ...]] = ("busy",)
@@ -64,11 +84,17 @@ class PerToken:
 
 
 def single_server() -> Pool:
-    return pool(ConstantCosts(1.0), scheduler=config(max_num_seqs=1, max_num_batched_tokens=8, num_pages=40, prefix_caching=False))
+    return pool(
+        ConstantCosts(1.0),
+        scheduler=config(
+            max_num_seqs=1, max_num_batched_tokens=8, num_pages=40, prefix_caching=False
+        ),
+    )
 
 
 def test_one_server_of_constant_time_waits_as_an_m_d_1_queue() -> None:
-    """rho / 2 (1 - rho) of a service (Pollaczek and Khinchine); other seeds of so many requests differ by about 1 %."""
+    """rho / 2 (1 - rho) of a service (Pollaczek and Khinchine); other seeds of so many requests
+    differ by about 1 %."""
     _, found = play(single_server(), work("poisson", 100_000, "4", "1", rate=0.5))
     assert found.queue.mean == pytest.approx(0.5 / (2 * (1 - 0.5)), rel=0.03)
     assert found.ttft.mean == pytest.approx(found.queue.mean + 1.0)
@@ -76,11 +102,14 @@ def test_one_server_of_constant_time_waits_as_an_m_d_1_queue() -> None:
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.95])
 def test_every_wait_follows_from_the_one_before(load: float) -> None:
-    """Lindley's recursion: a request waits as long as the one before it waited and was served, less the time between the two."""
+    """Lindley's recursion: a request waits as long as the one before it waited and was served,
+    less the time between the two."""
     run, _ = play(single_server(), work("poisson", 3000, "4", "1", rate=load))
-    wait, before = 0.0, run.records[0].arrival
+    wait = 0.0
+    before = run.records[0].arrival
     for record in run.records:
-        wait, before = max(0.0, wait + 1.0 - (record.arrival - before)) if record.job.number else 0.0, record.arrival
+        wait = max(0.0, wait + 1.0 - (record.arrival - before)) if record.job.number else 0.0
+        before = record.arrival
         assert (record.admitted or 0.0) - record.arrival == pytest.approx(wait, abs=1e-6)
 
 
@@ -102,7 +131,10 @@ def test_fixed_arrivals_below_capacity_do_not_wait() -> None:
 
 def test_bursty_arrivals_wait_longer() -> None:
     one = pool(ConstantCosts(1.0), scheduler=config(max_num_seqs=1, max_num_batched_tokens=128))
-    waits = [play(one, work("gamma", 4000, output="1", rate=0.5, burstiness=b))[1].queue.mean for b in (0.25, 1.0, 4.0)]
+    waits = [
+        play(one, work("gamma", 4000, output="1", rate=0.5, burstiness=b))[1].queue.mean
+        for b in (0.25, 1.0, 4.0)
+    ]
     assert waits == sorted(waits, reverse=True)
     assert waits[0] > 2 * waits[1]
 
@@ -112,7 +144,14 @@ def test_bursty_arrivals_wait_longer() -> None:
 
 def test_a_run_depends_on_its_seed_alone() -> None:
     one = pool(scheduler=config(num_speculative_tokens=1), acceptance=(0.6,))
-    load = work("poisson", 60, "uniform:20:200", "lognormal:20:0.5", rate=20.0, prefix=SharedPrefix(3, 32, 1.0))
+    load = work(
+        "poisson",
+        60,
+        "uniform:20:200",
+        "lognormal:20:0.5",
+        rate=20.0,
+        prefix=SharedPrefix(3, 32, 1.0),
+    )
     first, again, other = (json.dumps(as_json(*play(one, load, seed), {})) for seed in (3, 3, 4))
     assert first == again
     assert first != other
@@ -121,14 +160,25 @@ def test_a_run_depends_on_its_seed_alone() -> None:
 @pytest.mark.parametrize("num_speculative_tokens", [0, 2])
 @pytest.mark.parametrize("pages", [30, 400])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_counted_steps_change_nothing(num_speculative_tokens: int, pages: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_steps_change_nothing(
+    num_speculative_tokens: int, pages: int, in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step by step through plan and update comes out the same, with preemptions as well."""
     one = pool(
         MeasuredCosts({(0, 100): 0.02, (8, 0): 0.01, (8, 100): 0.03}),
-        scheduler=config(num_pages=pages, max_model_len=300, num_speculative_tokens=num_speculative_tokens, chunked_prefill_size=64),
-        acceptance=(0.7, 0.4)[:num_speculative_tokens], replicas=2, steps_in_flight=in_flight,
-    )  # fmt: skip
-    load = work("poisson", 80, "uniform:20:110", "uniform:1:140", rate=60.0, prefix=SharedPrefix(4, 40))
+        scheduler=config(
+            num_pages=pages,
+            max_model_len=300,
+            num_speculative_tokens=num_speculative_tokens,
+            chunked_prefill_size=64,
+        ),
+        acceptance=(0.7, 0.4)[:num_speculative_tokens],
+        replicas=2,
+        steps_in_flight=in_flight,
+    )
+    load = work(
+        "poisson", 80, "uniform:20:110", "uniform:1:140", rate=60.0, prefix=SharedPrefix(4, 40)
+    )
     fast = as_json(*play(one, load), {})
     counts = []
     monkeypatch.setattr(rank_module, "decode_run", lambda scheduler: counts.append(1) or 0)
@@ -149,13 +199,18 @@ def test_a_lost_token_or_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(AssertionError, match="pages are lost"):
         play(pool(), work())
     monkeypatch.setattr(rank_module, "advance", advance)
-    monkeypatch.setattr(rank_module, "filler", lambda start, stop: list(range(start, max(start + 1, stop - 1))))
+    monkeypatch.setattr(
+        rank_module, "filler", lambda start, stop: list(range(start, max(start + 1, stop - 1)))
+    )
     with pytest.raises(AssertionError):
         play(pool(), work())
 
 
 def test_preempted_requests_are_computed_again_and_still_complete() -> None:
-    run, found = play(pool(scheduler=config(num_pages=30, max_model_len=300, prefix_caching=False)), work(output="120"))
+    run, found = play(
+        pool(scheduler=config(num_pages=30, max_model_len=300, prefix_caching=False)),
+        work(output="120"),
+    )
     assert found.preemptions > 0
     assert found.recomputed_tokens > 0
     assert found.output_tokens == 20 * 120
@@ -165,7 +220,10 @@ def test_preempted_requests_are_computed_again_and_still_complete() -> None:
 
 
 def test_a_request_too_long_is_refused_and_the_others_served() -> None:
-    _, found = play(pool(scheduler=config(max_model_len=150)), work("closed", 40, "uniform:100:200", "5", clients=2))
+    _, found = play(
+        pool(scheduler=config(max_model_len=150)),
+        work("closed", 40, "uniform:100:200", "5", clients=2),
+    )
     assert 0 < found.refused < 40
     assert found.requests + found.refused == 40
     with pytest.raises(ConfigError, match="could be served"):
@@ -186,11 +244,19 @@ def test_shared_prefixes_are_computed_once() -> None:
 
 def test_chunked_prefill_bounds_the_step() -> None:
     """Per token a second: nobody's step is longer than its budget."""
-    _, whole = play(pool(PerToken(), scheduler=config(max_num_batched_tokens=512)), work(requests=4, prompt="400"))
-    _, cut = play(pool(PerToken(), scheduler=config(max_num_batched_tokens=32)), work(requests=4, prompt="400"))
+    _, whole = play(
+        pool(PerToken(), scheduler=config(max_num_batched_tokens=512)),
+        work(requests=4, prompt="400"),
+    )
+    _, cut = play(
+        pool(PerToken(), scheduler=config(max_num_batched_tokens=32)),
+        work(requests=4, prompt="400"),
+    )
     assert whole.itl is not None
     assert cut.itl is not None
-    assert cut.itl.p99 <= 33 < whole.itl.p99, "two chunks of odd length count as two of the same length"
+    assert cut.itl.p99 <= 33 < whole.itl.p99, (
+        "two chunks of odd length count as two of the same length"
+    )
 
 
 def test_speculation_brings_as_many_tokens_as_its_rates_say() -> None:
@@ -205,10 +271,21 @@ def test_speculation_brings_as_many_tokens_as_its_rates_say() -> None:
 
 
 def test_with_two_steps_in_flight_a_request_joins_a_step_later() -> None:
-    """The second request arrives during a step that ends at 4; a step that is planned already runs until 5 first."""
+    """The second request arrives during a step that ends at 4; a step that is planned already
+    runs until 5 first."""
     scheduler = config(max_num_batched_tokens=512)
-    load = Workload(Arrivals("fixed", 1 / 3.5), LengthDistribution(mean=10), LengthDistribution(mean=20), requests=2)
-    admitted = [play(pool(ConstantCosts(1.0), scheduler=scheduler, steps_in_flight=n), load)[0].records[1].admitted for n in (1, 2)]
+    load = Workload(
+        Arrivals("fixed", 1 / 3.5),
+        LengthDistribution(mean=10),
+        LengthDistribution(mean=20),
+        requests=2,
+    )
+    admitted = [
+        play(pool(ConstantCosts(1.0), scheduler=scheduler, steps_in_flight=n), load)[0]
+        .records[1]
+        .admitted
+        for n in (1, 2)
+    ]
     assert admitted == [4.0, 5.0]
 
 
@@ -216,9 +293,15 @@ def test_with_two_steps_in_flight_a_request_joins_a_step_later() -> None:
 
 
 def test_ranks_of_a_replica_step_together_and_replicas_do_not() -> None:
-    """A prompt of 100 and one of 50 tokens: together both wait for the longer, apart each for itself."""
+    """A prompt of 100 and one of 50 tokens: together both wait for the longer, apart each for
+    itself."""
     scheduler = config(max_num_batched_tokens=512)
-    load = Workload(Arrivals("at-once"), LengthDistribution("uniform", 75, 50, 100), LengthDistribution(mean=1), requests=2)
+    load = Workload(
+        Arrivals("at-once"),
+        LengthDistribution("uniform", 75, 50, 100),
+        LengthDistribution(mean=1),
+        requests=2,
+    )
     prompts = sorted(job.prompt for job in load.jobs(0))
     assert prompts[0] != prompts[1]
     together, _ = play(pool(PerToken(), scheduler=scheduler, ranks=2), load)
@@ -230,12 +313,16 @@ def test_ranks_of_a_replica_step_together_and_replicas_do_not() -> None:
 def test_requests_go_where_fewest_tokens_live() -> None:
     load = work("poisson", 600, "uniform:10:400", "lognormal:50:1", rate=35.0)
     costs = MeasuredCosts({(0, 100): 0.02, (8, 0): 0.01, (8, 100): 0.03})
-    times = {routing: play(pool(costs, replicas=4), load, routing=routing)[1].e2e.mean for routing in ("live-tokens", "round-robin")}
+    times = {
+        routing: play(pool(costs, replicas=4), load, routing=routing)[1].e2e.mean
+        for routing in ("live-tokens", "round-robin")
+    }
     assert times["live-tokens"] < 0.9 * times["round-robin"]
 
 
 def test_a_pipeline_takes_a_group_at_a_time() -> None:
-    """Two groups of a two-stage pipeline: the second enters when the first leaves the first stage, and both are through after 1.5 steps."""
+    """Two groups of a two-stage pipeline: the second enters when the first leaves the first
+    stage, and both are through after 1.5 steps."""
     scheduler = config(max_num_batched_tokens=512)
     run, _ = play(pool(PerToken(0.5), scheduler=scheduler, groups=2), work(requests=2, output="1"))
     assert [record.last for record in run.records] == [100.0, 150.0]
@@ -245,13 +332,19 @@ def test_a_pipeline_takes_a_group_at_a_time() -> None:
 def apart(seconds: float = 5.0, replicas: int = 1) -> Deployment:
     prefill = replace(pool(ConstantCosts(1.0), first_only=True, replicas=replicas), name="prefill")
     decode = replace(
-        pool(ConstantCosts(0.1), remote=True, scheduler=config(max_num_batched_tokens=8000, prefix_caching=False)), name="decode"
+        pool(
+            ConstantCosts(0.1),
+            remote=True,
+            scheduler=config(max_num_batched_tokens=8000, prefix_caching=False),
+        ),
+        name="decode",
     )
     return Deployment((prefill, decode), lambda tokens: seconds * tokens / 100)
 
 
 def test_prompts_and_decoding_on_cards_of_their_own() -> None:
-    """1 s for the prompt, 5 s for its cache, 19 more tokens of 0.1 s; none of the prompt is computed twice."""
+    """1 s for the prompt, 5 s for its cache, 19 more tokens of 0.1 s; none of the prompt is
+    computed twice."""
     run = Simulation(apart(), work(requests=1)).run()
     found = outcome(run)
     assert found.ttft.mean == pytest.approx(1.0)
@@ -260,13 +353,16 @@ def test_prompts_and_decoding_on_cards_of_their_own() -> None:
     assert run.records[0].received == 101
     assert found.itl is not None
     assert sum(run.timelines[1].gaps.values()) == 19
-    assert max(run.timelines[1].gaps) == pytest.approx(5.1), "the second token waits for the transfer"
+    assert max(run.timelines[1].gaps) == pytest.approx(5.1), (
+        "the second token waits for the transfer"
+    )
     one_token = outcome(Simulation(apart(), work(requests=1, output="1")).run())
     assert one_token.e2e.mean == pytest.approx(1.0), "nothing is left to decode"
 
 
 def test_a_link_carries_one_cache_at_a_time() -> None:
-    """Two prompts of one step: the second cache leaves after the first; from two replicas they go side by side."""
+    """Two prompts of one step: the second cache leaves after the first; from two replicas they
+    go side by side."""
     ends = []
     for replicas in (1, 2):
         run = Simulation(apart(replicas=replicas), work(requests=2)).run()
@@ -284,7 +380,9 @@ def test_measured_costs_are_linear_between_points() -> None:
     assert costs.at(0, 50) == 1.0
     assert costs.at(5, 50) == pytest.approx(1.75)
     assert costs.at(20, 0) == 2.0, "beyond the last point with its slope"
-    assert costs.step([StepLoad(10, 40), StepLoad(0, 0, 2, 50, 0)], 0).seconds == 2.0, "the slowest rank"
+    assert costs.step([StepLoad(10, 40), StepLoad(0, 0, 2, 50, 0)], 0).seconds == 2.0, (
+        "the slowest rank"
+    )
     with pytest.raises(ConfigError, match=r"lack .*\(10, 100\)"):
         MeasuredCosts({(0, 100): 2.0, (10, 0): 1.0})
 
@@ -300,7 +398,12 @@ def test_percentiles() -> None:
 
 def test_utilization_and_queues_over_time() -> None:
     """One request every 2 s that takes 1 s: half the time is spent in steps."""
-    run = Simulation(Deployment((pool(ConstantCosts(1.0), steps_in_flight=1),)), work("fixed", 100, output="1", rate=0.5), 0, 10.0).run()
+    run = Simulation(
+        Deployment((pool(ConstantCosts(1.0), steps_in_flight=1),)),
+        work("fixed", 100, output="1", rate=0.5),
+        0,
+        10.0,
+    ).run()
     found = outcome(run)
     assert found.utilization["all"]["steps"] == pytest.approx(0.5, rel=0.01)
     series = run.timelines[0].series()
@@ -314,7 +417,10 @@ def test_wrong_settings_are_named() -> None:
         (lambda: pool(steps_in_flight=3), "steps_in_flight=3"),
         (lambda: pool(acceptance=(0.5,)), "acceptance"),
         (lambda: Deployment((pool(),), routing="random"), "live-tokens, round-robin"),
-        (lambda: outcome(Simulation(Deployment((pool(),)), work()).run(), warm_up=9.0), "warm_up=9.0"),
+        (
+            lambda: outcome(Simulation(Deployment((pool(),)), work()).run(), warm_up=9.0),
+            "warm_up=9.0",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             make()
@@ -323,7 +429,10 @@ def test_wrong_settings_are_named() -> None:
 def test_it_is_much_faster_than_the_real_thing() -> None:
     """Ten minutes of a busy rank in well under a second of this processor for each."""
     start = time.process_time()
-    _run, found = play(pool(scheduler=config(max_num_seqs=64, num_pages=4000)), work("poisson", 3000, output="300", rate=5.0))
+    _run, found = play(
+        pool(scheduler=config(max_num_seqs=64, num_pages=4000)),
+        work("poisson", 3000, output="300", rate=5.0),
+    )
     assert found.seconds > 500
     assert time.process_time() - start < 10
 
@@ -341,7 +450,11 @@ def test_traces(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     load = Workload(trace=str(path), trace_block=32, speed=2.0)
     jobs = list(load.jobs(0))
-    assert [(job.arrival, job.prompt, job.output) for job in jobs] == [(0.0, 48, 3), (0.5, 50, 4), (1.5, 40, 2)]
+    assert [(job.arrival, job.prompt, job.output) for job in jobs] == [
+        (0.0, 48, 3),
+        (0.5, 50, 4),
+        (1.5, 40, 2),
+    ]
     assert jobs[0].tokens()[:32] == jobs[1].tokens()[:32]
     assert jobs[0].tokens()[32] != jobs[1].tokens()[32]
     assert [len(job.tokens()) for job in jobs] == [48, 50, 40]
@@ -354,10 +467,18 @@ def test_traces(tmp_path: Path) -> None:
 
 def test_arrivals_and_lengths_have_their_means() -> None:
     for kind, burstiness in (("poisson", 1.0), ("gamma", 0.5), ("fixed", 1.0)):
-        jobs = list(Workload(Arrivals(kind, 20.0, burstiness), LengthDistribution.parse("lognormal:200:0.8"), seconds=500).jobs(0))
+        jobs = list(
+            Workload(
+                Arrivals(kind, 20.0, burstiness),
+                LengthDistribution.parse("lognormal:200:0.8"),
+                seconds=500,
+            ).jobs(0)
+        )
         assert len(jobs) == pytest.approx(10_000, rel=0.05)
         assert fmean(job.prompt for job in jobs) == pytest.approx(200, rel=0.05)
-    drawn = {LengthDistribution.parse("uniform:3:5").draw(random.Random(seed)) for seed in range(50)}
+    drawn = {
+        LengthDistribution.parse("uniform:3:5").draw(random.Random(seed)) for seed in range(50)
+    }
     assert drawn == {3, 4, 5}
     for text in ("many", "uniform:5:3", "lognormal:10", "0", "beta:1:2"):
         with pytest.raises(ConfigError):

@@ -1,7 +1,8 @@
-"""One workload through the engine on this processor, and through the simulator with step times measured on it.
+"""One workload through the engine on this processor, and through the simulator with step times
+measured on it.
 
-Times are this process's processor seconds, the least of several of the same step, so that other processes change them little; measuring and
-running take turns."""
+Times are this process's processor seconds, the least of several of the same step, so that other
+processes change them little; measuring and running take turns."""
 
 from __future__ import annotations
 
@@ -18,20 +19,38 @@ from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
 from rorqual.planner.simulator.workload import Arrival, Arrivals, LengthDistribution, Workload
 from rorqual.request import Request, SamplingParams
 
-ROWS, PROMPTS, PIECE = (0, 1, 4, 12), (0, 16, 64, 124), 40
-WORK = Workload(Arrivals("at-once"), LengthDistribution("uniform", 40, 20, 60), LengthDistribution("uniform", 24, 8, 40), requests=48)
-ROUNDS, TRIES = 3, 5  # rounds of measuring and running; further tries add rounds where a busy machine disturbed them
+ROWS = (0, 1, 4, 12)
+PROMPTS = (0, 16, 64, 124)
+PIECE = 40
+WORK = Workload(
+    Arrivals("at-once"),
+    LengthDistribution("uniform", 40, 20, 60),
+    LengthDistribution("uniform", 24, 8, 40),
+    requests=48,
+)
+# rounds of measuring and running; further tries add rounds where a busy machine disturbed them
+ROUNDS = 3
+TRIES = 5
 TOLERANCE = 0.15
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return LLM(threads=1, max_num_seqs=16, max_num_batched_tokens=136, max_model_len=256, page_size=16, skip_tokenizer_init=True).engine
+    return LLM(
+        threads=1,
+        max_num_seqs=16,
+        max_num_batched_tokens=136,
+        max_model_len=256,
+        page_size=16,
+        skip_tokenizer_init=True,
+    ).engine
 
 
 class Driver:
     def __init__(self, engine: Engine):
-        self.engine, self.random, self.count = engine, random.Random(0), 0
+        self.engine = engine
+        self.random = random.Random(0)
+        self.count = 0
 
     def add(self, prompt: int, output: int) -> None:
         self.count += 1
@@ -45,7 +64,8 @@ class Driver:
         return time.process_time() - start
 
     def measure(self, rows: int, prompt: int, times: int = 3) -> list[float]:
-        """Seconds of steps in which `rows` requests decode and `prompt` prompt tokens are computed, in pieces as long as WORK's prompts."""
+        """Seconds of steps in which `rows` requests decode and `prompt` prompt tokens are
+        computed, in pieces as long as WORK's prompts."""
         scheduler = self.engine.scheduler
         for _ in range(rows):
             self.add(PIECE, 200)
@@ -72,9 +92,12 @@ class Driver:
 
 
 def test_simulated_throughput_is_that_of_the_engine(engine: Engine) -> None:
-    driver, jobs = Driver(engine), list(WORK.jobs(0))
+    driver = Driver(engine)
+    jobs = list(WORK.jobs(0))
     driver.run(jobs[:16])  # warm up
-    points: dict[tuple[int, int], list[float]] = {(r, p): [] for r in ROWS for p in PROMPTS if r or p}
+    points: dict[tuple[int, int], list[float]] = {
+        (r, p): [] for r in ROWS for p in PROMPTS if r or p
+    }
     runs: list[list[float]] = []
     for _ in range(TRIES):
         for _ in range(ROUNDS):
@@ -82,10 +105,14 @@ def test_simulated_throughput_is_that_of_the_engine(engine: Engine) -> None:
                 times += driver.measure(rows, prompt)
             runs.append(driver.run(jobs))
         costs = MeasuredCosts({point: min(times) for point, times in points.items()})
-        simulation = Simulation(Deployment((Pool("all", engine.scheduler.config, costs),)), WORK, 0).run()
+        simulation = Simulation(
+            Deployment((Pool("all", engine.scheduler.config, costs),)), WORK, 0
+        ).run()
         found = outcome(simulation)
         assert found.output_tokens == sum(job.output for job in jobs)
-        assert {len(steps) for steps in runs} == {simulation.timelines[0].steps}, "the same scheduler takes the same steps"
+        assert {len(steps) for steps in runs} == {simulation.timelines[0].steps}, (
+            "the same scheduler takes the same steps"
+        )
         real = found.output_tokens / sum(map(min, *runs))
         if abs(found.output_rate / real - 1) <= TOLERANCE:
             return

@@ -1,4 +1,5 @@
-"""Simulated steps of real layouts: they cost what the cost model says, overlap what can overlap, and are drawn as they were played."""
+"""Simulated steps of real layouts: they cost what the cost model says, overlap what can overlap,
+and are drawn as they were played."""
 
 from __future__ import annotations
 
@@ -41,14 +42,21 @@ def model(sizes: ParallelConfig = WIDE, profile: str = "rorqual", **changes: Any
     return StepModel(R1, sizes, load_device("h200"), load_profile(profile), **changes)
 
 
-def simulated(deployment: Deployment, rate: float, seconds: float = 10.0, **lengths: str) -> tuple[Simulation, Outcome]:
-    prompt, output = LengthDistribution.parse(lengths.get("prompt", "1000")), LengthDistribution.parse(lengths.get("output", "100"))
-    run = Simulation(deployment, Workload(Arrivals("poisson", rate), prompt, output, seconds=seconds), 1).run()
+def simulated(
+    deployment: Deployment, rate: float, seconds: float = 10.0, **lengths: str
+) -> tuple[Simulation, Outcome]:
+    prompt = LengthDistribution.parse(lengths.get("prompt", "1000"))
+    output = LengthDistribution.parse(lengths.get("output", "100"))
+    run = Simulation(
+        deployment, Workload(Arrivals("poisson", rate), prompt, output, seconds=seconds), 1
+    ).run()
     return run, outcome(run)
 
 
 def engine(**changes: Any) -> pools.PoolSettings:
-    return pools.PoolSettings(**{"context": 1100, "max_model_len": 1200, "max_num_batched_tokens": 2048, **changes})
+    return pools.PoolSettings(
+        **{"context": 1100, "max_model_len": 1200, "max_num_batched_tokens": 2048, **changes}
+    )
 
 
 # ---- micro-batches
@@ -58,22 +66,28 @@ def test_two_chains_take_turns_on_two_resources() -> None:
     chain = [Stage("compute", "a", 2.0), Stage("network", "b", 2.0), Stage("compute", "c", 1.0)]
     assert makespan([chain]) == 5.0
     tasks = play([chain, chain])
-    assert max(task.end for task in tasks) == 7.0  # compute: a0 0-2, a1 2-4, c0 4-5, c1 6-7; network: b0 2-4, b1 4-6
+    # compute: a0 0-2, a1 2-4, c0 4-5, c1 6-7; network: b0 2-4, b1 4-6
+    assert max(task.end for task in tasks) == 7.0
     for resource in ("compute", "network"):
         spans = sorted((task.start, task.end) for task in tasks if task.resource == resource)
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "one at a time"
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), (
+            "one at a time"
+        )
 
 
 @pytest.mark.parametrize("load", [StepLoad(64, 1500), StepLoad(24, 1200, 1, 1000, 0)])
 def test_one_batch_in_flight_costs_what_the_cost_model_says(load: StepLoad) -> None:
-    costs, one = ModelCosts(model(), exact=True), model()
+    costs = ModelCosts(model(), exact=True)
+    one = model()
     decode = BatchShape.decode(load.rows, load.context)
     prefill = (BatchShape(1, 1000, 0),) if load.prompts else ()
     whole = one.step(GroupWork(decode, prefill, stage_tokens=32 * load.tokens(0)))
     found = costs.step([load] * 32, 0)
     assert found.seconds == whole.seconds
     assert found.stage == whole.stage
-    assert max(task.end for task in costs.tasks([load] * 32, 0)) == pytest.approx(sum(item.seconds for item in whole.items))
+    assert max(task.end for task in costs.tasks([load] * 32, 0)) == pytest.approx(
+        sum(item.seconds for item in whole.items)
+    )
     assert 0 < max(found.busy) <= found.seconds
 
 
@@ -82,22 +96,33 @@ def test_two_batches_in_flight_hide_the_network() -> None:
     loads = [StepLoad(256, 1500)] * 32
     costs = ModelCosts(model(), micro_batches=2)
     tasks = costs.tasks(loads, 0)
-    busy = {name: sum(task.end - task.start for task in tasks if task.resource == name) for name in ("compute", "network")}
+    busy = {
+        name: sum(task.end - task.start for task in tasks if task.resource == name)
+        for name in ("compute", "network")
+    }
     assert max(busy.values()) <= costs.step(loads, 0).seconds < 0.95 * sum(busy.values())
     assert {task.batch for task in tasks} == {0, 1}
 
 
 def test_micro_batches_share_the_work() -> None:
     assert shared(StepLoad(5, 100), 2) == [StepLoad(2, 100), StepLoad(3, 100)]
-    assert shared(StepLoad(1, 100, 2, 10, 30), 2) == [StepLoad(0, 0, 1, 10, 30), StepLoad(1, 100, 1, 10, 35)]
+    assert shared(StepLoad(1, 100, 2, 10, 30), 2) == [
+        StepLoad(0, 0, 1, 10, 30),
+        StepLoad(1, 100, 1, 10, 35),
+    ]
     assert sum(piece.tokens(0) for piece in shared(StepLoad(7, 9, 3, 11, 0), 4)) == 7 + 33
 
 
 def test_as_many_batches_as_needed_fill_the_busiest_resource() -> None:
-    """The count that split.py derives: with it the busiest resource is hardly ever idle, with one batch it is."""
-    one, cards = model(ParallelConfig(), "roofline"), (32, 32)
+    """The count that split.py derives: with it the busiest resource is hardly ever idle, with
+    one batch it is."""
+    one = model(ParallelConfig(), "roofline")
+    cards = (32, 32)
     pass_of = split_step(one, GroupWork(BatchShape.decode(16, 1536)), *cards)
-    times = {n: SplitCosts(one, *cards, micro_batches=n).step([StepLoad(16 * n, 1536)] * 32, 0) for n in (1, pass_of.needed)}
+    times = {
+        n: SplitCosts(one, *cards, micro_batches=n).step([StepLoad(16 * n, 1536)] * 32, 0)
+        for n in (1, pass_of.needed)
+    }
     assert pass_of.needed > 1
     assert times[1].seconds == pytest.approx(pass_of.attention + pass_of.experts + pass_of.network)
     full = times[pass_of.needed]
@@ -121,17 +146,27 @@ def test_rounding_costs_little() -> None:
     figures = []
     for exact in (False, True):
         deployment = pools.together(model(ParallelConfig(tp=8)), engine(), 1)
-        pool = replace(deployment.pools[0], costs=ModelCosts(model(ParallelConfig(tp=8)), exact=exact))
-        figures.append(simulated(replace(deployment, pools=(pool,)), 4.0, 4.0, prompt="uniform:300:1000")[1])
+        pool = replace(
+            deployment.pools[0], costs=ModelCosts(model(ParallelConfig(tp=8)), exact=exact)
+        )
+        figures.append(
+            simulated(replace(deployment, pools=(pool,)), 4.0, 4.0, prompt="uniform:300:1000")[1]
+        )
     for name in ("ttft", "tpot", "e2e"):
-        assert getattr(figures[0], name).mean == pytest.approx(getattr(figures[1], name).mean, rel=0.02)
+        assert getattr(figures[0], name).mean == pytest.approx(
+            getattr(figures[1], name).mean, rel=0.02
+        )
 
 
 def test_a_slow_rank_holds_up_the_others() -> None:
     """All of its time but the messages' grows by the factor, for every rank of its replica."""
-    loads, one = [StepLoad(64, 1500)] * 32, model()
-    sent = one.step(GroupWork(BatchShape.decode(64, 1536), stage_tokens=2048)).by("limiter")["network"]
-    plain, slow = ModelCosts(one).step(loads, 0).seconds, ModelCosts(one, slow={5: 1.5}).step(loads, 0).seconds
+    loads = [StepLoad(64, 1500)] * 32
+    one = model()
+    sent = one.step(GroupWork(BatchShape.decode(64, 1536), stage_tokens=2048)).by("limiter")[
+        "network"
+    ]
+    plain = ModelCosts(one).step(loads, 0).seconds
+    slow = ModelCosts(one, slow={5: 1.5}).step(loads, 0).seconds
     assert slow == pytest.approx(sent + 1.5 * (plain - sent))
     assert ModelCosts(one, slow={40: 2.0}).step(loads, 0).seconds == plain, "no such rank"
     tasks = ModelCosts(one, slow={5: 1.5}).tasks(loads, 0)
@@ -170,11 +205,17 @@ def test_deployments_of_every_kind() -> None:
         "wide": pools.together(model(ParallelConfig(dp=16, ep=16)), small, 1),
         "drafts": pools.together(eight, replace(small, acceptance=(0.85,)), 2),
         "apart": pools.disaggregated(eight, eight, small, (1, 1)),
-        "split": pools.split(model(ParallelConfig(), "roofline"), replace(small, micro_batches=3), 8, 8, "experts", 1),
+        "split": pools.split(
+            model(ParallelConfig(), "roofline"), replace(small, micro_batches=3), 8, 8, "experts", 1
+        ),
     }
-    found = {name: simulated(deployment, 20.0, 4.0, output="40")[1] for name, deployment in kinds.items()}
+    found = {
+        name: simulated(deployment, 20.0, 4.0, output="40")[1] for name, deployment in kinds.items()
+    }
     assert {outcome.cards for outcome in found.values()} == {16}
-    assert {outcome.output_tokens for outcome in found.values()} == {found["together"].output_tokens}
+    assert {outcome.output_tokens for outcome in found.values()} == {
+        found["together"].output_tokens
+    }
     tpot = {name: outcome.tpot.mean for name, outcome in found.items() if outcome.tpot}
     assert tpot["drafts"] < tpot["together"], "speculation"
     itl = {name: outcome.itl.p99 for name, outcome in found.items() if outcome.itl}
@@ -191,9 +232,15 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_minute_of_sixty_four_cards_takes_seconds() -> None:
-    """50 requests/s at 1000/300 tokens; ten minutes must stay below two minutes of this processor."""
+    """50 requests/s at 1000/300 tokens; ten minutes must stay below two minutes of this
+    processor."""
     start = time.process_time()
-    _, found = simulated(pools.together(model(ParallelConfig(tp=8)), engine(context=1300, max_model_len=1301), 8), 50.0, 60.0, output="300")
+    _, found = simulated(
+        pools.together(model(ParallelConfig(tp=8)), engine(context=1300, max_model_len=1301), 8),
+        50.0,
+        60.0,
+        output="300",
+    )
     assert found.cards == 64
     assert found.requests > 2500
     assert time.process_time() - start < 12
@@ -204,7 +251,9 @@ def test_a_minute_of_sixty_four_cards_takes_seconds() -> None:
 
 def watched(batches: int) -> gantt.GanttChart:
     deployment = pools.together(model(), engine(micro_batches=batches, max_num_seqs=64), 1)
-    work = Workload(Arrivals("at-once"), LengthDistribution(mean=100), LengthDistribution(mean=8), requests=320)
+    work = Workload(
+        Arrivals("at-once"), LengthDistribution(mean=100), LengthDistribution(mean=8), requests=320
+    )
     return gantt.gantt(Simulation(deployment, work, watch=(0.0, 2)).run(), "a <title>")
 
 
@@ -235,10 +284,31 @@ def command(*options: str) -> Any:
 
 
 def test_the_command_writes_all_it_takes_to_repeat_a_run(tmp_path: Path) -> None:
-    options = ["--layout", "tp=8", "--rate", "3", "--seconds", "4", "--output-len", "30", "--seed", "7", "--interval", "0.5"]
+    options = [
+        "--layout",
+        "tp=8",
+        "--rate",
+        "3",
+        "--seconds",
+        "4",
+        "--output-len",
+        "30",
+        "--seed",
+        "7",
+        "--interval",
+        "0.5",
+    ]
     texts = []
     for name in ("a", "b"):
-        done = command(*options, "--json", str(tmp_path / "run.json"), "--gantt", str(tmp_path / "g.html"), "--gantt-at", "1")
+        done = command(
+            *options,
+            "--json",
+            str(tmp_path / "run.json"),
+            "--gantt",
+            str(tmp_path / "g.html"),
+            "--gantt-at",
+            "1",
+        )
         assert done.exit_code == 0, done.output
         assert "TTFT" in done.output, name
         assert "tokens of cache" in done.output, name

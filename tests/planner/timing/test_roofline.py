@@ -1,4 +1,5 @@
-"""Step times: never under their floors, exact at measured points, scaled by rooflines elsewhere, refused where there is nothing."""
+"""Step times: never under their floors, exact at measured points, scaled by rooflines elsewhere,
+refused where there is nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ TABLE = json.loads((DATA / "kernels_h200_sglang.json").read_text())
 
 
 def model(profile: str = "sglang", card: str = "h200", **sizes: int) -> StepModel:
-    return StepModel(R1, ParallelConfig(**(sizes or {"tp": 8})), load_device(card), load_profile(profile))
+    return StepModel(
+        R1, ParallelConfig(**(sizes or {"tp": 8})), load_device(card), load_profile(profile)
+    )
 
 
 # ---- tables
@@ -65,28 +68,35 @@ def test_measured_products_come_back() -> None:
 
 
 def test_fused_shared_experts_count_one_by_one() -> None:
-    """Few tokens: what experts cost beyond a launch goes with how many are read, here 8 of a token and one or two shared."""
+    """Few tokens: what experts cost beyond a launch goes with how many are read, here 8 of a
+    token and one or two shared."""
     rest = []
     for shared in (0, 1, 2):
         config = replace(R1, moe=replace(R1.moe, num_shared=shared))
-        timed = StepModel(config, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang")).step(
-            GroupWork(BatchShape.decode(1, 1000))
-        )
+        timed = StepModel(
+            config, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang")
+        ).step(GroupWork(BatchShape.decode(1, 1000)))
         rest.append(next(item.seconds for item in timed.items if item.name == "experts"))
     assert rest[2] - rest[1] == pytest.approx(rest[1] - rest[0])
     assert rest[1] > rest[0]
 
 
 def test_no_table_lies_under_the_datasheet() -> None:
-    """Products too large for the L2 cache, latent attention over more than it holds, and experts by what their routing reads."""
+    """Products too large for the L2 cache, latent attention over more than it holds, and experts
+    by what their routing reads."""
     card = load_device("h200")
     for n, k, *times in TABLE["gemm"]["tables"]["fp8"]:
         for m, time in zip(TABLE["gemm"]["m"], times, strict=True):
-            floor = max(n * k / card.bandwidth if n * k > 120e6 else 0, 2 * m * n * k / card.peak("fp8"))
+            floor = max(
+                n * k / card.bandwidth if n * k > 120e6 else 0, 2 * m * n * k / card.peak("fp8")
+            )
             assert time * 1e-6 > floor, (n, k, m)
     for heads, batch, context, time in TABLE["mla_decode"]:
         read = batch * context * 1152
-        assert time * 1e-6 > max(read / card.bandwidth if read > 120e6 else 0, 2 * batch * context * heads * 1088 / card.peak("bfloat16"))
+        assert time * 1e-6 > max(
+            read / card.bandwidth if read > 120e6 else 0,
+            2 * batch * context * heads * 1088 / card.peak("bfloat16"),
+        )
     for entry in TABLE["experts"]:
         one = 3 * entry["hidden"] * entry["inter"] * (1 if entry["dtype"] == "fp8" else 2)
         for _, distinct, time in entry["rows"]:
@@ -94,7 +104,8 @@ def test_no_table_lies_under_the_datasheet() -> None:
 
 
 def test_own_kernels_are_ratios_to_the_base() -> None:
-    base, own = load_tables("h200_sglang"), load_tables("h200_rorqual")
+    base = load_tables("h200_sglang")
+    own = load_tables("h200_rorqual")
     assert own.base is base
     op = gemm(64, 4096, 7168)
     assert own.seconds(op, True) / base.seconds(op, True) == pytest.approx(1.25)
@@ -107,10 +118,15 @@ def test_own_kernels_are_ratios_to_the_base() -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [GroupWork(BatchShape.decode(16, 2000)), GroupWork(None, (BatchShape(1, 2048),)), GroupWork(BatchShape.verify(8, 900, 1), drafts=1)],
+    [
+        GroupWork(BatchShape.decode(16, 2000)),
+        GroupWork(None, (BatchShape(1, 2048),)),
+        GroupWork(BatchShape.verify(8, 900, 1), drafts=1),
+    ],
 )
 def test_a_step_is_the_sum_of_its_parts_and_above_the_floor(work: GroupWork) -> None:
-    timed, bare = model().step(work), model("roofline").step(work)
+    timed = model().step(work)
+    bare = model("roofline").step(work)
     assert timed.seconds == pytest.approx(sum(item.seconds for item in timed.items))
     assert set(timed.by("limiter")) <= set(LIMITERS)
     assert bare.seconds < timed.seconds
@@ -127,9 +143,15 @@ def test_the_bare_roofline_is_bytes_and_operations() -> None:
 
 
 def test_more_work_takes_longer() -> None:
-    found = [model().step(GroupWork(BatchShape.decode(batch, 2000))).seconds for batch in (1, 4, 16, 64, 256)]
+    found = [
+        model().step(GroupWork(BatchShape.decode(batch, 2000))).seconds
+        for batch in (1, 4, 16, 64, 256)
+    ]
     assert found == sorted(found)
-    found = [model().step(GroupWork(BatchShape.decode(16, context))).seconds for context in (500, 2000, 8000, 32000)]
+    found = [
+        model().step(GroupWork(BatchShape.decode(16, context))).seconds
+        for context in (500, 2000, 8000, 32000)
+    ]
     assert found == sorted(found)
 
 
@@ -144,7 +166,8 @@ def test_skewed_routing_reads_fewer_experts() -> None:
 
 def test_another_card_is_scaled_by_its_roofline() -> None:
     work = GroupWork(BatchShape.decode(64, 4000))
-    here, there = model().step(work).by("name"), model(card="h100").step(work).by("name")
+    here = model().step(work).by("name")
+    there = model(card="h100").step(work).by("name")
     assert 1.0 < there["attention"] / here["attention"] <= 4800 / 3350 + 1e-6
     assert there["experts"] > here["experts"]
     assert model(card="h100").profile.check(load_device("h100")) is False
@@ -153,7 +176,11 @@ def test_another_card_is_scaled_by_its_roofline() -> None:
 def test_measured_collectives_come_first() -> None:
     card = load_device("h200-measured")
     own = StepModel(R1, ParallelConfig(tp=8), card, load_profile("sglang"))
-    message = next(m for m in rank_step(R1, own.sizes, GroupWork(BatchShape.decode(8, 100))).messages if m.kind == "all_reduce")
+    message = next(
+        m
+        for m in rank_step(R1, own.sizes, GroupWork(BatchShape.decode(8, 100))).messages
+        if m.kind == "all_reduce"
+    )
     assert own.message_seconds(message, False) == (pytest.approx(14.6e-6, rel=1e-3), True)
     other = replace(own, card=load_device("h800"))
     seconds, measured = other.message_seconds(message, False)
@@ -162,14 +189,27 @@ def test_measured_collectives_come_first() -> None:
 
 
 def test_messages_beyond_a_node_take_the_network() -> None:
-    wide = StepModel(R1, ParallelConfig(dp=16, ep=16, exchange="allgather_ep"), load_device("h100"), load_profile("sglang"))
-    message = next(m for m in rank_step(R1, wide.sizes, GroupWork(BatchShape.decode(8, 100))).messages if m.kind == "all_gather")
+    wide = StepModel(
+        R1,
+        ParallelConfig(dp=16, ep=16, exchange="allgather_ep"),
+        load_device("h100"),
+        load_profile("sglang"),
+    )
+    message = next(
+        m
+        for m in rank_step(R1, wide.sizes, GroupWork(BatchShape.decode(8, 100))).messages
+        if m.kind == "all_gather"
+    )
     assert wide.message_seconds(message, False)[0] > message.wire_bytes / 50e9
 
 
 def test_a_pipeline_passes_through_every_stage() -> None:
-    whole = StepModel(QWEN, ParallelConfig(), load_device("h200"), load_profile("rorqual")).step(GroupWork(BatchShape.decode(8, 1000)))
-    piped = StepModel(QWEN, ParallelConfig(pp=4), load_device("h200"), load_profile("rorqual")).step(GroupWork(BatchShape.decode(8, 1000)))
+    whole = StepModel(QWEN, ParallelConfig(), load_device("h200"), load_profile("rorqual")).step(
+        GroupWork(BatchShape.decode(8, 1000))
+    )
+    piped = StepModel(
+        QWEN, ParallelConfig(pp=4), load_device("h200"), load_profile("rorqual")
+    ).step(GroupWork(BatchShape.decode(8, 1000)))
     assert piped.seconds == pytest.approx(4 * piped.stage)
     assert whole.seconds / 4 < piped.stage < whole.seconds
 
@@ -185,7 +225,13 @@ def test_no_data_no_guess() -> None:
     with pytest.raises(ConfigError, match="no kernel times for card rtx4090"):
         model(card="rtx4090")
     with pytest.raises(ConfigError, match="bf16 cache alone"):
-        StepModel(R1, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang"), Format(kv_dtype="float8_e4m3fn"))
+        StepModel(
+            R1,
+            ParallelConfig(tp=8),
+            load_device("h200"),
+            load_profile("sglang"),
+            Format(kv_dtype="float8_e4m3fn"),
+        )
     with pytest.raises(ConfigError, match="needs a measured card"):
         model("calibrated")
     with pytest.raises(ConfigError, match="profile 'vllm' is not known"):
@@ -195,8 +241,16 @@ def test_no_data_no_guess() -> None:
 
 
 def test_the_profile_of_a_card() -> None:
-    names = {name: profile_for(load_device(name)).name for name in ("h200", "h100", "rtx4090", "atlas-a3")}
-    assert names == {"h200": "rorqual", "h100": "rorqual", "rtx4090": "roofline", "atlas-a3": "roofline"}
+    names = {
+        name: profile_for(load_device(name)).name
+        for name in ("h200", "h100", "rtx4090", "atlas-a3")
+    }
+    assert names == {
+        "h200": "rorqual",
+        "h100": "rorqual",
+        "rtx4090": "roofline",
+        "atlas-a3": "roofline",
+    }
 
 
 # ---- memory and critical sizes

@@ -1,4 +1,5 @@
-"""The queue around a step model: tokens conserved, seeds decide, one client is simple arithmetic."""
+"""The queue around a step model: tokens conserved, seeds decide, one client is simple
+arithmetic."""
 
 from __future__ import annotations
 
@@ -15,13 +16,18 @@ from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.validation.closed_loop import Loop, _State, play
 
-MODEL = StepModel(published("qwen3-30b-a3b"), ParallelConfig(), load_device("h200"), load_profile("sglang"))
+MODEL = StepModel(
+    published("qwen3-30b-a3b"), ParallelConfig(), load_device("h200"), load_profile("sglang")
+)
 
 
 def test_one_client() -> None:
     result = play(MODEL, Loop(1, 640, 64, requests=3))
     prompt = MODEL.step(GroupWork(None, (BatchShape(1, 640),))).seconds
-    steps = [MODEL.step(GroupWork(BatchShape.verify(1, round((640 + made + 1) / 64) * 64, 0))).seconds for made in range(1, 64)]
+    steps = [
+        MODEL.step(GroupWork(BatchShape.verify(1, round((640 + made + 1) / 64) * 64, 0))).seconds
+        for made in range(1, 64)
+    ]
     assert result.ttft == pytest.approx(prompt + MODEL.profile.first_token_us * 1e-6)
     assert result.tpot == pytest.approx(sum(steps) / 63)
     assert result.throughput == pytest.approx(64 / (prompt + sum(steps)))
@@ -34,7 +40,10 @@ def test_every_request_is_answered_in_full(mixed: bool) -> None:
     while state.busy:
         state.step()
     assert len(state.finished) == 30
-    assert all(request.computed == request.prompt and request.made >= request.output for request in state.finished)
+    assert all(
+        request.computed == request.prompt and request.made >= request.output
+        for request in state.finished
+    )
     assert all(request.arrived <= request.first <= request.done for request in state.finished)
     assert not state.left
     assert not state.running
@@ -59,5 +68,6 @@ def test_more_clients_more_tokens_and_longer_waits() -> None:
 def test_accepted_drafts_shorten() -> None:
     config = published("deepseek-ai/DeepSeek-R1")
     model = StepModel(config, ParallelConfig(tp=8), load_device("h200"), load_profile("sglang"))
-    plain, drafted = play(model, Loop(1, 500, 60, 2)), play(model, Loop(1, 500, 60, 2, num_speculative_tokens=1, accepted=0.85))
+    plain = play(model, Loop(1, 500, 60, 2))
+    drafted = play(model, Loop(1, 500, 60, 2, num_speculative_tokens=1, accepted=0.85))
     assert drafted.tpot < plain.tpot < 1.85 * drafted.tpot

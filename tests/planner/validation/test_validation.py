@@ -6,7 +6,12 @@ from statistics import fmean
 
 import pytest
 
-from rorqual.planner.validation.validation import ValidationGroup, ValidationPoint, published_rows, validate
+from rorqual.planner.validation.validation import (
+    ValidationGroup,
+    ValidationPoint,
+    published_rows,
+    validate,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,9 @@ def test_sglang_on_eight_h200(groups: dict[str, ValidationGroup], name: str) -> 
 
 
 def test_own_measurements(groups: dict[str, ValidationGroup]) -> None:
-    own = [point for name, group in groups.items() if name.startswith("own") for point in group.points]
+    own = [
+        point for name, group in groups.items() if name.startswith("own") for point in group.points
+    ]
     assert len(own) == 14
     assert fmean(abs(point.error) for point in own) < 0.08
     assert max(abs(point.error) for point in own) < 0.15

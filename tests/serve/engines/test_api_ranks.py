@@ -26,17 +26,25 @@ def children(pid: int) -> list[int]:
 def ranks(server: Running) -> list[int]:
     """The processes of ranks other than 0: children of the engine's."""
     (engine,) = server.engine_pids()
-    return [pid for pid in children(engine) if b"rorqual.engine.distributed.worker_process" in open(f"/proc/{pid}/cmdline", "rb").read()]
+    return [
+        pid
+        for pid in children(engine)
+        if b"rorqual.engine.distributed.worker_process" in open(f"/proc/{pid}/cmdline", "rb").read()
+    ]
 
 
-async def struck_under_load(server: Running, victim: int, blow: signal.Signals) -> list[tuple[float, str]]:
+async def struck_under_load(
+    server: Running, victim: int, blow: signal.Signals
+) -> list[tuple[float, str]]:
     """Seconds from the blow to the end of each request under way, and what its client was told."""
     start = asyncio.Event()
     struck = 0.0
     ends: list[tuple[float, str]] = []
 
     async def one(client: httpx.AsyncClient, stream: bool) -> None:
-        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": stream}) as answer:
+        async with client.stream(
+            "POST", "/v1/completions", json={**LONG, "stream": stream}
+        ) as answer:
             text = "".join([part async for part in answer.aiter_text()])
         ends.append((time.monotonic() - struck, text))
 
@@ -50,8 +58,12 @@ async def struck_under_load(server: Running, victim: int, blow: signal.Signals) 
     return ends
 
 
-@pytest.mark.parametrize(("blow", "words"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")])
-def test_every_request_ends_the_log_names_the_rank_and_no_process_stays(blow: signal.Signals, words: str):
+@pytest.mark.parametrize(
+    ("blow", "words"), [(signal.SIGKILL, "status -9"), (signal.SIGSTOP, "no sign of life")]
+)
+def test_every_request_ends_the_log_names_the_rank_and_no_process_stays(
+    blow: signal.Signals, words: str
+):
     with start_server(*SMALL, "--tp", "2", "--set", f"watchdog_seconds={WATCHDOG}") as server:
         (victim,) = ranks(server)
         (engine,) = server.engine_pids()

@@ -26,19 +26,34 @@ FOLDER = Path("model")
 
 def cards(monkeypatch: pytest.MonkeyPatch, replicas: int, **engine: Any) -> list[list[str]]:
     """The devices of each replica's ranks on one host, as rank 0 and its launcher count them."""
-    monkeypatch.setattr(worker_process, "device_of", lambda device: SimpleNamespace(type="cpu" if device == "cpu" else "cuda"))
+    monkeypatch.setattr(
+        worker_process,
+        "device_of",
+        lambda device: SimpleNamespace(type="cpu" if device == "cpu" else "cuda"),
+    )
     found = []
     for options in engine_options(ServeConfig(replicas=replicas, engine=engine), FOLDER):
         config = EngineConfig.from_dict(options)
-        found.append([worker_process.rank_device(config, config.first_device + rank) for rank in range(config.parallel.world)])
+        found.append(
+            [
+                worker_process.rank_device(config, config.first_device + rank)
+                for rank in range(config.parallel.world)
+            ]
+        )
     return found
 
 
 def test_replicas_take_disjoint_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cards(monkeypatch, 3) == [["cuda:0"], ["cuda:1"], ["cuda:2"]]
-    assert cards(monkeypatch, 2, device="cuda", tp=2) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    assert cards(monkeypatch, 2, device="cuda", tp=2) == [
+        ["cuda:0", "cuda:1"],
+        ["cuda:2", "cuda:3"],
+    ]
     assert cards(monkeypatch, 2, tp=2, dp=2, ep=4)[1] == ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]
-    assert cards(monkeypatch, 2, first_device=4, dp=2) == [["cuda:4", "cuda:5"], ["cuda:6", "cuda:7"]]
+    assert cards(monkeypatch, 2, first_device=4, dp=2) == [
+        ["cuda:4", "cuda:5"],
+        ["cuda:6", "cuda:7"],
+    ]
     assert cards(monkeypatch, 2, device="cpu", tp=2) == [["cpu", "cpu"], ["cpu", "cpu"]]
     assert cards(monkeypatch, 1, device="cuda:3") == [["cuda:3"]]
 
@@ -53,7 +68,9 @@ def test_replicas_take_disjoint_cards(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"tpp": 2}, "'tpp'"),
     ],
 )
-def test_what_replicas_cannot_have_is_refused(server: dict[str, Any], engine: dict[str, Any], named: str) -> None:
+def test_what_replicas_cannot_have_is_refused(
+    server: dict[str, Any], engine: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         engine_options(ServeConfig(**server, engine=engine), FOLDER)
 
@@ -68,7 +85,9 @@ class Client:
     index: int
     load: int = 0
     ready: Any = field(default_factory=lambda: SimpleNamespace(is_set=lambda: True))
-    info: Any = field(default_factory=lambda: SimpleNamespace(max_model_len=100_000, max_num_seqs=8))
+    info: Any = field(
+        default_factory=lambda: SimpleNamespace(max_model_len=100_000, max_num_seqs=8)
+    )
 
     def add(self, request: Request, every_step: bool, job: Any, choice: int, tokens: int) -> None:
         self.load += tokens
@@ -83,11 +102,17 @@ def fleet() -> Iterator[EnginePool]:
     found.kill()
 
 
-def sent(fleet: EnginePool, start: int, length: int = 200, max_tokens: int | None = 10, salt: str = "") -> int:
+def sent(
+    fleet: EnginePool, start: int, length: int = 200, max_tokens: int | None = 10, salt: str = ""
+) -> int:
     """The engine that a request goes to; prompts with another `start` share nothing."""
     prompt = tuple(range(start, start + length))
     job = SimpleNamespace(placed=[])
-    fleet.submit([Request(fleet.new_id(), prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)], False, job)  # type: ignore[arg-type]
+    fleet.submit(
+        [Request(fleet.new_id(), prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)],
+        False,
+        job,
+    )  # type: ignore[arg-type]
     return job.placed[0][0].index
 
 
@@ -103,7 +128,9 @@ def test_a_prompt_goes_where_its_beginning_is_known(fleet: EnginePool) -> None:
     homes = [sent(fleet, 1000 * conversation, 400) for conversation in range(3)]
     assert homes == [0, 1, 2]
     assert [sent(fleet, 1000 * conversation, 500) for conversation in (2, 0, 1, 2)] == [2, 0, 1, 2]
-    assert sent(fleet, 2000, 400, salt="another tenant") == 0, "the least loaded: within another salt nothing is known"
+    assert sent(fleet, 2000, 400, salt="another tenant") == 0, (
+        "the least loaded: within another salt nothing is known"
+    )
 
 
 def test_a_prefix_is_not_worth_any_queue(fleet: EnginePool) -> None:

@@ -20,7 +20,12 @@ def test_many_who_leave_at_once(server: Running):
     """Everybody goes before the first token; the next request finds an idle engine."""
 
     async def leave(i: int) -> None:
-        _, writer = await soak.send(server.port, "/v1/completions", b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true}', 99)
+        _, writer = await soak.send(
+            server.port,
+            "/v1/completions",
+            b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true}',
+            99,
+        )
         await asyncio.sleep(0.05)
         writer.transport.abort()
 

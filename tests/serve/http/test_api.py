@@ -16,7 +16,10 @@ Client = openai.OpenAI
 
 PROMPT = "The old gentleman looked at her and said"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Who is there?"}]}]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Who is there?"}]},
+]
 
 
 def text(client: Client, **given: Any) -> Any:
@@ -71,8 +74,16 @@ def test_metrics_are_prometheus_text(client: Client, server: Running):
         "request_success",
     ):
         assert found[f"rorqual:{name}"].samples, name
-    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
-        samples = {sample.name.rsplit("_", 1)[1]: sample.value for sample in found[f"rorqual:{name}"].samples}
+    for name in (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+    ):
+        samples = {
+            sample.name.rsplit("_", 1)[1]: sample.value
+            for sample in found[f"rorqual:{name}"].samples
+        }
         assert samples["count"] > 0, name
         assert samples["bucket"] == samples["count"], "the last bucket holds everything"
     assert len(found["rorqual:expert_tokens"].samples) == 12 * 16
@@ -128,7 +139,10 @@ def test_stream_equals_whole(client: Client):
 
 def test_continuous_usage(client: Client):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [chunk.usage.completion_tokens for chunk in text(client, stream=True, extra_body={"stream_options": options})]
+    counts = [
+        chunk.usage.completion_tokens
+        for chunk in text(client, stream=True, extra_body={"stream_options": options})
+    ]
     assert counts == sorted(counts)
     assert counts[-1] == 12
 
@@ -136,19 +150,26 @@ def test_continuous_usage(client: Client):
 def test_streams_of_several_choices(client: Client):
     whole = text(client, prompt=[PROMPT, "In the beginning"], n=2, temperature=0.9, seed=3)
     found = ["", "", "", ""]
-    for chunk in text(client, prompt=[PROMPT, "In the beginning"], n=2, temperature=0.9, seed=3, stream=True):
+    for chunk in text(
+        client, prompt=[PROMPT, "In the beginning"], n=2, temperature=0.9, seed=3, stream=True
+    ):
         found[chunk.choices[0].index] += chunk.choices[0].text
     assert found == [choice.text for choice in whole.choices]
     assert found[0] != found[1]
 
 
 def test_seed_repeats_and_n_differs(client: Client):
-    out = [text(client, n=3, temperature=1.0, seed=5, extra_body={"ignore_eos": True}) for _ in range(2)]
+    out = [
+        text(client, n=3, temperature=1.0, seed=5, extra_body={"ignore_eos": True})
+        for _ in range(2)
+    ]
     texts = [[choice.text for choice in one.choices] for one in out]
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 3
     assert out[0].usage.completion_tokens == 36
-    assert text(client, n=2).choices[1].text == text(client).choices[0].text, "greedy samples are equal"
+    assert text(client, n=2).choices[1].text == text(client).choices[0].text, (
+        "greedy samples are equal"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -173,8 +194,14 @@ def test_stop_strings_count_only_what_was_needed(client: Client):
 def test_eos_ignore_eos_min_tokens_and_stop_ids(client: Client):
     eos = {"1": 100}
     out = text(client, logit_bias=eos)
-    assert (out.choices[0].text, out.choices[0].finish_reason, out.usage.completion_tokens) == ("", "stop", 1)
-    assert text(client, logit_bias=eos, extra_body={"ignore_eos": True}).usage.completion_tokens == 12
+    assert (out.choices[0].text, out.choices[0].finish_reason, out.usage.completion_tokens) == (
+        "",
+        "stop",
+        1,
+    )
+    assert (
+        text(client, logit_bias=eos, extra_body={"ignore_eos": True}).usage.completion_tokens == 12
+    )
     assert text(client, logit_bias=eos, extra_body={"min_tokens": 5}).usage.completion_tokens == 6
     stopped = text(client, logit_bias={"50": 100}, extra_body={"stop_token_ids": [50]})
     assert stopped.choices[0].model_dump()["stop_reason"] == 50
@@ -182,29 +209,53 @@ def test_eos_ignore_eos_min_tokens_and_stop_ids(client: Client):
 
 def test_sampling_fields_take_effect(client: Client):
     plain = text(client, max_tokens=24).choices[0].text
-    for extra in ({"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}):
+    for extra in (
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+    ):
         assert text(client, max_tokens=24, extra_body=extra).choices[0].text != plain, extra
     for extra in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
-        assert text(client, max_tokens=24, temperature=1.5, extra_body=extra).choices[0].text == plain, extra
+        assert (
+            text(client, max_tokens=24, temperature=1.5, extra_body=extra).choices[0].text == plain
+        ), extra
 
 
 def test_logprobs(client: Client):
     found = text(client, logprobs=3).choices[0]
     assert "".join(found.logprobs.tokens) == found.text
-    assert found.logprobs.text_offset == [sum(len(t) for t in found.logprobs.tokens[:i]) for i in range(12)]
-    for token, logprob, top in zip(found.logprobs.tokens, found.logprobs.token_logprobs, found.logprobs.top_logprobs, strict=True):
+    assert found.logprobs.text_offset == [
+        sum(len(t) for t in found.logprobs.tokens[:i]) for i in range(12)
+    ]
+    for token, logprob, top in zip(
+        found.logprobs.tokens,
+        found.logprobs.token_logprobs,
+        found.logprobs.top_logprobs,
+        strict=True,
+    ):
         assert len(top) <= 3
         assert top[token] == logprob == max(top.values())
     streamed = [chunk.choices[0].logprobs for chunk in text(client, logprobs=3, stream=True)]
-    assert [token for logprobs in streamed if logprobs for token in logprobs.tokens] == found.logprobs.tokens
-    assert [offset for logprobs in streamed if logprobs for offset in logprobs.text_offset] == found.logprobs.text_offset
+    assert [
+        token for logprobs in streamed if logprobs for token in logprobs.tokens
+    ] == found.logprobs.tokens
+    assert [
+        offset for logprobs in streamed if logprobs for offset in logprobs.text_offset
+    ] == found.logprobs.text_offset
 
 
 def test_cached_tokens_and_salts(client: Client, server: Running):
-    prompt = "A long beginning that fills several pages of the cache, so that it can be found again when it is sent once more. " * 2
+    prompt = (
+        "A long beginning that fills several pages of the cache, so that it can be found "
+        "again when it is sent once more. "
+    ) * 2
     server.request("POST", "/reset_prefix_cache")
-    cached = [text(client, prompt=prompt, max_tokens=2, extra_body=salt).usage.prompt_tokens_details.cached_tokens
-              for salt in ({}, {}, {"cache_salt": "tenant"}, {"cache_salt": "tenant"})]  # fmt: skip
+    cached = [
+        text(
+            client, prompt=prompt, max_tokens=2, extra_body=salt
+        ).usage.prompt_tokens_details.cached_tokens
+        for salt in ({}, {}, {"cache_salt": "tenant"}, {"cache_salt": "tenant"})
+    ]
     assert cached[0] == cached[2] == 0
     assert cached[1] == cached[3] >= 16
 
@@ -217,13 +268,18 @@ def test_chat_shape(client: Client):
     assert out.id.startswith("chatcmpl-")
     assert out.object == "chat.completion"
     message = out.choices[0].message
-    assert (message.role, out.choices[0].finish_reason, out.usage.completion_tokens) == ("assistant", "length", 12)
+    assert (message.role, out.choices[0].finish_reason, out.usage.completion_tokens) == (
+        "assistant",
+        "length",
+        12,
+    )
     assert message.content
     assert message.tool_calls is None
 
 
 def test_chat_of_a_base_model_is_plain_lines(client: Client):
-    """What the built-in template makes of a conversation is what a plain completion of that text gives."""
+    """What the built-in template makes of a conversation is what a plain completion of that text
+    gives."""
     lines = "system: Be brief.\nuser: Who is there?\nassistant:"
     assert chat(client).choices[0].message.content == text(client, prompt=lines).choices[0].text
 
@@ -252,15 +308,34 @@ def test_chat_logprobs(client: Client):
         assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
         assert bytes(entry.bytes).decode() == entry.token
     streamed = list(chat(client, logprobs=True, top_logprobs=2, stream=True))
-    tokens = [entry.token for chunk in streamed if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    tokens = [
+        entry.token
+        for chunk in streamed
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
     assert tokens == [entry.token for entry in entries]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == found.message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == found.message.content
+    )
 
 
 def test_fields_without_effect_are_accepted(client: Client):
     plain = chat(client).choices[0].message.content
-    fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s", "verbosity": "low"}
-    more = {"prompt_cache_key": "k", "reasoning_effort": "low", "modalities": ["text"], "parallel_tool_calls": True}
+    fields = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "verbosity": "low",
+    }
+    more = {
+        "prompt_cache_key": "k",
+        "reasoning_effort": "low",
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+    }
     assert chat(client, extra_body={**fields, **more}).choices[0].message.content == plain
 
 
@@ -268,7 +343,9 @@ def test_async_client_with_many_streams(server: Running):
     import asyncio
 
     async def one(async_client: openai.AsyncOpenAI, i: int) -> str:
-        stream = await async_client.completions.create(**GREEDY, prompt=f"{PROMPT} {i}", max_tokens=20, stream=True)
+        stream = await async_client.completions.create(
+            **GREEDY, prompt=f"{PROMPT} {i}", max_tokens=20, stream=True
+        )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def all_of_them() -> list[str]:
@@ -283,20 +360,44 @@ def test_async_client_with_many_streams(server: Running):
 
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "forecast", "description": "The weather to come.", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "forecast",
+            "description": "The weather to come.",
+            "parameters": PARAMETERS,
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
 ]
 NAMED = {"type": "function", "function": {"name": "forecast"}}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_tool_call(client: Client, choice: Any):
-    out = chat(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=200, temperature=1.0, seed=4).choices[0]
+    out = chat(
+        client,
+        tools=TOOLS,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=200,
+        temperature=1.0,
+        seed=4,
+    ).choices[0]
     assert out.finish_reason == "tool_calls"
     assert out.message.content is None
     (call,) = out.message.tool_calls
@@ -322,13 +423,24 @@ def test_forced_tool_call_streams_arguments_as_they_come(client: Client):
 
 def test_auto_finds_calls_in_the_text(client: Client):
     """The grammar stands for a model that has learnt the format."""
-    calls = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
+    calls = (
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>{"name": '
+        '"now", "arguments": {"a": 1}}</tool_call>'
+    )
     said = "Let me see. " + calls
-    body = {"tools": TOOLS, "tool_choice": "auto", "max_tokens": 200, "extra_body": {"guided_choice": [said]}}
+    body = {
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "max_tokens": 200,
+        "extra_body": {"guided_choice": [said]},
+    }
     out = chat(client, **body).choices[0]
     assert out.finish_reason == "tool_calls"
     assert out.message.content == "Let me see."
-    assert [(call.function.name, call.function.arguments) for call in out.message.tool_calls] == [("now", "{}"), ("now", '{"a": 1}')]
+    assert [(call.function.name, call.function.arguments) for call in out.message.tool_calls] == [
+        ("now", "{}"),
+        ("now", '{"a": 1}'),
+    ]
     assert len({call.id for call in out.message.tool_calls}) == 2
     chunks = list(chat(client, stream=True, **body))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me see."
@@ -341,17 +453,31 @@ def test_auto_finds_calls_in_the_text(client: Client):
 def test_an_answer_with_tool_calls_can_be_sent_back(client: Client):
     message = chat(client, tools=TOOLS, tool_choice=NAMED, max_tokens=200).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
-    assert chat(client, messages=[*CHAT, message.model_dump(), result], tools=TOOLS).choices[0].finish_reason
+    assert (
+        chat(client, messages=[*CHAT, message.model_dump(), result], tools=TOOLS)
+        .choices[0]
+        .finish_reason
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_split_off(client: Client, stream: bool):
-    body = {"max_tokens": 100, "stream": stream, "extra_body": {"guided_choice": ["<think>\nfirst this\n</think>\n\nthen that"]}}
+    body = {
+        "max_tokens": 100,
+        "stream": stream,
+        "extra_body": {"guided_choice": ["<think>\nfirst this\n</think>\n\nthen that"]},
+    }
     out = chat(client, **body)
     parts = [chunk.choices[0].delta for chunk in out] if stream else [out.choices[0].message]
-    assert "".join(part.model_dump().get("reasoning_content") or "" for part in parts) == "first this"
+    assert (
+        "".join(part.model_dump().get("reasoning_content") or "" for part in parts) == "first this"
+    )
     assert "".join(part.content or "" for part in parts) == "then that"
-    hidden = chat(client, max_tokens=100, extra_body={**body["extra_body"], "include_reasoning": False}).choices[0].message
+    hidden = (
+        chat(client, max_tokens=100, extra_body={**body["extra_body"], "include_reasoning": False})
+        .choices[0]
+        .message
+    )
     assert "reasoning_content" not in hidden.model_dump()
 
 
@@ -371,17 +497,26 @@ def test_regex_and_grammar(client: Client, extra: dict[str, Any]):
     import re
 
     out = text(client, temperature=1.0, max_tokens=30, n=4, extra_body=extra)
-    assert all(re.fullmatch("[ab]{3}-[0-9]{2}", choice.text) and choice.finish_reason == "stop" for choice in out.choices)
+    assert all(
+        re.fullmatch("[ab]{3}-[0-9]{2}", choice.text) and choice.finish_reason == "stop"
+        for choice in out.choices
+    )
 
 
 def test_choice(client: Client):
-    for extra in ({"guided_choice": ["yes", "no", "perhaps"]}, {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}):
+    for extra in (
+        {"guided_choice": ["yes", "no", "perhaps"]},
+        {"structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
+    ):
         out = text(client, temperature=1.0, n=6, max_tokens=20, extra_body=extra)
         assert {choice.text for choice in out.choices} <= {"yes", "no", "perhaps"}
 
 
 def test_response_format(client: Client):
-    schema = {"type": "json_schema", "json_schema": {"name": "f", "schema": PARAMETERS, "strict": True}}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {"name": "f", "schema": PARAMETERS, "strict": True},
+    }
     found = chat(client, response_format=schema, max_tokens=200, temperature=1.0).choices[0]
     assert found.finish_reason == "stop"
     assert set(json.loads(found.message.content)) == {"city", "days"}
@@ -392,7 +527,16 @@ def test_response_format(client: Client):
 
 
 def test_structure_with_logprobs_and_penalties(client: Client):
-    out = text(client, logprobs=1, presence_penalty=1.0, temperature=1.0, max_tokens=30, extra_body={"guided_regex": "[xyz]{6}"})
+    out = text(
+        client,
+        logprobs=1,
+        presence_penalty=1.0,
+        temperature=1.0,
+        max_tokens=30,
+        extra_body={"guided_regex": "[xyz]{6}"},
+    )
     found = out.choices[0]
-    assert "".join(found.logprobs.tokens[:-1]) == found.text, "the last token is the end of sequence"
+    assert "".join(found.logprobs.tokens[:-1]) == found.text, (
+        "the last token is the end of sequence"
+    )
     assert all(math.isfinite(p) for p in found.logprobs.token_logprobs)

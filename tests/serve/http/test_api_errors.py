@@ -1,4 +1,5 @@
-"""Whatever is wrong with a request is the caller's to know: a 4xx in OpenAI's shape that names the field, never a 5xx."""
+"""Whatever is wrong with a request is the caller's to know: a 4xx in OpenAI's shape that names
+the field, never a 5xx."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 
 from tests.serve.running import Running
 
-COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+CHAT = "/v1/chat/completions"
 TURN = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 FORCED = {"tools": [TOOL], "tool_choice": "required"}
@@ -69,31 +71,77 @@ def check_shape(body: Any) -> dict[str, Any]:
         (COMPLETE, {"guided_grammar": "root ::= ("}, None, "grammar cannot be compiled"),
         (COMPLETE, {"guided_choice": []}, "guided_choice", ""),
         (COMPLETE, {"guided_choice": [""]}, "guided_choice", "empty"),
-        (COMPLETE, {"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "only one structure"),
+        (
+            COMPLETE,
+            {"guided_choice": ["a"], "guided_regex": "a"},
+            "guided_choice",
+            "only one structure",
+        ),
         (COMPLETE, {"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ends by itself"),
         (COMPLETE, {"guided_choice": ["a"], "min_tokens": 2}, "min_tokens", "ends by itself"),
-        (COMPLETE, {"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "not known"),
+        (
+            COMPLETE,
+            {"structured_outputs": {"regexp": "a"}},
+            "structured_outputs.regexp",
+            "not known",
+        ),
         (CHAT, {"messages": []}, "messages", ""),
         (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role", ""),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None, ""),
-        (CHAT, {"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood", "not known"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
+            None,
+            "",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a", "mood": "good"}]},
+            "messages.0.mood",
+            "not known",
+        ),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
         (CHAT, {"tool_choice": "required"}, "tool_choice", "needs tools"),
-        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "'g'",
+        ),
         (CHAT, {"tools": [TOOL] * 129}, "tools", "at most 128"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, ""),
-        (CHAT, {"tools": [TOOL], "tool_choice": "required", "guided_choice": ["a"]}, "tool_choice", "exclude"),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": "required", "guided_choice": ["a"]},
+            "tool_choice",
+            "exclude",
+        ),
         (CHAT, {**FORCED, "ignore_eos": True}, "ignore_eos", "ends by itself"),
         (CHAT, {**FORCED, "min_tokens": 2}, "min_tokens", "ends by itself"),
-        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema"}},
+            "response_format",
+            "json_schema.schema",
+        ),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
         (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "not known"),
-        (CHAT, {"chat_template_kwargs": {"loops": 10**9}}, "chat_template_kwargs.loops", "not known"),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"loops": 10**9}},
+            "chat_template_kwargs.loops",
+            "not known",
+        ),
         (CHAT, {"prompt": "a"}, "prompt", "not known"),
     ],
 )
-def test_a_bad_field_is_named(server: Running, path: str, fields: dict[str, Any], param: str | None, words: str):
+def test_a_bad_field_is_named(
+    server: Running, path: str, fields: dict[str, Any], param: str | None, words: str
+):
     base = {"prompt": "Hello"} if path == COMPLETE else {"messages": TURN}
     status, body = server.request("POST", path, {**base, **fields})
     error = check_shape(body)
@@ -107,9 +155,13 @@ def test_a_bad_field_is_named(server: Running, path: str, fields: dict[str, Any]
         check_shape(again)
 
 
-@pytest.mark.parametrize("schema", [{"a": 1} | {"b": 2}, {}, {"type": "string", "pattern": "(a{1,1000}){1,1000}"}])
+@pytest.mark.parametrize(
+    "schema", [{"a": 1} | {"b": 2}, {}, {"type": "string", "pattern": "(a{1,1000}){1,1000}"}]
+)
 def test_odd_schemas_are_answered(server: Running, schema: dict[str, Any]):
-    status, body = server.request("POST", COMPLETE, {"prompt": "Hello", "guided_json": schema, "max_tokens": 4})
+    status, body = server.request(
+        "POST", COMPLETE, {"prompt": "Hello", "guided_json": schema, "max_tokens": 4}
+    )
     assert status in (200, 400), body
 
 
@@ -145,7 +197,9 @@ def test_malformed_bodies(server: Running, data: bytes):
 
 
 def test_other_content_types(server: Running):
-    status, body = server.request("POST", COMPLETE, b'{"prompt": "a"}', **{"content-type": "text/plain"})
+    status, body = server.request(
+        "POST", COMPLETE, b'{"prompt": "a"}', **{"content-type": "text/plain"}
+    )
     assert status == 400
     check_shape(body)
 
@@ -178,14 +232,25 @@ def raw(server: Running, data: bytes) -> bytes:
 
 
 def test_a_chunked_body_is_counted_too(server: Running):
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: "
+        b"application/json\r\n"
+    )
     head += b"transfer-encoding: chunked\r\n\r\n"
-    answer = raw(server, head + b"".join(b"%x\r\n%s\r\n" % (50_000, b"x" * 50_000) for _ in range(5)) + b"0\r\n\r\n")
+    answer = raw(
+        server,
+        head + b"".join(b"%x\r\n%s\r\n" % (50_000, b"x" * 50_000) for _ in range(5)) + b"0\r\n\r\n",
+    )
     assert answer.startswith(b"HTTP/1.1 413")
 
 
 def test_large_headers_are_refused(server: Running):
-    answer = raw(server, b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(100)) + b"\r\n")
+    answer = raw(
+        server,
+        b"GET /live HTTP/1.1\r\nhost: x\r\n"
+        + b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1000) for i in range(100))
+        + b"\r\n",
+    )
     assert answer.startswith(b"HTTP/1.1 431")
 
 

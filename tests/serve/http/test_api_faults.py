@@ -1,4 +1,5 @@
-"""What happens when something goes wrong or is too much: dead engines, clients that leave, full queues, slow readers, wrong keys."""
+"""What happens when something goes wrong or is too much: dead engines, clients that leave, full
+queues, slow readers, wrong keys."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ import pytest
 
 from tests.serve.running import Running, start_server
 
-SMALL = ("--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "4096", "--no-structured-output")
+SMALL = (
+    "--dtype",
+    "float32",
+    "--max-num-seqs",
+    "4",
+    "--max-model-len",
+    "4096",
+    "--no-structured-output",
+)
 KEY = "sesame"
 LONG = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True}
 
@@ -32,13 +41,20 @@ def small() -> Iterator[Running]:
         yield running
 
 
-def open_stream(server: Running, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> socket.socket:
+def open_stream(
+    server: Running, body: dict[str, Any], path: str = "/v1/completions", **headers: str
+) -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.settimeout(20)
     sock.connect(("127.0.0.1", server.port))
     data = json.dumps({**body, "stream": True}).encode()
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(data)}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: x",
+        "content-type: application/json",
+        f"content-length: {len(data)}",
+    ]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     sock.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
     return sock
@@ -46,11 +62,17 @@ def open_stream(server: Running, body: dict[str, Any], path: str = "/v1/completi
 
 def idle(server: Running) -> bool:
     engines = server.get("/stats")["engines"]
-    return all(engine["open"] == engine["running"] == engine["waiting"] == engine["kv"]["used"] == 0 for engine in engines)
+    return all(
+        engine["open"] == engine["running"] == engine["waiting"] == engine["kv"]["used"] == 0
+        for engine in engines
+    )
 
 
 def gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return (
+        not Path(f"/proc/{pid}").exists()
+        or Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    )
 
 
 def in_background(count: int, work: Any) -> list[threading.Thread]:
@@ -104,7 +126,10 @@ def test_a_full_queue_is_429_with_retry_after(small: Running):
 
 def test_a_body_that_never_comes(small: Running):
     with socket.create_connection(("127.0.0.1", small.port), timeout=10) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{")
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
+            b"application/json\r\ncontent-length: 50\r\n\r\n{"
+        )
         assert sock.recv(1000).startswith(b"HTTP/1.1 408")
     with socket.create_connection(("127.0.0.1", small.port), timeout=10) as sock:
         sock.sendall(b"GET /live HTT")
@@ -116,13 +141,29 @@ def test_a_body_that_never_comes(small: Running):
 
 
 def test_keys_then_a_slow_reader_then_sigterm_drains():
-    with start_server(*SMALL, "--drain-seconds", "90", "--max-buffered-tokens", "64", environment={"RORQUAL_API_KEY": KEY}) as server:
+    with start_server(
+        *SMALL,
+        "--drain-seconds",
+        "90",
+        "--max-buffered-tokens",
+        "64",
+        environment={"RORQUAL_API_KEY": KEY},
+    ) as server:
         right = {"authorization": f"Bearer {KEY}"}
-        paths = [path for path in server.request("GET", "/openapi.json", **right)[1]["paths"] if "{" not in path]
+        paths = [
+            path
+            for path in server.request("GET", "/openapi.json", **right)[1]["paths"]
+            if "{" not in path
+        ]
         assert len(paths) > 8
         for path in [*paths, "/docs", "/openapi.json", "/v1/models/x", "/nowhere"]:
             expected = {200, 503} if path in ("/live", "/health") else {401}
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": KEY}, {"authorization": "bearer é"}):
+            for headers in (
+                {},
+                {"authorization": "Bearer wrong"},
+                {"authorization": KEY},
+                {"authorization": "bearer é"},
+            ):
                 assert server.request("GET", path, **headers)[0] in expected, path
         assert server.request("GET", "/health")[0] == 200
         assert KEY not in server.text()
@@ -133,15 +174,25 @@ def test_keys_then_a_slow_reader_then_sigterm_drains():
 
 
 def _check_slow_reader(server: Running, headers: dict[str, str]) -> None:
-    """Cut off, and nobody is held up. Log probabilities fill the socket's buffers, so that the server notices."""
+    """Cut off, and nobody is held up. Log probabilities fill the socket's buffers, so that the
+    server notices."""
 
     def busy() -> bool:
         engine = server.request("GET", "/stats", **headers)[1]["engines"][0]
         return engine["open"] + engine["running"] + engine["kv"]["used"] > 0
 
-    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "ignore_eos": True, "n": 2}
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "logprobs": True,
+        "top_logprobs": 20,
+        "ignore_eos": True,
+        "n": 2,
+    }
     sock = open_stream(server, body, "/v1/chat/completions", **headers)
-    assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 5}, **headers)[0] == 200
+    assert (
+        server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 5}, **headers)[0]
+        == 200
+    )
     server.wait_until(lambda: not busy(), 60)
     received = b""
     with contextlib.suppress(ConnectionError):
@@ -155,8 +206,12 @@ def _check_slow_reader(server: Running, headers: dict[str, str]) -> None:
 def _check_drain(server: Running, engine: int, headers: dict[str, str]) -> None:
     done: list[int] = []
     body = {**LONG, "max_tokens": 300}
-    threads = in_background(2, lambda: done.append(server.request("POST", "/v1/completions", body, **headers)[0]))
-    server.wait_until(lambda: server.request("GET", "/stats", **headers)[1]["engines"][0]["open"] == 2, 5)
+    threads = in_background(
+        2, lambda: done.append(server.request("POST", "/v1/completions", body, **headers)[0])
+    )
+    server.wait_until(
+        lambda: server.request("GET", "/stats", **headers)[1]["engines"][0]["open"] == 2, 5
+    )
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.15)
     assert server.request("GET", "/health")[0] == 503
@@ -172,7 +227,8 @@ def _check_drain(server: Running, engine: int, headers: dict[str, str]) -> None:
 
 
 async def killed_under_load(server: Running) -> list[tuple[float, str]]:
-    """Streams and plain requests under way when the engine is killed: seconds from then to each one's end, and what it was."""
+    """Streams and plain requests under way when the engine is killed: seconds from then to each
+    one's end, and what it was."""
     pid = server.engine_pids()[0]
     ends: list[tuple[float, str]] = []
     killed = 0.0
@@ -180,7 +236,9 @@ async def killed_under_load(server: Running) -> list[tuple[float, str]]:
 
     async def one(client: httpx.AsyncClient, stream: bool) -> None:
         nonlocal started
-        async with client.stream("POST", server.url + "/v1/completions", json={**LONG, "stream": stream}) as answer:
+        async with client.stream(
+            "POST", server.url + "/v1/completions", json={**LONG, "stream": stream}
+        ) as answer:
             started += 1
             text = "".join([part async for part in answer.aiter_text()])
         ends.append((time.monotonic() - killed, f"{answer.status_code} {'engine_dead' in text}"))
@@ -276,23 +334,39 @@ def test_replicas_share_the_work_and_prefixes_find_their_engine():
     with start_server(*SMALL, "--replicas", "2", "--restart", "--drain-seconds", "0.3") as server:
         assert len(set(server.engine_pids())) == 2
         done: list[int] = []
-        threads = in_background(8, lambda: done.append(server.request("POST", "/v1/completions", {**LONG, "max_tokens": 100})[0]))
+        threads = in_background(
+            8,
+            lambda: done.append(
+                server.request("POST", "/v1/completions", {**LONG, "max_tokens": 100})[0]
+            ),
+        )
         for thread in threads:
             thread.join()
         assert done == [200] * 8
-        server.wait_until(lambda: sum(e["finished"].get("length", 0) for e in server.get("/stats")["engines"]) == 8, 5)
-        assert all(engine["finished"].get("length", 0) >= 2 for engine in server.get("/stats")["engines"])
+        server.wait_until(
+            lambda: (
+                sum(e["finished"].get("length", 0) for e in server.get("/stats")["engines"]) == 8
+            ),
+            5,
+        )
+        assert all(
+            engine["finished"].get("length", 0) >= 2 for engine in server.get("/stats")["engines"]
+        )
         _check_prefixes(server)
         os.kill(server.engine_pids()[0], signal.SIGKILL)
         server.wait_until(lambda: not server.healthy(), 2)
-        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200, "the other engine still serves"
+        assert (
+            server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        ), "the other engine still serves"
         _check_bounded_drain(server)
 
 
 def _check_prefixes(server: Running) -> None:
     cached = []
     for _ in range(3):
-        body = server.request("POST", "/v1/completions", {"prompt": list(range(3, 403)), "max_tokens": 1})[1]
+        body = server.request(
+            "POST", "/v1/completions", {"prompt": list(range(3, 403)), "max_tokens": 1}
+        )[1]
         cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == 0
     assert min(cached[1:]) >= 384
@@ -301,7 +375,9 @@ def _check_prefixes(server: Running) -> None:
 def _check_bounded_drain(server: Running) -> None:
     """SIGTERM does not wait for ever."""
     done: list[int] = []
-    threads = in_background(1, lambda: done.append(server.request("POST", "/v1/completions", LONG)[0]))
+    threads = in_background(
+        1, lambda: done.append(server.request("POST", "/v1/completions", LONG)[0])
+    )
     server.wait_until(lambda: sum(e["open"] for e in server.get("/stats")["engines"]) == 1, 5)
     server.process.send_signal(signal.SIGTERM)
     for thread in threads:

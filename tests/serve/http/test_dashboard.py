@@ -1,4 +1,5 @@
-"""The page that shows the server: who may see it, under which policy, with which figures, and what a browser makes of it."""
+"""The page that shows the server: who may see it, under which policy, with which figures, and
+what a browser makes of it."""
 
 from __future__ import annotations
 
@@ -32,15 +33,32 @@ from tests.serve.browser import Browser
 from tests.serve.running import Running
 
 KEY = "open sesame/é"
-needs_browser = pytest.mark.skipif(browser.PROGRAM is None or importlib.util.find_spec("aiohttp") is None, reason="no Chromium")
+needs_browser = pytest.mark.skipif(
+    browser.PROGRAM is None or importlib.util.find_spec("aiohttp") is None, reason="no Chromium"
+)
 
 
 def engine_client(**figures: Any) -> SimpleNamespace:
     """What the API process knows of an engine that serves."""
-    info = SimpleNamespace(model="m", dtype="bfloat16", device="cpu", max_model_len=64, max_num_seqs=4, num_pages=10, page_size=16)
+    info = SimpleNamespace(
+        model="m",
+        dtype="bfloat16",
+        device="cpu",
+        max_model_len=64,
+        max_num_seqs=4,
+        num_pages=10,
+        page_size=16,
+    )
     ready = asyncio.Event()
     ready.set()
-    return Client(index=0, info=info, snapshot=Snapshot(**{"at": time.monotonic(), **figures}), live={}, ended=deque(), ready=ready)
+    return Client(
+        index=0,
+        info=info,
+        snapshot=Snapshot(**{"at": time.monotonic(), **figures}),
+        live={},
+        ended=deque(),
+        ready=ready,
+    )
 
 
 class Client(SimpleNamespace):
@@ -54,7 +72,13 @@ class Client(SimpleNamespace):
 def api() -> Iterator[Api]:
     """An API process with room for one engine, in which none serves yet."""
     fleet = EnginePool([{}], ServerLimits())
-    yield Api(SimpleNamespace(names=("model",)), fleet, ServerLimits(), "1.2.3", {"engine": {"num_speculative_tokens": 2}})  # type: ignore[arg-type]
+    yield Api(
+        SimpleNamespace(names=("model",)),
+        fleet,
+        ServerLimits(),
+        "1.2.3",
+        {"engine": {"num_speculative_tokens": 2}},
+    )  # type: ignore[arg-type]
     fleet.kill()
 
 
@@ -69,7 +93,9 @@ def test_the_page_runs_its_own_script_and_nothing_else(api: Api):
     answer = browse(api).get("/dashboard")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
-    rules = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
+    rules = dict(
+        rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; ")
+    )
     assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == "'none'"
     assert rules["connect-src"] == "'self'"
     for tag in ("script", "style"):
@@ -83,7 +109,9 @@ def test_the_page_runs_its_own_script_and_nothing_else(api: Api):
 
 def test_the_page_stands_alone():
     text = PAGE.read_text()
-    assert not re.findall(r"https?:|url\(|@import|[\"'`]//", text), "nothing is fetched from elsewhere"
+    assert not re.findall(r"https?:|url\(|@import|[\"'`]//", text), (
+        "nothing is fetched from elsewhere"
+    )
     assert not re.findall(r"<[^>]*\s(?:on\w+|style)=", text), "the policy would refuse it"
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", text) == ["data:,", "stats", "metrics"]
     assert "prefers-color-scheme: dark" in text
@@ -92,7 +120,9 @@ def test_the_page_stands_alone():
     named = set(re.findall(r"aria-(?:labelledby|describedby)=\"([^\"]*)\"", text))
     assert named
     assert all(f'id="{name}"' in text for name in named)
-    assert re.search(r'<form id="enter" method="post"', text), "without the script, the key must not land in an address"
+    assert re.search(r'<form id="enter" method="post"', text), (
+        "without the script, the key must not land in an address"
+    )
 
 
 # ---- who may see it
@@ -112,7 +142,9 @@ def test_with_a_key_one_logs_in(api: Api):
     assert answer.status_code == 303
     assert answer.headers["location"] == "/dashboard"
     cookie = answer.headers["set-cookie"]
-    assert {"HttpOnly", "SameSite=strict", "Path=/dashboard", f"Max-Age={SESSION_SECONDS}"} <= set(cookie.split("; "))
+    assert {"HttpOnly", "SameSite=strict", "Path=/dashboard", f"Max-Age={SESSION_SECONDS}"} <= set(
+        cookie.split("; ")
+    )
     assert "Secure" not in cookie
     assert "sesame" not in cookie
     assert client.get("/dashboard").status_code == 200
@@ -123,29 +155,52 @@ def test_with_a_key_one_logs_in(api: Api):
 
 
 def test_over_https_the_cookie_keeps_to_it(api: Api):
-    assert "Secure" in browse(api, KEY, "https://testserver").post("/dashboard/login", data={"key": KEY}).headers["set-cookie"].split("; ")
+    assert "Secure" in browse(api, KEY, "https://testserver").post(
+        "/dashboard/login", data={"key": KEY}
+    ).headers["set-cookie"].split("; ")
 
 
 @pytest.mark.parametrize(
-    "body", [b"key=wrong", b"", b"key=", b"\xff\xfe", b"&".join([b"key=a"] * 99), b"key=" + b"a" * 9000, b"Bearer " + KEY.encode()]
+    "body",
+    [
+        b"key=wrong",
+        b"",
+        b"key=",
+        b"\xff\xfe",
+        b"&".join([b"key=a"] * 99),
+        b"key=" + b"a" * 9000,
+        b"Bearer " + KEY.encode(),
+    ],
 )
 def test_a_wrong_key_opens_nothing(api: Api, body: bytes):
     client = browse(api, KEY)
     answer = client.post("/dashboard/login", content=body)
     assert answer.status_code == 401
     assert "set-cookie" not in answer.headers
-    assert client.get("/dashboard/data", params={"key": KEY}).status_code == 401, "the key is not taken from an address"
+    assert client.get("/dashboard/data", params={"key": KEY}).status_code == 401, (
+        "the key is not taken from an address"
+    )
 
 
 def test_a_program_may_use_the_key_itself(api: Api):
     client = browse(api, "plain")
-    assert client.get("/dashboard/data", headers={"authorization": "Bearer plain"}).status_code == 200
-    assert client.get("/dashboard/data", headers={"authorization": "Bearer plai"}).status_code == 401
-    assert client.get("/dashboard/data", headers={"authorization": "Bearer é".encode("latin-1")}).status_code == 401
+    assert (
+        client.get("/dashboard/data", headers={"authorization": "Bearer plain"}).status_code == 200
+    )
+    assert (
+        client.get("/dashboard/data", headers={"authorization": "Bearer plai"}).status_code == 401
+    )
+    assert (
+        client.get(
+            "/dashboard/data", headers={"authorization": "Bearer é".encode("latin-1")}
+        ).status_code
+        == 401
+    )
 
 
 def test_sessions_end_and_cannot_be_made_up():
-    sessions, now = Sessions(KEY), 1_000_000.0
+    sessions = Sessions(KEY)
+    now = 1_000_000.0
     token = sessions.token(now)
     assert sessions.valid(token, now)
     assert Sessions(KEY).valid(token, now), "a restart with the same key keeps it"
@@ -154,12 +209,16 @@ def test_sessions_end_and_cannot_be_made_up():
     assert Sessions("another").cookie != sessions.cookie
     end, rest = token.split(".", 1)
     later = f"{int(end) + 1}.{rest}"
-    assert not any(sessions.valid(forged, now) for forged in ("", ".", "é", later, token[:-1], f"{token}0", token.rpartition(".")[0]))
+    assert not any(
+        sessions.valid(forged, now)
+        for forged in ("", ".", "é", later, token[:-1], f"{token}0", token.rpartition(".")[0])
+    )
     assert token != sessions.token(now)
 
 
 def test_a_broken_cookie_is_no_session(api: Api):
-    client, name = browse(api, KEY), Sessions(KEY).cookie
+    client = browse(api, KEY)
+    name = Sessions(KEY).cookie
     for cookie in ("\x01=;;", "a=b; =", f"{name}=x", "[]={}"):
         assert client.get("/dashboard/data", headers={"cookie": cookie}).status_code == 401
 
@@ -173,14 +232,23 @@ def test_without_an_engine_nothing_is_zero(api: Api):
     assert found["healthy"] is False
     assert found["engines"] == []
     assert found["expert_load"] == []
-    assert found["places"] == [{"engine": 0, "state": "starting", "deaths": 0, "num_speculative_tokens": 2}]
+    assert found["places"] == [
+        {"engine": 0, "state": "starting", "deaths": 0, "num_speculative_tokens": 2}
+    ]
     assert found["fields"] == list(HistoryRow._fields)
     assert found["rows"][0][1:] == [None] * (len(HistoryRow._fields) - 1)
     assert found["recent"]["ttft"] == {"p50": None, "p90": None, "p95": None, "p99": None}
 
 
 def test_figures_of_engines(api: Api):
-    client = engine_client(running=3, waiting=1, pages_total=10, pages_used=4, pages_cached=2, expert_load=[[1, 2], [3, 4]])
+    client = engine_client(
+        running=3,
+        waiting=1,
+        pages_total=10,
+        pages_used=4,
+        pages_cached=2,
+        expert_load=[[1, 2], [3, 4]],
+    )
     client.ended.append(RequestTimes(time.monotonic(), 0.5, 0.02, 2.0, 0.1))
     api.fleet.engines[0].client = client  # type: ignore[assignment]
     api.history.sample()
@@ -192,8 +260,13 @@ def test_figures_of_engines(api: Api):
     assert found["draining"] is False
     row = dict(zip(found["fields"], found["rows"][-1], strict=True))
     assert (row["running"], row["waiting"], row["kv_used"], row["kv_cached"]) == (3, 1, 0.4, 0.2)
-    assert row["output"] is row["prefix_hit"] is row["accepted_length"] is None, "nothing has been counted between two moments yet"
-    assert dict(zip(found["latency_fields"], found["latency_rows"][-1], strict=True))["ttft_p95"] == 0.5
+    assert row["output"] is row["prefix_hit"] is row["accepted_length"] is None, (
+        "nothing has been counted between two moments yet"
+    )
+    assert (
+        dict(zip(found["latency_fields"], found["latency_rows"][-1], strict=True))["ttft_p95"]
+        == 0.5
+    )
     assert found["places"][0]["state"] == "serving"
     assert found["places"][0]["dtype"] == "bfloat16"
     assert found["expert_load"] is None
@@ -235,7 +308,12 @@ def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatc
     step()
     for _ in range(20):
         one.snapshot = Snapshot(clock.now + 0.7, output_tokens=one.snapshot.output_tokens + 100)
-        two.snapshot = Snapshot(clock.now + 0.9, output_tokens=two.snapshot.output_tokens + 10, prefix_queries=80, prefix_hits=20)
+        two.snapshot = Snapshot(
+            clock.now + 0.9,
+            output_tokens=two.snapshot.output_tokens + 10,
+            prefix_queries=80,
+            prefix_hits=20,
+        )
         row = step()
     assert row.output == pytest.approx(110)
     assert row.prompt == 0
@@ -245,7 +323,9 @@ def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatc
     assert len(past.rows) == count, "one row a second"
     fleet.clients = [engine_client(at=clock.now, output_tokens=5)]
     assert step().output is None, "a new engine counts from 0; that is no rate"
-    fleet.clients[0].snapshot = Snapshot(clock.now + 1, output_tokens=35, drafted=[10, 8], accepted=[6, 3])
+    fleet.clients[0].snapshot = Snapshot(
+        clock.now + 1, output_tokens=35, drafted=[10, 8], accepted=[6, 3]
+    )
     row = step()
     assert row.output == pytest.approx(30 / 2)
     assert row.accepted_length == pytest.approx(1.9)
@@ -260,10 +340,16 @@ def test_history_counts_by_each_engines_own_clock(monkeypatch: pytest.MonkeyPatc
 # ---- in a browser
 
 STATE = "document.getElementById('state').textContent"
-TILES = "Object.fromEntries([...document.querySelectorAll('#tiles > div')].map(d => [d.children[0].textContent, d.children[1].innerText]))"
+TILES = (
+    "Object.fromEntries([...document.querySelectorAll('#tiles > div')].map(d => "
+    "[d.children[0].textContent, d.children[1].innerText]))"
+)
 TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && !e.closest('.scroll')
     && e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 80))"""
-CUT_OFF = "[...document.querySelectorAll('dt, dd, h2, td, .legend')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
+CUT_OFF = (
+    "[...document.querySelectorAll('dt, dd, h2, td, .legend')].filter(e => e.scrollWidth > "
+    "e.clientWidth + 1).map(e => e.textContent)"
+)
 PAINTED = """(() => { const map = document.getElementById('map');
     const row = map.getContext('2d').getImageData(30, map.height / 2, map.width - 80, 1).data;
     return new Set(Array.from({ length: row.length / 4 }, (_, i) => row.slice(4 * i, 4 * i + 4).join())).size; })()"""
@@ -273,7 +359,11 @@ PAINTED = """(() => { const map = document.getElementById('map');
 def load(server: Running) -> Iterator[None]:
     """Four clients that ask, with a common beginning, until told to stop."""
     stop = threading.Event()
-    body = {"prompt": "Once upon a time there was a little whale. " * 4, "max_tokens": 24, "ignore_eos": True}
+    body = {
+        "prompt": "Once upon a time there was a little whale. " * 4,
+        "max_tokens": 24,
+        "ignore_eos": True,
+    }
 
     def ask() -> None:
         while not stop.is_set():
@@ -297,17 +387,29 @@ def test_numbers_appear_under_load(server: Running):
             for width, scheme in ((1280, "light"), (320, "dark")):
                 await tab.shape(width, 800, scheme)
                 await tab.open(f"{server.url}/dashboard")
-                await tab.until(f"parseFloat((({TILES}).Output || '').replace(',', '')) > 0")  # the rate is a mean of the last seconds
-                tiles = await tab.until(f"!JSON.stringify({TILES}).replace('Accepted length\":\"n/a', '').includes('n/a') && {TILES}")
+                # the rate is a mean of the last seconds
+                await tab.until(f"parseFloat((({TILES}).Output || '').replace(',', '')) > 0")
+                tiles = await tab.until(
+                    f"!JSON.stringify({TILES}).replace('Accepted length\":\"n/a', "
+                    f"'').includes('n/a') && {TILES}"
+                )
                 assert await tab.value(STATE) == "Healthy"
                 assert re.match(r"[0-9.,]+", tiles["Output"])
                 assert tiles["TTFT, p50"].endswith("s")
                 assert tiles["Accepted length"] == "n/a", "this server does not speculate"
-                assert await tab.until("document.querySelectorAll('#throughput path.line').length") == 2
+                assert (
+                    await tab.until("document.querySelectorAll('#throughput path.line').length")
+                    == 2
+                )
                 await tab.until("!document.getElementById('load').hidden")
                 assert await tab.until(PAINTED) > 3, "the heat map has colours"
                 assert await tab.value("document.querySelectorAll('#layers tr').length > 1")
-                assert await tab.value("document.querySelectorAll('[role=img]:not([aria-label])').length") == 0
+                assert (
+                    await tab.value(
+                        "document.querySelectorAll('[role=img]:not([aria-label])').length"
+                    )
+                    == 0
+                )
                 assert await tab.value(TOO_WIDE) == []
                 assert await tab.value("document.documentElement.scrollWidth") <= width
                 assert await tab.value(CUT_OFF) == []
@@ -324,7 +426,11 @@ def listening(api: Api, key: str | None, port: int = 0) -> Iterator[int]:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", port))
     sock.listen()  # who comes before the server is up waits
-    server = uvicorn.Server(uvicorn.Config(create_app(api, key), lifespan="off", log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(api, key), lifespan="off", log_level="error", timeout_graceful_shutdown=1
+        )
+    )
     thread = threading.Thread(target=server.run, args=([sock],))
     thread.start()
     try:
@@ -343,7 +449,10 @@ def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
 
     async def enter(tab: Browser, key: str) -> None:
         await tab.until("!document.getElementById('login').hidden")
-        await tab.value(f"document.getElementById('key').value = {key!r}; document.querySelector('#enter button').click()")
+        await tab.value(
+            f"document.getElementById('key').value = {key!r}; document.querySelector('#enter "
+            "button').click()"
+        )
 
     async def look() -> None:
         async with Browser() as tab:
@@ -351,10 +460,15 @@ def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
             with listening(api, KEY) as port:
                 await tab.open(f"http://127.0.0.1:{port}/dashboard")
                 await enter(tab, "wrong")
-                await tab.until("document.getElementById('wrong').textContent.includes('not this server')")
+                await tab.until(
+                    "document.getElementById('wrong').textContent.includes('not this server')"
+                )
                 assert await tab.value("document.getElementById('main').hidden")
                 await enter(tab, KEY)
-                assert await tab.until(f"{STATE} === 'Healthy' && {running} !== 'n/a' && {running}") == "2"
+                assert (
+                    await tab.until(f"{STATE} === 'Healthy' && {running} !== 'n/a' && {running}")
+                    == "2"
+                )
                 assert await tab.value("location.href") == f"http://127.0.0.1:{port}/dashboard"
                 assert await tab.value("document.cookie") == "", "no script can read it"
                 client.ready.clear()
@@ -362,10 +476,21 @@ def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
                 assert await tab.value("document.getElementById('health').className") == "bad"
                 client.ready.set()
                 await tab.until(f"{STATE} === 'Healthy' && {running} === '2'")
-            await tab.until(f"{STATE} === 'Server unreachable' && !document.getElementById('banner').hidden")
-            assert await tab.value(f"document.getElementById('main').className === 'stale' && {running}") == "2"
+            await tab.until(
+                f"{STATE} === 'Server unreachable' && !document.getElementById('banner').hidden"
+            )
+            assert (
+                await tab.value(
+                    f"document.getElementById('main').className === 'stale' && {running}"
+                )
+                == "2"
+            )
             with listening(api, KEY, port):
-                await tab.until(f"{STATE} === 'Healthy' && document.getElementById('banner').hidden")
-            assert all("401" in error or "ERR_CONNECTION" in error for error in tab.errors), tab.errors
+                await tab.until(
+                    f"{STATE} === 'Healthy' && document.getElementById('banner').hidden"
+                )
+            assert all("401" in error or "ERR_CONNECTION" in error for error in tab.errors), (
+                tab.errors
+            )
 
     asyncio.run(look())

@@ -1,4 +1,5 @@
-"""Ways to start the other ranks of an engine and to be connected with them. What they do afterwards is the same: engine/distributed/worker_process.py."""
+"""Ways to start the other ranks of an engine and to be connected with them. What they do
+afterwards is the same: engine/distributed/worker_process.py."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def make_launcher(config: EngineConfig) -> Launcher:
 
 
 def check_alone(config: EngineConfig) -> None:
-    """An engine of one rank starts nobody. Raises ConfigError where torchrun has started others all the same."""
+    """An engine of one rank starts nobody. Raises ConfigError where torchrun has started others
+    all the same."""
     if config.launcher == "torchrun":
         from rorqual.engine.distributed.launchers.torchrun import TorchrunPlace
 

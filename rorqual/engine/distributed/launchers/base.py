@@ -12,16 +12,19 @@ Check = Callable[[], None]
 
 
 class Launcher:
-    """`start` once, then `meeting` and `interface` are known; `close` when all members have left, or were ended."""
+    """`start` once, then `meeting` and `interface` are known; `close` when all members have
+    left, or were ended."""
 
     rendezvous: Rendezvous
     interface: str  # the network interface rank 0's collectives take
 
     def __init__(self, config: EngineConfig):
-        self.config, self.world = config, config.parallel.world
+        self.config = config
+        self.world = config.parallel.world
 
     def start(self) -> list[JoinedWorker]:
-        """Ranks 1 to world - 1, connected. Raises EngineError when they do not come, ConfigError for what the user can mend."""
+        """Ranks 1 to world - 1, connected. Raises EngineError when they do not come, ConfigError
+        for what the user can mend."""
         raise AssertionError("launchers say how ranks are started")
 
     def card(self) -> int:

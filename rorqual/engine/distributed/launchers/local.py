@@ -1,4 +1,5 @@
-"""The ranks of one host, as child processes over inherited socket pairs: nobody else can reach these."""
+"""The ranks of one host, as child processes over inherited socket pairs: nobody else can reach
+these."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from rorqual.engine.distributed.worker_handle import JoinedWorker
 
 
 class LocalLauncher(Launcher):
-    """Cards are taken in order from `first_device` on. Process groups meet through a file that only this user can read."""
+    """Cards are taken in order from `first_device` on. Process groups meet through a file that
+    only this user can read."""
 
     interface = "lo"
 
@@ -32,7 +34,13 @@ class LocalLauncher(Launcher):
 
     def _child(self, card: int) -> JoinedWorker:
         mine, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "rorqual.engine.distributed.worker_process", "--fd", str(theirs.fileno())]
+        command = [
+            sys.executable,
+            "-m",
+            "rorqual.engine.distributed.worker_process",
+            "--fd",
+            str(theirs.fileno()),
+        ]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment())
         theirs.close()
         return JoinedWorker(Channel(mine), process.pid, process=process, card=card)

@@ -9,21 +9,31 @@ from collections.abc import Sequence
 def assign(nodes: Sequence[str], tp: int) -> list[int]:
     """The place of each rank: a permutation of range(len(nodes)), place 0 being rank 0's.
 
-    Attention groups of `tp` neighbouring ranks, which talk most, come onto one node wherever one has room for a whole group, the first
-    onto rank 0's; groups that follow each other fill a node before they begin the next. What is left is split among nodes."""
+    Attention groups of `tp` neighbouring ranks, which talk most, come onto one node wherever one
+    has room for a whole group, the first onto rank 0's; groups that follow each other fill a
+    node before they begin the next. What is left is split among nodes."""
     free = Counter(nodes[1:])
-    groups, here = len(nodes) // tp, nodes[0]
+    groups = len(nodes) // tp
+    here = nodes[0]
     chosen: list[list[str] | None] = []
     for group in range(groups):
         need = tp - (group == 0)
-        fits = [here] if free[here] >= need else sorted(node for node in free if free[node] >= tp and group)
+        fits = (
+            [here]
+            if free[here] >= need
+            else sorted(node for node in free if free[node] >= tp and group)
+        )
         node = fits[0] if fits else None
         if node is not None:
             free[node] -= need
             here = node
         chosen.append(None if node is None else [node] * need)
     rest = sorted(free.elements(), key=lambda node: (node != nodes[0], -free[node], node))
-    order = [node for group, found in enumerate(chosen) for node in (found or [rest.pop(0) for _ in range(tp - (group == 0))])]
+    order = [
+        node
+        for group, found in enumerate(chosen)
+        for node in (found or [rest.pop(0) for _ in range(tp - (group == 0))])
+    ]
     return _places(nodes, order)
 
 

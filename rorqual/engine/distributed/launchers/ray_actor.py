@@ -1,4 +1,5 @@
-"""What runs inside a Ray actor: it starts one rank as a child and says where. No torch, and no weights or plans through Ray."""
+"""What runs inside a Ray actor: it starts one rank as a child and says where. No torch, and no
+weights or plans through Ray."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ class Starter:
 
         return socket.gethostname(), [int(card) for card in ray.get_gpu_ids()]
 
-    def start(self, address: str, port: int, rank: int, world: int, secret: str | None, file: str | None) -> int:
-        """The child's process id. secret: None where every host was given the same one, in `file` or in RORQUAL_SECRET. Raises ConfigError
-        where this host was not."""
+    def start(
+        self, address: str, port: int, rank: int, world: int, secret: str | None, file: str | None
+    ) -> int:
+        """The child's process id. secret: None where every host was given the same one, in
+        `file` or in RORQUAL_SECRET. Raises ConfigError where this host was not."""
         known = secret.encode() if secret else shared_secret(file)
         if known is None:
             host = socket.gethostname()
-            raise ConfigError(f"rank 0 was given a secret, {host} was not: set RORQUAL_SECRET before `ray start`, or secret_file")
+            raise ConfigError(
+                f"rank 0 was given a secret, {host} was not: set RORQUAL_SECRET before `ray "
+                "start`, or secret_file"
+            )
         arguments = ["--connect", address, str(port), str(rank), str(world)]
         command = [sys.executable, "-m", "rorqual.engine.distributed.worker_process", *arguments]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=child_environment())

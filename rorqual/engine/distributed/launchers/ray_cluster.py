@@ -1,5 +1,6 @@
-"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, sets cards or processors aside and starts the processes; these then come over
-the authenticated link like any others. Rank 0 stays in the process that asked, on a host of the cluster.
+"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, sets cards or processors aside and
+starts the processes; these then come over the authenticated link like any others. Rank 0 stays in
+the process that asked, on a host of the cluster.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def _ray() -> Any:
             ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
             first = str(error).splitlines()[0]
-            raise ConfigError(f"launcher='ray' found no cluster ({first}); start one with `ray start`, or set RAY_ADDRESS") from None
+            raise ConfigError(
+                f"launcher='ray' found no cluster ({first}); start one with `ray start`, or "
+                "set RAY_ADDRESS"
+            ) from None
     return ray
 
 
@@ -82,22 +86,38 @@ class RayLauncher(RemoteLauncher):
             self.ray.get(group.ready(), timeout=RESERVE_SECONDS)
         except self.ray.exceptions.GetTimeoutError:
             self.ray.util.remove_placement_group(group)
-            free = {name: amount for name, amount in self.ray.available_resources().items() if name in need}
+            free = {
+                name: amount
+                for name, amount in self.ray.available_resources().items()
+                if name in need
+            }
             wanted = {name: amount * self.world for name, amount in need.items()}
-            raise ConfigError(f"the cluster does not have {wanted} for {self.world} ranks, one on this host; free: {free}") from None
+            raise ConfigError(
+                f"the cluster does not have {wanted} for {self.world} ranks, one on this "
+                f"host; free: {free}"
+            ) from None
         found = self.ray.util.placement_group_table(group)["bundles_to_node_id"]
         return group, [found[place] for place in range(self.world)]
 
     def _actor(self, place: int) -> Any:
-        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.group, place)
-        options = {"num_cpus": 1, "num_gpus": int(self.cards), "max_restarts": 0, "scheduling_strategy": strategy}
+        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self.group, place
+        )
+        options = {
+            "num_cpus": 1,
+            "num_gpus": int(self.cards),
+            "max_restarts": 0,
+            "scheduling_strategy": strategy,
+        }
         return self.ray.remote(**options)(Starter).remote()
 
     def _get(self, calls: list[Any]) -> list[Any]:
         try:
             return list(self.ray.get(calls, timeout=ANSWER_SECONDS))
         except self.ray.exceptions.RayError as error:
-            raise EngineError(f"Ray could not start a rank: {str(error).splitlines()[-1]}") from None
+            raise EngineError(
+                f"Ray could not start a rank: {str(error).splitlines()[-1]}"
+            ) from None
 
     def _check(self) -> None:
         """A rank whose process has ended will not come."""
@@ -106,7 +126,10 @@ class RayLauncher(RemoteLauncher):
             return
         for rank, status in enumerate(self._get([actor.status.remote() for actor in self.actors])):
             if status is not None:
-                raise EngineError(f"rank {rank} ended with status {status} before it could reach rank 0 at {self.address}")
+                raise EngineError(
+                    f"rank {rank} ended with status {status} before it could reach rank 0 at "
+                    f"{self.address}"
+                )
 
     def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
         return JoinedWorker(
@@ -114,9 +137,11 @@ class RayLauncher(RemoteLauncher):
         )  # Ray shows a process its own card alone
 
     def close(self) -> None:
-        with suppress(self.ray.exceptions.RayError, RuntimeError, ConnectionError):  # the cluster may have gone before
+        # the cluster may have gone before
+        with suppress(self.ray.exceptions.RayError, RuntimeError, ConnectionError):
             for actor in self.actors:
                 self.ray.kill(actor)  # its child dies with it, even one that was stopped
             if self.group is not None:
                 self.ray.util.remove_placement_group(self.group)
-        self.actors, self.group = [], None
+        self.actors = []
+        self.group = None

@@ -1,4 +1,5 @@
-"""What launchers over several hosts share: rank 0 listens on one address, and those who know the secret are let in."""
+"""What launchers over several hosts share: rank 0 listens on one address, and those who know the
+secret are let in."""
 
 from __future__ import annotations
 
@@ -46,11 +47,13 @@ class RemoteLauncher(Launcher):
 
     @property
     def _peer(self) -> str:
-        """A host that the chosen address must be reachable from, or one whose route says which address that is."""
+        """A host that the chosen address must be reachable from, or one whose route says which
+        address that is."""
         raise AssertionError("launchers over several hosts know one")
 
     def _announce(self, port: int, secret: bytes | None) -> None:
-        """Start the other ranks or tell them where to come. `secret` is None where all hosts were given one."""
+        """Start the other ranks or tell them where to come. `secret` is None where all hosts
+        were given one."""
         raise AssertionError("launchers over several hosts say how the others learn of rank 0")
 
     def _check(self) -> None:
@@ -58,18 +61,22 @@ class RemoteLauncher(Launcher):
 
 
 def own_address(named: str | None, peer: str) -> str:
-    """Where rank 0 listens: on what the user named, else where `peer` is reached from. Raises ConfigError for an address of the
-    internet that nobody named."""
+    """Where rank 0 listens: on what the user named, else where `peer` is reached from. Raises
+    ConfigError for an address of the internet that nobody named."""
     if named is not None:
         return named_address(named)
     found = route_to(peer)
     if is_public(found):
-        raise ConfigError(f"the way to {peer} leaves from {found}, a public address; name an interface of a private network (interface)")
+        raise ConfigError(
+            f"the way to {peer} leaves from {found}, a public address; name an interface of "
+            "a private network (interface)"
+        )
     return found
 
 
 def interface_to(named: str | None, address: str) -> str:
-    """The network interface of collectives, given an address of this host. Raises ConfigError where no interface has it."""
+    """The network interface of collectives, given an address of this host. Raises ConfigError
+    where no interface has it."""
     found = interface_of(address if named is None else named_address(named))
     if found is None:
         raise ConfigError(f"no interface has {address} as its first address; name one (interface)")

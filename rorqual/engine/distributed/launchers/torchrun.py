@@ -1,7 +1,9 @@
-"""Ranks that torchrun has started, or whoever sets the same variables: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+"""Ranks that torchrun has started, or whoever sets the same variables: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 
-The process of rank 0 runs the command; every other calls `take_part` and ends with rank 0. They meet once through the TCPStore at
-MASTER_ADDR: rank 0 says there where its listener is, and, if nobody was given a secret, a random one. One engine a run.
+The process of rank 0 runs the command; every other calls `take_part` and ends with rank 0. They
+meet once through the TCPStore at MASTER_ADDR: rank 0 says there where its listener is, and, if
+nobody was given a secret, a random one. One engine a run.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from rorqual.engine.distributed.worker_process import connected, serve
 from rorqual.errors import ConfigError, EngineError
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ENGINES, WHERE = "engines", "where"  # keys in the store
+# keys in the store
+ENGINES = "engines"
+WHERE = "where"
 
 
 @dataclass(frozen=True)
 class TorchrunPlace:
-    """What torchrun tells a process. agent: torchrun keeps the store itself; else rank 0 does. attempt: how often ranks were restarted."""
+    """What torchrun tells a process. agent: torchrun keeps the store itself; else rank 0 does.
+    attempt: how often ranks were restarted."""
 
     rank: int
     world: int
@@ -44,20 +49,37 @@ class TorchrunPlace:
         found = torchrun_variables()
         missing = [name for name in NEEDED if name not in found]
         if missing:
-            raise ConfigError(f"launcher='torchrun' needs the variables that torchrun sets; missing: {', '.join(missing)}")
+            raise ConfigError(
+                "launcher='torchrun' needs the variables that torchrun sets; missing: "
+                f"{', '.join(missing)}"
+            )
         try:
-            numbers = [int(found[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
+            numbers = [
+                int(found[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+            ]
         except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be integers: {error}") from None
+            raise ConfigError(
+                f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be integers: {error}"
+            ) from None
         rank, world, local, port = numbers
         agent = found.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
-        return TorchrunPlace(rank, world, local, found["MASTER_ADDR"], port, agent, found.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return TorchrunPlace(
+            rank,
+            world,
+            local,
+            found["MASTER_ADDR"],
+            port,
+            agent,
+            found.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
 
     def check(self, config: EngineConfig) -> None:
         """On every rank, so that all end with the same words."""
         if config.parallel.world != self.world:
             sizes = f"tp={config.tp} x dp={config.dp} x pp={config.pp}"
-            raise ConfigError(f"{sizes} needs {config.parallel.world} ranks, torchrun has started {self.world}")
+            raise ConfigError(
+                f"{sizes} needs {config.parallel.world} ranks, torchrun has started {self.world}"
+            )
 
     def store(self) -> dist.Store:
         """Raises EngineError where nobody keeps one at MASTER_ADDR."""
@@ -68,10 +90,18 @@ class TorchrunPlace:
             else:
                 door = listening(route_to(self.host), self.world, self.port)
                 whole = dist.TCPStore(
-                    self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach(), **patience
+                    self.host,
+                    self.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=door.detach(),
+                    **patience,
                 )
         except dist.DistError as error:
-            raise EngineError(f"rank {self.rank} cannot reach the store at {self.host}:{self.port}: {_first_line(error)}") from None
+            raise EngineError(
+                f"rank {self.rank} cannot reach the store at {self.host}:{self.port}: "
+                f"{_first_line(error)}"
+            ) from None
         return dist.PrefixStore(f"rorqual/{self.attempt}", whole)
 
 
@@ -82,10 +112,16 @@ class TorchrunLauncher(RemoteLauncher):
         self.place = TorchrunPlace.read()
         self.place.check(config)
         if self.place.rank:
-            raise ConfigError(f"this process is rank {self.place.rank} of torchrun's; accepted: 0 (other ranks call take_part)")
+            raise ConfigError(
+                f"this process is rank {self.place.rank} of torchrun's; accepted: 0 (other "
+                "ranks call take_part)"
+            )
         self.store = self.place.store()
         if self.store.add(ENGINES, 1) > 1:
-            raise ConfigError("launcher='torchrun': the ranks are started once, for one engine; this is the second")
+            raise ConfigError(
+                "launcher='torchrun': the ranks are started once, for one engine; this is "
+                "the second"
+            )
         super().__init__(config)
 
     @property
@@ -100,10 +136,12 @@ class TorchrunLauncher(RemoteLauncher):
 
 
 def take_part(config: EngineConfig, model: str | None = None) -> int | None:
-    """None in rank 0's process. In any other: be a rank of rank 0's engine until that ends, and return the exit status.
+    """None in rank 0's process. In any other: be a rank of rank 0's engine until that ends, and
+    return the exit status.
 
-    config: of this process's own command; sizes must be those of torchrun, `interface` and `secret_file` are this host's, all else comes
-    from rank 0. model: as named in the command, found or fetched on each host by itself."""
+    config: of this process's own command; sizes must be those of torchrun, `interface` and
+    `secret_file` are this host's, all else comes from rank 0. model: as named in the command,
+    found or fetched on each host by itself."""
     place = TorchrunPlace.read()
     place.check(config)
     if not place.rank:
@@ -111,11 +149,18 @@ def take_part(config: EngineConfig, model: str | None = None) -> int | None:
     address, port, published = _where(place)
     own = shared_secret(config.secret_file)
     if own is not None and published is not None:
-        raise ConfigError(f"rank {place.rank} was given a secret, rank 0 was not; accepted: all hosts or none")
+        raise ConfigError(
+            f"rank {place.rank} was given a secret, rank 0 was not; accepted: all hosts or none"
+        )
     secret = own or (published.encode() if published else None)
     if secret is None:
-        raise ConfigError(f"rank 0 was given a secret, rank {place.rank} was not: set RORQUAL_SECRET or secret_file on every host")
-    channel, interface = connected(address, port, secret, (place.rank, place.world), config.interface)
+        raise ConfigError(
+            f"rank 0 was given a secret, rank {place.rank} was not: set RORQUAL_SECRET or "
+            "secret_file on every host"
+        )
+    channel, interface = connected(
+        address, port, secret, (place.rank, place.world), config.interface
+    )
     return serve(channel, interface, config.first_device + place.local_rank, model)
 
 
@@ -125,9 +170,14 @@ def _where(place: TorchrunPlace) -> tuple[str, int, str | None]:
         store.wait([WHERE], timedelta(seconds=START_SECONDS))
         address, port, secret = json.loads(store.get(WHERE))
     except dist.DistError as error:
-        raise EngineError(f"rank {place.rank}: rank 0 has not come, or has gone: {_first_line(error)}") from None
+        raise EngineError(
+            f"rank {place.rank}: rank 0 has not come, or has gone: {_first_line(error)}"
+        ) from None
     if is_loopback(address) and not is_loopback(route_to(place.host)):
-        raise ConfigError(f"rank 0 listens on {address}, out of reach for rank {place.rank}; name its network interface (interface)")
+        raise ConfigError(
+            f"rank 0 listens on {address}, out of reach for rank {place.rank}; name its "
+            "network interface (interface)"
+        )
     return address, port, secret
 
 

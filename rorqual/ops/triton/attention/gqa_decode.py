@@ -1,7 +1,9 @@
-"""Paged decode attention with grouped key/value heads: `Ops.attention` where every request has the same few query tokens.
+"""Paged decode attention with grouped key/value heads: `Ops.attention` where every request has the
+same few query tokens.
 
-The query heads of one key/value head, for all query tokens of the request, are the rows of one tile, so that each cached key and
-value is read once. A head size that is no power of two is padded with zeros on its way into the tile.
+The query heads of one key/value head, for all query tokens of the request, are the rows of one
+tile, so that each cached key and value is read once. A head size that is no power of two is padded
+with zeros on its way into the tile.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from rorqual.ops.triton.runtime.launch import (
 
 @dataclass(frozen=True)
 class GqaDecodeConfig:
-    """block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a program; tma: bulk copies, where block_n
-    divides a page; finish: of the programs that share a request's head the last one to end puts their parts together, and no second
-    kernel runs."""
+    """block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles: least tiles a
+    program; tma: bulk copies, where block_n divides a page; finish: of the programs that share a
+    request's head the last one to end puts their parts together, and no second kernel runs."""
 
     block_n: int
     warps: int
@@ -43,8 +45,21 @@ class GqaDecodeConfig:
 
 def config_for(q: Tensor, k_plane: Tensor, requests: int, max_kv_len: int) -> GqaDecodeConfig:
     """The configuration for that many requests of that length."""
-    shape = {"heads": q.shape[1], "groups": k_plane.shape[2], "width": q.shape[2], "requests": requests, "kv": max_kv_len}
-    return tuning.config_for("gqa_decode", GqaDecodeConfig, q.device, dtype=str(q.dtype)[6:], cached=requests * max_kv_len, **shape)
+    shape = {
+        "heads": q.shape[1],
+        "groups": k_plane.shape[2],
+        "width": q.shape[2],
+        "requests": requests,
+        "kv": max_kv_len,
+    }
+    return tuning.config_for(
+        "gqa_decode",
+        GqaDecodeConfig,
+        q.device,
+        dtype=str(q.dtype)[6:],
+        cached=requests * max_kv_len,
+        **shape,
+    )
 
 
 def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[GqaDecodeConfig]:
@@ -58,7 +73,11 @@ def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[GqaD
         GqaDecodeConfig(64, 4, 5, per_sm=3),
         GqaDecodeConfig(64, 4, 3, per_sm=3),
     ]
-    long = [GqaDecodeConfig(128, 4, 3, tma=False), GqaDecodeConfig(128, 4, 2, tma=False), GqaDecodeConfig(128, 8, 3, tma=False)]
+    long = [
+        GqaDecodeConfig(128, 4, 3, tma=False),
+        GqaDecodeConfig(128, 4, 2, tma=False),
+        GqaDecodeConfig(128, 8, 3, tma=False),
+    ]
     if max_kv_len > 2048:
         return long + many + short
     short += [replace(config, finish=True) for config in short]
@@ -67,35 +86,92 @@ def configs_for(requests: int, max_kv_len: int, dtype: torch.dtype) -> list[GqaD
 
 
 @triton.jit
-def _zero_empty(out, starts, request, tile, requests, first_head, out_token, out_head, QUERIES: tl.constexpr, SHARE: tl.constexpr,
-                SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+def _zero_empty(
+    out,
+    starts,
+    request,
+    tile,
+    requests,
+    first_head,
+    out_token,
+    out_head,
+    QUERIES: tl.constexpr,
+    SHARE: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
     """Zeros for `request` and those behind it that have no cache and stand before `tile`."""
-    rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, WIDTH)
+    rows = tl.arange(0, BLOCK_H)
+    columns = tl.arange(0, WIDTH)
     mask = (rows < QUERIES * SHARE)[:, None] & (columns < SIZE)[None, :]
     while (request < requests) & (tl.load(starts + tl.minimum(request + 1, requests)) == tile):
         token = tl.cast(request, tl.int64) * QUERIES + rows // SHARE
-        place = out + token[:, None] * out_token + (first_head + rows % SHARE)[:, None] * out_head + columns[None, :]
+        place = (
+            out
+            + token[:, None] * out_token
+            + (first_head + rows % SHARE)[:, None] * out_head
+            + columns[None, :]
+        )
         tl.store(place, tl.zeros((BLOCK_H, WIDTH), out.dtype.element_ty), mask=mask)
         request += 1
 
 
 @triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
-def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, starts, first, out, partial, lse, counters, factor, q_token,
-                       q_head, kv_row, kv_head, table_row, out_token, out_head, requests, min_tiles, HEADS: tl.constexpr,
-                       SHARE: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-                       BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-                       FINISH: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a head, padded to WIDTH; `factor` is the
-    softmax scale times log2(e). counters [requests, key/value heads], where FINISH: zero, and left zero."""
+def _gqa_decode_kernel(
+    q,
+    k_plane,
+    v_plane,
+    k_tma,
+    v_tma,
+    tables,
+    kv_lens,
+    starts,
+    first,
+    out,
+    partial,
+    lse,
+    counters,
+    factor,
+    q_token,
+    q_head,
+    kv_row,
+    kv_head,
+    table_row,
+    out_token,
+    out_head,
+    requests,
+    min_tiles,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FINISH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid (key/value heads, workers). SHARE query heads to a key/value head; SIZE columns a
+    head, padded to WIDTH; `factor` is the softmax scale times log2(e). counters [requests,
+    key/value heads], where FINISH: zero, and left zero."""
     wait_for_inputs(DEPENDENT)
     DTYPE: tl.constexpr = q.dtype.element_ty
-    group, worker = tl.program_id(0), tl.program_id(1)
+    group = tl.program_id(0)
+    worker = tl.program_id(1)
     rows = tl.arange(0, BLOCK_H)
     row_ok = rows < QUERIES * SHARE
-    query, head = rows // SHARE, group * SHARE + rows % SHARE
-    columns, offsets = tl.arange(0, WIDTH), tl.arange(0, BLOCK_N)
+    query = rows // SHARE
+    head = group * SHARE + rows % SHARE
+    columns = tl.arange(0, WIDTH)
+    offsets = tl.arange(0, BLOCK_N)
     inside = (columns < SIZE)[None, :]
-    k_head, v_head = k_plane + group * kv_head + columns, v_plane + group * kv_head + columns
+    k_head = k_plane + group * kv_head + columns
+    v_head = v_plane + group * kv_head + columns
 
     all_tiles = tl.load(starts + requests)
     chunk = _chunk(all_tiles, tl.num_programs(1), min_tiles)
@@ -104,21 +180,41 @@ def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, start
     request = tl.load(first + worker)
     if FINISH:  # noqa: SIM102 - known to the compiler
         if worker == 0:  # those before the first tile
-            _zero_empty(out, starts, worker, 0, requests, group * SHARE, out_token, out_head, QUERIES, SHARE, SIZE, WIDTH, BLOCK_H)
+            _zero_empty(
+                out,
+                starts,
+                worker,
+                0,
+                requests,
+                group * SHARE,
+                out_token,
+                out_head,
+                QUERIES,
+                SHARE,
+                SIZE,
+                WIDTH,
+                BLOCK_H,
+            )
     while position < last:
-        begin, end = tl.load(starts + request), tl.load(starts + request + 1)
+        begin = tl.load(starts + request)
+        end = tl.load(starts + request + 1)
         stop = tl.minimum(end, last)
         if stop > position:
             length = tl.load(kv_lens + request).to(tl.int32)
             table = tables + request.to(tl.int64) * table_row
             token = request.to(tl.int64) * QUERIES + query
             q_rows = q + token * q_token + head * q_head
-            queries = tl.load(q_rows[:, None] + columns[None, :], mask=row_ok[:, None] & inside, other=0.0)
+            queries = tl.load(
+                q_rows[:, None] + columns[None, :], mask=row_ok[:, None] & inside, other=0.0
+            )
             acc = tl.zeros((BLOCK_H, WIDTH), tl.float32)
-            peak = tl.full((BLOCK_H,), -1e30, tl.float32)  # finite, so that a row that sees nothing yet makes no NaN
+            # finite, so that a row that sees nothing yet makes no NaN
+            peak = tl.full((BLOCK_H,), -1e30, tl.float32)
             total = tl.zeros((BLOCK_H,), tl.float32)
-            low, high = position - begin, stop - begin
-            plain = tl.minimum(high, tl.maximum((length - QUERIES + 1) // BLOCK_N, low))  # tiles that every query token sees in full
+            low = position - begin
+            high = stop - begin
+            # tiles that every query token sees in full
+            plain = tl.minimum(high, tl.maximum((length - QUERIES + 1) // BLOCK_N, low))
 
             for j in tl.range(low, plain, num_stages=STAGES):
                 if TMA:
@@ -139,49 +235,109 @@ def _gqa_decode_kernel(q, k_plane, v_plane, k_tma, v_tma, tables, kv_lens, start
             for j in tl.range(plain, high, num_stages=1):
                 n = j * BLOCK_N + offsets
                 slots = _slots(table, n, length, PAGE)
-                ok = (n < length)[:, None] & inside  # what lies past the end may be NaN, which no weight of zero cures
+                # what lies past the end may be NaN, which no weight of zero cures
+                ok = (n < length)[:, None] & inside
                 k = tl.load(k_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
                 v = tl.load(v_head[None, :] + slots[:, None] * kv_row, mask=ok, other=0.0)
                 scores = tl.dot(queries, k.T, input_precision=PRECISION)
                 seen = n[None, :] <= (length - QUERIES + query)[:, None]
-                weights, shrink, peak, total = _softmax_step(tl.where(seen, scores, float("-inf")), factor, peak, total)
+                weights, shrink, peak, total = _softmax_step(
+                    tl.where(seen, scores, float("-inf")), factor, peak, total
+                )
                 acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
 
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             if (position == begin) & (stop == end):
-                place = out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+                place = (
+                    out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+                )
                 tl.store(place, acc.to(DTYPE), mask=row_ok[:, None] & inside)
             else:
-                slot = (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * (QUERIES * HEADS) + query * HEADS + head
-                tl.store(lse + slot, tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")), mask=row_ok)
-                tl.store(partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None])
+                slot = (
+                    (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * (QUERIES * HEADS)
+                    + query * HEADS
+                    + head
+                )
+                tl.store(
+                    lse + slot,
+                    tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
+                    mask=row_ok,
+                )
+                tl.store(
+                    partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None]
+                )
                 if FINISH:
                     sharing = (end - 1) // chunk - begin // chunk + 1
                     counter = counters + request * tl.num_programs(0) + group
-                    tl.debug_barrier()  # every thread's part is stored before one of them counts this program in
+                    # every thread's part is stored before one of them counts this program in
+                    tl.debug_barrier()
                     if tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1:
                         each = query * HEADS + head
-                        acc = _together(partial, lse, each, row_ok, begin // chunk, sharing, QUERIES * HEADS, WIDTH, BLOCK_H, 4)
-                        place = out + token[:, None] * out_token + head[:, None] * out_head + columns[None, :]
+                        acc = _together(
+                            partial,
+                            lse,
+                            each,
+                            row_ok,
+                            begin // chunk,
+                            sharing,
+                            QUERIES * HEADS,
+                            WIDTH,
+                            BLOCK_H,
+                            4,
+                        )
+                        place = (
+                            out
+                            + token[:, None] * out_token
+                            + head[:, None] * out_head
+                            + columns[None, :]
+                        )
                         tl.store(place, acc.to(DTYPE), mask=row_ok[:, None] & inside)
                         tl.store(counter, 0)
             if FINISH:  # noqa: SIM102
                 if stop == end:
-                    _zero_empty(out, starts, request + 1, end, requests, group * SHARE, out_token, out_head, QUERIES, SHARE, SIZE, WIDTH,
-                                BLOCK_H)  # fmt: skip
+                    _zero_empty(
+                        out,
+                        starts,
+                        request + 1,
+                        end,
+                        requests,
+                        group * SHARE,
+                        out_token,
+                        out_head,
+                        QUERIES,
+                        SHARE,
+                        SIZE,
+                        WIDTH,
+                        BLOCK_H,
+                    )
             position = stop
         request += 1
 
 
-def gqa_plan(kv_lens: Tensor, max_kv_len: int, queries: int, heads: int, groups: int, width: int, config: GqaDecodeConfig) -> SplitPlan:
-    """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R], known on the host."""
+def gqa_plan(
+    kv_lens: Tensor,
+    max_kv_len: int,
+    queries: int,
+    heads: int,
+    groups: int,
+    width: int,
+    config: GqaDecodeConfig,
+) -> SplitPlan:
+    """The schedule of one step, for all its layers. max_kv_len: any upper bound of kv_lens [R],
+    known on the host."""
     tiles = kv_lens.shape[0] * triton.cdiv(max(max_kv_len, 1), config.block_n)
-    workers = min(max(1, multiprocessors(kv_lens.device) * config.per_sm // groups), triton.cdiv(tiles, config.min_tiles))
-    return split_plan(kv_lens, workers, config.block_n, config.min_tiles, queries * heads, padded(width))
+    workers = min(
+        max(1, multiprocessors(kv_lens.device) * config.per_sm // groups),
+        triton.cdiv(tiles, config.min_tiles),
+    )
+    return split_plan(
+        kv_lens, workers, config.block_n, config.min_tiles, queries * heads, padded(width)
+    )
 
 
 def padded(width: int) -> int:
-    """The columns of a tile that holds a head of that many: a power of two that the tensor cores take."""
+    """The columns of a tile that holds a head of that many: a power of two that the tensor cores
+    take."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -190,17 +346,31 @@ def _descriptor(plane: Tensor, block_n: int) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [block_n, plane.shape[-1]])
 
 
-def gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, kv_lens: Tensor, scale: float, max_kv_len: int,
-               plan: SplitPlan | None = None, out: Tensor | None = None, config: GqaDecodeConfig | None = None) -> Tensor:  # fmt: skip
+def gqa_decode(
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    tables: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+    max_kv_len: int,
+    plan: SplitPlan | None = None,
+    out: Tensor | None = None,
+    config: GqaDecodeConfig | None = None,
+) -> Tensor:
     """Attention of R requests with the same number of query tokens each (T / R), causal among them.
 
-    q [T, H, D] bf16 or fp32, any token and head strides; planes [pages, page, G, D] contiguous, same dtype; tables [R, columns] int,
-    entries past a request's end are never used; kv_lens [R] int, cached tokens including this step's (0 gives zeros). Returns [T, H, D].
-    Nothing is read back to the host. `plan` (from gqa_plan, same config) saves making it anew in each layer.
+    q [T, H, D] bf16 or fp32, any token and head strides; planes [pages, page, G, D] contiguous,
+    same dtype; tables [R, columns] int, entries past a request's end are never used; kv_lens [R]
+    int, cached tokens including this step's (0 gives zeros). Returns [T, H, D]. Nothing is read
+    back to the host. `plan` (from gqa_plan, same config) saves making it anew in each layer.
     """
     tokens, heads, width = q.shape
-    requests, page, groups = kv_lens.shape[0], k_plane.shape[1], k_plane.shape[2]
-    queries, share = tokens // requests, heads // groups
+    requests = kv_lens.shape[0]
+    page = k_plane.shape[1]
+    groups = k_plane.shape[2]
+    queries = tokens // requests
+    share = heads // groups
     config = config or config_for(q, k_plane, requests, max_kv_len)
     plan = plan or gqa_plan(kv_lens, max_kv_len, queries, heads, groups, width, config)
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
@@ -212,12 +382,43 @@ def gqa_decode(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, kv_l
     block_h = max(16, triton.next_power_of_2(queries * share))
     finish = config.finish and requests * groups <= COUNTERS
     _gqa_decode_kernel[(groups, plan.workers)](
-        q, k_plane, v_plane, *describe, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse,
-        zeroed_counters(q.device, requests * groups) if finish else None, scale * LOG2E,
-        q.stride(0), q.stride(1), k_plane.stride(1), k_plane.stride(2), tables.stride(0), out.stride(0), out.stride(1), requests,
-        plan.min_tiles, heads, share, queries, width, padded(width), page, block_h, config.block_n, config.stages, tma,
-        "ieee" if q.dtype == torch.float32 else "tf32", finish, num_warps=config.warps, **dependent(q.device),
-    )  # fmt: skip
+        q,
+        k_plane,
+        v_plane,
+        *describe,
+        tables,
+        kv_lens,
+        plan.starts,
+        plan.first,
+        out,
+        plan.partial,
+        plan.lse,
+        zeroed_counters(q.device, requests * groups) if finish else None,
+        scale * LOG2E,
+        q.stride(0),
+        q.stride(1),
+        k_plane.stride(1),
+        k_plane.stride(2),
+        tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        requests,
+        plan.min_tiles,
+        heads,
+        share,
+        queries,
+        width,
+        padded(width),
+        page,
+        block_h,
+        config.block_n,
+        config.stages,
+        tma,
+        "ieee" if q.dtype == torch.float32 else "tf32",
+        finish,
+        num_warps=config.warps,
+        **dependent(q.device),
+    )
     if not finish:
         combine(plan, out, requests)
     return out

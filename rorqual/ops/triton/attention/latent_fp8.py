@@ -1,7 +1,9 @@
-"""The rows of an fp8 latent cache (`reference.pack_latent`): how kernels quantize one, write many, and read them back in order.
+"""The rows of an fp8 latent cache (`reference.pack_latent`): how kernels quantize one, write many,
+and read them back in order.
 
-A row is bytes: latent [C] e4m3 | scales [C / 128] fp32 | rope key [rope] as it is; 656 of them at 512 + 64 columns in bf16. The cache is
-addressed through one pointer to bytes; what lies in a row is found by casting it.
+A row is bytes: latent [C] e4m3 | scales [C / 128] fp32 | rope key [rope] as it is; 656 of them at
+512 + 64 columns in bf16. The cache is addressed through one pointer to bytes; what lies in a row is
+found by casting it.
 """
 
 from __future__ import annotations
@@ -27,59 +29,104 @@ def supported(rank: int, rope: int) -> bool:
 
 @triton.jit
 def store_row(latent, key, row, write, RANK: tl.constexpr, ROPE: tl.constexpr):
-    """Quantize latent, fp32 [RANK] holding values of the activations' dtype, and store it, its scales and the rope key [ROPE] at `row`.
+    """Quantize latent, fp32 [RANK] holding values of the activations' dtype, and store it, its
+    scales and the rope key [ROPE] at `row`.
 
     Divisions are correctly rounded: these bytes are the reference's, whoever writes them.
     """
     GROUPS: tl.constexpr = (RANK + 127) // 128
     blocks = tl.reshape(latent, (GROUPS, RANK // GROUPS))
     scales = tl.div_rn(tl.maximum(tl.max(tl.abs(blocks), 1), 1e-4), 448.0)
-    data = tl.div_rn(blocks, tl.broadcast_to(scales[:, None], (GROUPS, RANK // GROUPS))).to(tl.float8e4nv)
-    columns, group, rotary = tl.arange(0, RANK), tl.arange(0, GROUPS), tl.arange(0, ROPE)
-    tl.store(row.to(tl.pointer_type(tl.float8e4nv)) + columns, tl.reshape(data, (RANK,)), mask=write & (columns >= 0))
-    tl.store((row + RANK).to(tl.pointer_type(tl.float32)) + group, scales, mask=write & (group >= 0))
-    tl.store((row + RANK + 4 * GROUPS).to(tl.pointer_type(key.dtype)) + rotary, key, mask=write & (rotary >= 0))
+    data = tl.div_rn(blocks, tl.broadcast_to(scales[:, None], (GROUPS, RANK // GROUPS))).to(
+        tl.float8e4nv
+    )
+    columns = tl.arange(0, RANK)
+    group = tl.arange(0, GROUPS)
+    rotary = tl.arange(0, ROPE)
+    tl.store(
+        row.to(tl.pointer_type(tl.float8e4nv)) + columns,
+        tl.reshape(data, (RANK,)),
+        mask=write & (columns >= 0),
+    )
+    tl.store(
+        (row + RANK).to(tl.pointer_type(tl.float32)) + group, scales, mask=write & (group >= 0)
+    )
+    tl.store(
+        (row + RANK + 4 * GROUPS).to(tl.pointer_type(key.dtype)) + rotary,
+        key,
+        mask=write & (rotary >= 0),
+    )
 
 
 @triton.jit
-def _write_kernel(entries, plane, slots, entry_row, slot_row, RANK: tl.constexpr, ROPE: tl.constexpr, DEPENDENT: tl.constexpr):
+def _write_kernel(
+    entries,
+    plane,
+    slots,
+    entry_row,
+    slot_row,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    slot, base = tl.load(slots + token).to(tl.int64), entries + token * entry_row
-    latent, key = tl.load(base + tl.arange(0, RANK)).to(tl.float32), tl.load(base + RANK + tl.arange(0, ROPE))
+    slot = tl.load(slots + token).to(tl.int64)
+    base = entries + token * entry_row
+    latent = tl.load(base + tl.arange(0, RANK)).to(tl.float32)
+    key = tl.load(base + RANK + tl.arange(0, ROPE))
     store_row(latent, key, plane + slot * slot_row, slot >= 0, RANK, ROPE)
 
 
 def write(plane: Tensor, slots: Tensor, entries: Tensor, rank: int) -> None:
-    """plane [pages, page, bytes] uint8; slots [T] int, flat positions, negative ones not written; entries [T, C + rope]."""
+    """plane [pages, page, bytes] uint8; slots [T] int, flat positions, negative ones not
+    written; entries [T, C + rope]."""
     assert entries.stride(1) == 1
     assert plane.is_contiguous()
     if entries.shape[0]:
         _write_kernel[entries.shape[0],](
-            entries, plane, slots, entries.stride(0), plane.stride(1), rank, entries.shape[1] - rank, num_warps=1,
-            **dependent(entries.device))  # fmt: skip
+            entries,
+            plane,
+            slots,
+            entries.stride(0),
+            plane.stride(1),
+            rank,
+            entries.shape[1] - rank,
+            num_warps=1,
+            **dependent(entries.device),
+        )
 
 
 @triton.jit
-def _read_kernel(plane, slots, out, slot_row, RANK: tl.constexpr, ROPE: tl.constexpr, DEPENDENT: tl.constexpr):
+def _read_kernel(
+    plane, slots, out, slot_row, RANK: tl.constexpr, ROPE: tl.constexpr, DEPENDENT: tl.constexpr
+):
     wait_for_inputs(DEPENDENT)
     GROUPS: tl.constexpr = (RANK + 127) // 128
     dtype: tl.constexpr = out.dtype.element_ty
     index = tl.program_id(0).to(tl.int64)
-    row, target = plane + tl.load(slots + index).to(tl.int64) * slot_row, out + index * (RANK + ROPE)
-    columns, rotary = tl.arange(0, RANK), tl.arange(0, ROPE)
+    row = plane + tl.load(slots + index).to(tl.int64) * slot_row
+    target = out + index * (RANK + ROPE)
+    columns = tl.arange(0, RANK)
+    rotary = tl.arange(0, ROPE)
     data = tl.load(row.to(tl.pointer_type(tl.float8e4nv)) + columns).to(tl.float32)
     scales = tl.load((row + RANK).to(tl.pointer_type(tl.float32)) + tl.arange(0, GROUPS))
     wide = tl.reshape(data, (GROUPS, RANK // GROUPS)) * scales[:, None]
     tl.store(target + columns, tl.reshape(wide, (RANK,)).to(dtype))
-    tl.store(target + RANK + rotary, tl.load((row + RANK + 4 * GROUPS).to(tl.pointer_type(dtype)) + rotary))
+    tl.store(
+        target + RANK + rotary,
+        tl.load((row + RANK + 4 * GROUPS).to(tl.pointer_type(dtype)) + rotary),
+    )
 
 
 def read(plane: Tensor, slots: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """The entries at flat positions slots [N] of plane [pages, page, bytes], [N, C + rope] in `dtype`: gathered and dequantized at once."""
+    """The entries at flat positions slots [N] of plane [pages, page, bytes], [N, C + rope] in
+    `dtype`: gathered and dequantized at once."""
     rope = (plane.shape[2] - rank - 4 * groups_of(rank)) // dtype.itemsize
     assert plane.is_contiguous()
     out = torch.empty(slots.shape[0], rank + rope, dtype=dtype, device=plane.device)
     if slots.shape[0]:
-        _read_kernel[slots.shape[0],](plane, slots, out, plane.stride(1), rank, rope, num_warps=1, **dependent(plane.device))
+        _read_kernel[slots.shape[0],](
+            plane, slots, out, plane.stride(1), rank, rope, num_warps=1, **dependent(plane.device)
+        )
     return out

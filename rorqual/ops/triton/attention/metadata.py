@@ -1,6 +1,8 @@
-"""What the attention kernels want to know of a Segment, derived once a step on the device and kept in its scratch.
+"""What the attention kernels want to know of a Segment, derived once a step on the device and kept
+in its scratch.
 
-Nothing here reads the device from the host. Lists known to the host are brought over through pinned memory.
+Nothing here reads the device from the host. Lists known to the host are brought over through pinned
+memory.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ DECODE_QUERIES = 4  # up to so many query tokens of each request are rows of one
 
 
 class Derived:
-    """Starts, schedules and gather indices of one Segment. Packed keys lie request after request, `max_kv_lens` entries each."""
+    """Starts, schedules and gather indices of one Segment. Packed keys lie request after
+    request, `max_kv_lens` entries each."""
 
     def __init__(self, segment: AttentionMetadata):
         self.segment = segment
@@ -34,7 +37,10 @@ class Derived:
     @property
     def decodes(self) -> bool:
         """Every request has the same few query tokens."""
-        return self.most_queries <= DECODE_QUERIES and self.segment.tokens == self.most_queries * len(self.segment)
+        return (
+            self.most_queries <= DECODE_QUERIES
+            and self.segment.tokens == self.most_queries * len(self.segment)
+        )
 
     def plan(self, key: Hashable, make: Callable[[], SplitPlan]) -> SplitPlan:
         """The schedule of the kernel `key`, made by the first layer that asks."""
@@ -60,7 +66,9 @@ class Derived:
         if name not in self._kept:
             same = min(lens) == max(lens)
             steps = torch.arange(len(lens) + 1, device=self.device) * lens[0] if same else None
-            self._kept[name] = to_device([0, *accumulate(lens)], self.device) if steps is None else steps
+            self._kept[name] = (
+                to_device([0, *accumulate(lens)], self.device) if steps is None else steps
+            )
         return self._kept[name]
 
     def owners(self, starts: Tensor, count: int) -> Tensor:
@@ -68,9 +76,11 @@ class Derived:
         return torch.searchsorted(starts, torch.arange(count, device=self.device), right=True) - 1
 
     def gather_slots(self, page: int) -> Tensor:
-        """The cache position of every packed key, [sum of max_kv_lens] int64; 0 (page 0) past a request's end."""
+        """The cache position of every packed key, [sum of max_kv_lens] int64; 0 (page 0) past a
+        request's end."""
         if page not in self._kept:
-            starts, count = self.key_starts(), sum(self.segment.max_kv_lens)
+            starts = self.key_starts()
+            count = sum(self.segment.max_kv_lens)
             owner = self.owners(starts, count)
             position = torch.arange(count, device=self.device) - starts[owner]
             inside = position < self.segment.kv_lens[owner]
@@ -80,18 +90,23 @@ class Derived:
         return self._kept[page]
 
     def by_token(self) -> AttentionMetadata:
-        """The same queries, each token a request of its own that sees the cache up to itself: any mixture becomes a decode batch."""
+        """The same queries, each token a request of its own that sees the cache up to itself:
+        any mixture becomes a decode batch."""
         if self._by_token is None:
-            where, starts = self.segment, self.query_starts()
+            where = self.segment
+            starts = self.query_starts()
             owner = self.owners(starts, where.tokens)
             after = starts[owner + 1] - 1 - torch.arange(where.tokens, device=self.device)
             lens = where.kv_lens[owner] - after
-            self._by_token = AttentionMetadata(where.tables[owner], lens, (1,) * where.tokens, (self.longest,) * where.tokens)
+            self._by_token = AttentionMetadata(
+                where.tables[owner], lens, (1,) * where.tokens, (self.longest,) * where.tokens
+            )
         return self._by_token
 
 
 def derived(segment: AttentionMetadata) -> Derived:
-    """The segment's, made anew where a graph capture began since: what a graph reads must be computed inside it."""
+    """The segment's, made anew where a graph capture began since: what a graph reads must be
+    computed inside it."""
     found = segment.scratch
     if not isinstance(found, Derived) or found.captured != _capturing(found.device):
         found = segment.scratch = Derived(segment)
@@ -100,7 +115,11 @@ def derived(segment: AttentionMetadata) -> Derived:
 
 def to_device(values: list[int], device: torch.device) -> Tensor:
     host = torch.tensor(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (
+        host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host.to(device)
+    )
 
 
 def _capturing(device: torch.device) -> bool:

@@ -1,16 +1,21 @@
 """MLA decode for many rows of queries on Hopper, in Gluon: one warpgroup scores, two add up.
 
-The first warpgroup keeps most of its 64 rows of queries in registers, so its products read half the shared memory, and what queries took
-there is a third tile's. It scores a tile, turns the scores into weights and leaves them where the tile's rope keys were, which nobody needs
-any more; the other two multiply them with half of the latent's columns each. One of those two also fetches, since it has time.
+The first warpgroup keeps most of its 64 rows of queries in registers, so its products read half the
+shared memory, and what queries took there is a third tile's. It scores a tile, turns the scores
+into weights and leaves them where the tile's rope keys were, which nobody needs any more; the other
+two multiply them with half of the latent's columns each. One of those two also fetches, since it
+has time.
 
-Left to themselves, both products of neighbouring tiles would run side by side and the tensor cores stand still while the first warpgroup
-computes weights. So it says when values may be added up: once three quarters of the next tile's scores are done. They then take about until
-that tile's weights are there. (Later would be better but for the rope keys, whose place is the one that weights leave free.)
+Left to themselves, both products of neighbouring tiles would run side by side and the tensor cores
+stand still while the first warpgroup computes weights. So it says when values may be added up: once
+three quarters of the next tile's scores are done. They then take about until that tile's weights
+are there. (Later would be better but for the rope keys, whose place is the one that weights leave
+free.)
 
-Cycles of one tile, on a multiprocessor that multiplies 64 x 64 x 16 in 32 and reads 128 bytes of shared memory in one: queries and keys 36
-steps of 32, weights and values 1024, together 2,176; measured about 3,000, of which weights are 750. Its 72 KB come from the second level
-cache at 24 bytes a cycle.
+Cycles of one tile, on a multiprocessor that multiplies 64 x 64 x 16 in 32 and reads 128 bytes of
+shared memory in one: queries and keys 36 steps of 32, weights and values 1024, together 2,176;
+measured about 3,000, of which weights are 750. Its 72 KB come from the second level cache at 24
+bytes a cycle.
 """
 
 from __future__ import annotations
@@ -39,7 +44,10 @@ from rorqual.ops.triton.runtime.sm90_pipeline import (
     wait_for_inputs,
 )
 
-ROWS, TOKENS, RANK, ROPE = 64, 64, 512, 64
+ROWS = 64
+TOKENS = 64
+RANK = 512
+ROPE = 64
 STAGES = 3
 REGISTERS = 160  # of a thread that adds up; one that scores has 504 - 2 x 160
 
@@ -47,7 +55,8 @@ REGISTERS = 160  # of a thread that adds up; one that scores has 504 - 2 x 160
 @gluon.jit
 def span(starts, requests, min_tiles):
     """(first tile of this worker, the one after its last): as split_kv.py shares them out."""
-    all_tiles, workers = gl.load(starts + requests), gl.num_programs(1)
+    all_tiles = gl.load(starts + requests)
+    workers = gl.num_programs(1)
     chunk = gl.maximum((all_tiles + workers - 1) // workers, min_tiles)
     tile = gl.program_id(1) * chunk
     return tile, gl.minimum(tile + chunk, all_tiles)
@@ -63,9 +72,13 @@ def _owner(starts, request, tile):
 
 @gluon.jit
 def _share(starts, requests, min_tiles, request, stop):
-    """(whether this worker, which stops there, has had all of a request's tiles; else the place of its partial result)."""
-    begins = gl.load(starts + request) >= span(starts, requests, min_tiles)[0]  # here, not with the worker before
-    return begins & (stop == gl.load(starts + request + 1)), 2 * gl.program_id(1) + begins.to(gl.int32)
+    """(whether this worker, which stops there, has had all of a request's tiles; else the place
+    of its partial result)."""
+    # here, not with the worker before
+    begins = gl.load(starts + request) >= span(starts, requests, min_tiles)[0]
+    return begins & (stop == gl.load(starts + request + 1)), 2 * gl.program_id(1) + begins.to(
+        gl.int32
+    )
 
 
 @gluon.jit
@@ -85,8 +98,9 @@ def _fetch(descriptor, at, barrier, place):
 
 @gluon.jit
 def _clear_end(tile, first, length, SHARED: gl.constexpr):
-    """Zero the rows of a tile past the request's end, which may hold anything: a weight of zero does not cure what is not finite. By pieces
-    of 8 rows and 64 columns, which take few registers."""
+    """Zero the rows of a tile past the request's end, which may hold anything: a weight of zero
+    does not cure what is not finite. By pieces of 8 rows and 64 columns, which take few
+    registers."""
     PIECE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     PIECES: gl.constexpr = tile.shape[0] // 8
     pieces = tile._reinterpret(gl.bfloat16, [PIECES * tile.shape[1] // 64, 8, 64], SHARED)
@@ -120,48 +134,99 @@ def _take(queries, places, first, there, COLUMNS: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def _columns(first, TOKENS: gl.constexpr, SCORES: gl.constexpr):
-    """first, first + 1, ... as columns of scores; made of two sums, of which a thread need keep neither."""
+    """first, first + 1, ... as columns of scores; made of two sums, of which a thread need keep
+    neither."""
     PAIRS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [1, 0], [2, 0], [4, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [TOKENS // 8, 8]
+        [[0, 1], [1, 0], [2, 0], [4, 0]],
+        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [TOKENS // 8, 8],
     )
     within = gl.arange(0, 8, gl.SliceLayout(0, PAIRS)) + (first + opaque_zero())
     column = within[None, :] + 8 * gl.arange(0, TOKENS // 8, gl.SliceLayout(1, PAIRS))[:, None]
-    return gl.convert_layout(gl.reshape(column, [TOKENS]), gl.SliceLayout(0, SCORES), assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(column, [TOKENS]), gl.SliceLayout(0, SCORES), assert_trivial=True
+    )
 
 
 @gluon.jit
 def _wait_for_most_scores():
-    """Until two groups of products are under way, a quarter of a tile's scores. Gluon's own wait would hand back sums, which go on here."""
-    gl.inline_asm_elementwise("wgmma.wait_group.sync.aligned 2; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """Until two groups of products are under way, a quarter of a tile's scores. Gluon's own wait
+    would hand back sums, which go on here."""
+    gl.inline_asm_elementwise(
+        "wgmma.wait_group.sync.aligned 2; // dummy $0",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def _fold(p, FOLDED: gl.constexpr):
     """p [rows, tokens] to [rows, 4]: each thread adds up what it has of a row."""
     pairs = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]), 2)
-    return gl.convert_layout(gl.sum(gl.reshape(pairs, [p.shape[0], p.shape[1] // 8, 4]), 1), FOLDED, assert_trivial=True)
+    return gl.convert_layout(
+        gl.sum(gl.reshape(pairs, [p.shape[0], p.shape[1] // 8, 4]), 1), FOLDED, assert_trivial=True
+    )
 
 
 @gluon.jit
-def _score(q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_ropes, latents, ropes, shrinks, totals, full, rope_full, ready,
-           go, factor, q_token, q_head, qr_token, qr_head, requests, min_tiles, HEADS: gl.constexpr, QUERIES: gl.constexpr,
-           ROWS: gl.constexpr, TOKENS: gl.constexpr, RANK: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
-           DEPENDENT: gl.constexpr):  # fmt: skip
-    """What the first warpgroup does; to the others it says `ready` of a tile's weights, `go` when they may use them.
+def _score(
+    q_latent,
+    q_rope,
+    kv_lens,
+    starts,
+    first,
+    lse,
+    query_ends,
+    query_ropes,
+    latents,
+    ropes,
+    shrinks,
+    totals,
+    full,
+    rope_full,
+    ready,
+    go,
+    factor,
+    q_token,
+    q_head,
+    qr_token,
+    qr_head,
+    requests,
+    min_tiles,
+    HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    RANK: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHARED: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """What the first warpgroup does; to the others it says `ready` of a tile's weights, `go`
+    when they may use them.
 
-    Registers are what is short here: 7 of 8 parts of the latent queries take 112 of 184, and what can be loaded again while products are
-    under way is not kept."""
+    Registers are what is short here: 7 of 8 parts of the latent queries take 112 of 184, and
+    what can be loaded again while products are under way is not kept."""
     TOTAL: gl.constexpr = HEADS * QUERIES
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    FOLDED: gl.constexpr = gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4])
+    FOLDED: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [ROWS, 4]
+    )
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     block = gl.program_id(0)
     tile, last = span(starts, requests, min_tiles)
     if tile < last:
         request = gl.load(first + gl.program_id(1))
-        stage, phase, turn = 0, 0, 0
+        stage = 0
+        phase = 0
+        turn = 0
         while tile < last:
             request = _owner(starts, request, tile)
             stop = gl.minimum(gl.load(starts + request + 1), last)
@@ -179,41 +244,64 @@ def _score(q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_rope
             query_ends.store(latent_ends)  # once all loads are under way
             query_ropes.store(rope_parts)
             fence_async_shared()
-            peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))  # finite: a row that sees nothing makes no NaN
+            # finite: a row that sees nothing makes no NaN
+            peak = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
             parts = gl.full([ROWS, 4], 0.0, gl.float32, FOLDED)  # of the sum of weights
             before = -1  # the place of the request's tile before this one
             gl.thread_barrier()
             while tile < stop:
-                keys, key_ropes = latents.index(stage), ropes.index(turn % 2)
+                keys = latents.index(stage)
+                key_ropes = ropes.index(turn % 2)
                 halves = keys._reinterpret(gl.bfloat16, [2, TOKENS, RANK // 2], SHARED)
                 quarters = keys._reinterpret(gl.bfloat16, [4, TOKENS, RANK // 4], SHARED)
                 eighths = keys._reinterpret(gl.bfloat16, [8, TOKENS, RANK // 8], SHARED)
                 mbarrier.wait(full.index(stage), phase)
                 scores = gl.full([ROWS, TOKENS], 0.0, gl.float32, SCORES)
-                scores = warpgroup_mma(half, halves.index(0).permute((1, 0)), scores, use_acc=False, is_async=True)
-                scores = warpgroup_mma(quarter, quarters.index(2).permute((1, 0)), scores, is_async=True)
-                scores = warpgroup_mma(eighth, eighths.index(6).permute((1, 0)), scores, is_async=True)
-                scores = warpgroup_mma(query_ends, eighths.index(7).permute((1, 0)), scores, is_async=True)
+                scores = warpgroup_mma(
+                    half, halves.index(0).permute((1, 0)), scores, use_acc=False, is_async=True
+                )
+                scores = warpgroup_mma(
+                    quarter, quarters.index(2).permute((1, 0)), scores, is_async=True
+                )
+                scores = warpgroup_mma(
+                    eighth, eighths.index(6).permute((1, 0)), scores, is_async=True
+                )
+                scores = warpgroup_mma(
+                    query_ends, eighths.index(7).permute((1, 0)), scores, is_async=True
+                )
                 if before >= 0:
                     _wait_for_most_scores()
                     mbarrier.arrive(go.index(before), count=1)
                 before = stage
                 mbarrier.wait(rope_full.index(turn % 2), (turn // 2) % 2)
-                scores = warpgroup_mma(query_ropes, key_ropes.permute((1, 0)), scores, is_async=True)
+                scores = warpgroup_mma(
+                    query_ropes, key_ropes.permute((1, 0)), scores, is_async=True
+                )
                 at = (tile - gl.load(starts + request)) * TOKENS
                 length = gl.load(kv_lens + request).to(gl.int32)
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 if at + TOKENS > length - QUERIES + 1:
                     if at + TOKENS > length:  # what is not finite there shows in its scores
-                        strange = (scores - scores != 0.0) & (_columns(at, TOKENS, SCORES) >= length)[None, :]
+                        strange = (scores - scores != 0.0) & (
+                            _columns(at, TOKENS, SCORES) >= length
+                        )[None, :]
                         if gl.max(gl.max(strange.to(gl.int32), 1), 0) != 0:
                             _clear_end(keys, at, length, SHARED)
-                    seen_until = length - QUERIES + _rows(block, ROWS, gl.SliceLayout(1, SCORES)) // HEADS  # the last that a row may see
-                    scores = gl.where(_columns(at, TOKENS, SCORES)[None, :] <= seen_until[:, None], scores, float("-inf"))
+                    # the last that a row may see
+                    seen_until = (
+                        length - QUERIES + _rows(block, ROWS, gl.SliceLayout(1, SCORES)) // HEADS
+                    )
+                    scores = gl.where(
+                        _columns(at, TOKENS, SCORES)[None, :] <= seen_until[:, None],
+                        scores,
+                        float("-inf"),
+                    )
                 new_peak = gl.maximum(peak, gl.max(scores, 1) * factor)
                 p = gl.exp2(scores * factor - new_peak[:, None])
                 shrink = gl.exp2(peak - new_peak)
-                parts = parts * gl.convert_layout(shrink, gl.SliceLayout(1, FOLDED), assert_trivial=True)[:, None] + _fold(p, FOLDED)
+                parts = parts * gl.convert_layout(
+                    shrink, gl.SliceLayout(1, FOLDED), assert_trivial=True
+                )[:, None] + _fold(p, FOLDED)
                 peak = new_peak
                 key_ropes.store(p.to(gl.bfloat16))
                 shrinks.index(stage).store(shrink)
@@ -222,7 +310,8 @@ def _score(q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_rope
                 mbarrier.arrive(ready.index(stage), count=1)
                 stage, phase = next_stage(stage, phase, STAGES)
                 turn = turn + 1
-                tile = tile + 1  # not +=: tests run this on tensors, which that would change in place
+                # not +=: tests run this on tensors, which that would change in place
+                tile = tile + 1
             total = gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, SCORES))
             totals.index(before).store(total)
             gl.thread_barrier()
@@ -235,11 +324,41 @@ def _score(q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_rope
 
 
 @gluon.jit
-def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial, latents, ropes, shrinks, totals, full, rope_full, ready,
-            go, empty, out_token, out_head, requests, min_tiles, HEADS: gl.constexpr, QUERIES: gl.constexpr, PAGE: gl.constexpr,
-            ROWS: gl.constexpr, TOKENS: gl.constexpr, RANK: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr, SHARED: gl.constexpr,
-            DEPENDENT: gl.constexpr):  # fmt: skip
-    """Columns WHO RANK / 2 and following of the sums. The first of the two fetches, since it has time."""
+def _add_up(
+    latent_tma,
+    rope_tma,
+    tables,
+    table_row,
+    starts,
+    first,
+    out,
+    partial,
+    latents,
+    ropes,
+    shrinks,
+    totals,
+    full,
+    rope_full,
+    ready,
+    go,
+    empty,
+    out_token,
+    out_head,
+    requests,
+    min_tiles,
+    HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    PAGE: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    RANK: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHO: gl.constexpr,
+    SHARED: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Columns WHO RANK / 2 and following of the sums. The first of the two fetches, since it has
+    time."""
     TOTAL: gl.constexpr = HEADS * QUERIES
     HALF: gl.constexpr = RANK // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -248,15 +367,21 @@ def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial
     tile, last = span(starts, requests, min_tiles)
     if tile < last:
         request = gl.load(first + gl.program_id(1))
-        ahead, next_at = request, 0  # whose the tile is that was fetched last, and where it begins in the cache
+        # whose the tile is that was fetched last, and where it begins in the cache
+        ahead = request
+        next_at = 0
         if WHO == 0:
             for i in gl.static_range(STAGES):
                 if tile + i < last:
-                    ahead, next_at = _locate(tables, table_row, starts, ahead, tile + i, PAGE, TOKENS)
+                    ahead, next_at = _locate(
+                        tables, table_row, starts, ahead, tile + i, PAGE, TOKENS
+                    )
                     _fetch(latent_tma, next_at, full.index(i), latents.index(i))
                     if i < 2:
                         _fetch(rope_tma, next_at, rope_full.index(i), ropes.index(i))
-        stage, phase, turn = 0, 0, 0
+        stage = 0
+        phase = 0
+        turn = 0
         while tile < last:
             request = _owner(starts, request, tile)
             stop = gl.minimum(gl.load(starts + request + 1), last)
@@ -265,11 +390,17 @@ def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial
             while tile < stop:
                 mbarrier.wait(ready.index(stage), phase)
                 acc = acc * shrinks.index(stage).load(ROW)[:, None]
-                values = latents.index(stage)._reinterpret(gl.bfloat16, [2, TOKENS, HALF], SHARED).index(WHO)
+                values = (
+                    latents.index(stage)
+                    ._reinterpret(gl.bfloat16, [2, TOKENS, HALF], SHARED)
+                    .index(WHO)
+                )
                 mbarrier.wait(go.index(stage), phase)
                 if tile + 1 == stop:
                     total = totals.index(stage).load(ROW)
-                acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(ropes.index(turn % 2), values, acc, is_async=True)])
+                acc = warpgroup_mma_wait(
+                    0, deps=[warpgroup_mma(ropes.index(turn % 2), values, acc, is_async=True)]
+                )
                 if WHO == 1:
                     mbarrier.arrive(empty.index(stage), count=1)
                 else:
@@ -278,11 +409,14 @@ def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial
                     if tile + 2 < last:
                         _fetch(rope_tma, next_at, rope_full.index(turn % 2), ropes.index(turn % 2))
                     if tile + STAGES < last:
-                        ahead, next_at = _locate(tables, table_row, starts, ahead, tile + STAGES, PAGE, TOKENS)
+                        ahead, next_at = _locate(
+                            tables, table_row, starts, ahead, tile + STAGES, PAGE, TOKENS
+                        )
                         _fetch(latent_tma, next_at, full.index(stage), latents.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
                 turn = turn + 1
-                tile = tile + 1  # not +=: tests run this on tensors, which that would change in place
+                # not +=: tests run this on tensors, which that would change in place
+                tile = tile + 1
             acc = acc * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
             row = _rows(gl.program_id(0), ROWS, ROW)
             column = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, SUMS))
@@ -297,11 +431,41 @@ def _add_up(latent_tma, rope_tma, tables, table_row, starts, first, out, partial
 
 
 @gluon.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
-def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, starts, first, out, partial, lse, factor, q_token, q_head,
-                       qr_token, qr_head, table_row, out_token, out_head, requests, min_tiles, HEADS: gl.constexpr, QUERIES: gl.constexpr,
-                       PAGE: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
-                       STAGES: gl.constexpr, REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
-    """Grid (row blocks, workers). `factor` is the softmax scale times log2(e); starts, first, partial, lse as in split_kv.py."""
+def _mla_hopper_kernel(
+    q_latent,
+    q_rope,
+    latent_tma,
+    rope_tma,
+    tables,
+    kv_lens,
+    starts,
+    first,
+    out,
+    partial,
+    lse,
+    factor,
+    q_token,
+    q_head,
+    qr_token,
+    qr_head,
+    table_row,
+    out_token,
+    out_head,
+    requests,
+    min_tiles,
+    HEADS: gl.constexpr,
+    QUERIES: gl.constexpr,
+    PAGE: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    RANK: gl.constexpr,
+    ROPE: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Grid (row blocks, workers). `factor` is the softmax scale times log2(e); starts, first,
+    partial, lse as in split_kv.py."""
     SHARED: gl.constexpr = latent_tma.layout
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     query_ends = gl.allocate_shared_memory(gl.bfloat16, [ROWS, 64], SHARED)
@@ -326,36 +490,185 @@ def _mla_hopper_kernel(q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, 
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_score, (q_latent, q_rope, kv_lens, starts, first, lse, query_ends, query_ropes, latents, ropes, shrinks, totals, full,
-                      rope_full, ready, go, factor, q_token, q_head, qr_token, qr_head, requests, min_tiles, HEADS, QUERIES, ROWS, TOKENS,
-                      RANK, STAGES, SHARED, DEPENDENT)),
-            (_add_up, (latent_tma, rope_tma, tables, table_row, starts, first, out, partial, latents, ropes, shrinks, totals, full,
-                       rope_full, ready, go, empty, out_token, out_head, requests, min_tiles, HEADS, QUERIES, PAGE, ROWS, TOKENS, RANK,
-                       STAGES, 0, SHARED, DEPENDENT)),
-            (_add_up, (latent_tma, rope_tma, tables, table_row, starts, first, out, partial, latents, ropes, shrinks, totals, full,
-                       rope_full, ready, go, empty, out_token, out_head, requests, min_tiles, HEADS, QUERIES, PAGE, ROWS, TOKENS, RANK,
-                       STAGES, 1, SHARED, DEPENDENT)),
+            (
+                _score,
+                (
+                    q_latent,
+                    q_rope,
+                    kv_lens,
+                    starts,
+                    first,
+                    lse,
+                    query_ends,
+                    query_ropes,
+                    latents,
+                    ropes,
+                    shrinks,
+                    totals,
+                    full,
+                    rope_full,
+                    ready,
+                    go,
+                    factor,
+                    q_token,
+                    q_head,
+                    qr_token,
+                    qr_head,
+                    requests,
+                    min_tiles,
+                    HEADS,
+                    QUERIES,
+                    ROWS,
+                    TOKENS,
+                    RANK,
+                    STAGES,
+                    SHARED,
+                    DEPENDENT,
+                ),
+            ),
+            (
+                _add_up,
+                (
+                    latent_tma,
+                    rope_tma,
+                    tables,
+                    table_row,
+                    starts,
+                    first,
+                    out,
+                    partial,
+                    latents,
+                    ropes,
+                    shrinks,
+                    totals,
+                    full,
+                    rope_full,
+                    ready,
+                    go,
+                    empty,
+                    out_token,
+                    out_head,
+                    requests,
+                    min_tiles,
+                    HEADS,
+                    QUERIES,
+                    PAGE,
+                    ROWS,
+                    TOKENS,
+                    RANK,
+                    STAGES,
+                    0,
+                    SHARED,
+                    DEPENDENT,
+                ),
+            ),
+            (
+                _add_up,
+                (
+                    latent_tma,
+                    rope_tma,
+                    tables,
+                    table_row,
+                    starts,
+                    first,
+                    out,
+                    partial,
+                    latents,
+                    ropes,
+                    shrinks,
+                    totals,
+                    full,
+                    rope_full,
+                    ready,
+                    go,
+                    empty,
+                    out_token,
+                    out_head,
+                    requests,
+                    min_tiles,
+                    HEADS,
+                    QUERIES,
+                    PAGE,
+                    ROWS,
+                    TOKENS,
+                    RANK,
+                    STAGES,
+                    1,
+                    SHARED,
+                    DEPENDENT,
+                ),
+            ),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
-    )  # fmt: skip
+    )
 
 
 def supported(q_latent: Tensor, cache: Tensor, rows: int, tokens: int) -> bool:
-    """bf16 queries and cache of DeepSeek's widths, whole tiles in a page, and a schedule of this kernel's tiles."""
-    fits = q_latent.dtype == cache.dtype == torch.bfloat16 and q_latent.shape[-1] == RANK and cache.shape[-1] == RANK + ROPE
-    return fits and cache.shape[1] % TOKENS == 0 and cache.stride(1) % 8 == 0 and (rows, tokens) == (ROWS, TOKENS)
+    """bf16 queries and cache of DeepSeek's widths, whole tiles in a page, and a schedule of this
+    kernel's tiles."""
+    fits = (
+        q_latent.dtype == cache.dtype == torch.bfloat16
+        and q_latent.shape[-1] == RANK
+        and cache.shape[-1] == RANK + ROPE
+    )
+    return (
+        fits
+        and cache.shape[1] % TOKENS == 0
+        and cache.stride(1) % 8 == 0
+        and (rows, tokens) == (ROWS, TOKENS)
+    )
 
 
-def launch(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, kv_lens: Tensor, factor: float, plan: SplitPlan, out: Tensor,
-           grid: tuple[int, int]) -> None:  # fmt: skip
+def launch(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    kv_lens: Tensor,
+    factor: float,
+    plan: SplitPlan,
+    out: Tensor,
+    grid: tuple[int, int],
+) -> None:
     """As mla_decode.mla_decode, which puts partial results together afterwards."""
-    rows, (_, heads, _) = cache.flatten(0, 1), q_latent.shape
+    rows = cache.flatten(0, 1)
+    (_, heads, _) = q_latent.shape
     layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
     latent_tma = TensorDescriptor.from_tensor(rows[:, :RANK], [TOKENS, RANK], layout)
     rope_tma = TensorDescriptor.from_tensor(rows[:, RANK:], [TOKENS, ROPE], layout)
     _mla_hopper_kernel[grid](
-        q_latent, q_rope, latent_tma, rope_tma, tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, factor,
-        q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), tables.stride(0), out.stride(0), out.stride(1),
-        kv_lens.shape[0], plan.min_tiles, heads, q_latent.shape[0] // kv_lens.shape[0], cache.shape[1], ROWS, TOKENS, RANK, ROPE,
-        STAGES, REGISTERS, num_warps=4, maxnreg=168, **dependent(q_latent.device))  # fmt: skip
+        q_latent,
+        q_rope,
+        latent_tma,
+        rope_tma,
+        tables,
+        kv_lens,
+        plan.starts,
+        plan.first,
+        out,
+        plan.partial,
+        plan.lse,
+        factor,
+        q_latent.stride(0),
+        q_latent.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        kv_lens.shape[0],
+        plan.min_tiles,
+        heads,
+        q_latent.shape[0] // kv_lens.shape[0],
+        cache.shape[1],
+        ROWS,
+        TOKENS,
+        RANK,
+        ROPE,
+        STAGES,
+        REGISTERS,
+        num_warps=4,
+        maxnreg=168,
+        **dependent(q_latent.device),
+    )

@@ -1,8 +1,10 @@
-"""Causal attention of packed prompts, each the end of its own context: `Ops.dense_attention` and `Ops.attention` in a prefill step.
+"""Causal attention of packed prompts, each the end of its own context: `Ops.dense_attention` and
+`Ops.attention` in a prefill step.
 
-Online softmax over key tiles (FlashAttention-2, arXiv 2307.08691). The mask is aligned bottom right: query i of Q, with L keys,
-sees keys up to L - Q + i, so a cached prefix is seen by all. A head of 192 columns is two products, 128 + 64, as MLA's nope and
-rope; other sizes that are no power of two are padded with zeros on their way into the tile.
+Online softmax over key tiles (FlashAttention-2, arXiv 2307.08691). The mask is aligned bottom
+right: query i of Q, with L keys, sees keys up to L - Q + i, so a cached prefix is seen by all. A
+head of 192 columns is two products, 128 + 64, as MLA's nope and rope; other sizes that are no power
+of two are padded with zeros on their way into the tile.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ TO_BASE_2 = tl.constexpr(LOG2E)
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """block_m queries by block_n keys a tile; tma: bulk copies (packed keys, or pages of at least block_n)."""
+    """block_m queries by block_n keys a tile; tma: bulk copies (packed keys, or pages of at
+    least block_n)."""
 
     block_m: int
     block_n: int
@@ -46,18 +49,30 @@ class SoFar:
 
 def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> PrefillConfig:
     """The configuration for that many queries of a request."""
-    shape = {"heads": q.shape[1], "groups": groups, "width": q.shape[2], "paged": paged, "queries": queries}
+    shape = {
+        "heads": q.shape[1],
+        "groups": groups,
+        "width": q.shape[2],
+        "paged": paged,
+        "queries": queries,
+    }
     return tuning.config_for("prefill", PrefillConfig, q.device, dtype=str(q.dtype)[6:], **shape)
 
 
 def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[PrefillConfig]:
-    """What is worth trying for that head size and that many queries of a request. For the tune command."""
+    """What is worth trying for that head size and that many queries of a request. For the tune
+    command."""
     if dtype == torch.float32:
         return [PrefillConfig(16, 16, 4, 1, tma=False)]
     if queries <= 16:
         return [PrefillConfig(16, 64, 4, 3)]
     if qk_dim > 128:
-        return [PrefillConfig(128, 64, 8, 3), PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 128, 8, 2), PrefillConfig(64, 64, 4, 3)]
+        return [
+            PrefillConfig(128, 64, 8, 3),
+            PrefillConfig(64, 64, 4, 2),
+            PrefillConfig(128, 128, 8, 2),
+            PrefillConfig(64, 64, 4, 3),
+        ]
     return [
         PrefillConfig(64, 64, 4, 3),
         PrefillConfig(64, 64, 4, 4),
@@ -76,20 +91,55 @@ def _scores(q, q_tail, k, k_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_starts, kv_lens,
-                    firsts, totals, out, factor, q_token, q_head, k_row, k_head, v_row, v_head,
-                    table_row, total_token, total_head, out_token, out_head, SO_FAR: tl.constexpr,
-                    SHARE: tl.constexpr, SIZE: tl.constexpr,
-                    WIDTH: tl.constexpr, TAIL: tl.constexpr, V_SIZE: tl.constexpr, V_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
-    """Grid (query blocks, heads, requests), the longest blocks first. PAGE 0: keys are packed, request after request.
-    A head's SIZE columns are WIDTH + TAIL, or fewer than WIDTH and no TAIL; its V_SIZE columns of values at most V_WIDTH.
+def _prefill_kernel(
+    q,
+    k,
+    v,
+    k_tma,
+    tail_tma,
+    v_tma,
+    tables,
+    query_starts,
+    key_starts,
+    kv_lens,
+    firsts,
+    totals,
+    out,
+    factor,
+    q_token,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    table_row,
+    total_token,
+    total_head,
+    out_token,
+    out_head,
+    SO_FAR: tl.constexpr,
+    SHARE: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAIL: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (query blocks, heads, requests), the longest blocks first. PAGE 0: keys are packed,
+    request after request. A head's SIZE columns are WIDTH + TAIL, or fewer than WIDTH and no
+    TAIL; its V_SIZE columns of values at most V_WIDTH.
 
-    SO_FAR: the softmax goes on from `out`, fp32, and the log of its sum in `totals`; query i sees
-    keys up to `firsts` + i."""
+    SO_FAR: the softmax goes on from `out`, fp32, and the log of its sum in `totals`; query i
+    sees keys up to `firsts` + i."""
     DTYPE: tl.constexpr = q.dtype.element_ty
-    head, request = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
     q_begin = tl.load(query_starts + request)
     queries = (tl.load(query_starts + request + 1) - q_begin).to(tl.int32)
     block = tl.cdiv(queries, BLOCK_M) - 1 - tl.program_id(0)
@@ -101,13 +151,20 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
     group = head // SHARE
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < queries
-    columns, tail_columns = tl.arange(0, WIDTH), WIDTH + tl.arange(0, max(TAIL, 1))
-    v_columns, offsets = tl.arange(0, V_WIDTH), tl.arange(0, BLOCK_N)
-    inside, v_inside = (columns < SIZE)[None, :], (v_columns < V_SIZE)[None, :]
+    columns = tl.arange(0, WIDTH)
+    tail_columns = WIDTH + tl.arange(0, max(TAIL, 1))
+    v_columns = tl.arange(0, V_WIDTH)
+    offsets = tl.arange(0, BLOCK_N)
+    inside = (columns < SIZE)[None, :]
+    v_inside = (v_columns < V_SIZE)[None, :]
     token = q_begin.to(tl.int64) + rows
     q_place = q + token[:, None] * q_token + head * q_head
     q_main = tl.load(q_place + columns[None, :], mask=row_ok[:, None] & inside, other=0.0)
-    q_tail = tl.load(q_place + tail_columns[None, :], mask=row_ok[:, None], other=0.0) if TAIL > 0 else q_main
+    q_tail = (
+        tl.load(q_place + tail_columns[None, :], mask=row_ok[:, None], other=0.0)
+        if TAIL > 0
+        else q_main
+    )
     if SO_FAR:  # where the peak is the log of the sum, the sum itself is 1
         total_place = totals + token * total_token + head * total_head
         before = tl.load(total_place, mask=row_ok, other=float("-inf")) * TO_BASE_2
@@ -128,14 +185,17 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
 
     for j in tl.range(0, plain, num_stages=STAGES):
         if TMA:
-            here = (k_begin + j * BLOCK_N if PAGE == 0 else _row(table, j * BLOCK_N, PAGE)).to(tl.int32)
+            here = (k_begin + j * BLOCK_N if PAGE == 0 else _row(table, j * BLOCK_N, PAGE)).to(
+                tl.int32
+            )
             keys = k_tma.load([here, group * k_head])
             tail = tail_tma.load([here, group * k_head + WIDTH]) if TAIL > 0 else keys
             values = v_tma.load([here, group * v_head])
         else:
             n = j * BLOCK_N + offsets
             slots = tl.cast(k_begin, tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
-            k_rows, v_rows = k + slots * k_row + group * k_head, v + slots * v_row + group * v_head
+            k_rows = k + slots * k_row + group * k_head
+            v_rows = v + slots * v_row + group * v_head
             keys = _whole(k_rows[:, None] + columns[None, :], inside, SIZE >= WIDTH)
             tail = tl.load(k_rows[:, None] + tail_columns[None, :]) if TAIL > 0 else keys
             values = _whole(v_rows[:, None] + v_columns[None, :], v_inside, V_SIZE == V_WIDTH)
@@ -147,13 +207,20 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
         n = j * BLOCK_N + offsets
         ok = (n < length)[:, None]
         slots = tl.cast(k_begin, tl.int64) + n if PAGE == 0 else _slots(table, n, length, PAGE)
-        k_rows, v_rows = k + slots * k_row + group * k_head, v + slots * v_row + group * v_head
+        k_rows = k + slots * k_row + group * k_head
+        v_rows = v + slots * v_row + group * v_head
         keys = tl.load(k_rows[:, None] + columns[None, :], mask=ok & inside, other=0.0)
-        tail = tl.load(k_rows[:, None] + tail_columns[None, :], mask=ok, other=0.0) if TAIL > 0 else keys
+        tail = (
+            tl.load(k_rows[:, None] + tail_columns[None, :], mask=ok, other=0.0)
+            if TAIL > 0
+            else keys
+        )
         values = tl.load(v_rows[:, None] + v_columns[None, :], mask=ok & v_inside, other=0.0)
         scores = _scores(q_main, q_tail, keys, tail, TAIL, PRECISION)
         seen = n[None, :] <= tl.minimum(shift + rows, length - 1)[:, None]
-        weights, shrink, peak, total = _softmax_step(tl.where(seen, scores, float("-inf")), factor, peak, total)
+        weights, shrink, peak, total = _softmax_step(
+            tl.where(seen, scores, float("-inf")), factor, peak, total
+        )
         acc = tl.dot(weights.to(DTYPE), values, acc * shrink[:, None], input_precision=PRECISION)
 
     some = tl.where(total > 0, total, 1.0)
@@ -166,7 +233,8 @@ def _prefill_kernel(q, k, v, k_tma, tail_tma, v_tma, tables, query_starts, key_s
 
 
 def _parts(width: int) -> tuple[int, int]:
-    """A head's columns as (power of two, rest): 192 is 128 + 64. Where the rest would be no power of two the head is padded."""
+    """A head's columns as (power of two, rest): 192 is 128 + 64. Where the rest would be no
+    power of two the head is padded."""
     main = 1 << (width.bit_length() - 1)
     rest = width - main
     fits = main >= 16 and (rest == 0 or (rest >= 16 and rest & (rest - 1) == 0))
@@ -175,7 +243,11 @@ def _parts(width: int) -> tuple[int, int]:
 
 def _bulk(rows: Tensor) -> bool:
     """Bulk copies take rows and heads whose strides are multiples of 16 bytes."""
-    steps = (rows.stride(0) * rows.element_size(), rows.stride(1) * rows.element_size(), rows.data_ptr())
+    steps = (
+        rows.stride(0) * rows.element_size(),
+        rows.stride(1) * rows.element_size(),
+        rows.data_ptr(),
+    )
     return rows.stride(2) == 1 and all(step % 16 == 0 for step in steps)
 
 
@@ -185,9 +257,21 @@ def _descriptor(rows: Tensor, block_n: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(rows, [rows.shape[0], length], [rows.stride(0), 1], [block_n, width])
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, query_starts: Tensor, key_starts: Tensor | None,
-            kv_lens: Tensor, max_query_len: int, scale: float, out: Tensor | None,
-            config: PrefillConfig | None, so_far: SoFar | None = None) -> Tensor:  # fmt: skip
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page: int,
+    tables: Tensor | None,
+    query_starts: Tensor,
+    key_starts: Tensor | None,
+    kv_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    out: Tensor | None,
+    config: PrefillConfig | None,
+    so_far: SoFar | None = None,
+) -> Tensor:
     """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
     tokens, heads, width = q.shape
     config = config or config_for(q, k.shape[1], tables is not None, max_query_len)
@@ -206,7 +290,10 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, q
     v_width = padded(v.shape[2])
     exact = main + tail == width and v_width == v.shape[2]
     tma = config.tma and exact and _bulk(k) and _bulk(v) and page % config.block_n == 0
-    describe = [_descriptor(x, config.block_n, n) if tma and n else None for x, n in ((k, main), (k, tail), (v, v_width))]
+    describe = [
+        _descriptor(x, config.block_n, n) if tma and n else None
+        for x, n in ((k, main), (k, tail), (v, v_width))
+    ]
     grid = (triton.cdiv(max_query_len, config.block_m), heads, kv_lens.shape[0])
     _prefill_kernel[grid](
         q, k, v, *describe, tables, query_starts, key_starts, kv_lens, firsts, totals, out,
@@ -219,20 +306,56 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, page: int, tables: Tensor | None, q
     return out
 
 
-def dense_prefill(q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Tensor, kv_lens: Tensor, max_query_len: int,
-                  scale: float, out: Tensor | None = None, config: PrefillConfig | None = None,
-                  so_far: SoFar | None = None) -> Tensor:  # fmt: skip
-    """Attention over packed keys. q [T, H, D], k [N, G, D], v [N, G, Dv], bf16 or fp32, any row and head strides; query_starts [R + 1],
-    key_starts [R] and kv_lens [R] int on the device: request i owns queries query_starts[i] to [i + 1] and keys from key_starts[i].
-    max_query_len is known on the host; a bound will do. Returns [T, H, Dv]. so_far: the keys are
-    some of each request's, and its `out` is returned."""
+def dense_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+    so_far: SoFar | None = None,
+) -> Tensor:
+    """Attention over packed keys. q [T, H, D], k [N, G, D], v [N, G, Dv], bf16 or fp32, any row
+    and head strides; query_starts [R + 1], key_starts [R] and kv_lens [R] int on the device:
+    request i owns queries query_starts[i] to [i + 1] and keys from key_starts[i]. max_query_len
+    is known on the host; a bound will do. Returns [T, H, Dv]. so_far: the keys are some of each
+    request's, and its `out` is returned."""
     known = (query_starts, key_starts, kv_lens, max_query_len, scale)
     return _launch(q, k, v, 0, None, *known, out, config, so_far)
 
 
-def paged_prefill(q: Tensor, k_plane: Tensor, v_plane: Tensor, tables: Tensor, query_starts: Tensor, kv_lens: Tensor, max_query_len: int,
-                  scale: float, out: Tensor | None = None, config: PrefillConfig | None = None) -> Tensor:  # fmt: skip
-    """Attention over cached keys. q [T, H, D]; planes [pages, page, G, D] and [.., Dv]; tables [R, columns] int, entries past a request's
-    end are never used; query_starts [R + 1] and kv_lens [R] as in `dense_prefill`. Returns [T, H, Dv]."""
-    k, v = k_plane.flatten(0, 1), v_plane.flatten(0, 1)
-    return _launch(q, k, v, k_plane.shape[1], tables, query_starts, None, kv_lens, max_query_len, scale, out, config)
+def paged_prefill(
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    tables: Tensor,
+    query_starts: Tensor,
+    kv_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Attention over cached keys. q [T, H, D]; planes [pages, page, G, D] and [.., Dv]; tables
+    [R, columns] int, entries past a request's end are never used; query_starts [R + 1] and
+    kv_lens [R] as in `dense_prefill`. Returns [T, H, Dv]."""
+    k = k_plane.flatten(0, 1)
+    v = v_plane.flatten(0, 1)
+    return _launch(
+        q,
+        k,
+        v,
+        k_plane.shape[1],
+        tables,
+        query_starts,
+        None,
+        kv_lens,
+        max_query_len,
+        scale,
+        out,
+        config,
+    )

@@ -1,7 +1,8 @@
-"""What lies between the projections and attention, in one kernel a model family: norms, rotary embedding, the write to the cache.
+"""What lies between the projections and attention, in one kernel a model family: norms, rotary
+embedding, the write to the cache.
 
-Rotation keeps the layout, as rorqual.ops.reference.rope does: pairs are (2i, 2i + 1) when interleaved, else (i, i + D/2).
-A negative slot is not written.
+Rotation keeps the layout, as rorqual.ops.reference.rope does: pairs are (2i, 2i + 1) when
+interleaved, else (i, i + D/2). A negative slot is not written.
 """
 
 from __future__ import annotations
@@ -40,25 +41,45 @@ def _rotate_heads(source, target, cos, sin, present, SIZE: tl.constexpr, INTERLE
     here = present[:, None]
     value = tl.load(source[:, None] + offsets[None, :], mask=here, other=0.0).to(tl.float32)
     other = tl.load(source[:, None] + partner[None, :], mask=here, other=0.0).to(tl.float32)
-    c, s = tl.load(cos + pair), tl.load(sin + pair)
+    c = tl.load(cos + pair)
+    s = tl.load(sin + pair)
     y = _rotated(value, other, c[None, :], s[None, :], sign[None, :])
     tl.debug_barrier()
     tl.store(target[:, None] + offsets[None, :], y.to(target.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def _rope_kernel(x, out, cos, sin, heads, x_token, x_head, o_token, o_head, HEADS: tl.constexpr, SIZE: tl.constexpr,
-                 INTERLEAVED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """HEADS heads of a token a program. Each element is read with its partner before anything is stored, so x may be out."""
+def _rope_kernel(
+    x,
+    out,
+    cos,
+    sin,
+    heads,
+    x_token,
+    x_head,
+    o_token,
+    o_head,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """HEADS heads of a token a program. Each element is read with its partner before anything is
+    stored, so x may be out."""
     wait_for_inputs(DEPENDENT)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     angle = token * (SIZE // 2)
-    source, target = x + token * x_token + head * x_head, out + token * o_token + head * o_head
+    source = x + token * x_token + head * x_head
+    target = out + token * o_token + head * o_head
     _rotate_heads(source, target, cos + angle, sin + angle, head < heads, SIZE, INTERLEAVED)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None) -> Tensor:
-    """x [T, heads, D] with D a power of two, cos and sin [T, D/2] fp32 contiguous; `out` may be x itself: rotated in place."""
+def rope(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | None = None
+) -> Tensor:
+    """x [T, heads, D] with D a power of two, cos and sin [T, D/2] fp32 contiguous; `out` may be
+    x itself: rotated in place."""
     tokens, heads, size = x.shape
     assert x.stride(2) == 1
     assert cos.is_contiguous()
@@ -74,86 +95,209 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor | N
 
 
 @triton.jit
-def _store_entry(base, weight, cos, sin, target, write, eps, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """[norm(latent) | rotated key] of one token, from base [RANK + ROPE] to target, where a cache of bytes is an fp8 one."""
+def _store_entry(
+    base,
+    weight,
+    cos,
+    sin,
+    target,
+    write,
+    eps,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """[norm(latent) | rotated key] of one token, from base [RANK + ROPE] to target, where a
+    cache of bytes is an fp8 one."""
     dtype: tl.constexpr = base.dtype.element_ty
-    offsets, rotary = tl.arange(0, RANK), tl.arange(0, ROPE)
-    latent = normed(tl.load(base + offsets).to(tl.float32), tl.load(weight + offsets), RANK, eps, dtype)
+    offsets = tl.arange(0, RANK)
+    rotary = tl.arange(0, ROPE)
+    latent = normed(
+        tl.load(base + offsets).to(tl.float32), tl.load(weight + offsets), RANK, eps, dtype
+    )
     partner, pair, sign = _pair(rotary, ROPE, INTERLEAVED)
-    value, other = tl.load(base + RANK + rotary).to(tl.float32), tl.load(base + RANK + partner).to(tl.float32)
+    value = tl.load(base + RANK + rotary).to(tl.float32)
+    other = tl.load(base + RANK + partner).to(tl.float32)
     key = _rotated(value, other, tl.load(cos + pair), tl.load(sin + pair), sign).to(dtype)
     if target.dtype.element_ty == tl.uint8:
         store_row(latent.to(tl.float32), key, target, write, RANK, ROPE)
     else:
         tl.store(target + offsets, latent.to(target.dtype.element_ty), mask=write & (offsets >= 0))
-        tl.store(target + RANK + rotary, key.to(target.dtype.element_ty), mask=write & (rotary >= 0))
+        tl.store(
+            target + RANK + rotary, key.to(target.dtype.element_ty), mask=write & (rotary >= 0)
+        )
 
 
 @triton.jit(do_not_specialize=["scale_block"])
-def _latent_kernel(x, q_weight, kv_weight, cos, sin, slots, plane, q, q_data, q_scale, x_row, slot_row, eps, scale_row, scale_block,
-                   QUERY: tl.constexpr, QUERY_PAD: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
-                   NORM: tl.constexpr, QUANT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's latent, or without a latent
-    (token, 1 ..): BLOCK of the HEADS queries each, whose last ROPE columns turn in place."""
+def _latent_kernel(
+    x,
+    q_weight,
+    kv_weight,
+    cos,
+    sin,
+    slots,
+    plane,
+    q,
+    q_data,
+    q_scale,
+    x_row,
+    slot_row,
+    eps,
+    scale_row,
+    scale_block,
+    QUERY: tl.constexpr,
+    QUERY_PAD: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, 0): the cache entry; (token, 1), if there is one: the norm of the query's
+    latent, or without a latent (token, 1 ..): BLOCK of the HEADS queries each, whose last ROPE
+    columns turn in place."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     base = x + token * x_row
     if tl.program_id(1) == 0:
-        slot, angle = tl.load(slots + token).to(tl.int64), token * (ROPE // 2)
-        _store_entry(base + QUERY, kv_weight, cos + angle, sin + angle, plane + slot * slot_row, slot >= 0, eps, RANK, ROPE, INTERLEAVED)
+        slot = tl.load(slots + token).to(tl.int64)
+        angle = token * (ROPE // 2)
+        _store_entry(
+            base + QUERY,
+            kv_weight,
+            cos + angle,
+            sin + angle,
+            plane + slot * slot_row,
+            slot >= 0,
+            eps,
+            RANK,
+            ROPE,
+            INTERLEAVED,
+        )
     elif NORM:
         offsets = tl.arange(0, QUERY_PAD)
         inside = offsets < QUERY
         values = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
-        y = normed(values, tl.load(q_weight + offsets, mask=inside, other=0.0), QUERY, eps, x.dtype.element_ty)
+        y = normed(
+            values,
+            tl.load(q_weight + offsets, mask=inside, other=0.0),
+            QUERY,
+            eps,
+            x.dtype.element_ty,
+        )
         if QUANT:
-            store_fp8(y.to(tl.float32), q_data, q_scale, token, 0, QUERY, QUERY, scale_row, scale_block, QUERY_PAD)
+            store_fp8(
+                y.to(tl.float32),
+                q_data,
+                q_scale,
+                token,
+                0,
+                QUERY,
+                QUERY,
+                scale_row,
+                scale_block,
+                QUERY_PAD,
+            )
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
     elif HEADS > 0:
-        head, width, angle = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK), QUERY // HEADS, token * (ROPE // 2)
+        head = (tl.program_id(1) - 1) * BLOCK + tl.arange(0, BLOCK)
+        width = QUERY // HEADS
+        angle = token * (ROPE // 2)
         place = base + head * width + (width - ROPE)
         _rotate_heads(place, place, cos + angle, sin + angle, head < HEADS, ROPE, INTERLEAVED)
 
 
-def latent_epilogue(x: Tensor, q_weight: Tensor | None, kv_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, plane: Tensor,
-                    eps: float, interleaved: bool, quant: bool = False, heads: int = 0) -> Tensor | Quantized | None:  # fmt: skip
-    """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its latent), the kv latent and the rope key.
+def latent_epilogue(
+    x: Tensor,
+    q_weight: Tensor | None,
+    kv_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    plane: Tensor,
+    eps: float,
+    interleaved: bool,
+    quant: bool = False,
+    heads: int = 0,
+) -> Tensor | Quantized | None:
+    """After the joint projection of MLA: x [T, query | rank | rope] holds the query (or its
+    latent), the kv latent and the rope key.
 
-    Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an fp8 one (latent_fp8.py), at slots [T]. With q_weight
-    [query] returns norm(query latent) [T, query], quantized if `quant`; without it None: the query needs no norm, and the last rope
-    columns of each of its `heads` are rotated where they are. rank and rope must be powers of two.
+    Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an fp8 one
+    (latent_fp8.py), at slots [T]. With q_weight [query] returns norm(query latent) [T, query],
+    quantized if `quant`; without it None: the query needs no norm, and the last rope columns of
+    each of its `heads` are rotated where they are. rank and rope must be powers of two.
     """
-    tokens, rank, rotary, device = x.shape[0], kv_weight.shape[0], 2 * cos.shape[1], x.device
+    tokens = x.shape[0]
+    rank = kv_weight.shape[0]
+    rotary = 2 * cos.shape[1]
+    device = x.device
     query = x.shape[1] - rank - rotary
     assert x.stride(1) == 1
     assert plane.stride(-1) == 1
     assert plane.stride(0) == plane.shape[1] * plane.stride(1)
-    normal = torch.empty(tokens, query, dtype=x.dtype, device=device) if q_weight is not None and not quant else None
+    normal = (
+        torch.empty(tokens, query, dtype=x.dtype, device=device)
+        if q_weight is not None and not quant
+        else None
+    )
     packed = Quantized.empty(tokens, query, device) if q_weight is not None and quant else None
-    data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
+    data, scale, strides = (
+        (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
+    )
     if tokens:
         block = min(8, next_power(heads))
         _latent_kernel[tokens, 2 if q_weight is not None else 1 + triton.cdiv(heads, block)](
-            x, q_weight, kv_weight, cos, sin, slots, plane, normal, data, scale, x.stride(0), plane.stride(1), eps, *strides, query,
-            max(128, next_power(query)), rank, rotary, interleaved, q_weight is not None, quant,
-            0 if q_weight is not None else heads, block, num_warps=4, **dependent(device))  # fmt: skip
+            x,
+            q_weight,
+            kv_weight,
+            cos,
+            sin,
+            slots,
+            plane,
+            normal,
+            data,
+            scale,
+            x.stride(0),
+            plane.stride(1),
+            eps,
+            *strides,
+            query,
+            max(128, next_power(query)),
+            rank,
+            rotary,
+            interleaved,
+            q_weight is not None,
+            quant,
+            0 if q_weight is not None else heads,
+            block,
+            num_warps=4,
+            **dependent(device),
+        )
     return packed if packed is not None else normal
 
 
 @triton.jit
 def _normed_pairs(base, weight, cos, sin, present, eps, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Heads at base [n], normed and rotated: their first and their second halves, [n, HALF] each."""
+    """Heads at base [n], normed and rotated: their first and their second halves, [n, HALF]
+    each."""
     columns = tl.arange(0, HALF)
     place = base[:, None] + columns[None, :]
     first = tl.load(place, mask=present[:, None], other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=present[:, None], other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
-    w1, w2 = tl.load(weight + columns).to(tl.float32), tl.load(weight + HALF + columns).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[
+        :, None
+    ]
+    w1 = tl.load(weight + columns).to(tl.float32)
+    w2 = tl.load(weight + HALF + columns).to(tl.float32)
     first = ((first * scale).to(dtype).to(tl.float32) * w1[None, :]).to(dtype).to(tl.float32)
     second = ((second * scale).to(dtype).to(tl.float32) * w2[None, :]).to(dtype).to(tl.float32)
-    c, s = tl.load(cos + columns)[None, :], tl.load(sin + columns)[None, :]
+    c = tl.load(cos + columns)[None, :]
+    s = tl.load(sin + columns)[None, :]
     return (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
 
 
@@ -165,18 +309,44 @@ def _store_pairs(target, first, second, present, HALF: tl.constexpr):
 
 
 @triton.jit
-def _heads_kernel(x, q_weight, k_weight, cos, sin, slots, k_plane, v_plane, q, x_row, k_slot, k_head, v_slot, v_head, eps,
-                  HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP_PAD: tl.constexpr,
-                  DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (token, part): BLOCK query heads, or in the last part all keys and values of the token."""
+def _heads_kernel(
+    x,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    slots,
+    k_plane,
+    v_plane,
+    q,
+    x_row,
+    k_slot,
+    k_head,
+    v_slot,
+    v_head,
+    eps,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, part): BLOCK query heads, or in the last part all keys and values of the
+    token."""
     wait_for_inputs(DEPENDENT)
     HALF: tl.constexpr = SIZE // 2
     dtype: tl.constexpr = x.dtype.element_ty
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, cos, sin = x + token * x_row, cos + token * HALF, sin + token * HALF
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = x + token * x_row
+    cos = cos + token * HALF
+    sin = sin + token * HALF
     if part < tl.num_programs(1) - 1:
         head = part * BLOCK + tl.arange(0, BLOCK)
-        q1, q2 = _normed_pairs(row + head * SIZE, q_weight, cos, sin, head < HEADS, eps, HALF, dtype)
+        q1, q2 = _normed_pairs(
+            row + head * SIZE, q_weight, cos, sin, head < HEADS, eps, HALF, dtype
+        )
         _store_pairs(q + (token * HEADS + head) * SIZE, q1, q2, head < HEADS, HALF)
     else:
         group = tl.arange(0, GROUP_PAD)
@@ -191,15 +361,28 @@ def _heads_kernel(x, q_weight, k_weight, cos, sin, slots, k_plane, v_plane, q, x
         _store_pairs(v_plane + slot * v_slot + group * v_head, v1, v2, present, HALF)
 
 
-def heads_epilogue(x: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_plane: Tensor,
-                   v_plane: Tensor, eps: float) -> Tensor:  # fmt: skip
-    """After Qwen3's joint projection: x [T, (H + 2 G) D] holds queries, keys and values, head after head.
+def heads_epilogue(
+    x: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    eps: float,
+) -> Tensor:
+    """After Qwen3's joint projection: x [T, (H + 2 G) D] holds queries, keys and values, head after
+    head.
 
-    Norms queries and keys by head (weights [D]), rotates them (half-split pairs; cos and sin [T, D/2] fp32), writes keys and values
-    to planes [pages, page, G, D] at slots [T], and returns the queries [T, H, D]. D must be a power of two.
+    Norms queries and keys by head (weights [D]), rotates them (half-split pairs; cos and sin [T,
+    D/2] fp32), writes keys and values to planes [pages, page, G, D] at slots [T], and returns the
+    queries [T, H, D]. D must be a power of two.
     """
-    size, groups = q_weight.shape[0], k_plane.shape[2]
-    tokens, heads = x.shape[0], x.shape[1] // size - 2 * groups
+    size = q_weight.shape[0]
+    groups = k_plane.shape[2]
+    tokens = x.shape[0]
+    heads = x.shape[1] // size - 2 * groups
     assert x.stride(1) == 1
     assert size == next_power(size)
     assert cos.is_contiguous()
@@ -208,9 +391,29 @@ def heads_epilogue(x: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, s
         assert plane.stride(-1) == 1
         assert plane.stride(0) == plane.shape[1] * plane.stride(1)
     q = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
-    block = min(next_power(heads), 8 if tokens <= 64 else 32)  # few tokens: more programs, many: longer ones
+    # few tokens: more programs, many: longer ones
+    block = min(next_power(heads), 8 if tokens <= 64 else 32)
     if tokens:
         _heads_kernel[tokens, triton.cdiv(heads, block) + 1](
-            x, q_weight, k_weight, cos, sin, slots, k_plane, v_plane, q, x.stride(0), *k_plane.stride()[1:3], *v_plane.stride()[1:3],
-            eps, heads, groups, size, block, next_power(groups), num_warps=4, **dependent(x.device))  # fmt: skip
+            x,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            slots,
+            k_plane,
+            v_plane,
+            q,
+            x.stride(0),
+            *k_plane.stride()[1:3],
+            *v_plane.stride()[1:3],
+            eps,
+            heads,
+            groups,
+            size,
+            block,
+            next_power(groups),
+            num_warps=4,
+            **dependent(x.device),
+        )
     return q

@@ -1,9 +1,11 @@
-"""Sharing out the cached tokens of a decode batch among programs, and putting the partial results together again.
+"""Sharing out the cached tokens of a decode batch among programs, and putting the partial results
+together again.
 
-The KV of all requests, cut into tiles of `block_n` tokens, is laid end to end; worker w takes tiles [w * chunk, (w + 1) * chunk). So
-mixed lengths load the card evenly, and no length is needed on the host. A worker meets whole requests, whose result it writes
-directly, and at most two it shares with neighbours: the one it inherits (partial 2w) and the one it hands on (partial 2w + 1).
-The same idea is FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).
+The KV of all requests, cut into tiles of `block_n` tokens, is laid end to end; worker w takes tiles
+[w * chunk, (w + 1) * chunk). So mixed lengths load the card evenly, and no length is needed on the
+host. A worker meets whole requests, whose result it writes directly, and at most two it shares with
+neighbours: the one it inherits (partial 2w) and the one it hands on (partial 2w + 1). The same idea
+is FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from rorqual.ops.triton.runtime.launch import dependent, wait_for_inputs
 class SplitPlan:
     """One step's schedule, made on the device from `kv_lens`; used by every layer of the step.
 
-    starts [R + 1] int32: first tile of each request, then the total. first [workers] int32: the request a worker begins with.
-    partial [2 workers, rows, width] and lse [2 workers, rows] fp32: unfinished outputs (normalized) and their log2-sum-exp2.
+    starts [R + 1] int32: first tile of each request, then the total. first [workers] int32: the
+    request a worker begins with. partial [2 workers, rows, width] and lse [2 workers, rows] fp32:
+    unfinished outputs (normalized) and their log2-sum-exp2.
     """
 
     starts: Tensor
@@ -44,7 +47,9 @@ def _chunk(total, workers, min_tiles):
 
 
 @triton.jit(do_not_specialize=["requests", "min_tiles"])
-def _plan_kernel(kv_lens, starts, first, requests, min_tiles, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr):
+def _plan_kernel(
+    kv_lens, starts, first, requests, min_tiles, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr
+):
     worker = tl.program_id(0)
     index = tl.arange(0, REQUESTS)
     tiles = tl.cdiv(tl.load(kv_lens + index, mask=index < requests, other=0), BLOCK_N).to(tl.int32)
@@ -57,9 +62,13 @@ def _plan_kernel(kv_lens, starts, first, requests, min_tiles, BLOCK_N: tl.conste
         tl.store(starts + 1 + index, ends, mask=index < requests)
 
 
-def split_plan(kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows: int, width: int) -> SplitPlan:
-    """kv_lens [R] int on the device. rows: query tokens a request times heads; width: columns of the output."""
-    requests, device = kv_lens.shape[0], kv_lens.device
+def split_plan(
+    kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows: int, width: int
+) -> SplitPlan:
+    """kv_lens [R] int on the device. rows: query tokens a request times heads; width: columns of
+    the output."""
+    requests = kv_lens.shape[0]
+    device = kv_lens.device
     starts = torch.empty(requests + 1, dtype=torch.int32, device=device)
     first = torch.empty(workers, dtype=torch.int32, device=device)
     partial = torch.empty(2 * workers, rows, width, dtype=torch.float32, device=device)
@@ -70,9 +79,20 @@ def split_plan(kv_lens: Tensor, workers: int, block_n: int, min_tiles: int, rows
 
 
 @triton.jit
-def _together(partial, lse, rows, row_ok, head_worker, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
-              STEP: tl.constexpr):  # fmt: skip
-    """Rows [BLOCK_R] of a request that `count` workers from head_worker on share: the weighted sum of their partials, [BLOCK_R, WIDTH]."""
+def _together(
+    partial,
+    lse,
+    rows,
+    row_ok,
+    head_worker,
+    count,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Rows [BLOCK_R] of a request that `count` workers from head_worker on share: the weighted
+    sum of their partials, [BLOCK_R, WIDTH]."""
     columns = tl.arange(0, WIDTH)
     acc = tl.zeros((BLOCK_R, WIDTH), tl.float32)
     peak = tl.full((BLOCK_R,), -1e30, tl.float32)
@@ -83,7 +103,12 @@ def _together(partial, lse, rows, row_ok, head_worker, count, ROWS: tl.constexpr
         where = slot.to(tl.int64)[None, :] * ROWS + rows[:, None]
         ok = row_ok[:, None] & (split < count)[None, :]
         score = tl.load(lse + where, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        values = tl.load(partial + where[:, :, None] * WIDTH + columns[None, None, :], mask=ok[:, :, None], other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial + where[:, :, None] * WIDTH + columns[None, None, :],
+            mask=ok[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         new_peak = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2(score - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
@@ -94,15 +119,32 @@ def _together(partial, lse, rows, row_ok, head_worker, count, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["requests", "workers", "min_tiles"])
-def _combine_kernel(partial, lse, starts, out, out_token, out_head, requests, workers, min_tiles, HEADS: tl.constexpr,
-                    ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, STEP: tl.constexpr,
-                    DEPENDENT: tl.constexpr):  # fmt: skip
-    """Rows of one request: the weighted sum of its partials; zeros for a request of length 0; nothing if one worker did it all.
-    The output has SIZE columns, the partials WIDTH."""
-    wait_for_inputs(DEPENDENT)  # also where nothing is done: whoever waits for this kernel relies on what came before it
+def _combine_kernel(
+    partial,
+    lse,
+    starts,
+    out,
+    out_token,
+    out_head,
+    requests,
+    workers,
+    min_tiles,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Rows of one request: the weighted sum of its partials; zeros for a request of length 0;
+    nothing if one worker did it all. The output has SIZE columns, the partials WIDTH."""
+    # also where nothing is done: whoever waits for this kernel relies on what came before it
+    wait_for_inputs(DEPENDENT)
     request = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    begin, end = tl.load(starts + request), tl.load(starts + request + 1)
+    begin = tl.load(starts + request)
+    end = tl.load(starts + request + 1)
     chunk = _chunk(tl.load(starts + requests), workers, min_tiles)
     head_worker = begin // chunk
     count = tl.where(end > begin, (end - 1) // chunk - head_worker + 1, 0)
@@ -117,11 +159,31 @@ def _combine_kernel(partial, lse, starts, out, out_token, out_head, requests, wo
 
 
 def combine(plan: SplitPlan, out: Tensor, requests: int) -> None:
-    """Finish `out` [T, H, width] in place: the requests that several workers shared, and those of length 0."""
-    rows, width, heads = plan.partial.shape[1], plan.partial.shape[2], out.shape[1]
-    few = requests * rows < 4096  # few rows: many splits each, so spread the rows and read the splits side by side
+    """Finish `out` [T, H, width] in place: the requests that several workers shared, and those
+    of length 0."""
+    rows = plan.partial.shape[1]
+    width = plan.partial.shape[2]
+    heads = out.shape[1]
+    # few rows: many splits each, so spread the rows and read the splits side by side
+    few = requests * rows < 4096
     block_r, step = (1, 16) if few else (8, 2)
     grid = (requests, triton.cdiv(rows, block_r))
-    _combine_kernel[grid](plan.partial, plan.lse, plan.starts, out, out.stride(0), out.stride(1), requests, plan.workers,
-                          plan.min_tiles, heads, rows, out.shape[2], width, block_r, step, num_warps=4,
-                          **dependent(out.device))  # fmt: skip
+    _combine_kernel[grid](
+        plan.partial,
+        plan.lse,
+        plan.starts,
+        out,
+        out.stride(0),
+        out.stride(1),
+        requests,
+        plan.workers,
+        plan.min_tiles,
+        heads,
+        rows,
+        out.shape[2],
+        width,
+        block_r,
+        step,
+        num_warps=4,
+        **dependent(out.device),
+    )

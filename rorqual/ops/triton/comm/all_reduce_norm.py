@@ -1,4 +1,5 @@
-"""All-reduce, residual addition and RMSNorm in one kernel, over buffers that every card of a host can read and write.
+"""All-reduce, residual addition and RMSNorm in one kernel, over buffers that every card of a host
+can read and write.
 
 Each rank has a buffer of the same shape, addressed by `table` (peers.py):
 
@@ -8,12 +9,14 @@ Each rank has a buffer of the same shape, addressed by `table` (peers.py):
 | data  | 2 * rows * columns * itemsize  | this rank's partial sums, in turn in one half and the other                 |
 | sums  | 2 * rows * columns * itemsize  | sums of the rows that other ranks added up (two-shot)                       |
 
-One block a row; blocks of different rows know nothing of each other. A row's epoch, in this rank's own memory, grows by 2 a call, so a
-flag never has to be reset and a replayed graph continues where it stopped. Halves alternate: a rank may be one call ahead of a
-peer that still reads, never two, since between them lies a wait for that peer. Sums are taken in the order of ranks, so that all ranks
-get the same bits.
+One block a row; blocks of different rows know nothing of each other. A row's epoch, in this rank's
+own memory, grows by 2 a call, so a flag never has to be reset and a replayed graph continues where
+it stopped. Halves alternate: a rank may be one call ahead of a peer that still reads, never two,
+since between them lies a wait for that peer. Sums are taken in the order of ranks, so that all
+ranks get the same bits.
 
-One-shot: every rank reads every row of all ranks. Two-shot: rank row % world adds a row up and writes the sum to all.
+One-shot: every rank reads every row of all ranks. Two-shot: rank row % world adds a row up and
+writes the sum to all.
 """
 
 from __future__ import annotations
@@ -38,26 +41,54 @@ def _data_start(rows: int, world: int) -> int:
 
 @triton.jit
 def _meet(table, row, epoch, rank, WORLD: tl.constexpr, PEERS: tl.constexpr):
-    """Tell all ranks that this one has come to `epoch` with `row`, and wait until all have: what they stored before is visible then."""
+    """Tell all ranks that this one has come to `epoch` with `row`, and wait until all have: what
+    they stored before is visible then."""
     tl.debug_barrier()  # every thread's stores come before the flag
     peer = tl.arange(0, PEERS)
     real = peer < WORLD
     theirs = tl.load(table + peer, mask=real, other=0).to(tl.pointer_type(tl.int32))
     epochs = tl.full([PEERS], 0, tl.int32) + epoch
     tl.atomic_xchg(theirs + row * WORLD + rank, epochs, mask=real, sem="release", scope="sys")
-    await_flags(table, tl.load(table + rank).to(tl.pointer_type(tl.int32)) + row * WORLD, peer, real, epoch, WORLD)
+    await_flags(
+        table,
+        tl.load(table + rank).to(tl.pointer_type(tl.int32)) + row * WORLD,
+        peer,
+        real,
+        epoch,
+        WORLD,
+    )
 
 
 @triton.jit
-def _all_reduce_norm_kernel(table, epochs, x, residual, weight, out, total, columns, x_row, r_row, eps, rank, start, half,
-                            SIZE: tl.constexpr, WORLD: tl.constexpr, PEERS: tl.constexpr, TWO_SHOT: tl.constexpr,
-                            DEPENDENT: tl.constexpr):  # fmt: skip
+def _all_reduce_norm_kernel(
+    table,
+    epochs,
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    columns,
+    x_row,
+    r_row,
+    eps,
+    rank,
+    start,
+    half,
+    SIZE: tl.constexpr,
+    WORLD: tl.constexpr,
+    PEERS: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
-    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, SIZE)
     inside = offsets < columns
     kind = x.dtype.element_ty
     epoch = tl.load(epochs + row)
-    place = ((epoch >> 1) & 1) * half + row * columns  # of this row in data; in sums two halves further
+    # of this row in data; in sums two halves further
+    place = ((epoch >> 1) & 1) * half + row * columns
     values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
     mine = at(table, rank, start, kind)
     tl.store(mine + place + offsets, values, mask=inside)
@@ -67,39 +98,77 @@ def _all_reduce_norm_kernel(table, epochs, x, residual, weight, out, total, colu
         if row % WORLD == rank:
             for peer in tl.static_range(WORLD):
                 theirs = at(table, peer, start, kind) + place
-                added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+                added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(
+                    tl.float32
+                )
             for peer in tl.static_range(WORLD):
                 theirs = at(table, peer, start, kind) + place + 2 * half
                 tl.store(theirs + offsets, added.to(kind), mask=inside)
         _meet(table, row, epoch + 2, rank, WORLD, PEERS)
-        added = tl.load(mine + place + 2 * half + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        added = tl.load(
+            mine + place + 2 * half + offsets, mask=inside, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
     else:
         _meet(table, row, epoch + 2, rank, WORLD, PEERS)
         for peer in tl.static_range(WORLD):
             theirs = at(table, peer, start, kind) + place
-            added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+            added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(
+                tl.float32
+            )
     other = tl.load(residual + row * r_row + offsets, mask=inside, other=0.0)
     values = (added.to(kind).to(tl.float32) + other.to(tl.float32)).to(kind)
     tl.store(total + row * columns + offsets, values, mask=inside)
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
-    tl.store(out + row * columns + offsets, normed(values.to(tl.float32), factor, columns, eps, kind), mask=inside)
+    tl.store(
+        out + row * columns + offsets,
+        normed(values.to(tl.float32), factor, columns, eps, kind),
+        mask=inside,
+    )
     tl.store(epochs + row, epoch + 2)
 
 
 def all_reduce_norm(
-    table: Tensor, epochs: Tensor, rank: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
+    table: Tensor,
+    epochs: Tensor,
+    rank: int,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    two_shot: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(sum of x over ranks + residual), that sum + residual), both [T, columns] on every rank. table [world + 1] int64; epochs [rows]
-    int32, zero before the first call, as the buffers are; T at most rows. All ranks call with the same T and `two_shot`."""
+    """(norm(sum of x over ranks + residual), that sum + residual), both [T, columns] on every
+    rank. table [world + 1] int64; epochs [rows] int32, zero before the first call, as the
+    buffers are; T at most rows. All ranks call with the same T and `two_shot`."""
     tokens, columns = x.shape
     assert tokens <= epochs.shape[0], (tokens, epochs.shape)
     assert x.stride(1) == residual.stride(1) == 1
-    rows, world = epochs.shape[0], table.shape[0] - 1
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    rows = epochs.shape[0]
+    world = table.shape[0] - 1
+    out = torch.empty_like(x)
+    total = torch.empty_like(x)
     size = max(16, next_power(columns))
     if tokens:
         _all_reduce_norm_kernel[tokens,](
-            table, epochs, x, residual, weight, out, total, columns, x.stride(0), residual.stride(0), eps, rank, _data_start(rows, world),
-            rows * columns, size, world, next_power(world), two_shot,
-            num_warps=min(16, max(1, size // 512)), **dependent(x.device))  # fmt: skip
+            table,
+            epochs,
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            columns,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            rank,
+            _data_start(rows, world),
+            rows * columns,
+            size,
+            world,
+            next_power(world),
+            two_shot,
+            num_warps=min(16, max(1, size // 512)),
+            **dependent(x.device),
+        )
     return out, total

@@ -1,8 +1,11 @@
-"""Rows to the ranks that hold their experts, and their sums back, over buffers that every card of a host can read and write.
+"""Rows to the ranks that hold their experts, and their sums back, over buffers that every card of a
+host can read and write.
 
-Four kernels make one exchange: `dispatch` sends, `arrival` waits for what others sent, `send_combine` sends partial sums home, `combine` waits
-for them and adds. A row goes once to each rank that holds any of its experts; the capacity of a block of rows is that of the step's
-longest rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each rank's buffer (peers.py):
+Four kernels make one exchange: `dispatch` sends, `arrival` waits for what others sent,
+`send_combine` sends partial sums home, `combine` waits for them and adds. A row goes once to each
+rank that holds any of its experts; the capacity of a block of rows is that of the step's longest
+rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each
+rank's buffer (peers.py):
 
 | part    | bytes                          | content                                                                               |
 |---------|--------------------------------|---------------------------------------------------------------------------------------|
@@ -13,26 +16,34 @@ longest rank, which the host knows, so nothing is counted on the host and everyt
 | weights | 4 * world * rows * top_k       | fp32                                                                                  |
 | sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r came back from rank r                |
 
-Every place of a block is written at each call, those without a row with -1, so what arrived is used where it lies and no count is sent.
+Every place of a block is written at each call, those without a row with -1, so what arrived is used
+where it lies and no count is sent.
 
-Writes go out and nothing is read over the links: a write is on its way while the next one is made, a read waits for a round trip.
-Pulling sums would also need a copy of them in a place that others can read; `send_combine` is that copy, made where it is wanted.
+Writes go out and nothing is read over the links: a write is on its way while the next one is made,
+a read waits for a round trip. Pulling sums would also need a copy of them in a place that others
+can read; `send_combine` is that copy, made where it is wanted.
 
-Flags count blocks of kernels and are never reset (a replayed graph goes on where it stopped); `totals` [2], this rank's own, says how
-far every flag must have come. Only the kernel in front of a waiting one moves it, so no two blocks disagree about it.
+Flags count blocks of kernels and are never reset (a replayed graph goes on where it stopped);
+`totals` [2], this rank's own, says how far every flag must have come. Only the kernel in front of a
+waiting one moves it, so no two blocks disagree about it.
 
-Why nobody overwrites what another rank still reads, with no barrier but these flags, if all ranks make the same calls in the same order
-on one stream each, and a buffer's next `dispatch` comes after its last `combine`:
+Why nobody overwrites what another rank still reads, with no barrier but these flags, if all ranks
+make the same calls in the same order on one stream each, and a buffer's next `dispatch` comes after
+its last `combine`:
 
-- data, scales, places, weights of rank B are written by A's next `dispatch`, which follows A's `combine`, which waited for B's
-  `send_combine`, which follows all that B's experts read, and itself read `places` for the last time.
-- sums of A are written by B's next `send_combine`, which follows B's `arrival`, which waited for A's next `dispatch`, which follows A's
+- data, scales, places, weights of rank B are written by A's next `dispatch`, which follows A's
+  `combine`, which waited for B's
+`send_combine`, which follows all that B's experts read, and itself read `places` for the last time.
+- sums of A are written by B's next `send_combine`, which follows B's `arrival`, which waited for
+  A's next `dispatch`, which follows A's
   `combine`, their reader. For this every rank waits in `combine`, also one that has no rows.
-- a flag that is ahead does no harm, since a waiting kernel asks for the least; it cannot stand for a call whose data has not come, since
+- a flag that is ahead does no harm, since a waiting kernel asks for the least; it cannot stand for
+  a call whose data has not come, since
   its counts of one call all precede those of the next.
 
-Two exchanges under way at once take two buffers. `arrival` and `combine` wait for `dispatch` and `send_combine` of other cards alone, which
-wait for nothing: no kernel needs all its blocks on a card at once.
+Two exchanges under way at once take two buffers. `arrival` and `combine` wait for `dispatch` and
+`send_combine` of other cards alone, which wait for nothing: no kernel needs all its blocks on a
+card at once.
 """
 
 from __future__ import annotations
@@ -55,7 +66,8 @@ TOKENS_AT_ONCE = 32  # whose picks a block looks at in one go
 
 @dataclass(frozen=True)
 class Areas:
-    """Where the parts of a buffer begin, in bytes; `size` of all. `rows`: the largest capacity; itemsize of hidden states."""
+    """Where the parts of a buffer begin, in bytes; `size` of all. `rows`: the largest capacity;
+    itemsize of hidden states."""
 
     world: int
     rows: int
@@ -67,9 +79,18 @@ class Areas:
     def starts(self) -> tuple[int, ...]:
         """(flags, data, scales, places, weights, sums, end), each on a multiple of 256."""
         places = self.world * self.rows
-        row, scales, picks = self.columns * self.itemsize, 4 * -(-self.columns // ACTIVATION_BLOCK), 4 * self.top_k
+        row = self.columns * self.itemsize
+        scales = 4 * -(-self.columns // ACTIVATION_BLOCK)
+        picks = 4 * self.top_k
         found = [0]
-        for length in (8 * self.world, places * row, places * scales, places * picks, places * picks, places * row):
+        for length in (
+            8 * self.world,
+            places * row,
+            places * scales,
+            places * picks,
+            places * picks,
+            places * row,
+        ):
             found.append(found[-1] + -(-length // 256) * 256)
         return tuple(found)
 
@@ -80,9 +101,11 @@ class Areas:
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which experts the ranks of the axis hold: rank r those of part (r * stride + first) // share, `each` slots a part.
+    """Which experts the ranks of the axis hold: rank r those of part (r * stride + first) //
+    share, `each` slots a part.
 
-    The axis may be some of the ranks of a stage (`stride` apart, from `first`), and `share` neighbours hold columns of the same experts."""
+    The axis may be some of the ranks of a stage (`stride` apart, from `first`), and `share`
+    neighbours hold columns of the same experts."""
 
     each: int
     share: int = 1
@@ -92,8 +115,9 @@ class ExpertPlacement:
 
 @dataclass(frozen=True, eq=False)
 class DispatchBuffer:
-    """One exchange at a time. `start`: of this buffer in the memory behind `table`; `totals` [2] int32, zero at first as the flags are;
-    `rows` [areas.rows, world] int32: where each token's partial sums come back, -1 where none does."""
+    """One exchange at a time. `start`: of this buffer in the memory behind `table`; `totals` [2]
+    int32, zero at first as the flags are; `rows` [areas.rows, world] int32: where each token's
+    partial sums come back, -1 where none does."""
 
     table: Tensor
     start: int
@@ -108,7 +132,9 @@ class DispatchBuffer:
 
 
 @triton.jit
-def _wants(slots, token, tokens, part, TOP_K: tl.constexpr, PICKS: tl.constexpr, EACH: tl.constexpr):
+def _wants(
+    slots, token, tokens, part, TOP_K: tl.constexpr, PICKS: tl.constexpr, EACH: tl.constexpr
+):
     """[tokens, peers] int32: 1 where a token has picked a slot of the peer's part."""
     pick = tl.arange(0, PICKS)
     real = (token < tokens)[:, None] & (pick < TOP_K)[None, :]
@@ -118,27 +144,65 @@ def _wants(slots, token, tokens, part, TOP_K: tl.constexpr, PICKS: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["tokens", "capacity"])
-def _dispatch_kernel(table, totals, x, slots, weights, rows, tokens, capacity, columns, x_row, rank, stride, first,
-                     flags_at, data_at, scales_at, places_at, weights_at, EACH: tl.constexpr, SHARE: tl.constexpr, TOP_K: tl.constexpr,
-                     PICKS: tl.constexpr, SIZE: tl.constexpr, WORLD: tl.constexpr, PEERS: tl.constexpr, CHUNK: tl.constexpr,
-                     QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Block i sends token i, if there is one, and marks place i of each peer's block as empty where fewer tokens go there."""
+def _dispatch_kernel(
+    table,
+    totals,
+    x,
+    slots,
+    weights,
+    rows,
+    tokens,
+    capacity,
+    columns,
+    x_row,
+    rank,
+    stride,
+    first,
+    flags_at,
+    data_at,
+    scales_at,
+    places_at,
+    weights_at,
+    EACH: tl.constexpr,
+    SHARE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WORLD: tl.constexpr,
+    PEERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    QUANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Block i sends token i, if there is one, and marks place i of each peer's block as empty
+    where fewer tokens go there."""
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
-    peer, pick, offsets = tl.arange(0, PEERS), tl.arange(0, PICKS), tl.arange(0, SIZE)
-    real, mine, inside = peer < WORLD, pick < TOP_K, offsets < columns
+    peer = tl.arange(0, PEERS)
+    pick = tl.arange(0, PICKS)
+    offsets = tl.arange(0, SIZE)
+    real = peer < WORLD
+    mine = pick < TOP_K
+    inside = offsets < columns
     kind: tl.constexpr = x.dtype.element_ty
-    values = tl.load(x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0)  # on its way meanwhile
+    # on its way meanwhile
+    values = tl.load(
+        x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0
+    )
     part = tl.where(real, (peer * stride + first) // SHARE, -2)
     none = tl.full([PEERS], 0, tl.int32)
-    before, goes, count = none, none, none
+    before = none
+    goes = none
+    count = none
     for start in range(0, tokens, CHUNK):
         token = start + tl.arange(0, CHUNK)
         wants = _wants(slots, token, tokens, part, TOP_K, PICKS, EACH)
         count += tl.sum(wants, 0)
         before += tl.sum(tl.where((token < block)[:, None], wants, 0), 0)
         goes += tl.sum(tl.where((token == block)[:, None], wants, 0), 0)
-    tl.store(rows + block * WORLD + peer, tl.where(goes > 0, peer * capacity + before, -1), mask=real)
+    tl.store(
+        rows + block * WORLD + peer, tl.where(goes > 0, peer * capacity + before, -1), mask=real
+    )
 
     bases = tl.load(table + peer, mask=real, other=0)
     slot = tl.load(slots + block * TOP_K + pick, mask=mine & (block < tokens), other=0).to(tl.int32)
@@ -149,27 +213,40 @@ def _dispatch_kernel(table, totals, x, slots, weights, rows, tokens, capacity, c
     sent = (goes > 0)[:, None] & mine[None, :]
     tl.store((bases + places_at).to(tl.pointer_type(tl.int32))[:, None] + picks, local, mask=sent)
     shown = tl.broadcast_to(weight[None, :], (PEERS, PICKS))
-    tl.store((bases + weights_at).to(tl.pointer_type(tl.float32))[:, None] + picks, shown, mask=sent)
+    tl.store(
+        (bases + weights_at).to(tl.pointer_type(tl.float32))[:, None] + picks, shown, mask=sent
+    )
     empty = (bases + places_at).to(tl.pointer_type(tl.int32)) + (rank * capacity + block) * TOP_K
     absent = tl.full([PEERS, PICKS], -1, tl.int32)
-    tl.store(empty[:, None] + pick[None, :], absent, mask=(real & (count <= block))[:, None] & mine[None, :])
+    tl.store(
+        empty[:, None] + pick[None, :],
+        absent,
+        mask=(real & (count <= block))[:, None] & mine[None, :],
+    )
 
     if QUANT:
-        blocks, scale_columns = tl.arange(0, SIZE // 128), (columns + 127) // 128
+        blocks = tl.arange(0, SIZE // 128)
+        scale_columns = (columns + 127) // 128
         rounded, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
         rounded = tl.reshape(rounded, (SIZE,))
     for step in tl.static_range(WORLD):
         to = (rank + block + step) % WORLD  # ranks and blocks begin with different peers
         place = tl.sum(tl.where(peer == to, tl.where(goes > 0, before, -1), 0)).to(tl.int64)
         if place >= 0:
-            base, place = tl.load(table + to), rank * capacity + place
+            base = tl.load(table + to)
+            place = rank * capacity + place
             if QUANT:
-                data = tl.multiple_of((base + data_at).to(tl.pointer_type(tl.float8e4nv)), 16) + place * columns
+                data = (
+                    tl.multiple_of((base + data_at).to(tl.pointer_type(tl.float8e4nv)), 16)
+                    + place * columns
+                )
                 tl.store(data + offsets, rounded, mask=inside)
                 factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + place * scale_columns
                 tl.store(factors + blocks, scales, mask=blocks < scale_columns)
             else:
-                data = tl.multiple_of((base + data_at).to(tl.pointer_type(kind)), 16) + place * columns
+                data = (
+                    tl.multiple_of((base + data_at).to(tl.pointer_type(kind)), 16) + place * columns
+                )
                 tl.store(data + offsets, values, mask=inside)
     tl.debug_barrier()  # every thread's stores come before the flags
     flags = (bases + flags_at).to(tl.pointer_type(tl.int32)) + rank
@@ -179,26 +256,50 @@ def _dispatch_kernel(table, totals, x, slots, weights, rows, tokens, capacity, c
 
 
 @triton.jit
-def _arrival_kernel(table, totals, rank, flags_at, WORLD: tl.constexpr, PEERS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """One block. Later kernels are let in only when all is there: they may keep lines of memory that change while this one waits."""
+def _arrival_kernel(
+    table, totals, rank, flags_at, WORLD: tl.constexpr, PEERS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """One block. Later kernels are let in only when all is there: they may keep lines of memory
+    that change while this one waits."""
     if DEPENDENT:
         gdc_wait()
     peer = tl.arange(0, PEERS)
-    await_flags(table, at(table, rank, flags_at, tl.int32), peer, peer < WORLD, tl.load(totals), WORLD)
+    await_flags(
+        table, at(table, rank, flags_at, tl.int32), peer, peer < WORLD, tl.load(totals), WORLD
+    )
     if DEPENDENT:
         gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def _give_back_kernel(table, totals, y, capacity, columns, rank, flags_at, places_at, sums_at, TOP_K: tl.constexpr, PICKS: tl.constexpr,
-                      SIZE: tl.constexpr, WORLD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Block i sends one row of y back to where it came from, if it is one; neighbouring blocks send to different ranks."""
+def _give_back_kernel(
+    table,
+    totals,
+    y,
+    capacity,
+    columns,
+    rank,
+    flags_at,
+    places_at,
+    sums_at,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WORLD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Block i sends one row of y back to where it came from, if it is one; neighbouring blocks
+    send to different ranks."""
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
-    to, place = (rank + block) % WORLD, block // WORLD
+    to = (rank + block) % WORLD
+    place = block // WORLD
     row = (to * capacity + place).to(tl.int64)
-    pick, offsets = tl.arange(0, PICKS), tl.arange(0, SIZE)
-    here = tl.load(at(table, rank, places_at, tl.int32) + row * TOP_K + pick, mask=pick < TOP_K, other=-1)
+    pick = tl.arange(0, PICKS)
+    offsets = tl.arange(0, SIZE)
+    here = tl.load(
+        at(table, rank, places_at, tl.int32) + row * TOP_K + pick, mask=pick < TOP_K, other=-1
+    )
     if tl.max(here) >= 0:
         kind: tl.constexpr = y.dtype.element_ty
         values = tl.load(y + row * columns + offsets, mask=offsets < columns)
@@ -212,29 +313,65 @@ def _give_back_kernel(table, totals, y, capacity, columns, rank, flags_at, place
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _combine_kernel(table, totals, rows, out, tokens, columns, rank, flags_at, sums_at, SIZE: tl.constexpr, WORLD: tl.constexpr,
-                    PEERS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """out[i] = the sum of what came back for token i, in fp32 and in the order of ranks. There is a block also if there is no token."""
+def _combine_kernel(
+    table,
+    totals,
+    rows,
+    out,
+    tokens,
+    columns,
+    rank,
+    flags_at,
+    sums_at,
+    SIZE: tl.constexpr,
+    WORLD: tl.constexpr,
+    PEERS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[i] = the sum of what came back for token i, in fp32 and in the order of ranks. There
+    is a block also if there is no token."""
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    peer, offsets = tl.arange(0, PEERS), tl.arange(0, SIZE)
-    await_flags(table, at(table, rank, flags_at, tl.int32) + WORLD, peer, peer < WORLD, tl.load(totals + 1), WORLD)
+    peer = tl.arange(0, PEERS)
+    offsets = tl.arange(0, SIZE)
+    await_flags(
+        table,
+        at(table, rank, flags_at, tl.int32) + WORLD,
+        peer,
+        peer < WORLD,
+        tl.load(totals + 1),
+        WORLD,
+    )
     if token < tokens:
         kind: tl.constexpr = out.dtype.element_ty
-        sums, total = at(table, rank, sums_at, kind), tl.zeros([SIZE], tl.float32)
+        sums = at(table, rank, sums_at, kind)
+        total = tl.zeros([SIZE], tl.float32)
         for source in tl.static_range(WORLD):
             row = tl.load(rows + token * WORLD + source).to(tl.int64)
-            part = tl.load(sums + row * columns + offsets, mask=(offsets < columns) & (row >= 0), other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                sums + row * columns + offsets,
+                mask=(offsets < columns) & (row >= 0),
+                other=0.0,
+                cache_modifier=".cg",
+            )
             total += part.to(tl.float32)
         tl.store(out + token * columns + offsets, total.to(kind), mask=offsets < columns)
 
 
 def dispatch(
-    buffer: DispatchBuffer, x: Tensor, slots: Tensor, weights: Tensor, capacity: int, place: ExpertPlacement, fp8: bool = False
+    buffer: DispatchBuffer,
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    capacity: int,
+    place: ExpertPlacement,
+    fp8: bool = False,
 ) -> None:
-    """Send x [T, columns] with its picks, slots [T, K] int32 or int64 and weights [T, K] fp32; T at most `capacity`, which is the same on
-    all ranks, at least 1 and at most the buffer's. fp8: as quantize_activation rounds it."""
-    areas, (tokens, columns) = buffer.areas, x.shape
+    """Send x [T, columns] with its picks, slots [T, K] int32 or int64 and weights [T, K] fp32; T
+    at most `capacity`, which is the same on all ranks, at least 1 and at most the buffer's. fp8:
+    as quantize_activation rounds it."""
+    areas = buffer.areas
+    (tokens, columns) = x.shape
     assert tokens <= capacity <= areas.rows, (tokens, capacity, areas)
     assert (columns, slots.shape[1]) == (areas.columns, areas.top_k), (x.shape, slots.shape, areas)
     assert x.stride(1) == 1
@@ -242,28 +379,62 @@ def dispatch(
     size = max(128, next_power(columns))
     starts = buffer.starts[:5]
     _dispatch_kernel[capacity,](
-        buffer.table, buffer.totals, x, slots.contiguous(), weights.contiguous(), buffer.rows, tokens, capacity, columns, x.stride(0),
-        buffer.rank, place.stride, place.first, *starts, place.each, place.share, areas.top_k, next_power(areas.top_k), size, areas.world,
-        next_power(areas.world), TOKENS_AT_ONCE, fp8, num_warps=_warps(size), **dependent(x.device))  # fmt: skip
+        buffer.table,
+        buffer.totals,
+        x,
+        slots.contiguous(),
+        weights.contiguous(),
+        buffer.rows,
+        tokens,
+        capacity,
+        columns,
+        x.stride(0),
+        buffer.rank,
+        place.stride,
+        place.first,
+        *starts,
+        place.each,
+        place.share,
+        areas.top_k,
+        next_power(areas.top_k),
+        size,
+        areas.world,
+        next_power(areas.world),
+        TOKENS_AT_ONCE,
+        fp8,
+        num_warps=_warps(size),
+        **dependent(x.device),
+    )
 
 
 def recv_dispatch(buffer: DispatchBuffer) -> None:
     """What all ranks have sent is there for the kernels behind this one."""
     world = buffer.areas.world
-    _arrival_kernel[1,](buffer.table, buffer.totals, buffer.rank, buffer.starts[0], world, next_power(world), num_warps=1,
-                        **dependent(buffer.table.device))  # fmt: skip
+    _arrival_kernel[1,](
+        buffer.table,
+        buffer.totals,
+        buffer.rank,
+        buffer.starts[0],
+        world,
+        next_power(world),
+        num_warps=1,
+        **dependent(buffer.table.device),
+    )
 
 
 def arrived(
     buffer: DispatchBuffer, memory: Tensor, capacity: int, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """(rows [world * capacity, columns] alone or with their scales, places, weights [world * capacity, K]): views of `memory`, all that
-    is this rank's behind `table`, as bytes."""
+    """(rows [world * capacity, columns] alone or with their scales, places, weights [world *
+    capacity, K]): views of `memory`, all that is this rank's behind `table`, as bytes."""
     areas = buffer.areas
-    count, (_, data, scales, places, weights, _) = areas.world * capacity, buffer.starts
+    count = areas.world * capacity
+    (_, data, scales, places, weights, _) = buffer.starts
 
     def part(start: int, columns: int, kind: torch.dtype) -> Tensor:
-        return memory[start : start + count * columns * kind.itemsize].view(kind).view(count, columns)
+        return (
+            memory[start : start + count * columns * kind.itemsize].view(kind).view(count, columns)
+        )
 
     picks = part(places, areas.top_k, torch.int32), part(weights, areas.top_k, torch.float32)
     if not fp8:
@@ -273,25 +444,56 @@ def arrived(
 
 
 def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
-    """Send the partial sums y [world * capacity, columns] home; rows that stand for no token stay."""
-    areas, (flags, _, _, places, _, sums) = buffer.areas, buffer.starts
+    """Send the partial sums y [world * capacity, columns] home; rows that stand for no token
+    stay."""
+    areas = buffer.areas
+    (flags, _, _, places, _, sums) = buffer.starts
     assert y.shape == (areas.world * capacity, areas.columns), (y.shape, capacity, areas)
     assert y.element_size() == areas.itemsize
     assert y.is_contiguous()
     size = next_power(areas.columns)
     _give_back_kernel[areas.world * capacity,](
-        buffer.table, buffer.totals, y, capacity, areas.columns, buffer.rank, flags, places, sums, areas.top_k,
-        next_power(areas.top_k), size, areas.world, num_warps=_warps(size), **dependent(y.device))  # fmt: skip
+        buffer.table,
+        buffer.totals,
+        y,
+        capacity,
+        areas.columns,
+        buffer.rank,
+        flags,
+        places,
+        sums,
+        areas.top_k,
+        next_power(areas.top_k),
+        size,
+        areas.world,
+        num_warps=_warps(size),
+        **dependent(y.device),
+    )
 
 
 def combine(buffer: DispatchBuffer, like: Tensor) -> Tensor:
-    """The sums of this rank's tokens, [T, columns]: shape and dtype of `like`, their hidden states as they were dispatched."""
-    areas, (tokens, columns) = buffer.areas, like.shape
+    """The sums of this rank's tokens, [T, columns]: shape and dtype of `like`, their hidden
+    states as they were dispatched."""
+    areas = buffer.areas
+    (tokens, columns) = like.shape
     out = torch.empty(tokens, columns, dtype=like.dtype, device=like.device)
     size = next_power(columns)
     _combine_kernel[max(1, tokens),](
-        buffer.table, buffer.totals, buffer.rows, out, tokens, columns, buffer.rank, buffer.starts[0], buffer.starts[5], size, areas.world,
-        next_power(areas.world), num_warps=_warps(size), **dependent(out.device))  # fmt: skip
+        buffer.table,
+        buffer.totals,
+        buffer.rows,
+        out,
+        tokens,
+        columns,
+        buffer.rank,
+        buffer.starts[0],
+        buffer.starts[5],
+        size,
+        areas.world,
+        next_power(areas.world),
+        num_warps=_warps(size),
+        **dependent(out.device),
+    )
     return out
 
 

@@ -1,7 +1,9 @@
-"""y = x W^T with W in fp8 e4m3, one scale a 128x128 block, and x in fp8 with one scale a token and 128 columns.
+"""y = x W^T with W in fp8 e4m3, one scale a 128x128 block, and x in fp8 with one scale a token and
+128 columns.
 
-Partial sums over 128 columns are promoted to fp32. Few tokens: weights on the M side of the tensor cores, columns split over several
-programs, whose partial sums the last one to finish adds up in a fixed order. Many tokens: bulk copies of both operands.
+Partial sums over 128 columns are promoted to fp32. Few tokens: weights on the M side of the tensor
+cores, columns split over several programs, whose partial sums the last one to finish adds up in a
+fixed order. Many tokens: bulk copies of both operands.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from rorqual.ops.triton.runtime.launch import (
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split: at most so many programs share a
-    tile's columns; waves: at most so many programs a multiprocessor (0: one a tile); halves: the tile's weight rows in two products,
-    so that half the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no split); stream: the kernel of
-    linear_stream.py, which has weights on the M side and bulk copies, a split of 1 for whole tiles and m from 8 on; tall: that of
-    linear_tall.py, for m and stages alone."""
+    """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split:
+    at most so many programs share a tile's columns; waves: at most so many programs a
+    multiprocessor (0: one a tile); halves: the tile's weight rows in two products, so that half
+    the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no
+    split); stream: the kernel of linear_stream.py, which has weights on the M side and bulk
+    copies, a split of 1 for whole tiles and m from 8 on; tall: that of linear_tall.py, for m and
+    stages alone."""
 
     m: int
     n: int
@@ -48,9 +52,13 @@ class LinearPlan:
     tall: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a configuration that somebody has stored may be of kernels that were."""
+        """Raises ValueError: a configuration that somebody has stored may be of kernels that
+        were."""
         if self.stream and (self.n != 16 * self.warps or self.n > 128 or self.stages < 2):
-            raise ValueError(f"no streaming product has {self.n} weight rows, {self.warps} warps and {self.stages} stages")
+            raise ValueError(
+                f"no streaming product has {self.n} weight rows, {self.warps} warps and "
+                f"{self.stages} stages"
+            )
 
 
 HALVES = LinearPlan(128, 128, 8, 3, swap=False, tma=True, halves=True)
@@ -58,8 +66,11 @@ MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
 
 
 @triton.jit
-def _tile_of(tile, tokens, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
-    """(token tile, weight tile): GROUP token tiles go through all weight tiles together, so that both stay in the cache."""
+def _tile_of(
+    tile, tokens, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr
+):
+    """(token tile, weight tile): GROUP token tiles go through all weight tiles together, so that
+    both stay in the cache."""
     n_tiles: tl.constexpr = (ROWS + N - 1) // N
     m_tiles = tl.cdiv(tokens, M)
     group = tile // (GROUP * n_tiles)
@@ -69,9 +80,31 @@ def _tile_of(tile, tokens, ROWS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["tokens", "shares", "split", "xs_block"])
-def _linear_kernel(x, x_scale, w, w_scale, bias, y, partials, counters, tokens, shares, split, xs_row, xs_block, y_row, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
-                   TMA: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _linear_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    bias,
+    y,
+    partials,
+    counters,
+    tokens,
+    shares,
+    split,
+    xs_row,
+    xs_block,
+    y_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """shares: blocks of 128 columns a program takes; program (tile, share)."""
     wait_for_inputs(DEPENDENT)
     BLOCKS: tl.constexpr = COLUMNS // 128
@@ -79,22 +112,31 @@ def _linear_kernel(x, x_scale, w, w_scale, bias, y, partials, counters, tokens, 
     share = tl.program_id(1)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, M) * n_tiles, tl.num_programs(0)):
         m_tile, n_tile = _tile_of(tile, tokens, ROWS, M, N, 8)
-        token, row = m_tile * M + tl.arange(0, M), n_tile * N + tl.arange(0, N)
+        token = m_tile * M + tl.arange(0, M)
+        row = n_tile * N + tl.arange(0, N)
         inside = tl.minimum(token, tokens - 1)
         columns = tl.arange(0, 128)
-        x_tile, w_tile = token, row
+        x_tile = token
+        w_tile = row
         if not TMA:
             x_tile = x + inside.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
-            w_tile = w + (row if ROWS % N == 0 else tl.minimum(row, ROWS - 1)).to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+            w_tile = (
+                w
+                + (row if ROWS % N == 0 else tl.minimum(row, ROWS - 1)).to(tl.int64)[:, None]
+                * COLUMNS
+                + columns[None, :]
+            )
         token_scale = x_scale + inside.to(tl.int64) * xs_row
         weight_scale = w_scale + n_tile * N // 128 * BLOCKS
         acc = tl.zeros((N, M) if SWAP else (M, N), tl.float32)
         for block in tl.range(share * shares, tl.minimum(share * shares + shares, BLOCKS)):
             factor = tl.load(token_scale + block * xs_block) * tl.load(weight_scale + block)
             if TMA:
-                xt, wt = x.load([m_tile * M, block * 128]), w.load([n_tile * N, block * 128])
+                xt = x.load([m_tile * M, block * 128])
+                wt = w.load([n_tile * N, block * 128])
             else:
-                xt, wt = tl.load(x_tile + block * 128), tl.load(w_tile + block * 128)
+                xt = tl.load(x_tile + block * 128)
+                wt = tl.load(w_tile + block * 128)
             if SWAP:
                 acc += tl.dot(wt, xt.T) * factor[None, :]
             else:
@@ -105,23 +147,51 @@ def _linear_kernel(x, x_scale, w, w_scale, bias, y, partials, counters, tokens, 
         last = True
         if SPLIT:
             held = partials + token.to(tl.int64)[:, None] * ROWS + row[None, :]
-            tl.store(held + share * tokens.to(tl.int64) * ROWS, acc, mask=valid, cache_modifier=".cg")
-            tl.debug_barrier()  # every thread's part is stored before one of them counts this program in
+            tl.store(
+                held + share * tokens.to(tl.int64) * ROWS, acc, mask=valid, cache_modifier=".cg"
+            )
+            # every thread's part is stored before one of them counts this program in
+            tl.debug_barrier()
             last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == split - 1
             if last:
                 acc = tl.zeros((M, N), tl.float32)
                 for part in range(split):
-                    acc += tl.load(held + part * tokens.to(tl.int64) * ROWS, mask=valid, other=0.0, cache_modifier=".cg")
+                    acc += tl.load(
+                        held + part * tokens.to(tl.int64) * ROWS,
+                        mask=valid,
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
                 tl.store(counters + tile, 0)
         if last:
             if BIAS:
                 acc += tl.load(bias + row, mask=row < ROWS, other=0.0).to(tl.float32)[None, :]
-            tl.store(y + token.to(tl.int64)[:, None] * y_row + row[None, :], acc.to(y.dtype.element_ty), mask=valid)
+            tl.store(
+                y + token.to(tl.int64)[:, None] * y_row + row[None, :],
+                acc.to(y.dtype.element_ty),
+                mask=valid,
+            )
 
 
 @triton.jit(do_not_specialize=["tokens", "xs_block"])
-def _halves_kernel(x, x_scale, w, w_scale, bias, y, tokens, xs_row, xs_block, y_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                   M: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _halves_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    bias,
+    y,
+    tokens,
+    xs_row,
+    xs_block,
+    y_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Many tokens: x and w are descriptors, w's of N / 2 rows."""
     wait_for_inputs(DEPENDENT)
     BLOCKS: tl.constexpr = COLUMNS // 128
@@ -132,9 +202,12 @@ def _halves_kernel(x, x_scale, w, w_scale, bias, y, tokens, xs_row, xs_block, y_
         token = m_tile * M + tl.arange(0, M)
         token_scale = x_scale + tl.minimum(token, tokens - 1).to(tl.int64) * xs_row
         weight_scale = w_scale + n_tile * N // 128 * BLOCKS
-        low, high = tl.zeros((M, HALF), tl.float32), tl.zeros((M, HALF), tl.float32)
+        low = tl.zeros((M, HALF), tl.float32)
+        high = tl.zeros((M, HALF), tl.float32)
         for block in tl.range(0, BLOCKS):
-            factor = (tl.load(token_scale + block * xs_block) * tl.load(weight_scale + block))[:, None]
+            factor = (tl.load(token_scale + block * xs_block) * tl.load(weight_scale + block))[
+                :, None
+            ]
             xt = x.load([m_tile * M, block * 128])
             low += tl.dot(xt, w.load([n_tile * N, block * 128]).T) * factor
             high += tl.dot(xt, w.load([n_tile * N + HALF, block * 128]).T) * factor
@@ -143,12 +216,27 @@ def _halves_kernel(x, x_scale, w, w_scale, bias, y, tokens, xs_row, xs_block, y_
 
 
 @triton.jit
-def _store_half(y, bias, acc, token, first, tokens, y_row, ROWS: tl.constexpr, HALF: tl.constexpr, BIAS: tl.constexpr):
+def _store_half(
+    y,
+    bias,
+    acc,
+    token,
+    first,
+    tokens,
+    y_row,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     row = first + tl.arange(0, HALF)
     if BIAS:
         acc += tl.load(bias + row, mask=row < ROWS, other=0.0).to(tl.float32)[None, :]
     valid = (token < tokens)[:, None] & (row < ROWS)[None, :]
-    tl.store(y + token.to(tl.int64)[:, None] * y_row + row[None, :], acc.to(y.dtype.element_ty), mask=valid)
+    tl.store(
+        y + token.to(tl.int64)[:, None] * y_row + row[None, :],
+        acc.to(y.dtype.element_ty),
+        mask=valid,
+    )
 
 
 def supported(weight: Weight) -> bool:
@@ -158,15 +246,25 @@ def supported(weight: Weight) -> bool:
 
 def plan_for(weight: Weight, tokens: int) -> LinearPlan:
     rows, columns = weight.data.shape
-    return tuning.config_for("linear_fp8", LinearPlan, weight.data.device, tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for(
+        "linear_fp8", LinearPlan, weight.data.device, tokens=tokens, rows=rows, columns=columns
+    )
 
 
-def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
-           plan: LinearPlan | None = None) -> Tensor:  # fmt: skip
-    """x [T, columns], quantized here unless it comes quantized; weight [rows, columns]; returns [T, rows] in `dtype` (x's, or bf16)."""
+def linear(
+    x: Tensor | Quantized,
+    weight: Weight,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    plan: LinearPlan | None = None,
+) -> Tensor:
+    """x [T, columns], quantized here unless it comes quantized; weight [rows, columns]; returns
+    [T, rows] in `dtype` (x's, or bf16)."""
     dtype = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
     x = quantize(x) if isinstance(x, Tensor) else x
-    tokens, rows, device = x.shape[0], weight.data.shape[0], weight.data.device
+    tokens = x.shape[0]
+    rows = weight.data.shape[0]
+    device = weight.data.device
     y = torch.empty(tokens, rows, dtype=dtype, device=device)
     if tokens == 0:
         return y
@@ -182,11 +280,15 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None = None, dt
     return y
 
 
-def _launch_gluon(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+def _launch_gluon(
+    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan
+) -> None:
     from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent, fp8_gemm_sm90_streamk
 
     if plan.stream:
-        fp8_gemm_sm90_streamk.launch(x, weight, bias, y, plan.m, plan.n, plan.warps, plan.stages, plan.split, plan.waves)
+        fp8_gemm_sm90_streamk.launch(
+            x, weight, bias, y, plan.m, plan.n, plan.warps, plan.stages, plan.split, plan.waves
+        )
     elif fp8_gemm_sm90_persistent.fits(weight, y):
         fp8_gemm_sm90_persistent.launch(x, weight, bias, y, plan.m, plan.stages)
     else:
@@ -206,31 +308,80 @@ def _programs(tiles: int, plan: LinearPlan, device: torch.device) -> int:
     return min(tiles, plan.waves * multiprocessors(device)) if plan.waves else tiles
 
 
-def _launch_halves(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
-    (tokens, columns), rows = x.shape, weight.data.shape[0]
+def _launch_halves(
+    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan
+) -> None:
+    (tokens, columns) = x.shape
+    rows = weight.data.shape[0]
     assert plan.n == 128
     programs = _programs(triton.cdiv(tokens, plan.m) * triton.cdiv(rows, plan.n), plan, y.device)
-    operands = TensorDescriptor.from_tensor(x.data, [plan.m, 128]), TensorDescriptor.from_tensor(weight.data, [plan.n // 2, 128])
+    operands = (
+        TensorDescriptor.from_tensor(x.data, [plan.m, 128]),
+        TensorDescriptor.from_tensor(weight.data, [plan.n // 2, 128]),
+    )
     _halves_kernel[programs,](
-        operands[0], x.scale, operands[1], weight.scale, bias, y, tokens, *x.scale.stride(), y.stride(0), rows, columns, plan.m, plan.n,
-        bias is not None, num_warps=plan.warps, num_stages=plan.stages, **dependent(y.device))  # fmt: skip
+        operands[0],
+        x.scale,
+        operands[1],
+        weight.scale,
+        bias,
+        y,
+        tokens,
+        *x.scale.stride(),
+        y.stride(0),
+        rows,
+        columns,
+        plan.m,
+        plan.n,
+        bias is not None,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **dependent(y.device),
+    )
 
 
 def _launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
-    (tokens, columns), rows, device = x.shape, weight.data.shape[0], y.device
+    (tokens, columns) = x.shape
+    rows = weight.data.shape[0]
+    device = y.device
     tiles = triton.cdiv(tokens, plan.m) * triton.cdiv(rows, plan.n)
     shares, split = _split(plan, tiles, columns // 128, multiprocessors(device))
-    partials = torch.empty(split, tokens, rows, dtype=torch.float32, device=device) if split > 1 else None
+    partials = (
+        torch.empty(split, tokens, rows, dtype=torch.float32, device=device) if split > 1 else None
+    )
     counters = zeroed_counters(device, tiles) if split > 1 else None
     x_data, w_data = _operands(x.data, weight.data, plan)
     _linear_kernel[_programs(tiles, plan, device), split](
-        x_data, x.scale, w_data, weight.scale, bias, y, partials, counters, tokens, shares, split, *x.scale.stride(), y.stride(0), rows,
-        columns, plan.m, plan.n, split > 1, plan.swap, plan.tma, bias is not None, num_warps=plan.warps, num_stages=plan.stages,
-        **dependent(device))  # fmt: skip
+        x_data,
+        x.scale,
+        w_data,
+        weight.scale,
+        bias,
+        y,
+        partials,
+        counters,
+        tokens,
+        shares,
+        split,
+        *x.scale.stride(),
+        y.stride(0),
+        rows,
+        columns,
+        plan.m,
+        plan.n,
+        split > 1,
+        plan.swap,
+        plan.tma,
+        bias is not None,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **dependent(device),
+    )
 
 
 def _split(plan: LinearPlan, tiles: int, blocks: int, processors: int) -> tuple[int, int]:
-    """(blocks of columns a program takes, programs a tile): about two programs a multiprocessor, each with enough to do."""
+    """(blocks of columns a program takes, programs a tile): about two programs a multiprocessor,
+    each with enough to do."""
     wanted = min(plan.split, max(1, 2 * processors // tiles), max(1, blocks // MIN_BLOCKS))
     shares = triton.cdiv(blocks, wanted)
     return shares, triton.cdiv(blocks, shares)
@@ -239,4 +390,6 @@ def _split(plan: LinearPlan, tiles: int, blocks: int, processors: int) -> tuple[
 def _operands(x: Tensor, w: Tensor, plan: LinearPlan) -> tuple[Any, Any]:
     if not plan.tma:
         return x, w
-    return TensorDescriptor.from_tensor(x, [plan.m, 128]), TensorDescriptor.from_tensor(w, [plan.n, 128])
+    return TensorDescriptor.from_tensor(x, [plan.m, 128]), TensorDescriptor.from_tensor(
+        w, [plan.n, 128]
+    )

@@ -1,19 +1,25 @@
-"""Block-fp8 products of few tokens on Hopper, in Gluon: the weights stream through shared memory, and all multiprocessors end together.
+"""Block-fp8 products of few tokens on Hopper, in Gluon: the weights stream through shared memory,
+and all multiprocessors end together.
 
-The weights are cut into units of N rows and 128 columns, in the order of rows' tiles and then columns, and every program takes an equal run
-of units, whatever the numbers of tiles and columns are (stream-K). What a program holds of a tile that others share goes to memory, and
-the last of them to finish adds the parts up in the order of columns: a sum depends on shape and configuration alone.
+The weights are cut into units of N rows and 128 columns, in the order of rows' tiles and then
+columns, and every program takes an equal run of units, whatever the numbers of tiles and columns
+are (stream-K). What a program holds of a tile that others share goes to memory, and the last of
+them to finish adds the parts up in the order of columns: a sum depends on shape and configuration
+alone.
 
-Weights lie on the M side of the tensor cores (N rows a tile, 16 a warp), tokens on the N side (M of them, at least 8).
-Bulk copies bring STAGES units at a time; those of weights start before the kernel waits for the one that makes x, since no kernel of a
-step writes weights. The scales of all its units a program fetches at once, before the first: a load that is waited for in each unit, though
-it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64 tokens). The product of a unit is under way while
-that of the unit before it is scaled and added: one after the other, with its waits and a barrier, a unit of 64 rows and 64 tokens took
-340 ns, of which the tensor cores worked 65.
+Weights lie on the M side of the tensor cores (N rows a tile, 16 a warp), tokens on the N side (M of
+them, at least 8). Bulk copies bring STAGES units at a time; those of weights start before the
+kernel waits for the one that makes x, since no kernel of a step writes weights. The scales of all
+its units a program fetches at once, before the first: a load that is waited for in each unit,
+though it was begun a unit before, costs as long as all copies ahead of it (390 ns a unit at 64
+tokens). The product of a unit is under way while that of the unit before it is scaled and added:
+one after the other, with its waits and a barrier, a unit of 64 rows and 64 tokens took 340 ns, of
+which the tensor cores worked 65.
 
-Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the products 4 for each token, beside them
-the scaling 1 and about 130 for waits and barriers. More tokens than M are several blocks, whose programs read the same weights at about
-the same time, so that all but one find them in the L2 cache.
+Cycles of a unit of 128 rows on one multiprocessor: 16 KB at 4.3 TB/s over 132 of them take 880; the
+products 4 for each token, beside them the scaling 1 and about 130 for waits and barriers. More
+tokens than M are several blocks, whose programs read the same weights at about the same time, so
+that all but one find them in the L2 cache.
 """
 
 from __future__ import annotations
@@ -41,14 +47,18 @@ from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage,
 
 SHARED = 227 * 1024 - 1024  # bytes of a program's stages and scales; the rest is for barriers
 SCALES = 32  # so many of each kind a thread has on their way
-MOST_SCALES = 16 * 1024  # tokens times units of a program: larger matrices have more programs than run at once
+# tokens times units of a program: larger matrices have more programs than run at once
+MOST_SCALES = 16 * 1024
 
 
 @gluon.jit
 def _now(x, DEPENDENT: gl.constexpr):
-    """x, not before it is asked for: what is computed from it is not carried through the loop in registers."""
+    """x, not before it is asked for: what is computed from it is not carried through the loop in
+    registers."""
     if DEPENDENT:
-        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+        )
     else:
         return x
 
@@ -68,7 +78,9 @@ def _worker_of(unit, workers, GROUPS: gl.constexpr, ALIGN: gl.constexpr):
 @gluon.jit
 def _row_scales(w_scale, unit, end, N: gl.constexpr, BLOCKS: gl.constexpr):
     """Of the weights of each of these units; 0 from `end` on."""
-    return gl.load(w_scale + unit // BLOCKS * N // 128 * BLOCKS + unit % BLOCKS, mask=unit < end, other=0.0)
+    return gl.load(
+        w_scale + unit // BLOCKS * N // 128 * BLOCKS + unit % BLOCKS, mask=unit < end, other=0.0
+    )
 
 
 @gluon.jit
@@ -80,7 +92,13 @@ def _await(x_here, w_here, stage, phase):
 @gluon.jit
 def _begin(inputs, weights, stage, spare, never):
     """The product of a stage, under way. Of `spare` nothing but its registers is used."""
-    return warpgroup_mma(weights.index(stage), inputs.index(stage).permute((1, 0)), spare, use_acc=never, is_async=True)
+    return warpgroup_mma(
+        weights.index(stage),
+        inputs.index(stage).permute((1, 0)),
+        spare,
+        use_acc=never,
+        is_async=True,
+    )
 
 
 @gluon.jit
@@ -89,21 +107,45 @@ def _factor(factors, unit, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, skip, BLOCKS: gl.constexpr):
+def _refill(
+    x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit, end, skip, BLOCKS: gl.constexpr
+):
     """The stage, which this warp is done with, gets `unit` if there is one."""
     gl.thread_barrier()  # all other warps are, too
     N: gl.constexpr = weights.shape[1]
-    more, column = unit < end, unit % BLOCKS * 128
+    more = unit < end
+    column = unit % BLOCKS * 128
     mbarrier.expect(w_here.index(stage), N * 128, pred=more)
     mbarrier.expect(x_here.index(stage), inputs.shape[1] * 128, pred=more)
-    tma.async_copy_global_to_shared(w_tma, [unit // BLOCKS * N, column], w_here.index(stage), weights.index(stage), pred=more)
-    tma.async_copy_global_to_shared(x_tma, [skip, column], x_here.index(stage), inputs.index(stage), pred=more)
+    tma.async_copy_global_to_shared(
+        w_tma, [unit // BLOCKS * N, column], w_here.index(stage), weights.index(stage), pred=more
+    )
+    tma.async_copy_global_to_shared(
+        x_tma, [skip, column], x_here.index(stage), inputs.index(stage), pred=more
+    )
 
 
 @gluon.jit
-def _turn(product, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES: gl.constexpr,
-          BLOCKS: gl.constexpr):  # fmt: skip
-    """Begins the product of the next unit, then waits for `product`, that of this unit, and gives the stage away."""
+def _turn(
+    product,
+    spare,
+    x_tma,
+    w_tma,
+    inputs,
+    weights,
+    x_here,
+    w_here,
+    stage,
+    phase,
+    unit,
+    end,
+    skip,
+    never,
+    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """Begins the product of the next unit, then waits for `product`, that of this unit, and
+    gives the stage away."""
     coming, turned = next_stage(stage, phase, STAGES)
     _await(x_here, w_here, coming, turned)
     begun = _begin(inputs, weights, coming, spare, never)
@@ -113,7 +155,18 @@ def _turn(product, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, 
 
 
 @gluon.jit
-def _store(y, y_row, bias, acc, tile, tokens, N: gl.constexpr, ROWS: gl.constexpr, BIAS: gl.constexpr, ACC: gl.constexpr):
+def _store(
+    y,
+    y_row,
+    bias,
+    acc,
+    tile,
+    tokens,
+    N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BIAS: gl.constexpr,
+    ACC: gl.constexpr,
+):
     """acc [N, M]: the whole sums of a tile."""
     row = tile * N + gl.arange(0, N, gl.SliceLayout(1, ACC))
     token = gl.arange(0, acc.shape[1], gl.SliceLayout(0, ACC))
@@ -132,8 +185,23 @@ def _put_aside(partials, acc, slot, tokens, N: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(y, y_row, partials, bias, tile, tokens, workers, M: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-            GROUPS: gl.constexpr, ALIGN: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+def _add_up(
+    y,
+    y_row,
+    partials,
+    bias,
+    tile,
+    tokens,
+    workers,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ALIGN: gl.constexpr,
+    BIAS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """The parts of a tile, in the order of their columns, four at a time on their way."""
     ACROSS: gl.constexpr = 16 if N == 64 else 32
     SUM: gl.constexpr = gl.BlockedLayout([1, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
@@ -141,7 +209,8 @@ def _add_up(y, y_row, partials, bias, tile, tokens, workers, M: gl.constexpr, N:
     inside = gl.arange(0, N, gl.SliceLayout(0, SUM))
     row = tile * N + inside
     begin = tile * BLOCKS
-    first, last = _worker_of(begin, workers, GROUPS, ALIGN), _worker_of(begin + BLOCKS - 1, workers, GROUPS, ALIGN)
+    first = _worker_of(begin, workers, GROUPS, ALIGN)
+    last = _worker_of(begin + BLOCKS - 1, workers, GROUPS, ALIGN)
     for chunk in gl.static_range(0, M, CHUNK):
         token = chunk + gl.arange(0, CHUNK, gl.SliceLayout(1, SUM))
         there = (token < tokens)[:, None] & (row < ROWS)[None, :]
@@ -149,22 +218,52 @@ def _add_up(y, y_row, partials, bias, tile, tokens, workers, M: gl.constexpr, N:
         for part in range(first, last + 1, 4):
             for more in gl.static_range(4):
                 worker = part + more
-                slot = 2 * worker + (_first_unit(worker, workers, GROUPS, ALIGN) <= begin).to(gl.int32)
-                place = partials + slot.to(gl.int64) * (M * N) + (token * N)[:, None] + inside[None, :]
-                total = total + gl.load(place, mask=there & (worker <= last), other=0.0, cache_modifier=".cg")
+                slot = 2 * worker + (_first_unit(worker, workers, GROUPS, ALIGN) <= begin).to(
+                    gl.int32
+                )
+                place = (
+                    partials + slot.to(gl.int64) * (M * N) + (token * N)[:, None] + inside[None, :]
+                )
+                total = total + gl.load(
+                    place, mask=there & (worker <= last), other=0.0, cache_modifier=".cg"
+                )
         if BIAS:
             total = total + gl.load(bias + row, mask=row < ROWS, other=0.0).to(gl.float32)[None, :]
-        gl.store(y + (token * y_row)[:, None] + row[None, :], total.to(y.dtype.element_ty), mask=there)
+        gl.store(
+            y + (token * y_row)[:, None] + row[None, :], total.to(y.dtype.element_ty), mask=there
+        )
 
 
 @gluon.jit(do_not_specialize=["tokens", "xs_block"])
-def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, tokens, xs_row, xs_block, y_row, ROWS: gl.constexpr,
-                   COLUMNS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, ALIGN: gl.constexpr,
-                   CHUNKS: gl.constexpr, CHUNK: gl.constexpr, BIAS: gl.constexpr, WARPS: gl.constexpr,
-                   DEPENDENT: gl.constexpr):  # fmt: skip
-    """Grid: (the programs of M tokens, at most one a group of ALIGN units, and of at most CHUNKS CHUNK units each; blocks of M tokens).
-    partials: two slots of [M, N] a program, for the tile it begins in the middle and the one it ends in the middle; counters: units done
-    of each tile of each block, zero before and after."""
+def _stream_kernel(
+    x_tma,
+    x_scale,
+    w_tma,
+    w_scale,
+    bias,
+    y,
+    partials,
+    counters,
+    tokens,
+    xs_row,
+    xs_block,
+    y_row,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    M: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    ALIGN: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    BIAS: gl.constexpr,
+    WARPS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Grid: (the programs of M tokens, at most one a group of ALIGN units, and of at most CHUNKS
+    CHUNK units each; blocks of M tokens). partials: two slots of [M, N] a program, for the tile
+    it begins in the middle and the one it ends in the middle; counters: units done of each tile
+    of each block, zero before and after."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     TILES: gl.constexpr = (ROWS + N - 1) // N
     GROUPS: gl.constexpr = TILES * (BLOCKS // ALIGN)
@@ -172,7 +271,8 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], w_tma.layout)
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = gl.allocate_shared_memory(gl.float32, [CHUNKS * CHUNK, M], FLAT)  # what products of a unit are multiplied by, for each token
+    # what products of a unit are multiplied by, for each token
+    factors = gl.allocate_shared_memory(gl.float32, [CHUNKS * CHUNK, M], FLAT)
     w_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
@@ -181,13 +281,20 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         mbarrier.init(x_here.index(i), count=1)
     fence_async_shared()
 
-    worker, workers, token_block = gl.program_id(0), gl.num_programs(0), gl.program_id(1)
-    skip, tokens = token_block * M, tokens - token_block * M
-    x_scale, y = x_scale + skip * xs_row, y + skip.to(gl.int64) * y_row
+    worker = gl.program_id(0)
+    workers = gl.num_programs(0)
+    token_block = gl.program_id(1)
+    skip = token_block * M
+    tokens = tokens - token_block * M
+    x_scale = x_scale + skip * xs_row
+    y = y + skip.to(gl.int64) * y_row
     if ALIGN < BLOCKS:
-        partials, counters = partials + token_block.to(gl.int64) * (2 * workers * M * N), counters + token_block * TILES
-    unit, end = _first_unit(worker, workers, GROUPS, ALIGN), _first_unit(worker + 1, workers, GROUPS, ALIGN)
-    first_unit, ahead = unit, gl.minimum(end - unit, STAGES)
+        partials = partials + token_block.to(gl.int64) * (2 * workers * M * N)
+        counters = counters + token_block * TILES
+    unit = _first_unit(worker, workers, GROUPS, ALIGN)
+    end = _first_unit(worker + 1, workers, GROUPS, ALIGN)
+    first_unit = unit
+    ahead = gl.minimum(end - unit, STAGES)
     for i in range(ahead):
         mbarrier.expect(w_here.index(i), N * 128)
         mbarrier.expect(x_here.index(i), M * 128)
@@ -195,11 +302,14 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         tma.async_copy_global_to_shared(w_tma, place, w_here.index(i), weights.index(i))
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     place = gl.arange(0, CHUNK * M, EACH)
-    token, asked = place % M, unit + place // M
+    token = place % M
+    asked = unit + place // M
     rows = _row_scales(w_scale, asked, end, N, BLOCKS)
     wait_for_inputs(DEPENDENT)
     for i in range(ahead):
-        tma.async_copy_global_to_shared(x_tma, [skip, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i))
+        tma.async_copy_global_to_shared(
+            x_tma, [skip, (unit + i) % BLOCKS * 128], x_here.index(i), inputs.index(i)
+        )
     chunks = factors._reinterpret(gl.float32, [CHUNKS, CHUNK * M], FLAT)
     for chunk in gl.static_range(CHUNKS):
         if chunk:
@@ -211,31 +321,78 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
 
     gl.thread_barrier()  # factors are there
     never = tokens < 0
-    stage, phase = 0, 0
+    stage = 0
+    phase = 0
     while unit < end:
         tile = unit // BLOCKS
         begin = tile * BLOCKS
-        start, stop = unit, gl.minimum(begin + BLOCKS, end)
+        start = unit
+        stop = gl.minimum(begin + BLOCKS, end)
         acc = gl.full([N, M], 0.0, gl.float32, ACC)
-        # Two products' registers take turns, each under the same name where a turn of the loop begins and ends: else it would be copied,
-        # and waited for.
+        # Two products' registers take turns, each under the same name where a turn of the loop
+        # begins and ends: else it would be copied, and waited for.
         spare = acc
         _await(x_here, w_here, stage, phase)
         part = _begin(inputs, weights, stage, acc, never)
         while unit + 2 < stop:
             other, done, stage, phase = _turn(
-                part, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES, BLOCKS
+                part,
+                spare,
+                x_tma,
+                w_tma,
+                inputs,
+                weights,
+                x_here,
+                w_here,
+                stage,
+                phase,
+                unit,
+                end,
+                skip,
+                never,
+                STAGES,
+                BLOCKS,
             )
             acc = acc + done * _factor(factors, unit - first_unit, ACC)
             unit = unit + 1  # not +=: tests run this on tensors, which that would change in place
             part, spare, stage, phase = _turn(
-                other, done, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES, BLOCKS
+                other,
+                done,
+                x_tma,
+                w_tma,
+                inputs,
+                weights,
+                x_here,
+                w_here,
+                stage,
+                phase,
+                unit,
+                end,
+                skip,
+                never,
+                STAGES,
+                BLOCKS,
             )
             acc = acc + spare * _factor(factors, unit - first_unit, ACC)
             unit = unit + 1
         if unit + 1 < stop:
             other, done, stage, phase = _turn(
-                part, spare, x_tma, w_tma, inputs, weights, x_here, w_here, stage, phase, unit, end, skip, never, STAGES, BLOCKS
+                part,
+                spare,
+                x_tma,
+                w_tma,
+                inputs,
+                weights,
+                x_here,
+                w_here,
+                stage,
+                phase,
+                unit,
+                end,
+                skip,
+                never,
+                STAGES,
+                BLOCKS,
             )
             acc = acc + done * _factor(factors, unit - first_unit, ACC)
             unit = unit + 1
@@ -243,7 +400,9 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
         else:
             done = warpgroup_mma_wait(0, deps=[part])
         acc = acc + done * _factor(factors, unit - first_unit, ACC)
-        _refill(x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit + STAGES, end, skip, BLOCKS)
+        _refill(
+            x_tma, w_tma, inputs, weights, x_here, w_here, stage, unit + STAGES, end, skip, BLOCKS
+        )
         unit = unit + 1
         stage, phase = next_stage(stage, phase, STAGES)
         units = stop - start
@@ -257,14 +416,34 @@ def _stream_kernel(x_tma, x_scale, w_tma, w_scale, bias, y, partials, counters, 
             _put_aside(partials, acc, slot, held, N, ACC)
             gl.thread_barrier()  # every thread's part is stored before one of them counts them in
             if gl.atomic_add(counters + tile, units, sem="acq_rel") + units == BLOCKS:
-                _add_up(y, y_step, partials, bias, tile, held, workers, M, N, ROWS, BLOCKS, GROUPS, ALIGN, BIAS, WARPS)
+                _add_up(
+                    y,
+                    y_step,
+                    partials,
+                    bias,
+                    tile,
+                    held,
+                    workers,
+                    M,
+                    N,
+                    ROWS,
+                    BLOCKS,
+                    GROUPS,
+                    ALIGN,
+                    BIAS,
+                    WARPS,
+                )
                 gl.store(counters + tile, 0)
 
 
-def programs(rows: int, columns: int, n: int, split: int, waves: int, processors: int, blocks: int = 1) -> tuple[int, int]:
-    """(programs of a block of tokens, units of columns that stay together): with a split of 1 whole tiles, else single units, at most
-    `split` programs a tile on average and, of all `blocks`, `waves` a multiprocessor."""
-    tiles, units = -(-rows // n), columns // 128
+def programs(
+    rows: int, columns: int, n: int, split: int, waves: int, processors: int, blocks: int = 1
+) -> tuple[int, int]:
+    """(programs of a block of tokens, units of columns that stay together): with a split of 1
+    whole tiles, else single units, at most `split` programs a tile on average and, of all
+    `blocks`, `waves` a multiprocessor."""
+    tiles = -(-rows // n)
+    units = columns // 128
     align = units if split == 1 or tiles * blocks > COUNTERS else 1
     at_once = max(1, max(1, waves) * processors // blocks)
     return min(tiles * (units // align), at_once, tiles * split if align == 1 else tiles), align
@@ -275,31 +454,72 @@ def shared_bytes(m: int, n: int, stages: int, units: int) -> int:
 
 
 def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple[int, int]:
-    """(CHUNKS, CHUNK) for the scales of m tokens and of all units a program has, SCALES of them a thread at a time."""
+    """(CHUNKS, CHUNK) for the scales of m tokens and of all units a program has, SCALES of them
+    a thread at a time."""
     most = -(-units // align // workers) * align
     chunk = max(1, min(triton.next_power_of_2(most), SCALES * 32 * warps // m))
     return -(-most // chunk), chunk
 
 
-def launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, m: int, n: int, warps: int, stages: int, split: int,
-           waves: int) -> None:  # fmt: skip
-    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T, rows] contiguous. m: tokens a block
-    (several share the weights through the cache); n: rows a tile, 16 a warp; see `programs` for split and waves."""
-    (rows, columns), tokens, device = weight.data.shape, x.shape[0], y.device
+def launch(
+    x: Quantized,
+    weight: Weight,
+    bias: Tensor | None,
+    y: Tensor,
+    m: int,
+    n: int,
+    warps: int,
+    stages: int,
+    split: int,
+    waves: int,
+) -> None:
+    """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T,
+    rows] contiguous. m: tokens a block (several share the weights through the cache); n: rows a
+    tile, 16 a warp; see `programs` for split and waves."""
+    (rows, columns) = weight.data.shape
+    tokens = x.shape[0]
+    device = y.device
     assert y.is_contiguous()
     assert n == 16 * warps <= 128, (n, warps)  # one row of scales a tile
-    blocks, tiles = -(-tokens // m), -(-rows // n)
+    blocks = -(-tokens // m)
+    tiles = -(-rows // n)
     workers, align = programs(rows, columns, n, split, waves, multiprocessors(device), blocks)
     units = tiles * (columns // 128)
     workers = max(workers, -(-units * m // MOST_SCALES))
     chunks, chunk = chunks_of(units, workers, align, m, warps)
-    stages = min(stages, (SHARED - shared_bytes(m, n, 0, chunks * chunk)) // ((n + m) * 128))  # scales of long runs take their room
+    # scales of long runs take their room
+    stages = min(stages, (SHARED - shared_bytes(m, n, 0, chunks * chunk)) // ((n + m) * 128))
     assert stages > 1, "one is multiplied while another fills"
     shared = align * 128 < columns
-    partials = torch.empty(2 * workers * blocks, m, n, dtype=torch.float32, device=device) if shared else None
+    partials = (
+        torch.empty(2 * workers * blocks, m, n, dtype=torch.float32, device=device)
+        if shared
+        else None
+    )
     counters = zeroed_counters(device, tiles * blocks) if shared else None
     layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
     _stream_kernel[workers, blocks](
-        TensorDescriptor.from_tensor(x.data, [m, 128], layout), x.scale, TensorDescriptor.from_tensor(weight.data, [n, 128], layout),
-        weight.scale, bias, y, partials, counters, tokens, *x.scale.stride(), rows, rows, columns, m, n, stages, align, chunks, chunk,
-        bias is not None, warps, num_warps=warps, **dependent(device))  # fmt: skip
+        TensorDescriptor.from_tensor(x.data, [m, 128], layout),
+        x.scale,
+        TensorDescriptor.from_tensor(weight.data, [n, 128], layout),
+        weight.scale,
+        bias,
+        y,
+        partials,
+        counters,
+        tokens,
+        *x.scale.stride(),
+        rows,
+        rows,
+        columns,
+        m,
+        n,
+        stages,
+        align,
+        chunks,
+        chunk,
+        bias is not None,
+        warps,
+        num_warps=warps,
+        **dependent(device),
+    )

@@ -1,7 +1,9 @@
-"""y = x W^T for a few tokens, and the gated pair of an MLP: products that only stream their weights.
+"""y = x W^T for a few tokens, and the gated pair of an MLP: products that only stream their
+weights.
 
-Each program owns a few weight rows and all columns, and multiplies by ordinary arithmetic: no partial sums leave it. Its first tile of
-weights is on its way before the kernel waits for the one that makes x.
+Each program owns a few weight rows and all columns, and multiplies by ordinary arithmetic: no
+partial sums leave it. Its first tile of weights is on its way before the kernel waits for the one
+that makes x.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from torch import Tensor
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
-# Up to so many tokens TritonOps takes this kernel for bf16 and fp16 weights. 0: always the library's product.
+# Up to so many tokens TritonOps takes this kernel for bf16 and fp16 weights. 0: always the
+# library's product.
 TOKENS = 1
 MOST_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class SmallPlan:
-    """n weight rows a program (of a gated pair half as many each), k columns a step, warps, pipeline stages."""
+    """n weight rows a program (of a gated pair half as many each), k columns a step, warps,
+    pipeline stages."""
 
     n: int
     k: int
@@ -37,13 +41,16 @@ def columns_at(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexp
     if EVEN:
         return tl.load(pointers + column)
     else:
-        return tl.load(pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0)
+        return tl.load(
+            pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0
+        )
 
 
 @triton.jit
 def _terms(w, x, M: tl.constexpr):
     """Products before their sum over columns: [N, K] for one token, else [M, N, K]."""
-    w, x = w.to(tl.float32), x.to(tl.float32)
+    w = w.to(tl.float32)
+    x = x.to(tl.float32)
     if M == 1:
         return w * x
     else:
@@ -51,12 +58,29 @@ def _terms(w, x, M: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _small_kernel(x, w, bias, y, tokens, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                  K: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """N rows of y a program. M is the number of tokens rounded up to a power of 2. GATED: w holds ROWS gate rows, then ROWS up rows."""
+def _small_kernel(
+    x,
+    w,
+    bias,
+    y,
+    tokens,
+    x_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """N rows of y a program. M is the number of tokens rounded up to a power of 2. GATED: w
+    holds ROWS gate rows, then ROWS up rows."""
     EVEN: tl.constexpr = COLUMNS % K == 0
     kind: tl.constexpr = y.dtype.element_ty
-    row, columns = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    columns = tl.arange(0, K)
     inside = row if ROWS % N == 0 else tl.minimum(row, ROWS - 1)
     w_rows = w + inside.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     first = columns_at(w_rows, 0, COLUMNS, EVEN, K)  # weights: no kernel of a step writes them
@@ -91,34 +115,63 @@ def chosen(x: Tensor, weight: Tensor) -> bool:
 
 def supported(x: Tensor, weight: Tensor) -> bool:
     plain = x.dim() == 2 and x.stride(1) == 1 and weight.is_contiguous()
-    return plain and x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return (
+        plain
+        and x.shape[0] <= MOST_TOKENS
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 def plan_for(weight: Tensor, tokens: int) -> SmallPlan:
     rows, columns = weight.shape
-    return tuning.config_for("linear_small", SmallPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for(
+        "linear_small", SmallPlan, weight.device, tokens=tokens, rows=rows, columns=columns
+    )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SmallPlan | None = None) -> Tensor:
-    """x [T, columns], T at most MOST_TOKENS; weight [rows, columns] contiguous; bias [rows]; [T, rows] in x's dtype, sums in fp32."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SmallPlan | None = None
+) -> Tensor:
+    """x [T, columns], T at most MOST_TOKENS; weight [rows, columns] contiguous; bias [rows]; [T,
+    rows] in x's dtype, sums in fp32."""
     y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, y, False, plan)
     return y
 
 
 def gate_up(x: Tensor, weight: Tensor, plan: SmallPlan | None = None) -> Tensor:
-    """silu(gate x) * (up x), [T, I], with weight [2 I, columns] holding the gate's rows and then up's."""
+    """silu(gate x) * (up x), [T, I], with weight [2 I, columns] holding the gate's rows and then
+    up's."""
     y = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, y, True, plan)
     return y
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool, plan: SmallPlan | None) -> None:
-    (tokens, rows), columns = y.shape, weight.shape[1]
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, gated: bool, plan: SmallPlan | None
+) -> None:
+    (tokens, rows) = y.shape
+    columns = weight.shape[1]
     if tokens == 0:
         return
     plan = plan or plan_for(weight, tokens)
     n = max(1, plan.n // 2) if gated else plan.n
     _small_kernel[triton.cdiv(rows, n),](
-        x, weight, bias, y, tokens, x.stride(0), rows, columns, next_power(tokens), n, min(plan.k, next_power(columns)), gated,
-        bias is not None, plan.stages, num_warps=plan.warps, **dependent(x.device))  # fmt: skip
+        x,
+        weight,
+        bias,
+        y,
+        tokens,
+        x.stride(0),
+        rows,
+        columns,
+        next_power(tokens),
+        n,
+        min(plan.k, next_power(columns)),
+        gated,
+        bias is not None,
+        plan.stages,
+        num_warps=plan.warps,
+        **dependent(x.device),
+    )

@@ -1,9 +1,11 @@
-"""x [T, H, a] times matrices [H, a, b] head by head for a few tokens: MLA's absorb products, which only stream their matrices.
+"""x [T, H, a] times matrices [H, a, b] head by head for a few tokens: MLA's absorb products, which
+only stream their matrices.
 
-One token goes by ordinary arithmetic, as in linear_small.py; a few take the tensor cores, as in linear_skinny.py: the matrix has the rows
-of the product, the tokens its 16 columns. Either has its matrices on their way before the kernel waits for the one that makes x, which the
-library's product does not. Where the output product behind is an fp8 one, each head's 128 columns are quantized by the program that made
-them.
+One token goes by ordinary arithmetic, as in linear_small.py; a few take the tensor cores, as in
+linear_skinny.py: the matrix has the rows of the product, the tokens its 16 columns. Either has its
+matrices on their way before the kernel waits for the one that makes x, which the library's product
+does not. Where the output product behind is an fp8 one, each head's 128 columns are quantized by
+the program that made them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 from rorqual.ops.triton.rowwise.quantize import room_beside
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
-# TritonOps takes these kernels for so many tokens at most: ordinary arithmetic, tensor cores. Above, the library's product.
+# TritonOps takes these kernels for so many tokens at most: ordinary arithmetic, tensor cores.
+# Above, the library's product.
 TOKENS = 1
 DOT_TOKENS = 16
 MOST_TOKENS = 8  # of ordinary arithmetic
@@ -26,17 +29,40 @@ HEAD = 128  # columns that one scale stands for
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _heads_kernel(x, matrices, out, tokens, x_token, x_head, m_head, m_row, m_column, A: tl.constexpr, B: tl.constexpr,
-                  WIDTH: tl.constexpr, N: tl.constexpr, M: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (head, N columns). A rows of a matrix, padded to WIDTH; M is the number of tokens rounded up to a power of 2."""
+def _heads_kernel(
+    x,
+    matrices,
+    out,
+    tokens,
+    x_token,
+    x_head,
+    m_head,
+    m_row,
+    m_column,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (head, N columns). A rows of a matrix, padded to WIDTH; M is the number of tokens
+    rounded up to a power of 2."""
     head = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, WIDTH), tl.program_id(1) * N + tl.arange(0, N)
+    row = tl.arange(0, WIDTH)
+    column = tl.program_id(1) * N + tl.arange(0, N)
     inside = (row < A)[:, None] & (column < B)[None, :]
-    piece = tl.load(matrices + head * m_head + row[:, None] * m_row + column[None, :] * m_column, mask=inside, other=0.0).to(tl.float32)
+    piece = tl.load(
+        matrices + head * m_head + row[:, None] * m_row + column[None, :] * m_column,
+        mask=inside,
+        other=0.0,
+    ).to(tl.float32)
     wait_for_inputs(DEPENDENT)  # matrices are weights: no kernel of a step writes them
     for token in tl.static_range(M):
         if token < tokens:
-            values = tl.load(x + token * x_token + head * x_head + row, mask=row < A, other=0.0).to(tl.float32)
+            values = tl.load(x + token * x_token + head * x_head + row, mask=row < A, other=0.0).to(
+                tl.float32
+            )
             total = tl.sum(piece * values[:, None], 0)
             place = out + (token * tl.num_programs(0) + head) * B + column
             tl.store(place, total.to(out.dtype.element_ty), mask=column < B)
@@ -44,23 +70,49 @@ def _heads_kernel(x, matrices, out, tokens, x_token, x_head, m_head, m_row, m_co
 
 @triton.jit
 def _piece(pointers, inner, outer, AXIS: tl.constexpr, WHOLE: tl.constexpr):
-    """A tile whose rows along AXIS are in the product where `inner` says so and along the other where `outer` does."""
+    """A tile whose rows along AXIS are in the product where `inner` says so and along the other
+    where `outer` does."""
     if WHOLE:
         return tl.load(pointers)
     else:
-        return tl.load(pointers, mask=tl.expand_dims(inner, 1 - AXIS) & tl.expand_dims(outer, AXIS), other=0.0)
+        return tl.load(
+            pointers, mask=tl.expand_dims(inner, 1 - AXIS) & tl.expand_dims(outer, AXIS), other=0.0
+        )
 
 
 @triton.jit(do_not_specialize=["tokens", "scale_head"])
-def _heads_dot_kernel(x, matrices, out, data, scale, tokens, x_token, x_head, m_head, m_row, m_column, scale_head, A: tl.constexpr,
-                      B: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr,
-                      DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (head, N columns), M tokens of which `tokens` are there, K rows of a matrix at a time. QUANT: N is all columns of a head, and
-    what one scale stands for."""
-    head, heads = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    row, column, token = tl.arange(0, K), tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, M)
+def _heads_dot_kernel(
+    x,
+    matrices,
+    out,
+    data,
+    scale,
+    tokens,
+    x_token,
+    x_head,
+    m_head,
+    m_row,
+    m_column,
+    scale_head,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    QUANT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (head, N columns), M tokens of which `tokens` are there, K rows of a matrix at a
+    time. QUANT: N is all columns of a head, and what one scale stands for."""
+    head = tl.program_id(0).to(tl.int64)
+    heads = tl.num_programs(0)
+    row = tl.arange(0, K)
+    column = tl.program_id(1) * N + tl.arange(0, N)
+    token = tl.arange(0, M)
     WHOLE: tl.constexpr = (A % K == 0) and (B % N == 0)
-    there, ours = token < tokens, column < B
+    there = token < tokens
+    ours = column < B
     part = matrices + head * m_head + column[:, None] * m_column + row[None, :] * m_row
     x_part = x + head * x_head + token.to(tl.int64)[None, :] * x_token + row[:, None]
     first = _piece(part, row < A, ours, 1, WHOLE)  # weights: no kernel of a step writes them
@@ -69,7 +121,8 @@ def _heads_dot_kernel(x, matrices, out, data, scale, tokens, x_token, x_head, m_
     for k in tl.range(K, A, K, num_stages=STAGES):
         piece = _piece(part + k * m_row, k + row < A, ours, 1, WHOLE)
         acc = tl.dot(piece, _piece(x_part + k, k + row < A, there, 0, False), acc)
-    y, keep = acc.to(out.dtype.element_ty), there[None, :] & ours[:, None]
+    y = acc.to(out.dtype.element_ty)
+    keep = there[None, :] & ours[:, None]
     place = (token.to(tl.int64)[None, :] * heads + head) * B + column[:, None]
     tl.store(out + place, y, mask=keep)
     if QUANT:
@@ -86,7 +139,8 @@ def chosen(x: Tensor) -> bool:
 
 
 def heads_matmul(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [T, H, a], T at most 16, columns side by side; matrices [H, a, b] with any strides; [T, H, b] contiguous, sums in fp32."""
+    """x [T, H, a], T at most 16, columns side by side; matrices [H, a, b] with any strides; [T,
+    H, b] contiguous, sums in fp32."""
     if x.shape[0] > TOKENS:
         return heads_dot(x, matrices)
     return heads_small(x, matrices)
@@ -94,7 +148,8 @@ def heads_matmul(x: Tensor, matrices: Tensor) -> Tensor:
 
 def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
     """The same without tensor cores, T at most 8."""
-    (tokens, heads, rows), columns = x.shape, matrices.shape[2]
+    (tokens, heads, rows) = x.shape
+    columns = matrices.shape[2]
     assert tokens <= MOST_TOKENS
     assert x.stride(2) == 1
     out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
@@ -102,15 +157,29 @@ def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
         width = next_power(rows)
         n = max(1, min(next_power(columns), ELEMENTS // width))
         _heads_kernel[heads, triton.cdiv(columns, n)](
-            x, matrices, out, tokens, x.stride(0), x.stride(1), *matrices.stride(), rows, columns, width, n, next_power(tokens),
-            num_warps=4, **dependent(x.device))  # fmt: skip
+            x,
+            matrices,
+            out,
+            tokens,
+            x.stride(0),
+            x.stride(1),
+            *matrices.stride(),
+            rows,
+            columns,
+            width,
+            n,
+            next_power(tokens),
+            num_warps=4,
+            **dependent(x.device),
+        )
     return out
 
 
 def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
-    """The same on tensor cores, T at most 16, in 16 bits. pack: `quantize` of the result, its heads side by side, is made on the way
-    (fp8.py); b is 128 then, and the result [T, H b]."""
-    (tokens, heads, rows), columns = x.shape, matrices.shape[2]
+    """The same on tensor cores, T at most 16, in 16 bits. pack: `quantize` of the result, its
+    heads side by side, is made on the way (fp8.py); b is 128 then, and the result [T, H b]."""
+    (tokens, heads, rows) = x.shape
+    columns = matrices.shape[2]
     assert tokens <= COLUMNS
     assert x.stride(2) == 1
     assert x.dtype == matrices.dtype
@@ -122,6 +191,24 @@ def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
     data, scale, strides = room_beside(out, pack)
     if tokens:
         _heads_dot_kernel[heads, triton.cdiv(columns, HEAD)](
-            x, matrices, out, data, scale, tokens, x.stride(0), x.stride(1), *matrices.stride(), strides[1], rows, columns, COLUMNS, HEAD,
-            min(128, max(16, next_power(rows))), pack, 3, num_warps=4, **dependent(x.device))  # fmt: skip
+            x,
+            matrices,
+            out,
+            data,
+            scale,
+            tokens,
+            x.stride(0),
+            x.stride(1),
+            *matrices.stride(),
+            strides[1],
+            rows,
+            columns,
+            COLUMNS,
+            HEAD,
+            min(128, max(16, next_power(rows))),
+            pack,
+            3,
+            num_warps=4,
+            **dependent(x.device),
+        )
     return out

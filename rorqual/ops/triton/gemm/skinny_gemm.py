@@ -1,7 +1,9 @@
-"""y = x W^T for a handful of tokens on the tensor cores: the weights take the rows of the product, the tokens its 16 columns.
+"""y = x W^T for a handful of tokens on the tensor cores: the weights take the rows of the product,
+the tokens its 16 columns.
 
-What the library's product costs here is not its time but that it knows nothing of dependent launches: this kernel has its first tile of
-weights on its way before the kernel that makes x is done. For fewer tokens linear_small.py does without the tensor cores.
+What the library's product costs here is not its time but that it knows nothing of dependent
+launches: this kernel has its first tile of weights on its way before the kernel that makes x is
+done. For fewer tokens linear_small.py does without the tensor cores.
 """
 
 from __future__ import annotations
@@ -41,11 +43,27 @@ def _tile(pointers, at, COLUMNS: tl.constexpr, K: tl.constexpr, AXIS: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _skinny_kernel(x, w, bias, y, tokens, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   K: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+def _skinny_kernel(
+    x,
+    w,
+    bias,
+    y,
+    tokens,
+    x_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """N rows of y a program; M tokens, of which `tokens` are there."""
-    row, token, columns = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, M), tl.arange(0, K)
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    token = tl.arange(0, M)
+    columns = tl.arange(0, K)
     inside = row if ROWS % N == 0 else tl.minimum(row, ROWS - 1)
     w_tile = w + inside.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
     x_tile = x + token.to(tl.int64)[None, :] * x_row + columns[:, None]
@@ -74,17 +92,38 @@ def supported(x: Tensor, weight: Tensor) -> bool:
 
 def plan_for(weight: Tensor, tokens: int) -> SkinnyPlan:
     rows, columns = weight.shape
-    return tuning.config_for("linear_skinny", SkinnyPlan, weight.device, tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for(
+        "linear_skinny", SkinnyPlan, weight.device, tokens=tokens, rows=rows, columns=columns
+    )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SkinnyPlan | None = None) -> Tensor:
-    """x [T, columns], T at most 16; weight [rows, columns] contiguous; bias [rows]; [T, rows] in x's dtype, sums in fp32."""
-    (tokens, columns), rows = x.shape, weight.shape[0]
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, plan: SkinnyPlan | None = None
+) -> Tensor:
+    """x [T, columns], T at most 16; weight [rows, columns] contiguous; bias [rows]; [T, rows] in
+    x's dtype, sums in fp32."""
+    (tokens, columns) = x.shape
+    rows = weight.shape[0]
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     if tokens:
         plan = plan or plan_for(weight, tokens)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         _skinny_kernel[triton.cdiv(rows, plan.n),](
-            x, weight, bias, y, tokens, x.stride(0), rows, columns, COLUMNS, plan.n, plan.k, bias is not None, plan.stages, precision,
-            num_warps=plan.warps, **dependent(x.device))  # fmt: skip
+            x,
+            weight,
+            bias,
+            y,
+            tokens,
+            x.stride(0),
+            rows,
+            columns,
+            COLUMNS,
+            plan.n,
+            plan.k,
+            bias is not None,
+            plan.stages,
+            precision,
+            num_warps=plan.warps,
+            **dependent(x.device),
+        )
     return y

@@ -1,6 +1,8 @@
-"""Sorting of picks: from ids [T, K] to blocks of rows that share an expert, on the device and without a host sync.
+"""Sorting of picks: from ids [T, K] to blocks of rows that share an expert, on the device and
+without a host sync.
 
-A pick is an index into ids flattened. The order of picks inside an expert's rows may differ between runs; no result depends on it.
+A pick is an index into ids flattened. The order of picks inside an expert's rows may differ between
+runs; no result depends on it.
 """
 
 from __future__ import annotations
@@ -20,18 +22,24 @@ from rorqual.ops.triton.runtime.launch import (
     zeroed_counters,
 )
 
-# Up to so many picks each one counts itself into a bucket of its slot, chunk by chunk, in one kernel. 0: never.
-BUCKET_PICKS, BUCKET_CHUNK = 4096, 128
+# Up to so many picks each one counts itself into a bucket of its slot, chunk by chunk, in one
+# kernel. 0: never.
+BUCKET_PICKS = 4096
+BUCKET_CHUNK = 128
 ROUTER_COUNTERS = 64  # how many of a stream's counters are the router's (route.py), one a token
-ONE_KERNEL_PICKS = 8192  # else up to here one kernel sorts, each program scanning all picks; beyond, three kernels over chunks
-SCAN, CHUNK = 2048, 256
+# else up to here one kernel sorts, each program scanning all picks; beyond, three kernels over
+# chunks
+ONE_KERNEL_PICKS = 8192
+SCAN = 2048
+CHUNK = 256
 
 
 @dataclass
 class ExpertBlocks:
-    """A row is a place among `picks` rows, expert after expert; rows beyond the last present pick are nobody's.
-    blocks [4, limit] int32: each block's expert, first row, end row of that expert, and how far behind its row a pick stands in order
-    [...] int32; count [1] int32: how many blocks there are; rows: of a block."""
+    """A row is a place among `picks` rows, expert after expert; rows beyond the last present
+    pick are nobody's. blocks [4, limit] int32: each block's expert, first row, end row of that
+    expert, and how far behind its row a pick stands in order [...] int32; count [1] int32: how
+    many blocks there are; rows: of a block."""
 
     order: Tensor
     blocks: Tensor
@@ -61,23 +69,37 @@ def _store_block(block, limit, slot, start, end, shift, mask):
 
 @triton.jit
 def take_places(slot, index, here, order, counts, picks):
-    """Each pick `index` that is `here` takes the next place in its slot's bucket, which has room for all."""
+    """Each pick `index` that is `here` takes the next place in its slot's bucket, which has room
+    for all."""
     place = tl.atomic_add(counts + slot, 1, mask=here, sem="relaxed")
     tl.store(order + slot * picks + place, index, mask=here)
 
 
 @triton.jit
-def plan_if_last(programs, blocks, count, counts, picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr):
-    """The last of `programs` to come here knows how many picks each slot has, plans the blocks, and leaves `counts` [BINS + 1] zero."""
+def plan_if_last(
+    programs, blocks, count, counts, picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr
+):
+    """The last of `programs` to come here knows how many picks each slot has, plans the blocks,
+    and leaves `counts` [BINS + 1] zero."""
     bins = tl.arange(0, BINS)
     tl.debug_barrier()  # every pick is counted before this program is
     if tl.atomic_add(counts + BINS, 1, sem="acq_rel") == programs - 1:
         found = tl.load(counts + bins, cache_modifier=".cg")
         needed = (found + ROWS - 1) // ROWS
-        before = tl.cumsum(needed * 65536 + found, 0) - (needed * 65536 + found)  # two sums in one: neither reaches 2^15
-        start, block = before % 65536, before // 65536
+        # two sums in one: neither reaches 2^15
+        before = tl.cumsum(needed * 65536 + found, 0) - (needed * 65536 + found)
+        start = before % 65536
+        block = before // 65536
         for number in range(tl.max(needed, 0)):
-            _store_block(blocks + block + number, limit, bins, start + number * ROWS, start + found, bins * picks - start, number < needed)
+            _store_block(
+                blocks + block + number,
+                limit,
+                bins,
+                start + number * ROWS,
+                start + found,
+                bins * picks - start,
+                number < needed,
+            )
         tl.store(count, tl.sum(needed, 0))
         tl.debug_barrier()  # threads that hold the same count have all read it
         tl.store(counts + bins, 0)
@@ -85,8 +107,19 @@ def plan_if_last(programs, blocks, count, counts, picks, limit, ROWS: tl.constex
 
 
 @triton.jit(do_not_specialize=["picks", "limit"])
-def _bucket_kernel(ids, order, blocks, count, counts, picks, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+def _bucket_kernel(
+    ids,
+    order,
+    blocks,
+    count,
+    counts,
+    picks,
+    limit,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BINS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """A chunk of picks a program."""
     wait_for_inputs(DEPENDENT)
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -96,11 +129,23 @@ def _bucket_kernel(ids, order, blocks, count, counts, picks, limit, ROWS: tl.con
 
 
 @triton.jit(do_not_specialize=["picks", "limit"])
-def _sort_kernel(ids, order, blocks, count, picks, limit, slots, ROWS: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr,
-                 DEPENDENT: tl.constexpr):  # fmt: skip
+def _sort_kernel(
+    ids,
+    order,
+    blocks,
+    count,
+    picks,
+    limit,
+    slots,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BINS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """One program a slot: counts everything, then places its own picks."""
     wait_for_inputs(DEPENDENT)
-    mine, bins = tl.program_id(0), tl.arange(0, BINS)
+    mine = tl.program_id(0)
+    bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for first in range(0, picks, SIZE):
         _, _, found = _histogram(ids, first, picks, SIZE, BINS)
@@ -110,7 +155,9 @@ def _sort_kernel(ids, order, blocks, count, picks, limit, slots, ROWS: tl.conste
     block = tl.sum(tl.where(bins < mine, needed, 0))
     rows = tl.sum(tl.where(bins == mine, counts, 0))
     for done in range(0, rows, ROWS):
-        _store_block(blocks + block + done // ROWS, limit, mine, start + done, start + rows, 0, True)
+        _store_block(
+            blocks + block + done // ROWS, limit, mine, start + done, start + rows, 0, True
+        )
     if mine == slots - 1:
         tl.store(count, tl.sum(needed))
     if rows > 0:
@@ -122,55 +169,102 @@ def _sort_kernel(ids, order, blocks, count, picks, limit, slots, ROWS: tl.conste
 
 
 @triton.jit(do_not_specialize=["picks"])
-def _count_kernel(ids, totals, before, picks, SIZE: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """before [chunks, BINS]: how many picks of each slot other chunks have put in front of this chunk's."""
+def _count_kernel(
+    ids, totals, before, picks, SIZE: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """before [chunks, BINS]: how many picks of each slot other chunks have put in front of this
+    chunk's."""
     wait_for_inputs(DEPENDENT)
-    chunk, bins = tl.program_id(0), tl.arange(0, BINS)
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BINS)
     _, _, found = _histogram(ids, chunk * SIZE, picks, SIZE, BINS)
     tl.store(before + chunk * BINS + bins, tl.atomic_add(totals + bins, found, sem="relaxed"))
 
 
 @triton.jit(do_not_specialize=["limit"])
-def _plan_kernel(totals, starts, blocks, count, limit, ROWS: tl.constexpr, SIZE: tl.constexpr, BINS: tl.constexpr,
-                 DEPENDENT: tl.constexpr):  # fmt: skip
-    """SIZE blocks a program; each finds its slot by counting the slots whose blocks all come earlier."""
+def _plan_kernel(
+    totals,
+    starts,
+    blocks,
+    count,
+    limit,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BINS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """SIZE blocks a program; each finds its slot by counting the slots whose blocks all come
+    earlier."""
     wait_for_inputs(DEPENDENT)
-    bins, block = tl.arange(0, BINS), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    bins = tl.arange(0, BINS)
+    block = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     counts = tl.load(totals + bins)
     needed = (counts + ROWS - 1) // ROWS
-    ends, starting = tl.cumsum(needed, 0), tl.cumsum(counts, 0) - counts
+    ends = tl.cumsum(needed, 0)
+    starting = tl.cumsum(counts, 0) - counts
     slot = tl.sum((ends[None, :] <= block[:, None]).to(tl.int32), 1)
     mine = bins[None, :] == slot[:, None]
     start = tl.sum(tl.where(mine, starting[None, :], 0), 1)
     inside = block - tl.sum(tl.where(mine, (ends - needed)[None, :], 0), 1)
     valid = block < tl.sum(needed)
-    _store_block(blocks + block, limit, slot, start + inside * ROWS, start + tl.sum(tl.where(mine, counts[None, :], 0), 1), 0, valid)
+    _store_block(
+        blocks + block,
+        limit,
+        slot,
+        start + inside * ROWS,
+        start + tl.sum(tl.where(mine, counts[None, :], 0), 1),
+        0,
+        valid,
+    )
     if tl.program_id(0) == 0:
         tl.store(starts + bins, starting)
         tl.store(count, tl.sum(needed))
 
 
 @triton.jit(do_not_specialize=["picks"])
-def _place_kernel(ids, starts, before, order, picks, SIZE: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _place_kernel(
+    ids,
+    starts,
+    before,
+    order,
+    picks,
+    SIZE: tl.constexpr,
+    BINS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
-    chunk, within = tl.program_id(0), tl.arange(0, SIZE)
+    chunk = tl.program_id(0)
+    within = tl.arange(0, SIZE)
     index = chunk * SIZE + within
     slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
     rank = tl.zeros((SIZE,), tl.int32)
     for first in range(0, SIZE, 32):  # how many earlier picks of the chunk chose the same slot
         nearby = first + tl.arange(0, 32)
-        other = tl.load(ids + chunk * SIZE + nearby, mask=chunk * SIZE + nearby < picks, other=-1).to(tl.int32)
-        rank += tl.sum(((other[None, :] == slot[:, None]) & (nearby[None, :] < within[:, None])).to(tl.int32), 1)
-    base = tl.load(starts + slot, mask=slot >= 0, other=0) + tl.load(before + chunk * BINS + slot, mask=slot >= 0, other=0)
+        other = tl.load(
+            ids + chunk * SIZE + nearby, mask=chunk * SIZE + nearby < picks, other=-1
+        ).to(tl.int32)
+        rank += tl.sum(
+            ((other[None, :] == slot[:, None]) & (nearby[None, :] < within[:, None])).to(tl.int32),
+            1,
+        )
+    base = tl.load(starts + slot, mask=slot >= 0, other=0) + tl.load(
+        before + chunk * BINS + slot, mask=slot >= 0, other=0
+    )
     tl.store(order + base + rank, index, mask=slot >= 0)
 
 
-def empty_blocks(picks: int, slots: int, rows: int, device: torch.device, buckets: bool) -> ExpertBlocks:
-    """Room for `picks` picks among `slots` slots. buckets: every slot has room for all of them in the order."""
+def empty_blocks(
+    picks: int, slots: int, rows: int, device: torch.device, buckets: bool
+) -> ExpertBlocks:
+    """Room for `picks` picks among `slots` slots. buckets: every slot has room for all of them
+    in the order."""
     limit = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4
     order = slots * picks if buckets else picks
-    work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)  # each part 16-byte aligned
-    return ExpertBlocks(work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks)
+    # each part 16-byte aligned
+    work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)
+    return ExpertBlocks(
+        work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks
+    )
 
 
 def takes_buckets(picks: int, slots: int) -> bool:
@@ -183,31 +277,70 @@ def bucket_counts(device: torch.device, bins: int) -> Tensor:
 
 
 def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
-    """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of one slot."""
-    picks, device, bins = ids.numel(), ids.device, next_power(slots)
+    """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of
+    one slot."""
+    picks = ids.numel()
+    device = ids.device
+    bins = next_power(slots)
     buckets = takes_buckets(picks, slots)
     out = empty_blocks(picks, slots, rows, device, buckets)
     if buckets:
         _bucket_kernel[triton.cdiv(picks, BUCKET_CHUNK),](
-            ids, out.order, out.blocks, out.count, bucket_counts(device, bins), picks, out.limit, ROWS=rows, SIZE=BUCKET_CHUNK,
-            BINS=bins, num_warps=4, **dependent(device))  # fmt: skip
+            ids,
+            out.order,
+            out.blocks,
+            out.count,
+            bucket_counts(device, bins),
+            picks,
+            out.limit,
+            ROWS=rows,
+            SIZE=BUCKET_CHUNK,
+            BINS=bins,
+            num_warps=4,
+            **dependent(device),
+        )
     elif picks <= ONE_KERNEL_PICKS:
         size = min(SCAN, max(128, next_power(picks)))
-        _sort_kernel[slots,](ids, out.order, out.blocks, out.count, picks, out.limit, slots, ROWS=rows, SIZE=size, BINS=bins,
-                             num_warps=4, **dependent(device))  # fmt: skip
+        _sort_kernel[slots,](
+            ids,
+            out.order,
+            out.blocks,
+            out.count,
+            picks,
+            out.limit,
+            slots,
+            ROWS=rows,
+            SIZE=size,
+            BINS=bins,
+            num_warps=4,
+            **dependent(device),
+        )
     else:
         _sort_in_chunks(ids, out, bins)
     return out
 
 
 def _sort_in_chunks(ids: Tensor, out: ExpertBlocks, bins: int) -> None:
-    picks, device = ids.numel(), ids.device
+    picks = ids.numel()
+    device = ids.device
     chunks = triton.cdiv(picks, CHUNK)
     totals = torch.zeros(bins, dtype=torch.int32, device=device)
     starts = torch.empty_like(totals)
     before = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     late = dependent(device)
     _count_kernel[chunks,](ids, totals, before, picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late)
-    _plan_kernel[triton.cdiv(out.limit, 32),](totals, starts, out.blocks, out.count, out.limit, ROWS=out.rows, SIZE=32, BINS=bins,
-                                              num_warps=4, **late)  # fmt: skip
-    _place_kernel[chunks,](ids, starts, before, out.order, picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late)
+    _plan_kernel[triton.cdiv(out.limit, 32),](
+        totals,
+        starts,
+        out.blocks,
+        out.count,
+        out.limit,
+        ROWS=out.rows,
+        SIZE=32,
+        BINS=bins,
+        num_warps=4,
+        **late,
+    )
+    _place_kernel[chunks,](
+        ids, starts, before, out.order, picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late
+    )

@@ -1,7 +1,9 @@
-"""Sums of what a token's experts gave: by itself, and as the first part of the residual addition and RMSNorm that come next.
+"""Sums of what a token's experts gave: by itself, and as the first part of the residual addition
+and RMSNorm that come next.
 
-Both forms add in one order and round in the same places, so which one runs changes no bit. The joint form is one launch, and one write and
-read of [T, hidden], fewer. It has one program a token, as the norm has, and as many warps: the order of the norm's own sum hangs on both.
+Both forms add in one order and round in the same places, so which one runs changes no bit. The
+joint form is one launch, and one write and read of [T, hidden], fewer. It has one program a token,
+as the norm has, and as many warps: the order of the norm's own sum hangs on both.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from rorqual.ops.triton.rowwise.norm import normed, warps_for
 from rorqual.ops.triton.rowwise.quantize import room_beside, store_fp8
 from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power, wait_for_inputs
 
-# Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would gain a seventh of the two kernels'
-# bytes, and hold y [T K, hidden] until the layer that reads it is done.
+# Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would
+# gain a seventh of the two kernels' bytes, and hold y [T K, hidden] until the layer that reads it
+# is done.
 NORM_SUMS_TOKENS = 512
-ROW_REGISTERS = 192  # of a thread, for rows on their way; half with more than 8 warps, whose threads have 128 in all
+# of a thread, for rows on their way; half with more than 8 warps, whose threads have 128 in all
+ROW_REGISTERS = 192
 
 
 @triton.jit
@@ -32,22 +36,42 @@ def _row(y, ids, pick, offsets, inside, hidden, ABSENT: tl.constexpr):
 
 @triton.jit
 def _zero_behind_a_barrier(token):
-    """0.0 that the compiler cannot know to be one, nor have before all warps are here: how many threads are those of token 2^31 - 1."""
+    """0.0 that the compiler cannot know to be one, nor have before all warps are here: how many
+    threads are those of token 2^31 - 1."""
     count = tl.inline_asm_elementwise(
-        "{ .reg .pred never; setp.eq.s32 never, $1, 0x7fffffff; bar.red.popc.u32 $0, 0, never; }", "=r,r", [token.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+        "{ .reg .pred never; setp.eq.s32 never, $1, 0x7fffffff; bar.red.popc.u32 $0, 0, never; }",
+        "=r,r",
+        [token.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     return count.to(tl.float32)
 
 
 @triton.jit
-def _picked_sum(y, ids, weights, token, offsets, inside, hidden, TOP_K: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr,
-                ABSENT: tl.constexpr):  # fmt: skip
+def _picked_sum(
+    y,
+    ids,
+    weights,
+    token,
+    offsets,
+    inside,
+    hidden,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ABSENT: tl.constexpr,
+):
     """Sum of weights[t, k] * y[t, k] in fp32, in the order of k.
 
-    AT_ONCE: so many rows are on their way before the first is waited for. Left to itself (0) the compiler spares registers and has three or
-    four on their way, and a program that is alone on its multiprocessor waits for memory again and again. It moves no load across a
-    barrier, but arithmetic, unless that needs what the barrier brings: hence a zero to start from."""
-    parts, factors, total = (), (), tl.zeros((SIZE,), tl.float32)
+    AT_ONCE: so many rows are on their way before the first is waited for. Left to itself (0) the
+    compiler spares registers and has three or four on their way, and a program that is alone on
+    its multiprocessor waits for memory again and again. It moves no load across a barrier, but
+    arithmetic, unless that needs what the barrier brings: hence a zero to start from."""
+    parts = ()
+    factors = ()
+    total = tl.zeros((SIZE,), tl.float32)
     for k in tl.static_range(AT_ONCE):
         parts += (_row(y, ids, token * TOP_K + k, offsets, inside, hidden, ABSENT),)  # type: ignore[assignment]
         factors += (tl.load(weights + token * TOP_K + k),)  # type: ignore[assignment]
@@ -62,10 +86,22 @@ def _picked_sum(y, ids, weights, token, offsets, inside, hidden, TOP_K: tl.const
 
 
 @triton.jit
-def _combine_kernel(y, ids, weights, base, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, SIZE: tl.constexpr, ABSENT: tl.constexpr,
-                    BASE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _combine_kernel(
+    y,
+    ids,
+    weights,
+    base,
+    out,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    ABSENT: tl.constexpr,
+    BASE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
-    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < HIDDEN
     total = _picked_sum(y, ids, weights, token, columns, inside, HIDDEN, TOP_K, SIZE, 0, ABSENT)
     if BASE:
@@ -74,14 +110,37 @@ def _combine_kernel(y, ids, weights, base, out, HIDDEN: tl.constexpr, TOP_K: tl.
 
 
 @triton.jit(do_not_specialize=["scale_block"])
-def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, data, scale, r_row, hidden, eps, scale_row, scale_block,
-                         TOP_K: tl.constexpr, SIZE: tl.constexpr, AT_ONCE: tl.constexpr, ABSENT: tl.constexpr, BASE: tl.constexpr,
-                         QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """A token a program: its sum, rounded as if it had been written; + residual, rounded; the norm of that. `hidden` is no constant, as in
-    the norm's kernel: a division by one may round differently, and rows known to be aligned may be laid out otherwise over threads."""
+def _combine_norm_kernel(
+    y,
+    ids,
+    weights,
+    base,
+    residual,
+    weight,
+    out,
+    total,
+    data,
+    scale,
+    r_row,
+    hidden,
+    eps,
+    scale_row,
+    scale_block,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ABSENT: tl.constexpr,
+    BASE: tl.constexpr,
+    QUANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A token a program: its sum, rounded as if it had been written; + residual, rounded; the
+    norm of that. `hidden` is no constant, as in the norm's kernel: a division by one may round
+    differently, and rows known to be aligned may be laid out otherwise over threads."""
     offsets = tl.arange(0, SIZE)
     inside = offsets < hidden
-    # no kernel before writes it, and it comes from memory: the experts' weights went through the cache since the norm of the layer before
+    # no kernel before writes it, and it comes from memory: the experts' weights went through the
+    # cache since the norm of the layer before
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
@@ -97,31 +156,63 @@ def _combine_norm_kernel(y, ids, weights, base, residual, weight, out, total, da
     normal = normed(values.to(tl.float32), factor, hidden, eps, kind)
     tl.store(out + token * hidden + offsets, normal, mask=inside)
     if QUANT:
-        store_fp8(normal.to(tl.float32), data, scale, token, 0, hidden, hidden, scale_row, scale_block, SIZE)
+        store_fp8(
+            normal.to(tl.float32),
+            data,
+            scale,
+            token,
+            0,
+            hidden,
+            hidden,
+            scale_row,
+            scale_block,
+            SIZE,
+        )
 
 
 def combine(y: Tensor, ids: Tensor | None, weights: Tensor, base: Tensor | None = None) -> Tensor:
-    """y [T K, hidden], ids [T, K] (-1: not here; None: all are) and weights [T, K] to the weighted sum [T, hidden], base [T, hidden]
-    added."""
-    (tokens, top_k), hidden = weights.shape, y.shape[1]
+    """y [T K, hidden], ids [T, K] (-1: not here; None: all are) and weights [T, K] to the
+    weighted sum [T, hidden], base [T, hidden] added."""
+    (tokens, top_k) = weights.shape
+    hidden = y.shape[1]
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
     size = min(next_power(hidden), 512 if tokens <= 64 else 1024)
     _combine_kernel[tokens, triton.cdiv(hidden, size)](
-        y, ids, weights, base, out, hidden, top_k, size, ids is not None, base is not None, num_warps=4, **dependent(y.device))  # fmt: skip
+        y,
+        ids,
+        weights,
+        base,
+        out,
+        hidden,
+        top_k,
+        size,
+        ids is not None,
+        base is not None,
+        num_warps=4,
+        **dependent(y.device),
+    )
     return out
 
 
 def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
-    """How many of a token's picks the joint form has registers for beside residual, weight and base."""
+    """How many of a token's picks the joint form has registers for beside residual, weight and
+    base."""
     warps = warps_for(size)
     each = size * itemsize // 4 // (32 * warps)  # registers a thread
-    return min(top_k, max(0, (ROW_REGISTERS if warps <= 8 else ROW_REGISTERS // 2) // max(1, each) - 3))
+    return min(
+        top_k, max(0, (ROW_REGISTERS if warps <= 8 else ROW_REGISTERS // 2) // max(1, each) - 3)
+    )
 
 
-def combine_add_norm(gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-    """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result with the same `pack`, bit for bit.
-    The kernel launched before must not be what writes `weight`: that is read without waiting for it."""
-    (tokens, top_k), hidden, y = gave.weights.shape, gave.y.shape[1], gave.y
+def combine_add_norm(
+    gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result
+    with the same `pack`, bit for bit. The kernel launched before must not be what writes
+    `weight`: that is read without waiting for it."""
+    (tokens, top_k) = gave.weights.shape
+    hidden = gave.y.shape[1]
+    y = gave.y
     assert residual.shape == (tokens, hidden)
     assert residual.stride(1) == 1
     out, total = (torch.empty(tokens, hidden, dtype=y.dtype, device=y.device) for _ in range(2))
@@ -130,7 +221,27 @@ def combine_add_norm(gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps
     at_once = 0 if INTERPRETED else rows_at_once(top_k, size, y.element_size())
     if tokens:
         _combine_norm_kernel[tokens,](
-            y, gave.ids, gave.weights, gave.base, residual, weight, out, total, data, scale, residual.stride(0), hidden, eps, *strides,
-            top_k, size, at_once, gave.ids is not None, gave.base is not None, pack,
-            num_warps=warps_for(size), **dependent(y.device))  # fmt: skip
+            y,
+            gave.ids,
+            gave.weights,
+            gave.base,
+            residual,
+            weight,
+            out,
+            total,
+            data,
+            scale,
+            residual.stride(0),
+            hidden,
+            eps,
+            *strides,
+            top_k,
+            size,
+            at_once,
+            gave.ids is not None,
+            gave.base is not None,
+            pack,
+            num_warps=warps_for(size),
+            **dependent(y.device),
+        )
     return out, total

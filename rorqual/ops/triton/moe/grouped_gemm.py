@@ -1,15 +1,19 @@
-"""Routed experts: out[t] = sum over picks k of weights[t, k] * down[e] (silu(gate[e] x_t) * up[e] x_t), with e = ids[t, k].
+"""Routed experts: out[t] = sum over picks k of weights[t, k] * down[e] (silu(gate[e] x_t) * up[e]
+x_t), with e = ids[t, k].
 
 Three forms behind `experts`:
 - direct, for a handful of picks: experts_direct.py.
-- tall, for many rows an expert in fp8: experts_tall.py, between the grouped form's sorting and its sum.
-- grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped GEMMs and a weighted sum (expert_sums.py).
-  While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose instructions want 64 rows there,
-  and the tokens the N side, which may be as narrow as 16.
+- tall, for many rows an expert in fp8: experts_tall.py, between the grouped form's sorting and its
+  sum.
+- grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped
+  GEMMs and a weighted sum (expert_sums.py).
+While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose
+instructions want 64 rows there, and the tokens the N side, which may be as narrow as 16.
 
-No host sync, no atomics on values: one row's result depends neither on the other rows nor on the order of the picks.
-fp8 weights (one scale a 128x128 block) meet fp8 activations (one scale a token and 128 columns), whose
-partial sums over 128 columns are promoted to fp32: the accumulation of DeepGEMM (arXiv 2412.19437, section 3.3).
+No host sync, no atomics on values: one row's result depends neither on the other rows nor on the
+order of the picks. fp8 weights (one scale a 128x128 block) meet fp8 activations (one scale a token
+and 128 columns), whose partial sums over 128 columns are promoted to fp32: the accumulation of
+DeepGEMM (arXiv 2412.19437, section 3.3).
 """
 
 from __future__ import annotations
@@ -42,10 +46,11 @@ from rorqual.ops.triton.runtime.launch import dependent, is_hopper, multiprocess
 
 @dataclass(frozen=True)
 class Tile:
-    """How one GEMM is cut: n weight rows (of gate and of up each, in the first GEMM), k columns a step, warps, pipeline stages.
+    """How one GEMM is cut: n weight rows (of gate and of up each, in the first GEMM), k columns a
+    step, warps, pipeline stages.
 
-    swap: weights on the M side. tma: weights arrive by bulk tensor copies. waves: at most so many programs a multiprocessor (0: one
-    program a tile).
+    swap: weights on the M side. tma: weights arrive by bulk tensor copies. waves: at most so many
+    programs a multiprocessor (0: one program a tile).
     """
 
     n: int
@@ -59,8 +64,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class GroupedGemmPlan:
-    """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of experts_tall.py's kernel, which takes 128 or 256 rows
-    of fp8 in their place on Hopper; 0: never."""
+    """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of
+    experts_tall.py's kernel, which takes 128 or 256 rows of fp8 in their place on Hopper; 0:
+    never."""
 
     rows: int
     up: Tile
@@ -68,11 +74,14 @@ class GroupedGemmPlan:
     tall: int = 0
 
 
-# Shared experts are experts among the routed ones where a layer can have it so (layers/moe.py). False: a layer beside them.
+# Shared experts are experts among the routed ones where a layer can have it so (layers/moe.py).
+# False: a layer beside them.
 JOINS_SHARED = True
-# The kernel that chooses a token's experts sorts the picks as well, where nothing comes between router and experts.
+# The kernel that chooses a token's experts sorts the picks as well, where nothing comes between
+# router and experts.
 SORTS_WHILE_ROUTING = True
-# Up to so many tokens their rows go through the grouped products; above, products of whole matrices are faster.
+# Up to so many tokens their rows go through the grouped products; above, products of whole matrices
+# are faster.
 FUSED_SHARED_TOKENS = {"bf16": 512, "fp8": 1024, "fp32": 1024}
 
 
@@ -94,18 +103,50 @@ def _scaled(acc, partial, token, weight, SWAP: tl.constexpr):
 
 @triton.jit
 def _block(blocks, limit, index, ROWS: tl.constexpr):
-    """(expert, first row, rows, which of them are valid, how far behind them their picks stand in the order) of a row block."""
-    expert, start = tl.load(blocks + index), tl.load(blocks + limit + index)
+    """(expert, first row, rows, which of them are valid, how far behind them their picks stand
+    in the order) of a row block."""
+    expert = tl.load(blocks + index)
+    start = tl.load(blocks + limit + index)
     rows = start + tl.arange(0, ROWS)
-    return expert, start, rows, rows < tl.load(blocks + 2 * limit + index), tl.load(blocks + 3 * limit + index)
+    return (
+        expert,
+        start,
+        rows,
+        rows < tl.load(blocks + 2 * limit + index),
+        tl.load(blocks + 3 * limit + index),
+    )
 
 
 @triton.jit(do_not_specialize=["limit", "xs_block", "hs_block"])
-def _gate_up_kernel(x, x_scale, w, w_scale, h, h_scale, order, blocks, count, limit, xs_row, xs_block, hs_row, hs_block,
-                    HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
-                    K: tl.constexpr, QUANT: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-                    DEPENDENT: tl.constexpr):  # fmt: skip
-    """h[sorted row] = silu(gate x) * (up x). Each program owns N columns of h for one row block at a time."""
+def _gate_up_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    h,
+    h_scale,
+    order,
+    blocks,
+    count,
+    limit,
+    xs_row,
+    xs_block,
+    hs_row,
+    hs_block,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    QUANT: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """h[sorted row] = silu(gate x) * (up x). Each program owns N columns of h for one row block
+    at a time."""
     wait_for_inputs(DEPENDENT)
     EVEN_N: tl.constexpr = INNER % N == 0
     EVEN_K: tl.constexpr = HIDDEN % K == 0
@@ -116,8 +157,10 @@ def _gate_up_kernel(x, x_scale, w, w_scale, h, h_scale, order, blocks, count, li
         first = (tile % tiles) * N
         token = tl.load(order + shift + rows, mask=valid, other=0) // TOP_K
         x_tile = x + token.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
-        gate_row, up_row = expert * (2 * INNER) + first, expert * (2 * INNER) + INNER + first
-        gate_tile, up_tile = rows, rows
+        gate_row = expert * (2 * INNER) + first
+        up_row = expert * (2 * INNER) + INNER + first
+        gate_tile = rows
+        up_tile = rows
         if not TMA:
             part = w + rows_of(first, INNER, N, EVEN_N)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
             gate_tile = part + expert.to(tl.int64) * (2 * INNER * HIDDEN)
@@ -130,18 +173,39 @@ def _gate_up_kernel(x, x_scale, w, w_scale, h, h_scale, order, blocks, count, li
             xs = x_scale + token.to(tl.int64) * xs_row
             for k in tl.range(0, HIDDEN // K):
                 xk = tl.load(xs + k * xs_block)
-                gk, uk = tl.load(gate_scale + k), tl.load(up_scale + k)
+                gk = tl.load(gate_scale + k)
+                uk = tl.load(up_scale + k)
                 xt = tl.load(x_tile + k * K)
                 zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
-                partial = _product(zero, tile_of(w, gate_tile, gate_row, k * K, HIDDEN, True, TMA, K), xt, SWAP, PRECISION)
+                partial = _product(
+                    zero,
+                    tile_of(w, gate_tile, gate_row, k * K, HIDDEN, True, TMA, K),
+                    xt,
+                    SWAP,
+                    PRECISION,
+                )
                 gate = _scaled(gate, partial, xk, gk, SWAP)
-                partial = _product(zero, tile_of(w, up_tile, up_row, k * K, HIDDEN, True, TMA, K), xt, SWAP, PRECISION)
+                partial = _product(
+                    zero,
+                    tile_of(w, up_tile, up_row, k * K, HIDDEN, True, TMA, K),
+                    xt,
+                    SWAP,
+                    PRECISION,
+                )
                 up = _scaled(up, partial, xk, uk, SWAP)
         else:
             for k in tl.range(0, HIDDEN, K):
                 xt = tile_of(x, x_tile, 0, k, HIDDEN, EVEN_K, False, K)
-                gate = _product(gate, tile_of(w, gate_tile, gate_row, k, HIDDEN, EVEN_K, TMA, K), xt, SWAP, PRECISION)
-                up = _product(up, tile_of(w, up_tile, up_row, k, HIDDEN, EVEN_K, TMA, K), xt, SWAP, PRECISION)
+                gate = _product(
+                    gate,
+                    tile_of(w, gate_tile, gate_row, k, HIDDEN, EVEN_K, TMA, K),
+                    xt,
+                    SWAP,
+                    PRECISION,
+                )
+                up = _product(
+                    up, tile_of(w, up_tile, up_row, k, HIDDEN, EVEN_K, TMA, K), xt, SWAP, PRECISION
+                )
         y = gate / (1.0 + tl.exp(-gate)) * up
         columns = first + tl.arange(0, N)
         if QUANT:  # N is 128 here: the tile is one block of the activation
@@ -154,9 +218,29 @@ def _gate_up_kernel(x, x_scale, w, w_scale, h, h_scale, order, blocks, count, li
 
 
 @triton.jit(do_not_specialize=["limit", "hs_block"])
-def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row, hs_block, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-                 ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-                 PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _down_kernel(
+    h,
+    h_scale,
+    w,
+    w_scale,
+    y,
+    order,
+    blocks,
+    count,
+    limit,
+    hs_row,
+    hs_block,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    QUANT: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """y[pick] = down[expert] h[sorted row], N columns a program."""
     wait_for_inputs(DEPENDENT)
     EVEN_N: tl.constexpr = HIDDEN % N == 0
@@ -168,7 +252,8 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
         first = (tile % tiles) * N
         pick = tl.load(order + shift + rows, mask=valid, other=0)
         inside = tl.where(valid, rows, start)
-        h_tile, w_tile = rows, rows
+        h_tile = rows
+        w_tile = rows
         if not TMA:
             h_tile = h + inside.to(tl.int64)[:, None] * INNER + tl.arange(0, K)[None, :]
             part = w + rows_of(first, HIDDEN, N, EVEN_N)[:, None] * INNER + tl.arange(0, K)[None, :]
@@ -183,45 +268,76 @@ def _down_kernel(h, h_scale, w, w_scale, y, order, blocks, count, limit, hs_row,
                 wk = tl.load(scale + k)
                 ht = tile_of(h, h_tile, start, k * K, INNER, True, TMA, K)
                 zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
-                partial = _product(zero, tile_of(w, w_tile, w_row, k * K, INNER, True, TMA, K), ht, SWAP, PRECISION)
+                partial = _product(
+                    zero, tile_of(w, w_tile, w_row, k * K, INNER, True, TMA, K), ht, SWAP, PRECISION
+                )
                 acc = _scaled(acc, partial, hk, wk, SWAP)
         else:
             for k in tl.range(0, INNER, K):
                 ht = tile_of(h, h_tile, start, k, INNER, EVEN_K, TMA, K)
-                acc = _product(acc, tile_of(w, w_tile, w_row, k, INNER, EVEN_K, TMA, K), ht, SWAP, PRECISION)
+                acc = _product(
+                    acc, tile_of(w, w_tile, w_row, k, INNER, EVEN_K, TMA, K), ht, SWAP, PRECISION
+                )
         columns = first + tl.arange(0, N)
         out = (acc.T if SWAP else acc).to(y.dtype.element_ty)
         target = y + pick.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
         tl.store(target, out, mask=valid[:, None] & (columns < HIDDEN)[None, :])
 
 
-def plan_for(down: Weight, picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16) -> GroupedGemmPlan:
-    """The plan for so many picks of the experts with these weights; they matter by their mean number an expert. The last `shared` experts
-    and their picks do not count: their rows are only more blocks. dtype: of the result. Rules that ship name "tall" where a plan would be
-    of no use without experts_tall.py's kernel."""
+def plan_for(
+    down: Weight, picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> GroupedGemmPlan:
+    """The plan for so many picks of the experts with these weights; they matter by their mean
+    number an expert. The last `shared` experts and their picks do not count: their rows are only
+    more blocks. dtype: of the result. Rules that ship name "tall" where a plan would be of no
+    use without experts_tall.py's kernel."""
     slots, hidden, inner = down.data.shape
     slots -= shared
-    shape = {"kind": kind_of(down), "mean": picks / slots, "slots": slots, "hidden": hidden, "inner": inner}
+    shape = {
+        "kind": kind_of(down),
+        "mean": picks / slots,
+        "slots": slots,
+        "hidden": hidden,
+        "inner": inner,
+    }
     return tuning.config_for(
-        "experts", GroupedGemmPlan, down.data.device, **shape, tall=dtype.itemsize == 2 and is_hopper(down.data.device)
+        "experts",
+        GroupedGemmPlan,
+        down.data.device,
+        **shape,
+        tall=dtype.itemsize == 2 and is_hopper(down.data.device),
     )
 
 
 def supported(gate_up: Weight, down: Weight) -> bool:
-    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights have no limits."""
+    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights
+    have no limits."""
     sizes = down.data.shape[1:]
-    return not gate_up.quantized or (gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes))
+    return not gate_up.quantized or (
+        gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes)
+    )
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, expected: int | None = None,
-            base: Tensor | None = None, shared: int = 0) -> Tensor:  # fmt: skip
-    """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64, -1: not here; weights [T, K] fp32.
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    expected: int | None = None,
+    base: Tensor | None = None,
+    shared: int = 0,
+) -> Tensor:
+    """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
+    -1: not here; weights [T, K] fp32.
 
-    expected: how many picks are here, if the caller knows it better than T K (an expert-parallel rank holds a share of them).
-    base [T, hidden] is added before the sum is rounded. shared: so many of the last experts are every token's last picks; what is chosen by
-    the number of picks is chosen by that of the others.
+    expected: how many picks are here, if the caller knows it better than T K (an expert-parallel
+    rank holds a share of them). base [T, hidden] is added before the sum is rounded. shared: so
+    many of the last experts are every token's last picks; what is chosen by the number of picks is
+    chosen by that of the others.
     """
-    kind, picks = kind_of(gate_up), ids.numel() - ids.shape[0] * shared
+    kind = kind_of(gate_up)
+    picks = ids.numel() - ids.shape[0] * shared
     if ids.numel() == 0:
         return torch.zeros_like(x) if base is None else base.clone()
     if picks <= DIRECT_PICKS[kind]:
@@ -230,9 +346,13 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weig
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
-def grouped_plan(down: Weight, tokens: int, top_k: int, shared: int, dtype: torch.dtype = torch.bfloat16) -> GroupedGemmPlan | None:
-    """The plan for tokens of which each picks top_k routed experts and the `shared` ones. None where another form takes them."""
-    kind, picks = kind_of(down), tokens * top_k
+def grouped_plan(
+    down: Weight, tokens: int, top_k: int, shared: int, dtype: torch.dtype = torch.bfloat16
+) -> GroupedGemmPlan | None:
+    """The plan for tokens of which each picks top_k routed experts and the `shared` ones. None
+    where another form takes them."""
+    kind = kind_of(down)
+    picks = tokens * top_k
     if picks <= DIRECT_PICKS[kind] or (shared and tokens > FUSED_SHARED_TOKENS[kind]):
         return None
     return plan_for(down, picks, shared, dtype)
@@ -244,53 +364,118 @@ def sorts_while_routing(down: Weight, picks: int) -> bool:
 
 
 def grouped_experts(
-    x: Tensor | Quantized, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: GroupedGemmPlan, dtype: torch.dtype | None = None,
+    x: Tensor | Quantized,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    plan: GroupedGemmPlan,
+    dtype: torch.dtype | None = None,
     base: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Sort, two grouped GEMMs, weighted sum. x already quantized goes with fp8 weights, and needs the result's dtype."""
+) -> Tensor:
+    """Sort, two grouped GEMMs, weighted sum. x already quantized goes with fp8 weights, and
+    needs the result's dtype."""
     kind = x.dtype if isinstance(x, Tensor) else dtype
     assert kind is not None
     assert dtype in (None, kind)
     blocks = moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
-    return combine(_products(x, gate_up, down, plan, blocks, ids.shape[1], kind), ids, weights, base)
+    return combine(
+        _products(x, gate_up, down, plan, blocks, ids.shape[1], kind), ids, weights, base
+    )
 
 
-def experts_deferred(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: GroupedGemmPlan, base: Tensor | None = None,
-                     blocks: ExpertBlocks | None = None) -> DeferredMoESum:  # fmt: skip
-    """Everything but the sum, where all picks are here. blocks: they are sorted, into rows of plan.rows."""
+def experts_deferred(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    plan: GroupedGemmPlan,
+    base: Tensor | None = None,
+    blocks: ExpertBlocks | None = None,
+) -> DeferredMoESum:
+    """Everything but the sum, where all picks are here. blocks: they are sorted, into rows of
+    plan.rows."""
     blocks = blocks or moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
-    return DeferredMoESum(_products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype), None, weights, base, combine)
+    return DeferredMoESum(
+        _products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype),
+        None,
+        weights,
+        base,
+        combine,
+    )
 
 
-def _products(x: Tensor | Quantized, gate_up: Weight, down: Weight, plan: GroupedGemmPlan, blocks: ExpertBlocks, top_k: int,
-              dtype: torch.dtype) -> Tensor:  # fmt: skip
+def _products(
+    x: Tensor | Quantized,
+    gate_up: Weight,
+    down: Weight,
+    plan: GroupedGemmPlan,
+    blocks: ExpertBlocks,
+    top_k: int,
+    dtype: torch.dtype,
+) -> Tensor:
     assert blocks.rows == plan.rows
     if plan.tall:
         from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 
         return grouped_gemm_sm90_fp8.products(x, gate_up, down, blocks, top_k, dtype, plan.tall)
-    return down_product(gate_up_product(x, gate_up, blocks, top_k, plan.up), down, blocks, dtype, plan.down)
+    return down_product(
+        gate_up_product(x, gate_up, blocks, top_k, plan.up), down, blocks, dtype, plan.down
+    )
 
 
-def gate_up_product(x: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile) -> Tensor | Quantized:
-    """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the weights are."""
+def gate_up_product(
+    x: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile
+) -> Tensor | Quantized:
+    """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the
+    weights are."""
     slots, rows, hidden = weight.data.shape
-    inner, picks = rows // 2, blocks.picks
+    inner = rows // 2
+    picks = blocks.picks
     packed = quantize(x) if weight.quantized and isinstance(x, Tensor) else x
     data, scale, strides = _activation(packed)
     device = weight.data.device
-    h = Quantized.empty(picks, inner, device) if weight.quantized else torch.empty(picks, inner, dtype=data.dtype, device=device)
+    h = (
+        Quantized.empty(picks, inner, device)
+        if weight.quantized
+        else torch.empty(picks, inner, dtype=data.dtype, device=device)
+    )
     h_data, h_scale, h_strides = _activation(h)
     tile = _fitting(tile, weight)
-    w = TensorDescriptor.from_tensor(weight.data.view(slots * rows, hidden), [tile.n, tile.k]) if tile.tma else weight.data
+    w = (
+        TensorDescriptor.from_tensor(weight.data.view(slots * rows, hidden), [tile.n, tile.k])
+        if tile.tma
+        else weight.data
+    )
     _gate_up_kernel[_programs(blocks, triton.cdiv(inner, tile.n), tile, device),](
-        data, scale, w, weight.scale, h_data, h_scale, blocks.order, blocks.blocks, blocks.count, blocks.limit, *strides, *h_strides,
-        hidden, inner, top_k, blocks.rows, **_constants(weight, tile), **dependent(device))  # fmt: skip
+        data,
+        scale,
+        w,
+        weight.scale,
+        h_data,
+        h_scale,
+        blocks.order,
+        blocks.blocks,
+        blocks.count,
+        blocks.limit,
+        *strides,
+        *h_strides,
+        hidden,
+        inner,
+        top_k,
+        blocks.rows,
+        **_constants(weight, tile),
+        **dependent(device),
+    )
     return h
 
 
-def down_product(h: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, tile: Tile) -> Tensor:
-    """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not here stay unwritten."""
+def down_product(
+    h: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, tile: Tile
+) -> Tensor:
+    """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not
+    here stay unwritten."""
     slots, hidden, inner = weight.data.shape
     y = torch.empty(blocks.picks, hidden, dtype=dtype, device=weight.data.device)
     data, scale, strides = _activation(h)
@@ -300,8 +485,22 @@ def down_product(h: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, dt
         w = TensorDescriptor.from_tensor(weight.data.view(slots * hidden, inner), [tile.n, tile.k])
         data = TensorDescriptor.from_tensor(data, [blocks.rows, tile.k])
     _down_kernel[_programs(blocks, triton.cdiv(hidden, tile.n), tile, y.device),](
-        data, scale, w, weight.scale, y, blocks.order, blocks.blocks, blocks.count, blocks.limit, *strides, hidden, inner,
-        blocks.rows, **_constants(weight, tile), **dependent(y.device))  # fmt: skip
+        data,
+        scale,
+        w,
+        weight.scale,
+        y,
+        blocks.order,
+        blocks.blocks,
+        blocks.count,
+        blocks.limit,
+        *strides,
+        hidden,
+        inner,
+        blocks.rows,
+        **_constants(weight, tile),
+        **dependent(y.device),
+    )
     return y
 
 
@@ -310,7 +509,8 @@ def _activation(x: Tensor | Quantized) -> tuple[Any, Tensor | None, tuple[int, .
 
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:
-    """Bulk copies only where the card has them and rows are whole. Older cards have less shared memory: a shallow pipeline fits."""
+    """Bulk copies only where the card has them and rows are whole. Older cards have less shared
+    memory: a shallow pipeline fits."""
     if not is_hopper(weight.data.device):
         return replace(tile, tma=False, stages=min(tile.stages, 2))
     aligned = weight.data.shape[-1] * weight.data.element_size() % 16 == 0

@@ -1,16 +1,20 @@
-"""Grouped block-fp8 products of many rows an expert on Hopper: linear_tall.py's, whose tiles of rows each have weights of their own.
+"""Grouped block-fp8 products of many rows an expert on Hopper: linear_tall.py's, whose tiles of
+rows each have weights of their own.
 
-Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one bulk copy. They are not padded: a
-tile begins where its block of rows does (picks.py), and its last 64 may be in part the next expert's; those are not stored. Of a tile only
-what is there is copied. Chunks of 64 rows go to the two warpgroups by turns, and one that has none lets the stages pass. How many tiles
-there are the card alone knows.
+Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one
+bulk copy. They are not padded: a tile begins where its block of rows does (picks.py), and its last
+64 may be in part the next expert's; those are not stored. Of a tile only what is there is copied.
+Chunks of 64 rows go to the two warpgroups by turns, and one that has none lets the stages pass. How
+many tiles there are the card alone knows.
 
-The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the kernel that joins and quantizes
-them: a tile of both would hold 64 columns of either, half of what one scale stands for. The second stores each row at its pick's place.
-Sums leave through shared memory, from which threads take whole lines.
+The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the
+kernel that joins and quantizes them: a tile of both would hold 64 columns of either, half of what
+one scale stands for. The second stores each row at its pick's place. Sums leave through shared
+memory, from which threads take whole lines.
 
-Bytes of 8,192 picks of 32 experts 7168 x 2048 beside the products' 0.72 PFLOP: rows in order 176 MB, gate and up out and in 134, joined
-34, results 117, weights 1,409 MB once and from the cache again.
+Bytes of 8,192 picks of 32 experts 7168 x 2048 beside the products' 0.72 PFLOP: rows in order 176
+MB, gate and up out and in 134, joined 34, results 117, weights 1,409 MB once and from the cache
+again.
 """
 
 from __future__ import annotations
@@ -45,10 +49,29 @@ def _row(blocks, count, limit, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["limit", "xs_block", "scale_block"])
-def _order_kernel(x, x_scale, data, scale, order, blocks, count, limit, columns, x_row, xs_row, xs_block, scale_row, scale_block,
-                  TOP_K: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
-                  DEPENDENT: tl.constexpr):  # fmt: skip
-    """Grid: (rows of all blocks, pieces of a row). A row of x to its place in the order, quantized if it is not."""
+def _order_kernel(
+    x,
+    x_scale,
+    data,
+    scale,
+    order,
+    blocks,
+    count,
+    limit,
+    columns,
+    x_row,
+    xs_row,
+    xs_block,
+    scale_row,
+    scale_block,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (rows of all blocks, pieces of a row). A row of x to its place in the order,
+    quantized if it is not."""
     wait(DEPENDENT)
     column = tl.program_id(1) * SIZE
     block, row, real = _row(blocks, count, limit, ROWS)
@@ -60,44 +83,108 @@ def _order_kernel(x, x_scale, data, scale, order, blocks, count, limit, columns,
             tl.store(data + row * columns + offsets, values, mask=offsets < columns)
             part = column // 128 + tl.arange(0, SIZE // 128)
             factors = tl.load(x_scale + token * xs_row + part * xs_block, mask=part * 128 < columns)
-            tl.store(scale + row * scale_row + part * scale_block, factors, mask=part * 128 < columns)
+            tl.store(
+                scale + row * scale_row + part * scale_block, factors, mask=part * 128 < columns
+            )
         else:
-            store_fp8(values.to(tl.float32), data, scale, row, column, columns, columns, scale_row, scale_block, SIZE)
+            store_fp8(
+                values.to(tl.float32),
+                data,
+                scale,
+                row,
+                column,
+                columns,
+                columns,
+                scale_row,
+                scale_block,
+                SIZE,
+            )
 
 
 @triton.jit(do_not_specialize=["limit", "scale_block"])
-def _join_kernel(both, data, scale, blocks, count, limit, columns, scale_row, scale_block, ROWS: tl.constexpr, SIZE: tl.constexpr,
-                 DEPENDENT: tl.constexpr):  # fmt: skip
-    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side, quantized."""
+def _join_kernel(
+    both,
+    data,
+    scale,
+    blocks,
+    count,
+    limit,
+    columns,
+    scale_row,
+    scale_block,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid as that of _order_kernel. silu(gate) * up of a row that holds both side by side,
+    quantized."""
     wait(DEPENDENT)
     column = tl.program_id(1) * SIZE
     _, row, real = _row(blocks, count, limit, ROWS)
     if real:
         offsets = column + tl.arange(0, SIZE)
-        gate = tl.load(both + row * (2 * columns) + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
-        up = tl.load(both + row * (2 * columns) + columns + offsets, mask=offsets < columns, other=0.0).to(tl.float32)
-        store_fp8(gate / (1.0 + tl.exp(-gate)) * up, data, scale, row, column, columns, columns, scale_row, scale_block, SIZE)
+        gate = tl.load(both + row * (2 * columns) + offsets, mask=offsets < columns, other=0.0).to(
+            tl.float32
+        )
+        up = tl.load(
+            both + row * (2 * columns) + columns + offsets, mask=offsets < columns, other=0.0
+        ).to(tl.float32)
+        store_fp8(
+            gate / (1.0 + tl.exp(-gate)) * up,
+            data,
+            scale,
+            row,
+            column,
+            columns,
+            columns,
+            scale_row,
+            scale_block,
+            SIZE,
+        )
 
 
 @gluon.jit
-def _copy_rows(x_tma, w_tma, inputs, weights, full, empty, blocks, count, limit, M: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-               STAGES: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+def _copy_rows(
+    x_tma,
+    w_tma,
+    inputs,
+    weights,
+    full,
+    empty,
+    blocks,
+    count,
+    limit,
+    M: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
     high = gl.load(count)
     turns, rounds = share(high, ROWS)
-    stage, phase = 0, 1
+    stage = 0
+    phase = 1
     for turn in range(turns):
         m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        first, w_row = gl.load(blocks + limit + m_tile), gl.load(blocks + m_tile) * ROWS + n_tile * 128
+        first = gl.load(blocks + limit + m_tile)
+        w_row = gl.load(blocks + m_tile) * ROWS + n_tile * 128
         chunks = gl.minimum((gl.load(blocks + 2 * limit + m_tile) - first + 63) // 64, M // 64)
         for block in range(BLOCKS):
             mbarrier.wait(empty.index(stage), phase)
             for chunk in gl.static_range(M // 64):
-                mbarrier.expect(full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1)
+                mbarrier.expect(
+                    full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1
+                )
             for chunk in gl.static_range(M // 64):
-                place, part = [first + 64 * chunk, block * 128], inputs.index(stage).slice(64 * chunk, 64)
-                tma.async_copy_global_to_shared(x_tma, place, full.index(stage), part, pred=chunk < chunks)
-            tma.async_copy_global_to_shared(w_tma, [w_row, block * 128], full.index(stage), weights.index(stage))
+                place = [first + 64 * chunk, block * 128]
+                part = inputs.index(stage).slice(64 * chunk, 64)
+                tma.async_copy_global_to_shared(
+                    x_tma, place, full.index(stage), part, pred=chunk < chunks
+                )
+            tma.async_copy_global_to_shared(
+                w_tma, [w_row, block * 128], full.index(stage), weights.index(stage)
+            )
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -113,7 +200,8 @@ def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.conste
 
 @gluon.jit
 def _places(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
-    """Where 64 rows from `first` on go: to their own places or, with SCATTER, those that `order` says; -1 from `end` on."""
+    """Where 64 rows from `first` on go: to their own places or, with SCATTER, those that `order`
+    says; -1 from `end` on."""
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
     if SCATTER:
         return gl.load(order + row, mask=row < end, other=-1)
@@ -128,53 +216,133 @@ def _put(y, out, acc, place, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
     out.store(acc.to(out.dtype))
     gl.thread_barrier()
     column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
-    gl.store(y + place.to(gl.int64)[:, None] * ROWS + column[None, :], out.load(LINE), mask=(place >= 0)[:, None])
+    gl.store(
+        y + place.to(gl.int64)[:, None] * ROWS + column[None, :],
+        out.load(LINE),
+        mask=(place >= 0)[:, None],
+    )
 
 
 @gluon.jit
-def _multiply_rows(x_scale, w_scale, y, out, inputs, weights, full, empty, order, blocks, count, limit, xs_row, xs_block, M: gl.constexpr,
-                   ROWS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr, WHO: gl.constexpr, SCATTER: gl.constexpr,
-                   DEPENDENT: gl.constexpr):  # fmt: skip
+def _multiply_rows(
+    x_scale,
+    w_scale,
+    y,
+    out,
+    inputs,
+    weights,
+    full,
+    empty,
+    order,
+    blocks,
+    count,
+    limit,
+    xs_row,
+    xs_block,
+    M: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WHO: gl.constexpr,
+    SCATTER: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     """One of the two warpgroups: chunks of 64 rows go to them by turns."""
     SKIP: gl.constexpr = WHO * 64
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
     high = gl.load(count)
     turns, rounds = share(high, ROWS)
-    stage, phase = 0, 0
+    stage = 0
+    phase = 0
     for turn in range(turns):
         m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
         block = blocks + m_tile
-        first, end = gl.load(block + limit) + SKIP, gl.load(block + 2 * limit)
+        first = gl.load(block + limit) + SKIP
+        end = gl.load(block + 2 * limit)
         if first < end:
             scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
             picks = order + gl.load(block + 3 * limit)
-            place = _places(picks, first, end, LINE, SCATTER)  # before the products, beside which it is on its way
+            # before the products, beside which it is on its way
+            place = _places(picks, first, end, LINE, SCATTER)
             if M == 256 and first + 128 < end:
                 next_place = _places(picks, first + 128, end, LINE, SCATTER)
                 low, upper, stage, phase = sums(
-                    x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True,
-                    128, 128)  # fmt: skip
+                    x_scale,
+                    scales,
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    stage,
+                    phase,
+                    first,
+                    end,
+                    xs_row,
+                    xs_block,
+                    BLOCKS,
+                    STAGES,
+                    SKIP,
+                    True,
+                    128,
+                    128,
+                )
                 _put(y, out, low, place, n_tile, ROWS, LINE)
                 _put(y, out, upper, next_place, n_tile, ROWS, LINE)
             else:
                 low, upper, stage, phase = sums(
-                    x_scale, scales, inputs, weights, full, empty, stage, phase, first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False,
-                    128)  # fmt: skip
+                    x_scale,
+                    scales,
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    stage,
+                    phase,
+                    first,
+                    end,
+                    xs_row,
+                    xs_block,
+                    BLOCKS,
+                    STAGES,
+                    SKIP,
+                    False,
+                    128,
+                )
                 _put(y, out, low, place, n_tile, ROWS, LINE)
         else:
             stage, phase = _let_pass(full, empty, stage, phase, BLOCKS, STAGES)
 
 
 @gluon.jit(do_not_specialize=["limit", "xs_block"])
-def _grouped_kernel(x_tma, x_scale, w_tma, w_scale, y, order, blocks, count, limit, xs_row, xs_block, ROWS: gl.constexpr,
-                    COLUMNS: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, SCATTER: gl.constexpr, MULTIPLIER: gl.constexpr,
-                    COPIER: gl.constexpr, DEPENDENT: gl.constexpr):  # fmt: skip
+def _grouped_kernel(
+    x_tma,
+    x_scale,
+    w_tma,
+    w_scale,
+    y,
+    order,
+    blocks,
+    count,
+    limit,
+    xs_row,
+    xs_block,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    M: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCATTER: gl.constexpr,
+    MULTIPLIER: gl.constexpr,
+    COPIER: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
     """Grid: any number of programs. ROWS of each expert's weights; M: 128 or 256 rows a tile."""
     BLOCKS: gl.constexpr = COLUMNS // 128
     inputs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, M, 128], x_tma.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], w_tma.layout)
-    outs = gl.allocate_shared_memory(y.dtype.element_ty, [2, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2))
+    outs = gl.allocate_shared_memory(
+        y.dtype.element_ty, [2, 64, 128], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     let_next_start(DEPENDENT)
@@ -184,45 +352,152 @@ def _grouped_kernel(x_tma, x_scale, w_tma, w_scale, y, order, blocks, count, lim
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply_rows, (x_scale, w_scale, y, outs.index(0), inputs, weights, full, empty, order, blocks, count, limit, xs_row,
-                              xs_block, M, ROWS, BLOCKS, STAGES, 0, SCATTER, DEPENDENT)),
-            (_multiply_rows, (x_scale, w_scale, y, outs.index(1), inputs, weights, full, empty, order, blocks, count, limit, xs_row,
-                              xs_block, M, ROWS, BLOCKS, STAGES, 1, SCATTER, DEPENDENT)),
-            (_copy_rows, (x_tma, w_tma, inputs, weights, full, empty, blocks, count, limit, M, ROWS, BLOCKS, STAGES, DEPENDENT)),
+            (
+                _multiply_rows,
+                (
+                    x_scale,
+                    w_scale,
+                    y,
+                    outs.index(0),
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    order,
+                    blocks,
+                    count,
+                    limit,
+                    xs_row,
+                    xs_block,
+                    M,
+                    ROWS,
+                    BLOCKS,
+                    STAGES,
+                    0,
+                    SCATTER,
+                    DEPENDENT,
+                ),
+            ),
+            (
+                _multiply_rows,
+                (
+                    x_scale,
+                    w_scale,
+                    y,
+                    outs.index(1),
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    order,
+                    blocks,
+                    count,
+                    limit,
+                    xs_row,
+                    xs_block,
+                    M,
+                    ROWS,
+                    BLOCKS,
+                    STAGES,
+                    1,
+                    SCATTER,
+                    DEPENDENT,
+                ),
+            ),
+            (
+                _copy_rows,
+                (
+                    x_tma,
+                    w_tma,
+                    inputs,
+                    weights,
+                    full,
+                    empty,
+                    blocks,
+                    count,
+                    limit,
+                    M,
+                    ROWS,
+                    BLOCKS,
+                    STAGES,
+                    DEPENDENT,
+                ),
+            ),
         ],
         [4, 1],
         [MULTIPLIER, COPIER],
-    )  # fmt: skip
+    )
 
 
 def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:
-    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns]; those behind the last pick stay unwritten."""
-    data, columns, device = (x.data if isinstance(x, Quantized) else x), x.shape[1], blocks.order.device
+    """Rows of x [T, columns] as `blocks` orders their picks, [picks, columns]; those behind the
+    last pick stay unwritten."""
+    data = x.data if isinstance(x, Quantized) else x
+    columns = x.shape[1]
+    device = blocks.order.device
     out = Quantized.empty(blocks.picks, columns, device)
     scale, strides = (x.scale, x.scale.stride()) if isinstance(x, Quantized) else (None, (0, 0))
     size = min(4096, max(128, next_power(columns)))
     _order_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
-        data, scale, out.data, out.scale, blocks.order, blocks.blocks, blocks.count, blocks.limit, columns, data.stride(0), *strides,
-        *out.scale.stride(), top_k, blocks.rows, size, scale is not None, num_warps=8, **dependent(device))  # fmt: skip
+        data,
+        scale,
+        out.data,
+        out.scale,
+        blocks.order,
+        blocks.blocks,
+        blocks.count,
+        blocks.limit,
+        columns,
+        data.stride(0),
+        *strides,
+        *out.scale.stride(),
+        top_k,
+        blocks.rows,
+        size,
+        scale is not None,
+        num_warps=8,
+        **dependent(device),
+    )
     return out
 
 
 def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
     """silu(gate) * up of rows [picks, 2 inner] in the order of `blocks`, [picks, inner]."""
-    picks, columns = both.shape[0], both.shape[1] // 2
+    picks = both.shape[0]
+    columns = both.shape[1] // 2
     out = Quantized.empty(picks, columns, both.device)
     size = min(2048, max(128, next_power(columns)))
     _join_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
-        both, out.data, out.scale, blocks.blocks, blocks.count, blocks.limit, columns, *out.scale.stride(), blocks.rows, size, num_warps=4,
-        **dependent(both.device))  # fmt: skip
+        both,
+        out.data,
+        out.scale,
+        blocks.blocks,
+        blocks.count,
+        blocks.limit,
+        columns,
+        *out.scale.stride(),
+        blocks.rows,
+        size,
+        num_warps=4,
+        **dependent(both.device),
+    )
     return out
 
 
-def product(x: Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, stages: int, scatter: bool) -> Tensor:
-    """Rows x [picks, columns] in the order of `blocks` with their experts' weights [experts, rows, columns], [picks, rows] in the same
-    order or, with scatter, at the picks' own places; dtype of 16 bits. blocks.rows: 128 or 256."""
+def product(
+    x: Quantized,
+    weight: Weight,
+    blocks: ExpertBlocks,
+    dtype: torch.dtype,
+    stages: int,
+    scatter: bool,
+) -> Tensor:
+    """Rows x [picks, columns] in the order of `blocks` with their experts' weights [experts,
+    rows, columns], [picks, rows] in the same order or, with scatter, at the picks' own places;
+    dtype of 16 bits. blocks.rows: 128 or 256."""
     experts, rows, columns = weight.data.shape
-    m, device = blocks.rows, weight.data.device
+    m = blocks.rows
+    device = weight.data.device
     assert m in (128, 256), m
     assert dtype.itemsize == 2, dtype
     assert rows % 128 == columns % 128 == 0, (rows, columns)
@@ -231,15 +506,40 @@ def product(x: Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dty
     layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
     flat = weight.data.view(experts * rows, columns)
     _grouped_kernel[min(blocks.limit * (rows // 128), multiprocessors(device)),](
-        TensorDescriptor.from_tensor(x.data, [64, 128], layout), x.scale, TensorDescriptor.from_tensor(flat, [128, 128], layout),
-        weight.scale, y, blocks.order, blocks.blocks, blocks.count, blocks.limit, *x.scale.stride(), rows, columns, m, stages, scatter,
-        *REGISTERS, num_warps=4, maxnreg=168, **dependent(device))  # fmt: skip
+        TensorDescriptor.from_tensor(x.data, [64, 128], layout),
+        x.scale,
+        TensorDescriptor.from_tensor(flat, [128, 128], layout),
+        weight.scale,
+        y,
+        blocks.order,
+        blocks.blocks,
+        blocks.count,
+        blocks.limit,
+        *x.scale.stride(),
+        rows,
+        columns,
+        m,
+        stages,
+        scatter,
+        *REGISTERS,
+        num_warps=4,
+        maxnreg=168,
+        **dependent(device),
+    )
     return y
 
 
-def products(x: Tensor | Quantized, gate_up: Weight, down: Weight, blocks: ExpertBlocks, top_k: int, dtype: torch.dtype,
-             stages: int) -> Tensor:  # fmt: skip
-    """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see experts.py."""
+def products(
+    x: Tensor | Quantized,
+    gate_up: Weight,
+    down: Weight,
+    blocks: ExpertBlocks,
+    top_k: int,
+    dtype: torch.dtype,
+    stages: int,
+) -> Tensor:
+    """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see
+    experts.py."""
     if top_k > 1 and isinstance(x, Tensor):
         x = quantize(x)  # once a token: a copy for each of its picks is half as long then
     both = product(in_order(x, blocks, top_k), gate_up, blocks, dtype, stages, False)

@@ -1,8 +1,10 @@
-"""A router's gate product for a batch of tokens: tensor cores, and columns cut so that many multiprocessors share the reading.
+"""A router's gate product for a batch of tokens: tensor cores, and columns cut so that many
+multiprocessors share the reading.
 
-x is bf16. A bf16 gate multiplies with it exactly, and so does an fp32 gate as a sum of three bf16 parts, whose 8 bits each are all that it
-has: what differs from a product in fp32 is the order of its sums. Each program leaves a partial sum; the choice adds them in the order of
-columns (route.py), so logits depend neither on the other tokens nor on which program is done first.
+x is bf16. A bf16 gate multiplies with it exactly, and so does an fp32 gate as a sum of three bf16
+parts, whose 8 bits each are all that it has: what differs from a product in fp32 is the order of
+its sums. Each program leaves a partial sum; the choice adds them in the order of columns
+(route.py), so logits depend neither on the other tokens nor on which program is done first.
 """
 
 from __future__ import annotations
@@ -23,16 +25,19 @@ from rorqual.ops.triton.runtime.launch import (
     wait_for_inputs,
 )
 
-# TritonOps takes this product where one kernel does not do everything (route.ROUTER_TOKENS), for up to so many tokens in place of the
-# library's product in this type; in fp32 always, for that has no tensor cores.
+# TritonOps takes this product where one kernel does not do everything (route.ROUTER_TOKENS), for up
+# to so many tokens in place of the library's product in this type; in fp32 always, for that has no
+# tensor cores.
 TOKENS = {torch.float32: 1 << 31, torch.bfloat16: 1024}
-# An fp32 gate whose values bf16 holds, as a checkpoint in bf16 has them, is kept in bf16: half the bytes, a third of the products.
+# An fp32 gate whose values bf16 holds, as a checkpoint in bf16 has them, is kept in bf16: half the
+# bytes, a third of the products.
 NARROWS = True
 
 
 @dataclass(frozen=True)
 class GatePlan:
-    """A tile of m tokens, n experts and k columns; at most `split` partial sums; warps, pipeline stages."""
+    """A tile of m tokens, n experts and k columns; at most `split` partial sums; warps, pipeline
+    stages."""
 
     m: int
     n: int
@@ -55,21 +60,45 @@ def _add_product(acc, w, x, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _gate_kernel(x, gate, sums, tokens, x_row, HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                 K: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """sums[split, token, expert] over EACH tiles of columns: program (token block, expert block, split)."""
+def _gate_kernel(
+    x,
+    gate,
+    sums,
+    tokens,
+    x_row,
+    HIDDEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EACH: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """sums[split, token, expert] over EACH tiles of columns: program (token block, expert block,
+    split)."""
     EVEN: tl.constexpr = HIDDEN % K == 0
-    token, expert = tl.program_id(0) * M + tl.arange(0, M), tl.program_id(1) * N + tl.arange(0, N)
-    split, columns = tl.program_id(2), tl.arange(0, K)
+    token = tl.program_id(0) * M + tl.arange(0, M)
+    expert = tl.program_id(1) * N + tl.arange(0, N)
+    split = tl.program_id(2)
+    columns = tl.arange(0, K)
     begin = split * EACH * K
     w_rows = gate + tl.minimum(expert, EXPERTS - 1)[:, None] * HIDDEN + columns[None, :]
     first = columns_at(w_rows, begin, HIDDEN, EVEN, K)  # weights: no kernel of a step writes them
     wait_for_inputs(DEPENDENT)
     x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * x_row + columns[None, :]
-    acc = _add_product(tl.zeros((N, M), tl.float32), first, columns_at(x_rows, begin, HIDDEN, EVEN, K), PARTS)
+    acc = _add_product(
+        tl.zeros((N, M), tl.float32), first, columns_at(x_rows, begin, HIDDEN, EVEN, K), PARTS
+    )
     if EACH > 1:
         for k in tl.range(begin + K, tl.minimum(begin + EACH * K, HIDDEN), K, num_stages=STAGES):
-            acc = _add_product(acc, columns_at(w_rows, k, HIDDEN, EVEN, K), columns_at(x_rows, k, HIDDEN, EVEN, K), PARTS)
+            acc = _add_product(
+                acc,
+                columns_at(w_rows, k, HIDDEN, EVEN, K),
+                columns_at(x_rows, k, HIDDEN, EVEN, K),
+                PARTS,
+            )
     out = sums + (split * tokens + token).to(tl.int64)[None, :] * EXPERTS + expert[:, None]
     tl.store(out, acc, mask=(token < tokens)[None, :] & (expert < EXPERTS)[:, None])
 
@@ -88,7 +117,12 @@ def chosen(x: Tensor, gate: Tensor, kind: torch.dtype) -> bool:
 
 
 def supported(x: Tensor, gate: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and gate.dtype in (torch.bfloat16, torch.float32) and x.stride(1) == 1 and gate.is_contiguous()
+    return (
+        x.dtype == torch.bfloat16
+        and gate.dtype in (torch.bfloat16, torch.float32)
+        and x.stride(1) == 1
+        and gate.is_contiguous()
+    )
 
 
 def kind_of(gate: Tensor) -> str:
@@ -97,20 +131,47 @@ def kind_of(gate: Tensor) -> str:
 
 def plan_for(gate: Tensor, tokens: int) -> GatePlan:
     experts, hidden = gate.shape
-    return tuning.config_for("gate", GatePlan, gate.device, kind=kind_of(gate), tokens=tokens, experts=experts, hidden=hidden)
+    return tuning.config_for(
+        "gate",
+        GatePlan,
+        gate.device,
+        kind=kind_of(gate),
+        tokens=tokens,
+        experts=experts,
+        hidden=hidden,
+    )
 
 
 def partial_logits(x: Tensor, gate: Tensor, plan: GatePlan | None = None) -> Tensor:
-    """x [T, hidden] bf16, rows evenly spaced, T at least 1; gate [E, hidden] bf16 or fp32; partial sums of logits [S, T, E] fp32."""
-    (tokens, hidden), experts = x.shape, gate.shape[0]
+    """x [T, hidden] bf16, rows evenly spaced, T at least 1; gate [E, hidden] bf16 or fp32;
+    partial sums of logits [S, T, E] fp32."""
+    (tokens, hidden) = x.shape
+    experts = gate.shape[0]
     plan = plan or plan_for(gate, tokens)
-    m, n = min(plan.m, max(16, next_power(tokens))), min(plan.n, max(16, next_power(experts)))
-    blocks, steps = (triton.cdiv(tokens, m), triton.cdiv(experts, n)), triton.cdiv(hidden, plan.k)
+    m = min(plan.m, max(16, next_power(tokens)))
+    n = min(plan.n, max(16, next_power(experts)))
+    blocks = (triton.cdiv(tokens, m), triton.cdiv(experts, n))
+    steps = triton.cdiv(hidden, plan.k)
     wanted = max(1, min(plan.split, multiprocessors(x.device) // (blocks[0] * blocks[1])))
-    each = next_power(triton.cdiv(steps, wanted))  # few kernels for steps of any size: a new chunk of prompt must not compile one
+    # few kernels for steps of any size: a new chunk of prompt must not compile one
+    each = next_power(triton.cdiv(steps, wanted))
     splits = triton.cdiv(steps, each)
     sums = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
     _gate_kernel[(*blocks, splits)](
-        x, gate, sums, tokens, x.stride(0), hidden, experts, m, n, plan.k, each, 1 if gate.dtype == torch.bfloat16 else 3, plan.stages,
-        num_warps=plan.warps, **dependent(x.device))  # fmt: skip
+        x,
+        gate,
+        sums,
+        tokens,
+        x.stride(0),
+        hidden,
+        experts,
+        m,
+        n,
+        plan.k,
+        each,
+        1 if gate.dtype == torch.bfloat16 else 3,
+        plan.stages,
+        num_warps=plan.warps,
+        **dependent(x.device),
+    )
     return sums

@@ -1,4 +1,5 @@
-"""Routed experts for a handful of picks: two kernels, each program streams the weight rows of one pick through ordinary arithmetic."""
+"""Routed experts for a handful of picks: two kernels, each program streams the weight rows of
+one pick through ordinary arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 
 @dataclass(frozen=True)
 class DirectPlan:
-    """Tile elements [weight rows, columns] of the two direct kernels; down_rows is shared by the picks of a token."""
+    """Tile elements [weight rows, columns] of the two direct kernels; down_rows is shared by the
+    picks of a token."""
 
     up_rows: int
     up_columns: int
@@ -27,7 +29,8 @@ class DirectPlan:
     stages: int = 3
 
 
-DIRECT_PICKS = {"bf16": 16, "fp8": 8, "fp32": 2}  # this form reads an expert anew for each pick: up to so many picks
+# this form reads an expert anew for each pick: up to so many picks
+DIRECT_PICKS = {"bf16": 16, "fp8": 8, "fp32": 2}
 
 
 @triton.jit
@@ -38,14 +41,26 @@ def rows_of(first, limit, SIZE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def tile_of(source, pointers, first, column, columns, EVEN: tl.constexpr, TMA: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile [rows, WIDTH] at `column`: through a descriptor, from row `first`, or through pointers to its first column."""
+def tile_of(
+    source,
+    pointers,
+    first,
+    column,
+    columns,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A tile [rows, WIDTH] at `column`: through a descriptor, from row `first`, or through
+    pointers to its first column."""
     if TMA:
         return source.load([first, column])
     elif EVEN:
         return tl.load(pointers + column)
     else:
-        return tl.load(pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0)
+        return tl.load(
+            pointers + column, mask=(column + tl.arange(0, WIDTH))[None, :] < columns, other=0.0
+        )
 
 
 @triton.jit
@@ -56,27 +71,51 @@ def _rounded(x, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _direct_gate_up_kernel(x, ids, w, w_scale, h, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, N: tl.constexpr,
-                           K: tl.constexpr, QUANT: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _direct_gate_up_kernel(
+    x,
+    ids,
+    w,
+    w_scale,
+    h,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    QUANT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """h[pick] for N columns of it: program (tile, pick)."""
     wait_for_inputs(DEPENDENT)
-    first, pick = tl.program_id(0) * N, tl.program_id(1)
+    first = tl.program_id(0) * N
+    pick = tl.program_id(1)
     expert = tl.load(ids + pick).to(tl.int64)
     if expert >= 0:
         EVEN: tl.constexpr = HIDDEN % K == 0
         BLOCKS: tl.constexpr = K // 128
         columns = tl.arange(0, K)
-        gate_rows = w + expert * (2 * INNER * HIDDEN) + rows_of(first, INNER, N, INNER % N == 0)[:, None] * HIDDEN + columns[None, :]
-        gate, up = tl.zeros((N, K), tl.float32), tl.zeros((N, K), tl.float32)
+        gate_rows = (
+            w
+            + expert * (2 * INNER * HIDDEN)
+            + rows_of(first, INNER, N, INNER % N == 0)[:, None] * HIDDEN
+            + columns[None, :]
+        )
+        gate = tl.zeros((N, K), tl.float32)
+        up = tl.zeros((N, K), tl.float32)
         for k in tl.range(0, HIDDEN, K, num_stages=STAGES):
             inside = k + columns < HIDDEN
-            xk = tl.load(x + (pick // TOP_K).to(tl.int64) * HIDDEN + k + columns, mask=inside, other=0.0).to(tl.float32)
+            xk = tl.load(
+                x + (pick // TOP_K).to(tl.int64) * HIDDEN + k + columns, mask=inside, other=0.0
+            ).to(tl.float32)
             g = tile_of(w, gate_rows, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
             u = tile_of(w, gate_rows + INNER * HIDDEN, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
             if QUANT:
                 scale_columns: tl.constexpr = HIDDEN // 128
                 blocks = k // 128 + tl.arange(0, BLOCKS)
-                scale = w_scale + (expert * (2 * INNER // 128) + first // 128) * scale_columns + blocks
+                scale = (
+                    w_scale + (expert * (2 * INNER // 128) + first // 128) * scale_columns + blocks
+                )
                 known = blocks < scale_columns
                 rounded = _rounded(xk, BLOCKS)
                 gs = tl.load(scale, mask=known, other=0.0)
@@ -86,35 +125,77 @@ def _direct_gate_up_kernel(x, ids, w, w_scale, h, HIDDEN: tl.constexpr, INNER: t
             else:
                 gate += g * xk[None, :]
                 up += u * xk[None, :]
-        g, u = tl.sum(gate, 1), tl.sum(up, 1)
+        g = tl.sum(gate, 1)
+        u = tl.sum(up, 1)
         rows = first + tl.arange(0, N)
         y = (g / (1.0 + tl.exp(-g)) * u).to(h.dtype.element_ty)
         tl.store(h + pick.to(tl.int64) * INNER + rows, y, mask=rows < INNER)
 
 
 @triton.jit
-def _picked(ids, weights, token, FIRST: tl.constexpr, LAST: tl.constexpr, TOP_K: tl.constexpr, PICKS: tl.constexpr):
-    """(pick, expert, weight) of a token's picks FIRST .. LAST, [PICKS]; -1 and 0 where there is none."""
+def _picked(
+    ids,
+    weights,
+    token,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+):
+    """(pick, expert, weight) of a token's picks FIRST .. LAST, [PICKS]; -1 and 0 where there is
+    none."""
     slots = FIRST + tl.arange(0, PICKS)
     pick = token * TOP_K + slots
     expert = tl.load(ids + pick, mask=slots < LAST, other=-1).to(tl.int64)
-    return pick.to(tl.int64), expert, tl.load(weights + pick, mask=(slots < LAST) & (expert >= 0), other=0.0)
+    return (
+        pick.to(tl.int64),
+        expert,
+        tl.load(weights + pick, mask=(slots < LAST) & (expert >= 0), other=0.0),
+    )
 
 
 @triton.jit
-def _down_terms(h, w, w_scale, pick, expert, first, rows, k, HIDDEN: tl.constexpr, INNER: tl.constexpr, PICKS: tl.constexpr,
-                K: tl.constexpr, QUANT: tl.constexpr):  # fmt: skip
-    """down[expert] times h[pick] before the sum over columns, K of them from k on: [PICKS, rows, K]."""
-    columns, here = k + tl.arange(0, K), expert >= 0
+def _down_terms(
+    h,
+    w,
+    w_scale,
+    pick,
+    expert,
+    first,
+    rows,
+    k,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    PICKS: tl.constexpr,
+    K: tl.constexpr,
+    QUANT: tl.constexpr,
+):
+    """down[expert] times h[pick] before the sum over columns, K of them from k on: [PICKS, rows,
+    K]."""
+    columns = k + tl.arange(0, K)
+    here = expert >= 0
     inside = columns < INNER
-    hk = tl.load(h + pick[:, None] * INNER + columns[None, :], mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    w_tile = w + expert[:, None, None] * (HIDDEN * INNER) + rows[None, :, None] * INNER + columns[None, None, :]
+    hk = tl.load(
+        h + pick[:, None] * INNER + columns[None, :],
+        mask=here[:, None] & inside[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    w_tile = (
+        w
+        + expert[:, None, None] * (HIDDEN * INNER)
+        + rows[None, :, None] * INNER
+        + columns[None, None, :]
+    )
     wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0.0).to(tl.float32)
     if QUANT:
         BLOCKS: tl.constexpr = K // 128
         scale_columns: tl.constexpr = INNER // 128
         blocks = k // 128 + tl.arange(0, BLOCKS)
-        scale = w_scale + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns + blocks[None, :]
+        scale = (
+            w_scale
+            + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns
+            + blocks[None, :]
+        )
         ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
         rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
         hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
@@ -128,15 +209,34 @@ def _weighted(acc, weight, kind: tl.constexpr):
 
 
 @triton.jit
-def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
-                        PICKS: tl.constexpr, MORE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, QUANT: tl.constexpr,
-                        STAGES: tl.constexpr, BASE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """out[token] for N columns of it, all picks of the token at once: program (tile, token). PICKS and MORE are powers of 2 that hold TOP_K
-    between them: a shared expert behind eight others would leave nearly half of 16 empty."""
+def _direct_down_kernel(
+    h,
+    ids,
+    weights,
+    w,
+    w_scale,
+    base,
+    out,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+    MORE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    QUANT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BASE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """out[token] for N columns of it, all picks of the token at once: program (tile, token).
+    PICKS and MORE are powers of 2 that hold TOP_K between them: a shared expert behind eight
+    others would leave nearly half of 16 empty."""
     wait_for_inputs(DEPENDENT)
     kind: tl.constexpr = out.dtype.element_ty
     FIRST: tl.constexpr = TOP_K if MORE == 0 else PICKS
-    first, token = tl.program_id(0) * N, tl.program_id(1)
+    first = tl.program_id(0) * N
+    token = tl.program_id(1)
     rows = rows_of(first, HIDDEN, N, HIDDEN % N == 0)
     pick, expert, weight = _picked(ids, weights, token, 0, FIRST, TOP_K, PICKS)
     acc = tl.zeros((PICKS, N, K), tl.float32)
@@ -144,16 +244,26 @@ def _direct_down_kernel(h, ids, weights, w, w_scale, base, out, HIDDEN: tl.const
         pick_2, expert_2, weight_2 = _picked(ids, weights, token, PICKS, TOP_K, TOP_K, MORE)
         acc_2 = tl.zeros((MORE, N, K), tl.float32)
     for k in tl.range(0, INNER, K, num_stages=STAGES):
-        acc += _down_terms(h, w, w_scale, pick, expert, first, rows, k, HIDDEN, INNER, PICKS, K, QUANT)
+        acc += _down_terms(
+            h, w, w_scale, pick, expert, first, rows, k, HIDDEN, INNER, PICKS, K, QUANT
+        )
         if MORE > 0:
-            acc_2 += _down_terms(h, w, w_scale, pick_2, expert_2, first, rows, k, HIDDEN, INNER, MORE, K, QUANT)
+            acc_2 += _down_terms(
+                h, w, w_scale, pick_2, expert_2, first, rows, k, HIDDEN, INNER, MORE, K, QUANT
+            )
     total = _weighted(acc, weight, kind)
     if MORE > 0:
         total += _weighted(acc_2, weight_2, kind)
     target = first + tl.arange(0, N)
     if BASE:
-        total += tl.load(base + token.to(tl.int64) * HIDDEN + target, mask=target < HIDDEN, other=0.0).to(tl.float32)
-    tl.store(out + token.to(tl.int64) * HIDDEN + target, total.to(out.dtype.element_ty), mask=target < HIDDEN)
+        total += tl.load(
+            base + token.to(tl.int64) * HIDDEN + target, mask=target < HIDDEN, other=0.0
+        ).to(tl.float32)
+    tl.store(
+        out + token.to(tl.int64) * HIDDEN + target,
+        total.to(out.dtype.element_ty),
+        mask=target < HIDDEN,
+    )
 
 
 def kind_of(weight: Weight) -> str:
@@ -163,30 +273,80 @@ def kind_of(weight: Weight) -> str:
 def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
     """Few picks want small tiles, to have programs enough for the card."""
     hidden, inner = down.data.shape[1:]
-    return tuning.config_for("experts_direct", DirectPlan, down.data.device, kind=kind_of(down), picks=picks, hidden=hidden, inner=inner)
+    return tuning.config_for(
+        "experts_direct",
+        DirectPlan,
+        down.data.device,
+        kind=kind_of(down),
+        picks=picks,
+        hidden=hidden,
+        inner=inner,
+    )
 
 
-def direct_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, plan: DirectPlan | None = None,
-                   base: Tensor | None = None) -> Tensor:  # fmt: skip
+def direct_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    plan: DirectPlan | None = None,
+    base: Tensor | None = None,
+) -> Tensor:
     """Two kernels; every pick reads its expert's weights by itself."""
-    (tokens, top_k), hidden, inner, quant = ids.shape, x.shape[1], down.data.shape[2], gate_up.quantized
+    (tokens, top_k) = ids.shape
+    hidden = x.shape[1]
+    inner = down.data.shape[2]
+    quant = gate_up.quantized
     plan = plan or direct_plan_for(down, tokens * top_k)
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     late = dependent(x.device)
     _direct_gate_up_kernel[triton.cdiv(inner, plan.up_rows), tokens * top_k](
-        x, ids, gate_up.data, gate_up.scale, h, hidden, inner, top_k, plan.up_rows, plan.up_columns, quant, plan.stages,
-        num_warps=plan.warps, **late)  # fmt: skip
+        x,
+        ids,
+        gate_up.data,
+        gate_up.scale,
+        h,
+        hidden,
+        inner,
+        top_k,
+        plan.up_rows,
+        plan.up_columns,
+        quant,
+        plan.stages,
+        num_warps=plan.warps,
+        **late,
+    )
     width, more = split_picks(top_k)
     rows = max(1, plan.down_rows // width)
     _direct_down_kernel[triton.cdiv(hidden, rows), tokens](
-        h, ids, weights, down.data, down.scale, base, out, hidden, inner, top_k, width, more, rows, plan.down_columns, quant, plan.stages,
-        base is not None, num_warps=plan.warps, **late)  # fmt: skip
+        h,
+        ids,
+        weights,
+        down.data,
+        down.scale,
+        base,
+        out,
+        hidden,
+        inner,
+        top_k,
+        width,
+        more,
+        rows,
+        plan.down_columns,
+        quant,
+        plan.stages,
+        base is not None,
+        num_warps=plan.warps,
+        **late,
+    )
     return out
 
 
 def split_picks(top_k: int) -> tuple[int, int]:
-    """Powers of 2 that hold a token's picks: one, or two where one would be more than a third empty."""
+    """Powers of 2 that hold a token's picks: one, or two where one would be more than a third
+    empty."""
     whole = next_power(top_k)
     more = next_power(top_k - whole // 2)
     return (whole // 2, more) if top_k > 2 and 3 * (whole // 2 + more) <= 2 * whole else (whole, 0)

@@ -1,8 +1,9 @@
-"""The router's choice in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2; group limits: 2405.04434).
+"""The router's choice in one kernel: rorqual.ops.reference.route (arXiv 2412.19437, section 2.1.2;
+group limits: 2405.04434).
 
-For a few tokens the gate product is part of it: each program multiplies a gate row or two, and the last one of a token to finish
-chooses. For a batch of them gate.py leaves partial sums, which are added here. Experts' logits are sums in a fixed order whatever the other
-tokens are.
+For a few tokens the gate product is part of it: each program multiplies a gate row or two, and the
+last one of a token to finish chooses. For a batch of them gate.py leaves partial sums, which are
+added here. Experts' logits are sums in a fixed order whatever the other tokens are.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from rorqual.ops.triton.runtime.launch import (
     zeroed_counters,
 )
 
-# The gate product and the choice are one kernel for up to so many tokens and products: every token reads the gate anew.
-ROUTER_TOKENS, ROUTER_PRODUCTS = 2, 1 << 21
+# The gate product and the choice are one kernel for up to so many tokens and products: every token
+# reads the gate anew.
+ROUTER_TOKENS = 2
+ROUTER_PRODUCTS = 1 << 21
 NOBODY: tl.constexpr = tl.constexpr(-(2**31))  # below the key of every float
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _ordered(values):
-    """int32 in the order of fp32 values: a warp finds the largest integer in one instruction, the largest float in ten."""
+    """int32 in the order of fp32 values: a warp finds the largest integer in one instruction,
+    the largest float in ten."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -50,14 +54,16 @@ def _value(key):
 
 @triton.jit
 def _best(keys, index, SIZE: tl.constexpr):
-    """(the largest of `keys` [SIZE], the lowest index that holds it). Exact: no packing of key and index into one word."""
+    """(the largest of `keys` [SIZE], the lowest index that holds it). Exact: no packing of key
+    and index into one word."""
     top = tl.max(keys, 0)
     return top, tl.min(tl.where(keys == top, index, SIZE), 0)
 
 
 @triton.jit
 def _group_worth(members, SIZE: tl.constexpr, BEST_TWO: tl.constexpr):
-    """What each group counts by, [groups]: its best expert, or its best two. members [groups, SIZE]."""
+    """What each group counts by, [groups]: its best expert, or its best two. members [groups,
+    SIZE]."""
     worth = tl.max(members, 1)
     if BEST_TWO:
         index = tl.arange(0, SIZE)[None, :]
@@ -67,8 +73,16 @@ def _group_worth(members, SIZE: tl.constexpr, BEST_TWO: tl.constexpr):
 
 
 @triton.jit
-def _kept_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
-                 KEEP: tl.constexpr, BEST_TWO: tl.constexpr):  # fmt: skip
+def _kept_groups(
+    choice,
+    expert,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KEEP: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+):
     """choice with the experts outside the KEEP best groups set to -inf."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group = tl.arange(0, GROUP_PAD)
@@ -87,12 +101,38 @@ def _kept_groups(choice, expert, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, GRO
 
 
 @triton.jit
-def _choose(x, bias, ids, weights, token, scaling, order, blocks, count, counts, picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr,
-            EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr,
-            SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr,
-            BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr):  # fmt: skip
-    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are rounded to the type ROUNDED. Behind the TOP_K
-    picks SHARED more: the experts behind the routed ones, weight 1. Where ROWS is not 0 all of them are sorted on the way (picks.py)."""
+def _choose(
+    x,
+    bias,
+    ids,
+    weights,
+    token,
+    scaling,
+    order,
+    blocks,
+    count,
+    counts,
+    picks,
+    limit,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KEEP: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are
+    rounded to the type ROUNDED. Behind the TOP_K picks SHARED more: the experts behind the
+    routed ones, weight 1. Where ROWS is not 0 all of them are sorted on the way (picks.py)."""
     expert = tl.arange(0, WIDTH)
     present = expert < EXPERTS
     if SIGMOID:
@@ -106,12 +146,15 @@ def _choose(x, bias, ids, weights, token, scaling, order, blocks, count, counts,
     choice = tl.where(present, choice, float("-inf"))
     if GROUPS > 1:
         choice = _kept_groups(choice, expert, EXPERTS, WIDTH, GROUPS, GROUP_PAD, KEEP, BEST_TWO)
-    slot, keys = tl.arange(0, PICKS), _ordered(choice)
-    chosen, weight = tl.zeros((PICKS,), tl.int32), tl.zeros((PICKS,), tl.float32)
+    slot = tl.arange(0, PICKS)
+    keys = _ordered(choice)
+    chosen = tl.zeros((PICKS,), tl.int32)
+    weight = tl.zeros((PICKS,), tl.float32)
     for k in tl.static_range(TOP_K):
         top, best = _best(keys, expert, WIDTH)
         chosen = tl.where(slot == k, best, chosen)
-        score = tl.sum(tl.where(expert == best, scores, 0.0), 0) if BIAS else _value(top)  # without a bias it is what it was chosen by
+        # without a bias it is what it was chosen by
+        score = tl.sum(tl.where(expert == best, scores, 0.0), 0) if BIAS else _value(top)
         weight = tl.where(slot == k, score, weight)
         keys = tl.where(expert == best, NOBODY, keys)
     if NORM:
@@ -129,21 +172,80 @@ def _choose(x, bias, ids, weights, token, scaling, order, blocks, count, counts,
 
 
 @triton.jit(do_not_specialize=["picks", "limit"])
-def _route_kernel(logits, bias, ids, weights, split_stride, stride, scaling, order, blocks, count, counts, picks, limit,
-                  SPLITS: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr, EXPERTS: tl.constexpr,
-                  WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, PICKS: tl.constexpr, SIGMOID: tl.constexpr,
-                  BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr, KEEP: tl.constexpr, BEST_TWO: tl.constexpr,
-                  NORM: tl.constexpr, ROUNDED: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """A token a program. Its logits are sums of SPLITS parts, in their order, rounded to the type LOGITS."""
+def _route_kernel(
+    logits,
+    bias,
+    ids,
+    weights,
+    split_stride,
+    stride,
+    scaling,
+    order,
+    blocks,
+    count,
+    counts,
+    picks,
+    limit,
+    SPLITS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KEEP: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A token a program. Its logits are sums of SPLITS parts, in their order, rounded to the
+    type LOGITS."""
     wait_for_inputs(DEPENDENT)
-    token, expert = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, WIDTH)
     present = expert < EXPERTS
     x = tl.load(logits + token * stride + expert, mask=present, other=float("-inf")).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        x += tl.load(logits + split * split_stride + token * stride + expert, mask=present, other=0.0)
+        x += tl.load(
+            logits + split * split_stride + token * stride + expert, mask=present, other=0.0
+        )
     x = x.to(LOGITS).to(tl.float32)
-    _choose(x, bias, ids, weights, token, scaling, order, blocks, count, counts, picks, limit, ROWS, BINS, EXPERTS, WIDTH, TOP_K, SHARED,
-            PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO, NORM, ROUNDED)  # fmt: skip
+    _choose(
+        x,
+        bias,
+        ids,
+        weights,
+        token,
+        scaling,
+        order,
+        blocks,
+        count,
+        counts,
+        picks,
+        limit,
+        ROWS,
+        BINS,
+        EXPERTS,
+        WIDTH,
+        TOP_K,
+        SHARED,
+        PICKS,
+        SIGMOID,
+        BIAS,
+        GROUPS,
+        GROUP_PAD,
+        KEEP,
+        BEST_TWO,
+        NORM,
+        ROUNDED,
+    )
 
 
 @triton.jit
@@ -155,63 +257,154 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["picks", "limit"])
-def _router_kernel(x, gate, logits, counters, bias, ids, weights, x_row, scaling, order, blocks, count, counts, picks, limit,
-                   HIDDEN: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr,
-                   BINS: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-                   PICKS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, GROUP_PAD: tl.constexpr,
-                   KEEP: tl.constexpr, BEST_TWO: tl.constexpr, NORM: tl.constexpr, ROUNDED: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+def _router_kernel(
+    x,
+    gate,
+    logits,
+    counters,
+    bias,
+    ids,
+    weights,
+    x_row,
+    scaling,
+    order,
+    blocks,
+    count,
+    counts,
+    picks,
+    limit,
+    HIDDEN: tl.constexpr,
+    K: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOGITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    PICKS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    KEEP: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    NORM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Program (expert, token). Logits are rounded to the type LOGITS and passed on in fp32."""
     EVEN: tl.constexpr = HIDDEN % K == 0
-    row, token, columns = tl.program_id(0), tl.program_id(1), tl.arange(0, K)
+    row = tl.program_id(0)
+    token = tl.program_id(1)
+    columns = tl.arange(0, K)
     w_row = gate + row * HIDDEN + columns
-    first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)  # weights: no kernel of a step writes them
+    # weights: no kernel of a step writes them
+    first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     x_place = x + token.to(tl.int64) * x_row + columns
     acc = first * _part(x_place, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
     for k in tl.range(K, HIDDEN, K, num_stages=STAGES):
-        acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(x_place, k, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
+        acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(
+            x_place, k, HIDDEN, EVEN, K
+        ).to(LOGITS).to(tl.float32)
     held = logits + token * EXPERTS
     tl.store(held + row, tl.sum(acc, 0).to(LOGITS).to(tl.float32), cache_modifier=".cg")
     tl.debug_barrier()  # the logit is stored before this program is counted in
     if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
         expert = tl.arange(0, WIDTH)
-        values = tl.load(held + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            held + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg"
+        )
         tl.store(counters + token, 0)
-        _choose(values, bias, ids, weights, token, scaling, order, blocks, count, counts, picks, limit, ROWS, BINS, EXPERTS, WIDTH, TOP_K,
-                SHARED, PICKS, SIGMOID, BIAS, GROUPS, GROUP_PAD, KEEP, BEST_TWO, NORM, ROUNDED)  # fmt: skip
+        _choose(
+            values,
+            bias,
+            ids,
+            weights,
+            token,
+            scaling,
+            order,
+            blocks,
+            count,
+            counts,
+            picks,
+            limit,
+            ROWS,
+            BINS,
+            EXPERTS,
+            WIDTH,
+            TOP_K,
+            SHARED,
+            PICKS,
+            SIGMOID,
+            BIAS,
+            GROUPS,
+            GROUP_PAD,
+            KEEP,
+            BEST_TWO,
+            NORM,
+            ROUNDED,
+        )
 
 
 def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
           rounded: torch.dtype = torch.float32, shared: int = 0, kind: torch.dtype | None = None,
           into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best first, ties to the lowest expert.
+    """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best
+    first, ties to the lowest expert.
 
-    logits may be partial sums [S, T, E] (gate.py), which are added in their order and rounded to the type `kind`. rounded: weights are
-    fp32 numbers that this type holds. shared: behind the picks so many experts E, E + 1, ... with weight 1. into: room for the picks of
-    all tokens, sorted (picks.empty_blocks with buckets).
+    logits may be partial sums [S, T, E] (gate.py), which are added in their order and rounded to
+    the type `kind`. rounded: weights are fp32 numbers that this type holds. shared: behind the
+    picks so many experts E, E + 1, ... with weight 1. into: room for the picks of all tokens,
+    sorted (picks.empty_blocks with buckets).
     """
     parts = logits if logits.dim() == 3 else logits[None]
     splits, tokens, experts = parts.shape
     ids, weights = _outputs(tokens, moe.top_k + shared, dtype, logits.device)
     if tokens:
         _route_kernel[tokens,](
-            logits, bias, ids, weights, parts.stride(0), parts.stride(1), float(moe.scaling), SPLITS=splits,
-            LOGITS=KINDS[kind or logits.dtype], **_sorting(into, ids, experts + shared), **_options(moe, experts, bias, rounded, shared),
-            num_warps=1 if experts <= 256 else 4, **dependent(logits.device))  # fmt: skip
+            logits,
+            bias,
+            ids,
+            weights,
+            parts.stride(0),
+            parts.stride(1),
+            float(moe.scaling),
+            SPLITS=splits,
+            LOGITS=KINDS[kind or logits.dtype],
+            **_sorting(into, ids, experts + shared),
+            **_options(moe, experts, bias, rounded, shared),
+            num_warps=1 if experts <= 256 else 4,
+            **dependent(logits.device),
+        )
     return ids, weights
 
 
 def joint(x: Tensor, gate: Tensor) -> bool:
     """Whether `router` is the way to choose."""
-    few = x.shape[0] <= min(ROUTER_TOKENS, ROUTER_COUNTERS) and x.shape[0] * gate.numel() <= ROUTER_PRODUCTS
+    few = (
+        x.shape[0] <= min(ROUTER_TOKENS, ROUTER_COUNTERS)
+        and x.shape[0] * gate.numel() <= ROUTER_PRODUCTS
+    )
     return few and x.stride(1) == 1 and gate.is_contiguous()
 
 
-def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtype = torch.int64,
-           rounded: torch.dtype = torch.float32, shared: int = 0, into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden] contiguous. A few tokens."""
-    (tokens, hidden), experts = x.shape, gate.shape[0]
+def router(
+    x: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    moe: MoEConfig,
+    dtype: torch.dtype = torch.int64,
+    rounded: torch.dtype = torch.float32,
+    shared: int = 0,
+    into: ExpertBlocks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden]
+    contiguous. A few tokens."""
+    (tokens, hidden) = x.shape
+    experts = gate.shape[0]
     assert x.stride(1) == 1
     assert gate.is_contiguous()
     ids, weights = _outputs(tokens, moe.top_k + shared, dtype, x.device)
@@ -219,14 +412,30 @@ def router(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: 
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
         width = min(next_power(hidden), 2048)
         _router_kernel[experts, tokens](
-            x, gate, logits, zeroed_counters(x.device, ROUTER_COUNTERS), bias, ids, weights, x.stride(0), float(moe.scaling), HIDDEN=hidden,
-            K=width, STAGES=3, LOGITS=KINDS[torch.float32 if moe.router_fp32 else gate.dtype], **_sorting(into, ids, experts + shared),
-            **_options(moe, experts, bias, rounded, shared), num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
-            **dependent(x.device))  # fmt: skip
+            x,
+            gate,
+            logits,
+            zeroed_counters(x.device, ROUTER_COUNTERS),
+            bias,
+            ids,
+            weights,
+            x.stride(0),
+            float(moe.scaling),
+            HIDDEN=hidden,
+            K=width,
+            STAGES=3,
+            LOGITS=KINDS[torch.float32 if moe.router_fp32 else gate.dtype],
+            **_sorting(into, ids, experts + shared),
+            **_options(moe, experts, bias, rounded, shared),
+            num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
+            **dependent(x.device),
+        )
     return ids, weights
 
 
-def _outputs(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _outputs(
+    tokens: int, each: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     ids = torch.empty(tokens, each, dtype=dtype, device=device)
     return ids, torch.empty(tokens, each, dtype=torch.float32, device=device)
 
@@ -234,18 +443,47 @@ def _outputs(tokens: int, each: int, dtype: torch.dtype, device: torch.device) -
 def _sorting(into: ExpertBlocks | None, ids: Tensor, slots: int) -> dict[str, Any]:
     """Arguments for sorting picks as they are chosen."""
     if into is None:
-        return {"order": ids, "blocks": ids, "count": ids, "counts": ids, "picks": 0, "limit": 0, "ROWS": 0, "BINS": 1}
+        return {
+            "order": ids,
+            "blocks": ids,
+            "count": ids,
+            "counts": ids,
+            "picks": 0,
+            "limit": 0,
+            "ROWS": 0,
+            "BINS": 1,
+        }
     assert into.picks == ids.numel()
     bins = next_power(slots)
     counts = bucket_counts(ids.device, bins)
-    return {"order": into.order, "blocks": into.blocks, "count": into.count, "counts": counts, "picks": into.picks, "limit": into.limit,
-            "ROWS": into.rows, "BINS": bins}  # fmt: skip
+    return {
+        "order": into.order,
+        "blocks": into.blocks,
+        "count": into.count,
+        "counts": counts,
+        "picks": into.picks,
+        "limit": into.limit,
+        "ROWS": into.rows,
+        "BINS": bins,
+    }
 
 
-def _options(moe: MoEConfig, experts: int, bias: Tensor | None, rounded: torch.dtype, shared: int) -> dict[str, Any]:
+def _options(
+    moe: MoEConfig, experts: int, bias: Tensor | None, rounded: torch.dtype, shared: int
+) -> dict[str, Any]:
     groups = moe.n_group if moe.method != "greedy" else 1
     return {
-        "EXPERTS": experts, "WIDTH": next_power(experts), "TOP_K": moe.top_k, "SHARED": shared, "PICKS": next_power(moe.top_k + shared),
-        "SIGMOID": moe.scoring == "sigmoid", "BIAS": bias is not None, "GROUPS": groups, "GROUP_PAD": next_power(groups),
-        "KEEP": moe.topk_group, "BEST_TWO": moe.method == "noaux_tc", "NORM": moe.norm_topk_prob, "ROUNDED": KINDS[rounded],
-    }  # fmt: skip
+        "EXPERTS": experts,
+        "WIDTH": next_power(experts),
+        "TOP_K": moe.top_k,
+        "SHARED": shared,
+        "PICKS": next_power(moe.top_k + shared),
+        "SIGMOID": moe.scoring == "sigmoid",
+        "BIAS": bias is not None,
+        "GROUPS": groups,
+        "GROUP_PAD": next_power(groups),
+        "KEEP": moe.topk_group,
+        "BEST_TWO": moe.method == "noaux_tc",
+        "NORM": moe.norm_topk_prob,
+        "ROUNDED": KINDS[rounded],
+    }

@@ -1,4 +1,5 @@
-"""Rows of a table, which may lie in pinned host memory: unified addressing gives it the same address on the card."""
+"""Rows of a table, which may lie in pinned host memory: unified addressing gives it the same
+address on the card."""
 
 from __future__ import annotations
 
@@ -15,19 +16,30 @@ COLUMNS = 2048  # of a row a program copies: many small reads in flight hide the
 @triton.jit
 def _rows_kernel(ids, table, out, columns, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
     wait_for_inputs(DEPENDENT)
-    token, offsets = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = offsets < columns
     row = tl.load(ids + token)
-    tl.store(out + token * columns + offsets, tl.load(table + row * columns + offsets, mask=inside), mask=inside)
+    tl.store(
+        out + token * columns + offsets,
+        tl.load(table + row * columns + offsets, mask=inside),
+        mask=inside,
+    )
 
 
 def rows(ids: Tensor, table: Tensor) -> Tensor:
-    """Rows `ids` [T] int64 of table [rows, columns], contiguous; [T, columns] on the device of `ids`."""
-    tokens, columns = ids.shape[0], table.shape[1]
+    """Rows `ids` [T] int64 of table [rows, columns], contiguous; [T, columns] on the device of
+    `ids`."""
+    tokens = ids.shape[0]
+    columns = table.shape[1]
     assert table.is_contiguous()
-    assert table.device == ids.device or table.is_pinned(), "a card reads host memory only where it is pinned"
+    assert table.device == ids.device or table.is_pinned(), (
+        "a card reads host memory only where it is pinned"
+    )
     out = torch.empty(tokens, columns, dtype=table.dtype, device=ids.device)
     if tokens:
         size = min(COLUMNS, next_power(columns))
-        _rows_kernel[tokens, triton.cdiv(columns, size)](ids, table, out, columns, size, num_warps=4, **dependent(ids.device))
+        _rows_kernel[tokens, triton.cdiv(columns, size)](
+            ids, table, out, columns, size, num_warps=4, **dependent(ids.device)
+        )
     return out

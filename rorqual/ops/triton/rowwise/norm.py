@@ -1,4 +1,5 @@
-"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with the output quantized on the way where an fp8 product follows."""
+"""RMSNorm (arXiv 1910.07467) and SwiGLU by rows, with the output quantized on the way where an
+fp8 product follows."""
 
 from __future__ import annotations
 
@@ -13,16 +14,35 @@ from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_in
 
 @triton.jit
 def normed(x, weight, columns, eps, dtype: tl.constexpr):
-    """RMSNorm of one row x, fp32 with zeros beyond `columns`: rounded to `dtype` before the weight multiplies it, and after."""
+    """RMSNorm of one row x, fp32 with zeros beyond `columns`: rounded to `dtype` before the
+    weight multiplies it, and after."""
     scale = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
 
 
 @triton.jit(do_not_specialize=["scale_block"])
-def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r_row, eps, scale_row, scale_block, SIZE: tl.constexpr,
-                 ADD: tl.constexpr, QUANT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    data,
+    scale,
+    columns,
+    x_row,
+    r_row,
+    eps,
+    scale_row,
+    scale_block,
+    SIZE: tl.constexpr,
+    ADD: tl.constexpr,
+    QUANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
-    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, SIZE)
     inside = offsets < columns
     values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
     factor = tl.load(weight + offsets, mask=inside, other=0.0)
@@ -33,15 +53,20 @@ def _norm_kernel(x, residual, weight, out, total, data, scale, columns, x_row, r
     y = normed(values.to(tl.float32), factor, columns, eps, x.dtype.element_ty)
     tl.store(out + row * columns + offsets, y, mask=inside)
     if QUANT:
-        store_fp8(y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE)
+        store_fp8(
+            y.to(tl.float32), data, scale, row, 0, columns, columns, scale_row, scale_block, SIZE
+        )
 
 
 def warps_for(size: int) -> int:
-    """Of a program that takes a whole row of so many columns; the order in which their squares are added hangs on it."""
+    """Of a program that takes a whole row of so many columns; the order in which their squares
+    are added hangs on it."""
     return min(16, max(1, size // 512))
 
 
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool) -> tuple[Tensor, Tensor | None]:
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool
+) -> tuple[Tensor, Tensor | None]:
     tokens, columns = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
@@ -51,8 +76,24 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack
     size = max(128 if pack else 16, next_power(columns))
     if tokens:
         _norm_kernel[tokens,](
-            x, residual, weight, out, total, data, scale, columns, x.stride(0), residual.stride(0) if residual is not None else 0,
-            eps, *strides, size, residual is not None, pack, num_warps=warps_for(size), **dependent(x.device))  # fmt: skip
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            data,
+            scale,
+            columns,
+            x.stride(0),
+            residual.stride(0) if residual is not None else 0,
+            eps,
+            *strides,
+            size,
+            residual is not None,
+            pack,
+            num_warps=warps_for(size),
+            **dependent(x.device),
+        )
     return out, total
 
 
@@ -61,10 +102,12 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _launch(_rows(x), None, weight, eps, False)[0].view(x.shape)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x itself, not a copy. pack: the norm is
-    quantized on the way, and `quantize` finds it (fp8.py); the compiler then lays rows out for stores of bytes, and squares are added in
-    another order."""
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x
+    itself, not a copy. pack: the norm is quantized on the way, and `quantize` finds it (fp8.py);
+    the compiler then lays rows out for stores of bytes, and squares are added in another order."""
     out, total = _launch(x, residual, weight, eps, pack)
     return out, x if total is None else total
 
@@ -74,10 +117,22 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["scale_block"])
-def _swiglu_kernel(x, out, data, scale, columns, x_row, scale_row, scale_block, SIZE: tl.constexpr, QUANT: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+def _swiglu_kernel(
+    x,
+    out,
+    data,
+    scale,
+    columns,
+    x_row,
+    scale_row,
+    scale_block,
+    SIZE: tl.constexpr,
+    QUANT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     wait_for_inputs(DEPENDENT)
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * SIZE
     offsets = first + tl.arange(0, SIZE)
     inside = offsets < columns
     gate = tl.load(x + row * x_row + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -85,19 +140,44 @@ def _swiglu_kernel(x, out, data, scale, columns, x_row, scale_row, scale_block, 
     silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
     y = (silu * up).to(x.dtype.element_ty)
     if QUANT:
-        store_fp8(y.to(tl.float32), data, scale, row, first, columns, columns, scale_row, scale_block, SIZE)
+        store_fp8(
+            y.to(tl.float32),
+            data,
+            scale,
+            row,
+            first,
+            columns,
+            columns,
+            scale_row,
+            scale_block,
+            SIZE,
+        )
     else:
         tl.store(out + row * columns + offsets, y, mask=inside)
 
 
 def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
-    tokens, columns = x.shape[0], x.shape[1] // 2
+    tokens = x.shape[0]
+    columns = x.shape[1] // 2
     assert x.stride(1) == 1
-    data, scale, strides = (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
+    data, scale, strides = (
+        (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
+    )
     size = min(1024, max(128, next_power(columns)))
     if tokens:
         _swiglu_kernel[tokens, triton.cdiv(columns, size)](
-            x, out, data, scale, columns, x.stride(0), *strides, size, packed is not None, num_warps=4, **dependent(x.device))  # fmt: skip
+            x,
+            out,
+            data,
+            scale,
+            columns,
+            x.stride(0),
+            *strides,
+            size,
+            packed is not None,
+            num_warps=4,
+            **dependent(x.device),
+        )
 
 
 def swiglu(x: Tensor) -> Tensor:

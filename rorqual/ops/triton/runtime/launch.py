@@ -1,7 +1,8 @@
 """How kernels are launched: programmatic dependent launch, and what the card offers.
 
-A kernel launched with `DEPENDENT` may start while the one before it on the stream is finishing; `wait_for_inputs` must then be its
-first memory operation, and stands still until everything launched before is complete and visible.
+A kernel launched with `DEPENDENT` may start while the one before it on the stream is finishing;
+`wait_for_inputs` must then be its first memory operation, and stands still until everything
+launched before is complete and visible.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
 
 def keep_compiled() -> None:
-    """Compiled kernels go to our cache folder. Triton files them by source, its own version, ptxas and compute capability, so one
-    folder serves every card and version, and a restart compiles nothing."""
+    """Compiled kernels go to our cache folder. Triton files them by source, its own version,
+    ptxas and compute capability, so one folder serves every card and version, and a restart
+    compiles nothing."""
     folder = triton_cache_folder()
     if folder is not None:
         triton.knobs.cache.dir = str(folder)
@@ -38,19 +40,28 @@ def keep_compiled() -> None:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )
 
 
 @cache
 def takes_fp8(device: torch.device) -> bool:
-    """Compute capability 8.9 or later: e4m3 conversions and products. (Elsewhere kernels are interpreted, or only compiled.)"""
+    """Compute capability 8.9 or later: e4m3 conversions and products. (Elsewhere kernels are
+    interpreted, or only compiled.)"""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Compute capability 9 or later: bulk tensor copies and dependent launches."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
+    return (
+        device.type == "cuda"
+        and not INTERPRETED
+        and torch.cuda.get_device_capability(device)[0] >= 9
+    )
 
 
 def dependent(device: torch.device) -> dict[str, Any]:
@@ -62,19 +73,24 @@ def next_power(n: int) -> int:
     return 1 << (max(n, 1) - 1).bit_length()
 
 
-COUNTERS, STREAMS = 1024, 64
+COUNTERS = 1024
+STREAMS = 64
 _counters: dict[torch.device, Tensor] = {}
 _owners: dict[tuple[torch.device, int], int] = {}
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
-    """int32 zeros that every kernel leaves zero again. One set a stream, since kernels of two streams may run at once.
+    """int32 zeros that every kernel leaves zero again. One set a stream, since kernels of two
+    streams may run at once.
 
-    All sets are made at the first call, which must not be under graph capture: a set made there would be zeroed by one graph alone.
+    All sets are made at the first call, which must not be under graph capture: a set made there
+    would be zeroed by one graph alone.
     """
     assert count <= COUNTERS, count
     if device not in _counters:
-        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "run once before capturing"
+        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
+            "run once before capturing"
+        )
         _counters[device] = torch.zeros(STREAMS, COUNTERS, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     owner = _owners.setdefault((device, stream), len(_owners) % STREAMS)

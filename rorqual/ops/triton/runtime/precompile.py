@@ -1,4 +1,5 @@
-"""Kernels compiled side by side before they are needed: left to their first launches, an engine's kernels compile one after the other."""
+"""Kernels compiled side by side before they are needed: left to their first launches, an
+engine's kernels compile one after the other."""
 
 from __future__ import annotations
 
@@ -20,9 +21,12 @@ MOST_THREADS = 16
 
 
 class Blank(TorchFunctionMode):
-    """Fresh storage holds zeros: what a kernel that does not run leaves behind may be used as an index."""
+    """Fresh storage holds zeros: what a kernel that does not run leaves behind may be used as an
+    index."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in EMPTY and made.device.type != "meta":
             made.untyped_storage().fill_(0)
@@ -31,9 +35,11 @@ class Blank(TorchFunctionMode):
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Launches by this thread compile, side by side, and run nothing; at the end all are compiled. Other threads' launches run. A kernel
-    that does not compile is left for its first launch, which says why."""
-    run, own = JITFunction.run, threading.get_ident()
+    """Launches by this thread compile, side by side, and run nothing; at the end all are
+    compiled. Other threads' launches run. A kernel that does not compile is left for its first
+    launch, which says why."""
+    run = JITFunction.run
+    own = threading.get_ident()
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=warmup or threading.get_ident() == own, **kwargs)

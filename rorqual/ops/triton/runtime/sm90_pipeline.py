@@ -1,5 +1,6 @@
-"""What kernels in Gluon have in common: programmatic dependent launch in its two halves (Triton's have launch.wait_for_inputs), the ring
-of stages that bulk copies fill, and a way to keep a loop from computing ahead what its registers have no room for."""
+"""What kernels in Gluon have in common: programmatic dependent launch in its two halves
+(Triton's have launch.wait_for_inputs), the ring of stages that bulk copies fill, and a way to
+keep a loop from computing ahead what its registers have no room for."""
 
 from __future__ import annotations
 
@@ -10,19 +11,31 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def let_next_start(DEPENDENT: gl.constexpr):
     if DEPENDENT:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @gluon.jit
 def wait_for_inputs(DEPENDENT: gl.constexpr):
     if DEPENDENT:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
 
 
 @gluon.jit
 def opaque_zero():
-    """0, but the compiler does not know: addresses it is added to are not all computed before the loop and kept in registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """0, but the compiler does not know: addresses it is added to are not all computed before
+    the loop and kept in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -30,5 +43,6 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     """(the stage behind this one, the phase of its barriers), which turns with every round."""
     stage = stage + 1
     if stage == STAGES:
-        stage, phase = 0, phase ^ 1
+        stage = 0
+        phase = phase ^ 1
     return stage, phase

@@ -1,11 +1,14 @@
-"""Which configuration a kernel runs with: rules read from files, found beforehand by `rorqual bench kernels --tune`.
+"""Which configuration a kernel runs with: rules read from files, found beforehand by `rorqual bench
+kernels --tune`.
 
-A rule names the shapes it is for and a configuration. The first rule that fits decides: of the user's own file for this card and these
-versions of torch and Triton, then of the set that ships for the card, else of the H200's. Nothing is timed here, ever: a shape nobody
-tuned takes the general rule of its kernel.
+A rule names the shapes it is for and a configuration. The first rule that fits decides: of the
+user's own file for this card and these versions of torch and Triton, then of the set that ships for
+the card, else of the H200's. Nothing is timed here, ever: a shape nobody tuned takes the general
+rule of its kernel.
 
-Files are JSON: {"format": 1, "card", "capability", "torch", "triton", "kernels": {kernel: [{"shape", "config", "us"}, ...]}}. A shape maps
-names to a value that must be equal, or to [least, most], in which null is an open end. What a rule does not name, it does not ask for.
+Files are JSON: {"format": 1, "card", "capability", "torch", "triton", "kernels": {kernel:
+[{"shape", "config", "us"}, ...]}}. A shape maps names to a value that must be equal, or to [least,
+most], in which null is an open end. What a rule does not name, it does not ask for.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class Rule:
     us: float | None = None
 
     def fits(self, shape: Mapping[str, Any]) -> bool:
-        return all(name in shape and _within(shape[name], wanted) for name, wanted in self.shape.items())
+        return all(
+            name in shape and _within(shape[name], wanted) for name, wanted in self.shape.items()
+        )
 
 
 def _within(value: Any, wanted: Any) -> bool:
@@ -82,19 +87,28 @@ def card_of(device: torch.device) -> TunedDevice | None:
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    return TunedDevice(torch.cuda.get_device_name(device), f"{major}.{minor}", torch.__version__, triton.__version__)
+    return TunedDevice(
+        torch.cuda.get_device_name(device),
+        f"{major}.{minor}",
+        torch.__version__,
+        triton.__version__,
+    )
 
 
 def config_for(kernel: str, config: type[C], device: torch.device, /, **shape: Any) -> C:
-    """The configuration, a `config`, for a shape given by name. Found once a shape, then remembered."""
+    """The configuration, a `config`, for a shape given by name. Found once a shape, then
+    remembered."""
     key: Any = config  # to mypy a class is not hashable
     found: C = _chosen(kernel, key, device, tuple(shape.items()))
     return found
 
 
 @lru_cache(4096)
-def _chosen(kernel: str, config: Any, device: torch.device, shape: tuple[tuple[str, Any], ...]) -> Any:
-    wanted, card = dict(shape), card_of(device)
+def _chosen(
+    kernel: str, config: Any, device: torch.device, shape: tuple[tuple[str, Any], ...]
+) -> Any:
+    wanted = dict(shape)
+    card = card_of(device)
     for own, rules in ((True, _own(card)), (False, shipped(card.name if card else DEFAULT_CARD))):
         for rule in rules.get(kernel, []):
             if rule.fits(wanted):
@@ -108,8 +122,10 @@ def _chosen(kernel: str, config: Any, device: torch.device, shape: tuple[tuple[s
 
 
 def build(kind: type[C], data: Mapping[str, Any]) -> C:
-    """A dataclass, with dataclasses in it, from what `asdict` made of one. TypeError where fields or their types are others."""
-    hints, made = get_type_hints(kind), {}
+    """A dataclass, with dataclasses in it, from what `asdict` made of one. TypeError where
+    fields or their types are others."""
+    hints = get_type_hints(kind)
+    made = {}
     for name, value in data.items():
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
@@ -142,7 +158,10 @@ def shipped(name: str) -> Rules:
 
 
 def read(path: Path) -> Rules:
-    return {kernel: [Rule(rule["shape"], rule["config"], rule.get("us")) for rule in rules] for kernel, rules in _load(path).items()}
+    return {
+        kernel: [Rule(rule["shape"], rule["config"], rule.get("us")) for rule in rules]
+        for kernel, rules in _load(path).items()
+    }
 
 
 def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -150,21 +169,38 @@ def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         data = json.loads(path.read_text())
         kernels: dict[str, list[dict[str, Any]]] = data["kernels"]
-        good = data["format"] == FORMAT and all({"shape", "config"} <= rule.keys() for rules in kernels.values() for rule in rules)
+        good = data["format"] == FORMAT and all(
+            {"shape", "config"} <= rule.keys() for rules in kernels.values() for rule in rules
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} holds no tuned configurations: {type(error).__name__} {error}") from None
+        raise ConfigError(
+            f"{path} holds no tuned configurations: {type(error).__name__} {error}"
+        ) from None
     if not good:
-        raise ConfigError(f"{path} holds tuned configurations of another form; delete it, or tune again into another RORQUAL_CACHE")
+        raise ConfigError(
+            f"{path} holds tuned configurations of another form; delete it, or tune again "
+            "into another RORQUAL_CACHE"
+        )
     return kernels
 
 
 def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any, us: float) -> Path:
-    """Put a rule at the head of the user's file for the card, in place of one for the same shape. The file is replaced as a whole, so a
-    reader sees the old or the new one."""
+    """Put a rule at the head of the user's file for the card, in place of one for the same
+    shape. The file is replaced as a whole, so a reader sees the old or the new one."""
     kernels = _load(card.file) if card.file.exists() else {}
     rule = {"shape": dict(shape), "config": asdict(config), "us": round(us, 2)}
-    kernels[kernel] = [rule, *(old for old in kernels.get(kernel, []) if old["shape"] != rule["shape"])]
-    _write(card.file, {"format": FORMAT, **{field.name: getattr(card, field.name) for field in fields(card)}, "kernels": kernels})
+    kernels[kernel] = [
+        rule,
+        *(old for old in kernels.get(kernel, []) if old["shape"] != rule["shape"]),
+    ]
+    _write(
+        card.file,
+        {
+            "format": FORMAT,
+            **{field.name: getattr(card, field.name) for field in fields(card)},
+            "kernels": kernels,
+        },
+    )
     _own.cache_clear()
     _chosen.cache_clear()
     return card.file
@@ -185,8 +221,14 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 def as_text(data: Mapping[str, Any]) -> str:
     """JSON with a line a rule."""
     kernels = ",\n".join(
-        f"  {json.dumps(kernel)}: [\n" + ",\n".join(f"   {json.dumps(rule)}" for rule in rules) + "\n  ]"
+        f"  {json.dumps(kernel)}: [\n"
+        + ",\n".join(f"   {json.dumps(rule)}" for rule in rules)
+        + "\n  ]"
         for kernel, rules in data["kernels"].items()
     )
-    head = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in data.items() if name != "kernels")
+    head = "".join(
+        f" {json.dumps(name)}: {json.dumps(value)},\n"
+        for name, value in data.items()
+        if name != "kernels"
+    )
     return f'{{\n{head} "kernels": {{\n{kernels}\n }}\n}}\n'

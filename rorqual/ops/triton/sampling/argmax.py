@@ -1,5 +1,5 @@
-"""The best token of each row of logits, `Ops.best`: what greedy decoding draws. torch gives a row one program, 38 us at one row of
-129,280; here a row is cut into parts that fill the card."""
+"""The best token of each row of logits, `Ops.best`: what greedy decoding draws. torch gives a
+row one program, 38 us at one row of 129,280; here a row is cut into parts that fill the card."""
 
 from __future__ import annotations
 
@@ -20,16 +20,31 @@ CHUNK = 2048  # tokens a program reads at a time
 
 
 @triton.jit(do_not_specialize=["chunks", "parts"])
-def _part_kernel(logits, peaks, firsts, row_stride, vocab, chunks, parts, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Program (row, part): the greatest logit of so many chunks, and the first token that has it. NaN counts as greatest."""
+def _part_kernel(
+    logits,
+    peaks,
+    firsts,
+    row_stride,
+    vocab,
+    chunks,
+    parts,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row, part): the greatest logit of so many chunks, and the first token that has
+    it. NaN counts as greatest."""
     wait_for_inputs(DEPENDENT)
-    row, part = tl.program_id(0), tl.program_id(1)
-    argmax, at = tl.full((CHUNK,), NEVER, tl.float32), tl.full((CHUNK,), 0, tl.int32) + vocab
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    argmax = tl.full((CHUNK,), NEVER, tl.float32)
+    at = tl.full((CHUNK,), 0, tl.int32) + vocab
     for chunk in range(part * chunks, part * chunks + chunks):
         token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
         x = tl.where(x == x, x, float("inf"))
-        better = (x > argmax) | ((at == vocab) & (token < vocab))  # the first of equals; -inf where there is nothing else
-        argmax, at = tl.where(better, x, argmax), tl.where(better, token, at)
+        # the first of equals; -inf where there is nothing else
+        better = (x > argmax) | ((at == vocab) & (token < vocab))
+        argmax = tl.where(better, x, argmax)
+        at = tl.where(better, token, at)
     peak = tl.max(argmax, 0)
     tl.store(peaks + row * parts + part, peak)
     tl.store(firsts + row * parts + part, tl.min(tl.where(argmax == peak, at, vocab), 0))
@@ -38,14 +53,16 @@ def _part_kernel(logits, peaks, firsts, row_stride, vocab, chunks, parts, CHUNK:
 @triton.jit(do_not_specialize=["parts"])
 def _whole_kernel(peaks, firsts, out, parts, SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
     wait_for_inputs(DEPENDENT)
-    row, part = tl.program_id(0), tl.arange(0, SIZE)
+    row = tl.program_id(0)
+    part = tl.arange(0, SIZE)
     peak = tl.load(peaks + row * parts + part, mask=part < parts, other=NEVER)
     first = tl.load(firsts + row * parts + part, mask=part < parts, other=2**31 - 1)
     tl.store(out + row, tl.min(tl.where(peak == tl.max(peak, 0), first, 2**31 - 1), 0).to(tl.int64))
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """logits [M, V] of any float format, each row dense: [M] int64, the first of a row's greatest."""
+    """logits [M, V] of any float format, each row dense: [M] int64, the first of a row's
+    greatest."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -58,6 +75,8 @@ def argmax(logits: Tensor) -> Tensor:
     peaks = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     firsts = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     late = dependent(logits.device)
-    _part_kernel[rows, parts](logits, peaks, firsts, logits.stride(0), vocab, chunks, parts, size, num_warps=4, **late)
+    _part_kernel[rows, parts](
+        logits, peaks, firsts, logits.stride(0), vocab, chunks, parts, size, num_warps=4, **late
+    )
     _whole_kernel[rows,](peaks, firsts, out, parts, next_power(parts), num_warps=1, **late)
     return out

@@ -1,12 +1,16 @@
-"""Sampling: rorqual.ops.reference.distribution, draw, sample_residual and write_probs, and the random numbers of rorqual.ops.rng.
+"""Sampling: rorqual.ops.reference.distribution, draw, sample_residual and write_probs, and the
+random numbers of rorqual.ops.rng.
 
-A row of the vocabulary is cut into chunks of CHUNK tokens, each read once by a program of its own, so that few rows fill a card as
-well as many. Their sums give peak, mass and the chunk in which a draw falls; only that chunk is read again.
+A row of the vocabulary is cut into chunks of CHUNK tokens, each read once by a program of its own,
+so that few rows fill a card as well as many. Their sums give peak, mass and the chunk in which a
+draw falls; only that chunk is read again.
 
-Cuts need a threshold, and no sort finds it. A bound is known before: for top-k the k-th largest of the best logits of that many
-disjoint sets of tokens; for top-p what is so small that all of it together could be left out. Tokens above the bound, a few hundred as
-a rule, are written side by side, and one program a row searches among them by bisection over the bit patterns of logits, jumping from
-value to value. A chunk with more of them than fit its place is read where it lies. Nothing depends on the order in which programs run.
+Cuts need a threshold, and no sort finds it. A bound is known before: for top-k the k-th largest of
+the best logits of that many disjoint sets of tokens; for top-p what is so small that all of it
+together could be left out. Tokens above the bound, a few hundred as a rule, are written side by
+side, and one program a row searches among them by bisection over the bit patterns of logits,
+jumping from value to value. A chunk with more of them than fit its place is read where it lies.
+Nothing depends on the order in which programs run.
 
 Weights are fp32 (base-2 exponentials of differences, the factor in two parts), their sums fp64.
 """
@@ -26,7 +30,8 @@ CHUNK = 4096
 HELD = 1024  # candidates of a chunk that are written side by side
 SEARCHED = 2048  # candidates that the search looks at together
 SETS = 256  # disjoint sets of tokens whose best logits bound top-k
-LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 NEVER = tl.constexpr(float("-inf"))
 
@@ -37,7 +42,8 @@ def _weights(x, peak, temperature):
     factor = LOG2E / tl.maximum(temperature, GREEDY)
     high = factor.to(tl.float32)
     low = (factor - high.to(tl.float64)).to(tl.float32)
-    below = tl.maximum(x - tl.where(peak > NEVER, peak, 0.0), -1e30)  # products of infinities would be NaN
+    # products of infinities would be NaN
+    below = tl.maximum(x - tl.where(peak > NEVER, peak, 0.0), -1e30)
     return tl.exp2(below * high + below * low)
 
 
@@ -45,7 +51,9 @@ def _weights(x, peak, temperature):
 def _chunk(logits, row, chunk, row_stride, vocab, CHUNK: tl.constexpr):
     """(tokens, their logits in fp32), -inf past the vocabulary."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    return token, tl.load(logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=NEVER).to(tl.float32)
+    return token, tl.load(
+        logits + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=NEVER
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -63,11 +71,26 @@ def _value(key):
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _chunk_kernel(logits, settings, peaks, sums, firsts, sets, row_stride, vocab, chunks, CUTS: tl.constexpr, PARTS: tl.constexpr,
-                  CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Program (row, chunk): its best logit, the first token that has it, the sum of weights against it, and the best of PARTS subsets."""
+def _chunk_kernel(
+    logits,
+    settings,
+    peaks,
+    sums,
+    firsts,
+    sets,
+    row_stride,
+    vocab,
+    chunks,
+    CUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row, chunk): its best logit, the first token that has it, the sum of weights
+    against it, and the best of PARTS subsets."""
     wait_for_inputs(DEPENDENT)
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
     peak = tl.max(x, 0)
     weights = _weights(x, peak, tl.load(settings + row * 4))
@@ -90,43 +113,75 @@ def _rounded_up(x):
 @triton.jit
 def _kth_best(sets, row, chunks, k, PARTS: tl.constexpr, SETS: tl.constexpr):
     """The k-th largest of the sets' best logits; -inf where there are not k of them."""
-    index, some, count = tl.arange(0, SETS), tl.arange(0, 16), chunks * PARTS
+    index = tl.arange(0, SETS)
+    some = tl.arange(0, 16)
+    count = chunks * PARTS
     sets += row.to(tl.int64) * count
     best = tl.load(sets + index, mask=index < count, other=NEVER)
     as_good = tl.zeros((SETS,), tl.int32)
     for start in range(0, tl.minimum(count, SETS), 16):
-        others = tl.load(sets + start + some, mask=start + some < tl.minimum(count, SETS), other=NEVER)
+        others = tl.load(
+            sets + start + some, mask=start + some < tl.minimum(count, SETS), other=NEVER
+        )
         as_good += tl.sum((others[None, :] >= best[:, None]).to(tl.int32), 1)
     return tl.max(tl.where(as_good >= k, best, NEVER), 0)
 
 
 @triton.jit
 def _limits(settings, row, peak, vocab):
-    """(temperature, top_p, least logit by min-p, top_k or 0): settings that cut nothing come as 1, -inf and 0."""
-    temperature, top_p = tl.load(settings + row * 4), tl.load(settings + row * 4 + 1)
-    min_p, top_k = tl.load(settings + row * 4 + 2), tl.load(settings + row * 4 + 3)
+    """(temperature, top_p, least logit by min-p, top_k or 0): settings that cut nothing come as
+    1, -inf and 0."""
+    temperature = tl.load(settings + row * 4)
+    top_p = tl.load(settings + row * 4 + 1)
+    min_p = tl.load(settings + row * 4 + 2)
+    top_k = tl.load(settings + row * 4 + 3)
     warm = tl.maximum(temperature, GREEDY)
-    by_min = tl.where(min_p > 0, _rounded_up(peak.to(tl.float64) + warm * tl.log(tl.maximum(min_p, 1e-300))), NEVER)
+    by_min = tl.where(
+        min_p > 0,
+        _rounded_up(peak.to(tl.float64) + warm * tl.log(tl.maximum(min_p, 1e-300))),
+        NEVER,
+    )
     return temperature, top_p, by_min, tl.where(top_k < vocab, top_k, 0.0)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _summary_kernel(settings, peaks, sums, firsts, sets, summary, parts, best, bounds, vocab, chunks, CUTS: tl.constexpr,
-                    PARTS: tl.constexpr, SETS: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """One row: its summary without cuts, the masses of its chunks, its best token, and the logit that no threshold lies below
-    (inf: nothing is cut). CHUNKS is `chunks` rounded up."""
+def _summary_kernel(
+    settings,
+    peaks,
+    sums,
+    firsts,
+    sets,
+    summary,
+    parts,
+    best,
+    bounds,
+    vocab,
+    chunks,
+    CUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SETS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row: its summary without cuts, the masses of its chunks, its best token, and the logit
+    that no threshold lies below (inf: nothing is cut). CHUNKS is `chunks` rounded up."""
     wait_for_inputs(DEPENDENT)
-    row, index = tl.program_id(0), tl.arange(0, CHUNKS)
+    row = tl.program_id(0)
+    index = tl.arange(0, CHUNKS)
     present = index < chunks
     found = tl.load(peaks + row * chunks + index, mask=present, other=NEVER)
     peak = tl.max(found, 0)
     temperature, top_p, by_min, top_k = _limits(settings, row, peak, vocab)
     warm = tl.maximum(temperature, GREEDY)
     behind = tl.maximum((found - tl.where(peak > NEVER, peak, 0.0)).to(tl.float64), -1e30)
-    masses = tl.load(sums + row * chunks + index, mask=present, other=0.0) * tl.exp2(behind * (LOG2E / warm))
+    masses = tl.load(sums + row * chunks + index, mask=present, other=0.0) * tl.exp2(
+        behind * (LOG2E / warm)
+    )
     mass = tl.sum(masses, 0)
     first = tl.load(firsts + row * chunks + index, mask=present, other=0)
-    tl.store(best + row, tl.min(tl.where(present & (found == peak), first, vocab - 1), 0).to(tl.int64))
+    tl.store(
+        best + row, tl.min(tl.where(present & (found == peak), first, vocab - 1), 0).to(tl.int64)
+    )
     tl.store(parts + row * chunks + index, masses, mask=present)
     tl.store(summary + row * 4, temperature)
     tl.store(summary + row * 4 + 1, peak.to(tl.float64))
@@ -136,7 +191,8 @@ def _summary_kernel(settings, peaks, sums, firsts, sets, summary, parts, best, b
         bound = by_min
         if top_k > 0:
             by_k = _kth_best(sets, row, chunks, top_k, PARTS, SETS)
-            bound = tl.where(top_p < 1, by_k, tl.maximum(by_k, by_min))  # top-p counts all that top-k keeps
+            # top-p counts all that top-k keeps
+            bound = tl.where(top_p < 1, by_k, tl.maximum(by_k, by_min))
         elif top_p < 1:
             small = peak.to(tl.float64) + warm * tl.log(0.5 * (1 - top_p) * mass / vocab)
             bound = tl.maximum(_value(_key(small.to(tl.float32)) - 1), by_min)
@@ -145,12 +201,25 @@ def _summary_kernel(settings, peaks, sums, firsts, sets, summary, parts, best, b
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _gather_kernel(logits, peaks, bounds, held, counts, row_stride, vocab, chunks, CHUNK: tl.constexpr, HELD: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+def _gather_kernel(
+    logits,
+    peaks,
+    bounds,
+    held,
+    counts,
+    row_stride,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Program (row, chunk): how many logits reach the row's bound, and the first HELD of them."""
     wait_for_inputs(DEPENDENT)
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    place, bound = row * chunks + chunk, tl.load(bounds + row)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    place = row * chunks + chunk
+    bound = tl.load(bounds + row)
     count = 0
     if tl.load(peaks + place) >= bound:
         _, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
@@ -162,32 +231,82 @@ def _gather_kernel(logits, peaks, bounds, held, counts, row_stride, vocab, chunk
 
 
 @triton.jit
-def _found(logits, held, counts, row, start, row_stride, vocab, chunks, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
-           CHUNK: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
-    """Candidates start .. start + WIDTH of each chunk, [CHUNKS, WIDTH], -inf where there are none."""
-    chunk, index = tl.arange(0, CHUNKS), start + tl.arange(0, WIDTH)
+def _found(
+    logits,
+    held,
+    counts,
+    row,
+    start,
+    row_stride,
+    vocab,
+    chunks,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Candidates start .. start + WIDTH of each chunk, [CHUNKS, WIDTH], -inf where there are
+    none."""
+    chunk = tl.arange(0, CHUNKS)
+    index = start + tl.arange(0, WIDTH)
     count = tl.load(counts + row * chunks + chunk, mask=chunk < chunks, other=0)
     held_here = (index[None, :] < count[:, None]) & (count <= HELD)[:, None]
     places = (row.to(tl.int64) * chunks + chunk)[:, None] * HELD + index[None, :]
     x = tl.load(held + places, mask=held_here, other=NEVER)
     token = chunk[:, None] * CHUNK + index[None, :]
     lies = (count > HELD)[:, None] & (token < vocab) & (index < CHUNK)[None, :]
-    y = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=lies, other=NEVER).to(tl.float32)
+    y = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=lies, other=NEVER).to(
+        tl.float32
+    )
     return tl.maximum(x, y)
 
 
 @triton.jit
-def _reaching(logits, held, counts, row, low, peak, goal, most, temperature, row_stride, vocab, chunks, WEIGHED: tl.constexpr,
-              CHUNKS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
-    """The largest candidate at which all that are as large amount to `goal`, by weight or by number; `low` if none above it does."""
-    lower, upper = _key(low), _key(peak) + 1  # the answer is at least lower, and below upper
+def _reaching(
+    logits,
+    held,
+    counts,
+    row,
+    low,
+    peak,
+    goal,
+    most,
+    temperature,
+    row_stride,
+    vocab,
+    chunks,
+    WEIGHED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """The largest candidate at which all that are as large amount to `goal`, by weight or by
+    number; `low` if none above it does."""
+    # the answer is at least lower, and below upper
+    lower = _key(low)
+    upper = _key(peak) + 1
     while upper - lower > 1:
         at = lower + (upper - lower) // 2
         middle = _value(at)
         amount = tl.zeros((CHUNKS, WIDTH), tl.float64)
-        above, below = tl.full((CHUNKS, WIDTH), float("inf"), tl.float32), tl.full((CHUNKS, WIDTH), NEVER, tl.float32)
+        above = tl.full((CHUNKS, WIDTH), float("inf"), tl.float32)
+        below = tl.full((CHUNKS, WIDTH), NEVER, tl.float32)
         for start in range(0, most, WIDTH):
-            x = _found(logits, held, counts, row, start, row_stride, vocab, chunks, CHUNKS, WIDTH, CHUNK, HELD)
+            x = _found(
+                logits,
+                held,
+                counts,
+                row,
+                start,
+                row_stride,
+                vocab,
+                chunks,
+                CHUNKS,
+                WIDTH,
+                CHUNK,
+                HELD,
+            )
             reaches = x >= middle
             worth = _weights(x, peak, temperature) if WEIGHED else 1.0
             amount += tl.where(reaches, worth, 0.0)
@@ -201,40 +320,144 @@ def _reaching(logits, held, counts, row, low, peak, goal, most, temperature, row
 
 
 @triton.jit
-def _kept(logits, held, counts, row, floor, peak, most, temperature, row_stride, vocab, chunks, CHUNKS: tl.constexpr,
-          WIDTH: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
+def _kept(
+    logits,
+    held,
+    counts,
+    row,
+    floor,
+    peak,
+    most,
+    temperature,
+    row_stride,
+    vocab,
+    chunks,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
+):
     """[CHUNKS] fp64: weights of the candidates that reach `floor`."""
     masses = tl.zeros((CHUNKS,), tl.float64)
     for start in range(0, most, WIDTH):
-        x = _found(logits, held, counts, row, start, row_stride, vocab, chunks, CHUNKS, WIDTH, CHUNK, HELD)
-        masses += tl.sum(tl.where(x >= floor, _weights(x, peak, temperature), 0.0).to(tl.float64), 1)
+        x = _found(
+            logits, held, counts, row, start, row_stride, vocab, chunks, CHUNKS, WIDTH, CHUNK, HELD
+        )
+        masses += tl.sum(
+            tl.where(x >= floor, _weights(x, peak, temperature), 0.0).to(tl.float64), 1
+        )
     return masses
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _cut_kernel(logits, settings, held, counts, bounds, summary, parts, row_stride, vocab, chunks, CHUNKS: tl.constexpr,
-                WIDTH: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _cut_kernel(
+    logits,
+    settings,
+    held,
+    counts,
+    bounds,
+    summary,
+    parts,
+    row_stride,
+    vocab,
+    chunks,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HELD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """One row: floor and mass of its summary and the masses of its chunks, where it is cut."""
     wait_for_inputs(DEPENDENT)
-    row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
+    row = tl.program_id(0)
+    chunk = tl.arange(0, CHUNKS)
     bound = tl.load(bounds + row)
     if bound < float("inf"):
         peak = tl.load(summary + row * 4 + 1).to(tl.float32)
         temperature, top_p, floor, top_k = _limits(settings, row, peak, vocab)
         longest = tl.max(tl.load(counts + row * chunks + chunk, mask=chunk < chunks, other=0), 0)
         most = tl.where(longest > HELD, CHUNK, longest)
-        low, all_kept = bound, tl.load(summary + row * 4 + 3)
+        low = bound
+        all_kept = tl.load(summary + row * 4 + 3)
         if top_k > 0:
-            low = _reaching(logits, held, counts, row, bound, peak, top_k, most, temperature, row_stride, vocab, chunks, False, CHUNKS,
-                            WIDTH, CHUNK, HELD)  # fmt: skip
-            all_kept = tl.sum(_kept(logits, held, counts, row, low, peak, most, temperature, row_stride, vocab, chunks, CHUNKS, WIDTH,
-                                    CHUNK, HELD), 0)  # fmt: skip
+            low = _reaching(
+                logits,
+                held,
+                counts,
+                row,
+                bound,
+                peak,
+                top_k,
+                most,
+                temperature,
+                row_stride,
+                vocab,
+                chunks,
+                False,
+                CHUNKS,
+                WIDTH,
+                CHUNK,
+                HELD,
+            )
+            all_kept = tl.sum(
+                _kept(
+                    logits,
+                    held,
+                    counts,
+                    row,
+                    low,
+                    peak,
+                    most,
+                    temperature,
+                    row_stride,
+                    vocab,
+                    chunks,
+                    CHUNKS,
+                    WIDTH,
+                    CHUNK,
+                    HELD,
+                ),
+                0,
+            )
             floor = tl.maximum(floor, low)
         if top_p < 1:
-            by_p = _reaching(logits, held, counts, row, low, peak, top_p * all_kept, most, temperature, row_stride, vocab, chunks, True,
-                             CHUNKS, WIDTH, CHUNK, HELD)  # fmt: skip
+            by_p = _reaching(
+                logits,
+                held,
+                counts,
+                row,
+                low,
+                peak,
+                top_p * all_kept,
+                most,
+                temperature,
+                row_stride,
+                vocab,
+                chunks,
+                True,
+                CHUNKS,
+                WIDTH,
+                CHUNK,
+                HELD,
+            )
             floor = tl.maximum(floor, by_p)
-        masses = _kept(logits, held, counts, row, floor, peak, most, temperature, row_stride, vocab, chunks, CHUNKS, WIDTH, CHUNK, HELD)
+        masses = _kept(
+            logits,
+            held,
+            counts,
+            row,
+            floor,
+            peak,
+            most,
+            temperature,
+            row_stride,
+            vocab,
+            chunks,
+            CHUNKS,
+            WIDTH,
+            CHUNK,
+            HELD,
+        )
         tl.store(summary + row * 4 + 2, floor.to(tl.float64))
         tl.store(summary + row * 4 + 3, tl.sum(masses, 0))
         tl.store(parts + row * chunks + chunk, masses, mask=chunk < chunks)
@@ -243,8 +466,10 @@ def _cut_kernel(logits, settings, held, counts, bounds, summary, parts, row_stri
 @triton.jit
 def _chunk_probs(logits, summary, row, chunk, row_stride, vocab, CHUNK: tl.constexpr):
     """(tokens, weights in fp32, mass) of one chunk."""
-    temperature, peak = tl.load(summary + row * 4), tl.load(summary + row * 4 + 1).to(tl.float32)
-    floor, mass = tl.load(summary + row * 4 + 2).to(tl.float32), tl.load(summary + row * 4 + 3)
+    temperature = tl.load(summary + row * 4)
+    peak = tl.load(summary + row * 4 + 1).to(tl.float32)
+    floor = tl.load(summary + row * 4 + 2).to(tl.float32)
+    mass = tl.load(summary + row * 4 + 3)
     token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
     return token, tl.where(x >= floor, _weights(x, peak, temperature), 0.0), mass
 
@@ -256,36 +481,77 @@ def _rest(token, weights, mass, refused, q, q_row, vocab, CERTAIN: tl.constexpr)
     if CERTAIN:
         rest = tl.where(token == refused, 0.0, p)
     else:
-        rest = tl.maximum(p - tl.load(q + q_row * vocab + token, mask=token < vocab, other=0.0), 0.0)
+        rest = tl.maximum(
+            p - tl.load(q + q_row * vocab + token, mask=token < vocab, other=0.0), 0.0
+        )
     return rest
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _rest_kernel(logits, summary, rows, refused, q, q_rows, parts, row_stride, vocab, chunks, CERTAIN: tl.constexpr,
-                 CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _rest_kernel(
+    logits,
+    summary,
+    rows,
+    refused,
+    q,
+    q_rows,
+    parts,
+    row_stride,
+    vocab,
+    chunks,
+    CERTAIN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Program (draw, chunk): the mass that is left in the chunk."""
     wait_for_inputs(DEPENDENT)
-    at, chunk = tl.program_id(0), tl.program_id(1)
-    row, left = tl.load(rows + at), tl.full((), 0.0, tl.float64)
+    at = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row = tl.load(rows + at)
+    left = tl.full((), 0.0, tl.float64)
     if row >= 0:
         token, weights, mass = _chunk_probs(logits, summary, row, chunk, row_stride, vocab, CHUNK)
         q_row = 0 if CERTAIN else tl.load(q_rows + at)
-        left = tl.sum(_rest(token, weights, mass, tl.load(refused + at), q, q_row, vocab, CERTAIN), 0)
+        left = tl.sum(
+            _rest(token, weights, mass, tl.load(refused + at), q, q_row, vocab, CERTAIN), 0
+        )
     tl.store(parts + at * chunks + chunk, left)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _draw_kernel(logits, summary, parts, best, numbers, rows, refused, q, q_rows, out, row_stride, vocab, chunks, REST: tl.constexpr,
-                 CERTAIN: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """One draw: the chunk in which the number falls, then the token. REST: from what refused drafts leave, else from the row."""
+def _draw_kernel(
+    logits,
+    summary,
+    parts,
+    best,
+    numbers,
+    rows,
+    refused,
+    q,
+    q_rows,
+    out,
+    row_stride,
+    vocab,
+    chunks,
+    REST: tl.constexpr,
+    CERTAIN: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One draw: the chunk in which the number falls, then the token. REST: from what refused
+    drafts leave, else from the row."""
     wait_for_inputs(DEPENDENT)
-    at, index = tl.program_id(0), tl.arange(0, CHUNKS)
-    row = tl.maximum(tl.load(rows + at), 0) if REST else at.to(tl.int64)  # one of which nothing is wanted has no mass left
+    at = tl.program_id(0)
+    index = tl.arange(0, CHUNKS)
+    # one of which nothing is wanted has no mass left
+    row = tl.maximum(tl.load(rows + at), 0) if REST else at.to(tl.int64)
     masses = tl.load(parts + at * chunks + index, mask=index < chunks, other=0.0)
     passed = tl.cumsum(masses, 0)
     total = tl.sum(masses, 0)
     goal = tl.load(numbers + at) * total
-    # Sums that are rounded may all stay below the goal: then it is the last chunk, or the last token, that has any mass.
+    # Sums that are rounded may all stay below the goal: then it is the last chunk, or the last
+    # token, that has any mass.
     hit = tl.min(tl.where((passed > goal) & (masses > 0), index, CHUNKS), 0)
     chunk = tl.where(hit < CHUNKS, hit, tl.maximum(tl.max(tl.where(masses > 0, index, -1), 0), 0))
     goal -= tl.sum(tl.where(index < chunk, masses, 0.0), 0)
@@ -299,45 +565,108 @@ def _draw_kernel(logits, summary, parts, best, numbers, rows, refused, q, q_rows
     if REST:
         tl.store(out + at, tl.where(total > 0, drawn, -1))
     else:
-        tl.store(out + at, tl.where(tl.load(summary + row * 4) < GREEDY, tl.load(best + row), drawn))
+        tl.store(
+            out + at, tl.where(tl.load(summary + row * 4) < GREEDY, tl.load(best + row), drawn)
+        )
 
 
 @triton.jit
-def _probs_kernel(logits, summary, plane, rows, row_stride, vocab, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _probs_kernel(
+    logits, summary, plane, rows, row_stride, vocab, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     wait_for_inputs(DEPENDENT)
-    row, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     token, weights, mass = _chunk_probs(logits, summary, row, chunk, row_stride, vocab, CHUNK)
-    tl.store(plane + tl.load(rows + row) * vocab + token, weights / mass.to(tl.float32), mask=token < vocab)
+    tl.store(
+        plane + tl.load(rows + row) * vocab + token,
+        weights / mass.to(tl.float32),
+        mask=token < vocab,
+    )
 
 
 def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distribution:
-    """rorqual.ops.reference.distribution. logits [M, V] of any float format, each row dense; two kernels, with cuts four.
+    """rorqual.ops.reference.distribution. logits [M, V] of any float format, each row dense; two
+    kernels, with cuts four.
 
     Its scratch is [M, chunks] fp64: the masses of each row's chunks.
     """
-    (rows, vocab), device, late = logits.shape, logits.device, dependent(logits.device)
+    (rows, vocab) = logits.shape
+    device = logits.device
+    late = dependent(logits.device)
     assert logits.stride(1) == 1
-    settings, chunks = settings.contiguous(), triton.cdiv(vocab, CHUNK)
-    chunk, width = _chunk_size(vocab), next_power(chunks)
+    settings = settings.contiguous()
+    chunks = triton.cdiv(vocab, CHUNK)
+    chunk = _chunk_size(vocab)
+    width = next_power(chunks)
     subsets = max(1, SETS // width)
     new = lambda kind, *shape: torch.empty(*shape, dtype=kind, device=device)  # noqa: E731
-    summary, parts, best = new(torch.float64, rows, 4), new(torch.float64, rows, chunks), new(torch.int64, rows)
+    summary = new(torch.float64, rows, 4)
+    parts = new(torch.float64, rows, chunks)
+    best = new(torch.int64, rows)
     if not rows:
         return Distribution(logits, summary, best, parts)
-    peaks, sums, firsts = new(torch.float32, rows, chunks), new(torch.float64, rows, chunks), new(torch.int32, rows, chunks)
+    peaks = new(torch.float32, rows, chunks)
+    sums = new(torch.float64, rows, chunks)
+    firsts = new(torch.int32, rows, chunks)
     sets = new(torch.float32, rows, chunks, subsets) if filters else peaks
     bounds = new(torch.float32, rows)
     where = logits.stride(0), vocab, chunks
-    _chunk_kernel[rows, chunks](logits, settings, peaks, sums, firsts, sets, *where, filters, subsets, chunk, num_warps=8, **late)
+    _chunk_kernel[rows, chunks](
+        logits,
+        settings,
+        peaks,
+        sums,
+        firsts,
+        sets,
+        *where,
+        filters,
+        subsets,
+        chunk,
+        num_warps=8,
+        **late,
+    )
     _summary_kernel[rows,](
-        settings, peaks, sums, firsts, sets, summary, parts, best, bounds, vocab, chunks, filters, subsets, SETS, width, num_warps=4,
-        **late)  # fmt: skip
+        settings,
+        peaks,
+        sums,
+        firsts,
+        sets,
+        summary,
+        parts,
+        best,
+        bounds,
+        vocab,
+        chunks,
+        filters,
+        subsets,
+        SETS,
+        width,
+        num_warps=4,
+        **late,
+    )
     if filters:
-        held, counts = new(torch.float32, rows, chunks, HELD), new(torch.int32, rows, chunks)
-        _gather_kernel[rows, chunks](logits, peaks, bounds, held, counts, *where, chunk, HELD, num_warps=8, **late)
+        held = new(torch.float32, rows, chunks, HELD)
+        counts = new(torch.int32, rows, chunks)
+        _gather_kernel[rows, chunks](
+            logits, peaks, bounds, held, counts, *where, chunk, HELD, num_warps=8, **late
+        )
         _cut_kernel[rows,](
-            logits, settings, held, counts, bounds, summary, parts, *where, width, max(1, SEARCHED // width), chunk, HELD, num_warps=8,
-            **late)  # fmt: skip
+            logits,
+            settings,
+            held,
+            counts,
+            bounds,
+            summary,
+            parts,
+            *where,
+            width,
+            max(1, SEARCHED // width),
+            chunk,
+            HELD,
+            num_warps=8,
+            **late,
+        )
     return Distribution(logits, summary, best, parts)
 
 
@@ -347,31 +676,91 @@ def _chunk_size(vocab: int) -> int:
 
 def sample_from(given: Distribution, numbers: Tensor) -> Tensor:
     """rorqual.ops.reference.sample_from."""
-    (rows, vocab), parts = given.logits.shape, given.scratch
-    out, chunks = torch.empty_like(given.best), parts.shape[1]
+    (rows, vocab) = given.logits.shape
+    parts = given.scratch
+    out = torch.empty_like(given.best)
+    chunks = parts.shape[1]
     if rows:
         _draw_kernel[rows,](
-            given.logits, given.summary, parts, given.best, numbers.contiguous(), None, None, None, None, out, given.logits.stride(0),
-            vocab, chunks, False, False, next_power(chunks), _chunk_size(vocab), num_warps=8, **dependent(out.device))  # fmt: skip
+            given.logits,
+            given.summary,
+            parts,
+            given.best,
+            numbers.contiguous(),
+            None,
+            None,
+            None,
+            None,
+            out,
+            given.logits.stride(0),
+            vocab,
+            chunks,
+            False,
+            False,
+            next_power(chunks),
+            _chunk_size(vocab),
+            num_warps=8,
+            **dependent(out.device),
+        )
     return out
 
 
-def sample_residual(given: Distribution, rows: Tensor, numbers: Tensor, refused: Tensor, q: Tensor | None = None,
-              q_rows: Tensor | None = None) -> Tensor:  # fmt: skip
+def sample_residual(
+    given: Distribution,
+    rows: Tensor,
+    numbers: Tensor,
+    refused: Tensor,
+    q: Tensor | None = None,
+    q_rows: Tensor | None = None,
+) -> Tensor:
     """rorqual.ops.reference.sample_residual; q contiguous."""
-    vocab, count = given.logits.shape[1], rows.shape[0]
-    parts, out = torch.empty(count, given.scratch.shape[1], dtype=torch.float64, device=rows.device), torch.empty_like(rows)
-    chunks, certain = parts.shape[1], q is None
+    vocab = given.logits.shape[1]
+    count = rows.shape[0]
+    parts = torch.empty(count, given.scratch.shape[1], dtype=torch.float64, device=rows.device)
+    out = torch.empty_like(rows)
+    chunks = parts.shape[1]
+    certain = q is None
     assert q is None or q.is_contiguous()
     if not count:
         return out
-    late, sizes = dependent(rows.device), (given.logits.stride(0), vocab, chunks)
-    rows, numbers, refused = rows.contiguous(), numbers.contiguous(), refused.contiguous()
+    late = dependent(rows.device)
+    sizes = (given.logits.stride(0), vocab, chunks)
+    rows = rows.contiguous()
+    numbers = numbers.contiguous()
+    refused = refused.contiguous()
     _rest_kernel[count, chunks](
-        given.logits, given.summary, rows, refused, q, q_rows, parts, *sizes, certain, _chunk_size(vocab), num_warps=8, **late)  # fmt: skip
+        given.logits,
+        given.summary,
+        rows,
+        refused,
+        q,
+        q_rows,
+        parts,
+        *sizes,
+        certain,
+        _chunk_size(vocab),
+        num_warps=8,
+        **late,
+    )
     _draw_kernel[count,](
-        given.logits, given.summary, parts, given.best, numbers, rows, refused, q, q_rows, out, *sizes, True, certain, next_power(chunks),
-        _chunk_size(vocab), num_warps=8, **late)  # fmt: skip
+        given.logits,
+        given.summary,
+        parts,
+        given.best,
+        numbers,
+        rows,
+        refused,
+        q,
+        q_rows,
+        out,
+        *sizes,
+        True,
+        certain,
+        next_power(chunks),
+        _chunk_size(vocab),
+        num_warps=8,
+        **late,
+    )
     return out
 
 
@@ -381,5 +770,13 @@ def write_probs(given: Distribution, plane: Tensor, rows: Tensor) -> None:
     assert plane.is_contiguous()
     if count:
         _probs_kernel[count, given.scratch.shape[1]](
-            given.logits, given.summary, plane, rows, given.logits.stride(0), vocab, _chunk_size(vocab), num_warps=8,
-            **dependent(plane.device))  # fmt: skip
+            given.logits,
+            given.summary,
+            plane,
+            rows,
+            given.logits.stride(0),
+            vocab,
+            _chunk_size(vocab),
+            num_warps=8,
+            **dependent(plane.device),
+        )

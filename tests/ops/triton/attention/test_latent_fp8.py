@@ -1,4 +1,5 @@
-"""The fp8 latent cache: what a row holds, that every backend writes the same bytes and reads them alike. Interpreted without a card."""
+"""The fp8 latent cache: what a row holds, that every backend writes the same bytes and reads
+them alike. Interpreted without a card."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ if SKIP_REASON is None:
     from rorqual.ops.triton.attention import latent_fp8
     from rorqual.ops.triton.backend import TritonOps
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 SIZES = [(512, 64, BF16), (64, 16, BF16), (32, 16, FP32), (256, 64, torch.float16)]
 PAGE = 8
 
 
 def backends() -> list[Ops]:
-    """On a card the two that run there; else all, the CPU's with its compiled kernels and without."""
+    """On a card the two that run there; else all, the CPU's with its compiled kernels and
+    without."""
     found: list[Ops] = [Ops()] if DEVICE == "cuda" else [Ops(), CpuOps(native=False), CpuOps()]
     return found if SKIP_REASON is not None else [*found, TritonOps()]
 
@@ -61,11 +64,14 @@ def test_a_row_reads_back_within_e4m3_rounding(rank: int, rope: int, dtype: torc
     assert rows.shape == (40, rank + 4 * -(-rank // 128) + rope * dtype.itemsize)
     back = reference.unpack_latent(rows, rank, dtype)
     assert torch.equal(back[:, rank:], entries[:, rank:]), "rope keys are kept as they are"
-    assert torch.equal(reference.unpack_latent(rows.view(5, 8, -1), rank, dtype).flatten(0, 1), back)
+    assert torch.equal(
+        reference.unpack_latent(rows.view(5, 8, -1), rank, dtype).flatten(0, 1), back
+    )
     for first in range(0, rank, 128):
         block, read = (x[:, first : min(first + 128, rank)].double() for x in (entries, back))
         largest = block.abs().amax(-1, keepdim=True).clamp(1e-4)
-        assert ((read - block).abs() <= block.abs() / 16 * 1.01 + largest / 448 / 512 * 1.01).all()  # half a step; of a subnormal as well
+        # half a step; of a subnormal as well
+        assert ((read - block).abs() <= block.abs() / 16 * 1.01 + largest / 448 / 512 * 1.01).all()
 
 
 def test_values_on_the_grid_are_exact_and_zero_stays_zero() -> None:
@@ -82,11 +88,14 @@ def test_values_on_the_grid_are_exact_and_zero_stays_zero() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(("rank", "rope", "dtype"), SIZES)
-def test_kernels_write_the_references_bytes_and_read_them_back(rank: int, rope: int, dtype: torch.dtype) -> None:
+def test_kernels_write_the_references_bytes_and_read_them_back(
+    rank: int, rope: int, dtype: torch.dtype
+) -> None:
     entries = entries_of(30, rank + rope, dtype)
     entries[3] = 0
     rows = reference.pack_latent(entries, rank)
-    plane, before = emptied(5, rows.shape[1]), emptied(5, rows.shape[1])
+    plane = emptied(5, rows.shape[1])
+    before = emptied(5, rows.shape[1])
     slots = (torch.randperm(32, generator=torch.Generator().manual_seed(1))[:30] + PAGE).to(DEVICE)
     hidden = slots.clone()
     hidden[7] = -1
@@ -94,22 +103,35 @@ def test_kernels_write_the_references_bytes_and_read_them_back(rank: int, rope: 
     before.flatten(0, 1)[torch.cat((slots[:7], slots[8:]))] = torch.cat((rows[:7], rows[8:]))
     assert torch.equal(plane, before), "a negative slot is not written, and nothing beside the rows"
     kept = torch.cat((slots[:7], slots[8:]))
-    assert torch.equal(latent_fp8.read(plane, kept, rank, dtype), reference.unpack_latent(torch.cat((rows[:7], rows[8:])), rank, dtype))
+    assert torch.equal(
+        latent_fp8.read(plane, kept, rank, dtype),
+        reference.unpack_latent(torch.cat((rows[:7], rows[8:])), rank, dtype),
+    )
 
 
 def layer(dtype: torch.dtype, **changes: Any) -> MLAWeights:
     config = {**DEEPSEEK, "num_hidden_layers": 1, "num_nextn_predict_layers": 0, **changes}
-    attention: Any = random_model(config, Ops(), str(dtype)[6:], torch.device(DEVICE)).layers[0].attention
+    attention: Any = (
+        random_model(config, Ops(), str(dtype)[6:], torch.device(DEVICE)).layers[0].attention
+    )
     return attention.weights
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "kv_lora_rank": 256}, {"kv_lora_rank": 36}], ids=["tiny", "wide", "odd"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"q_lora_rank": None, "kv_lora_rank": 256}, {"kv_lora_rank": 36}],
+    ids=["tiny", "wide", "odd"],
+)
 @pytest.mark.parametrize("ops", backends(), ids=named)
-def test_a_prologue_writes_its_own_entries_quantized(ops: Ops, changes: dict[str, Any], dtype: torch.dtype) -> None:
-    """Bit for bit what packing the entries of an unquantised cache gives; the queries do not change."""
+def test_a_prologue_writes_its_own_entries_quantized(
+    ops: Ops, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Bit for bit what packing the entries of an unquantised cache gives; the queries do not
+    change."""
     w = layer(dtype, **changes)
-    rank, width = w.config.kv_lora_rank, w.config.latent_dim
+    rank = w.config.kv_lora_rank
+    width = w.config.latent_dim
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).to(dtype).to(DEVICE)
     angle = torch.randn(5, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     slots = torch.tensor([9, 31, 8, 17, 12], device=DEVICE)
@@ -127,12 +149,17 @@ def test_a_prologue_writes_its_own_entries_quantized(ops: Ops, changes: dict[str
 # ---- reading
 
 
-def cached(lens: list[int], rank: int, rope: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor]]:
+def cached(
+    lens: list[int], rank: int, rope: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(plane, tables, what each request's rows read as)."""
     pages = [-(-n // PAGE) for n in lens]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(4)) + 1
     tables = torch.zeros(len(lens), max(pages) + 1, dtype=torch.int64)
-    rows = [reference.pack_latent(entries_of(max(n, 1), rank + rope, dtype, i) / 10, rank)[:n] for i, n in enumerate(lens)]
+    rows = [
+        reference.pack_latent(entries_of(max(n, 1), rank + rope, dtype, i) / 10, rank)[:n]
+        for i, n in enumerate(lens)
+    ]
     plane = emptied(sum(pages) + 1, rows[0].shape[1])
     for i, (count, own) in enumerate(zip(pages, order.split(pages), strict=True)):
         tables[i, :count] = own
@@ -144,8 +171,14 @@ def cached(lens: list[int], rank: int, rope: int, dtype: torch.dtype) -> tuple[T
 def exact(q: Tensor, entries: Tensor, rank: int, scale: float) -> Tensor:
     """fp64; q [Q, H, C + rope] are the last positions."""
     scores = torch.einsum("qhd,kd->hqk", q.double(), entries.double()) * scale
-    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(scores.shape[2] - scores.shape[1])
-    return torch.einsum("hqk,kc->qhc", scores.masked_fill(~allowed, float("-inf")).softmax(-1), entries[:, :rank].double())
+    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(
+        scores.shape[2] - scores.shape[1]
+    )
+    return torch.einsum(
+        "hqk,kc->qhc",
+        scores.masked_fill(~allowed, float("-inf")).softmax(-1),
+        entries[:, :rank].double(),
+    )
 
 
 CASES = [
@@ -158,14 +191,32 @@ CASES = [
 @pytest.mark.parametrize(("lens", "queries", "slack"), CASES, ids=["decode", "drafts", "prompt"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("ops", backends(), ids=named)
-def test_attention_over_an_fp8_cache(ops: Ops, dtype: torch.dtype, lens: list[int], queries: int, slack: int) -> None:
-    rank, rope, heads, scale = 128, 16, 3, 0.05
+def test_attention_over_an_fp8_cache(
+    ops: Ops, dtype: torch.dtype, lens: list[int], queries: int, slack: int
+) -> None:
+    rank = 128
+    rope = 16
+    heads = 3
+    scale = 0.05
     plane, tables, entries = cached(lens, rank, rope, dtype)
     bounds = tuple(min(n + slack, tables.shape[1] * PAGE) for n in lens)
-    where = AttentionMetadata(tables, torch.tensor(lens, device=DEVICE), (queries,) * len(lens), bounds, exact=not slack)
-    q = torch.randn(len(lens) * queries, heads, rank + rope, generator=torch.Generator().manual_seed(5)).to(dtype).to(DEVICE) / 100
-    got = ops.latent_attention(q[..., :rank].contiguous(), q[..., rank:].contiguous(), plane, where, scale)
-    expected = torch.cat([exact(part, own, rank, scale) for part, own in zip(q.split(queries), entries, strict=True)])
+    where = AttentionMetadata(
+        tables, torch.tensor(lens, device=DEVICE), (queries,) * len(lens), bounds, exact=not slack
+    )
+    q = (
+        torch.randn(
+            len(lens) * queries, heads, rank + rope, generator=torch.Generator().manual_seed(5)
+        )
+        .to(dtype)
+        .to(DEVICE)
+        / 100
+    )
+    got = ops.latent_attention(
+        q[..., :rank].contiguous(), q[..., rank:].contiguous(), plane, where, scale
+    )
+    expected = torch.cat(
+        [exact(part, own, rank, scale) for part, own in zip(q.split(queries), entries, strict=True)]
+    )
     assert got.dtype == dtype
     assert got.isfinite().all(), "nothing past a request's end is read"
     assert (got.double() - expected).norm() < (1e-5 if dtype == FP32 else 8e-3) * expected.norm()
@@ -177,13 +228,21 @@ def test_attention_over_an_fp8_cache(ops: Ops, dtype: torch.dtype, lens: list[in
 
 @pytest.mark.parametrize("ops", backends(), ids=named)
 def test_absorbed_attention(ops: Ops) -> None:
-    """With the products around it; the CPU's compiled kernel works on pages that are dequantized for it."""
+    """With the products around it; the CPU's compiled kernel works on pages that are dequantized
+    for it."""
     w = layer(FP32)
-    lens, rank = [20, 3, 33], w.config.kv_lora_rank
+    lens = [20, 3, 33]
+    rank = w.config.kv_lora_rank
     plane, tables, _ = cached(lens, rank, 16, FP32)
     where = AttentionMetadata(tables, torch.tensor(lens, device=DEVICE), (1, 1, 1), tuple(lens))
-    x, angle = torch.randn(3, 64, generator=torch.Generator().manual_seed(6)).to(DEVICE), torch.zeros(3, 8, device=DEVICE)
-    slots = torch.tensor([tables[i, (n - 1) // PAGE] * PAGE + (n - 1) % PAGE for i, n in enumerate(lens)], device=DEVICE)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    angle = torch.zeros(3, 8, device=DEVICE)
+    slots = torch.tensor(
+        [tables[i, (n - 1) // PAGE] * PAGE + (n - 1) % PAGE for i, n in enumerate(lens)],
+        device=DEVICE,
+    )
     _, q, _ = ops.mla_prologue(x, w, angle.cos(), angle.sin(), plane, slots)
-    expected = Ops().mla_absorbed(q, w, plane, AttentionMetadata(tables, where.kv_lens, (1, 1, 1), tuple(lens)), 0.1)
+    expected = Ops().mla_absorbed(
+        q, w, plane, AttentionMetadata(tables, where.kv_lens, (1, 1, 1), tuple(lens)), 0.1
+    )
     assert (ops.mla_absorbed(q, w, plane, where, 0.1) - expected).norm() < 1e-5 * expected.norm()

@@ -1,4 +1,5 @@
-"""The Hopper kernel of MLA decode: its Python over torch tensors against fp64, with hostile tails; and what it compiles to."""
+"""The Hopper kernel of MLA decode: its Python over torch tensors against fp64, with hostile
+tails; and what it compiles to."""
 
 from __future__ import annotations
 
@@ -29,11 +30,22 @@ CASES = [
 ]
 
 
-def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int, machine: Kernel | None = None,
-          seed: int | None = None, past: float = float("nan")) -> None:  # fmt: skip
-    """Every program emulated, from the kernel's Python or from what it was compiled to, against fp64. past: what lies behind ends."""
+def check(
+    lens: list[int],
+    heads: int,
+    queries: int,
+    workers: int,
+    min_tiles: int,
+    page: int,
+    machine: Kernel | None = None,
+    seed: int | None = None,
+    past: float = float("nan"),
+) -> None:
+    """Every program emulated, from the kernel's Python or from what it was compiled to, against
+    fp64. past: what lies behind ends."""
     torch.manual_seed(1)
-    columns, requests = 6 * PAGE // page, len(lens)
+    columns = 6 * PAGE // page
+    requests = len(lens)
     pages = 1 + requests * columns
     tables = (1 + torch.randperm(pages - 1)).int().view(requests, columns)
     cache = torch.full((pages, page, 576), past, dtype=torch.bfloat16)
@@ -42,22 +54,42 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
         for at in range(0, length, page):
             cache[table[at // page], : min(page, length - at)] = entries[at : at + page]
     tokens = requests * queries
-    q_latent, q_rope = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
-    kv_lens, scale = torch.tensor(lens, dtype=torch.int32), 192**-0.5
+    q_latent = torch.randn(tokens, heads, 512).bfloat16()
+    q_rope = torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
+    kv_lens = torch.tensor(lens, dtype=torch.int32)
+    scale = 192**-0.5
     config = mla.MlaDecodeConfig(64, 64, 8, 2, min_tiles=min_tiles, gluon=True)
     plan = mla.split_plan(kv_lens, workers, config.block_n, min_tiles, queries * heads, 512)
     out = torch.full((tokens, heads, 512), float("nan"), dtype=torch.bfloat16)
-    latent, rope = cache.flatten(0, 1)[:, :512], cache.flatten(0, 1)[:, 512:]
+    latent = cache.flatten(0, 1)[:, :512]
+    rope = cache.flatten(0, 1)[:, 512:]
     grid = (-(-queries * heads // 64), workers)
     plan.partial.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
     rest = [
-        tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * mla.LOG2E, *q_latent.stride()[:2],
-        *q_rope.stride()[:2], tables.stride(0), *out.stride()[:2], requests, min_tiles,
-    ]  # fmt: skip
+        tables,
+        kv_lens,
+        plan.starts,
+        plan.first,
+        out,
+        plan.partial,
+        plan.lse,
+        scale * mla.LOG2E,
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        tables.stride(0),
+        *out.stride()[:2],
+        requests,
+        min_tiles,
+    ]
     if machine is not None:
         maps = [TensorMap(latent, (64, 64), 128), TensorMap(rope, (64, 64), 128)]
-        assert ptx_interpreter.run(machine.ptx, machine.shared, grid, [q_latent, q_rope, *maps, *rest], seed=seed) > 0
+        assert (
+            ptx_interpreter.run(
+                machine.ptx, machine.shared, grid, [q_latent, q_rope, *maps, *rest], seed=seed
+            )
+            > 0
+        )
     else:
         tiles = [Descriptor(latent, [64, 512]), Descriptor(rope, [64, 64])]
         args = [
@@ -76,12 +108,20 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
             mla_decode_sm90.REGISTERS,
             False,
         ]
-        gluon_emulator.run(mla_decode_sm90, "_mla_hopper_kernel", grid, args, opaque_zero=lambda: 0, _wait_for_most_scores=lambda: None)
+        gluon_emulator.run(
+            mla_decode_sm90,
+            "_mla_hopper_kernel",
+            grid,
+            args,
+            opaque_zero=lambda: 0,
+            _wait_for_most_scores=lambda: None,
+        )
     mla.combine(plan, out, requests)
     for r, length in enumerate(lens):
         entries = cache[tables[r].long()].flatten(0, 1)[:length, None]
         at = slice(r * queries, (r + 1) * queries)
-        if length < queries:  # tokens that do not exist see nothing or what is there; nobody reads them
+        # tokens that do not exist see nothing or what is there; nobody reads them
+        if length < queries:
             at = slice((r + 1) * queries - length, (r + 1) * queries)
         expected = attend(torch.cat((q_latent, q_rope), -1)[at], entries, entries[..., :512], scale)
         assert torch.allclose(out[at].double(), expected, atol=2e-2, rtol=2e-2), (r, length)
@@ -90,7 +130,9 @@ def check(lens: list[int], heads: int, queries: int, workers: int, min_tiles: in
 
 @pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles"), CASES)
 @pytest.mark.parametrize("page", [64, 128])
-def test_emulated_result(lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int) -> None:
+def test_emulated_result(
+    lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, page: int
+) -> None:
     check(lens, heads, queries, workers, min_tiles, page)
 
 
@@ -129,7 +171,8 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 def test_it_compiles_to_products_that_overlap(kernel: Kernel, tmp_path: Path) -> None:
     said = assembled(kernel, tmp_path)
     assert "serialized" not in said
-    assert "setmaxnreg" not in said  # the assembler takes the warpgroups' registers as they are asked for
+    # the assembler takes the warpgroups' registers as they are asked for
+    assert "setmaxnreg" not in said
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="executed without a card")
@@ -140,8 +183,13 @@ def test_compiled_code_is_right_and_free_of_races(kernel: Kernel) -> None:
     check([200, 0, 3, 64], 16, 4, 2, 1, 64, kernel, past=-1e30)
 
 
-BROKEN = {  # what is taken out, one place at a time; by what; how many places there are, of which all matter
-    "a part is used before it is there, or a place not given up": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 7),
+# what is taken out, one place at a time; by what; how many places there are, of which all matter
+BROKEN = {
+    "a part is used before it is there, or a place not given up": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        7,
+    ),
     "weights, queries, barriers without a fence": (r"fence\.proxy\.async[^;]*;", "", 3),
     "products not awaited": (r"wgmma\.wait_group\S+\s+0;", "", 3),
     "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive\.expect[^;]*;", "", 7),

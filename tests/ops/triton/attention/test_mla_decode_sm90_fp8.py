@@ -1,5 +1,5 @@
-"""The Hopper kernel of MLA decode over an fp8 cache: its Python over torch tensors against fp64, with hostile tails and scales; and what
-it compiles to."""
+"""The Hopper kernel of MLA decode over an fp8 cache: its Python over torch tensors against fp64,
+with hostile tails and scales; and what it compiles to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.emulation.triton_interpreter import DEVICE  # repairs the interpreter's rounding, which puts partial results together
+# repairs the interpreter's rounding, which puts partial results together
+from tests.emulation.triton_interpreter import DEVICE
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -40,15 +41,35 @@ def widen_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     return widen((x & 255).to(torch.uint8)), widen(((x >> 8) & 255).to(torch.uint8))
 
 
-STAND_INS = {"_widen": widen, "_widen_pairs": widen_pairs, "_log2": torch.log2, "opaque_zero": lambda: 0}
+STAND_INS = {
+    "_widen": widen,
+    "_widen_pairs": widen_pairs,
+    "_log2": torch.log2,
+    "opaque_zero": lambda: 0,
+}
 
 
-def decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, lens: list[int], scale: float, workers: int,
-           config: mla.MlaDecodeConfig, compiled: Path | None = None) -> Tensor:  # fmt: skip
-    """As mla_decode, with every program emulated, from the kernel's Python or from what it was compiled to."""
-    (tokens, heads, _), requests, kv_lens = q_latent.shape, len(lens), torch.tensor(lens, dtype=torch.int32)
-    queries, page = tokens // requests, cache.shape[1]
-    assert mla_decode_sm90_fp8.supported(q_latent, cache, config.block_h, config.block_n, config.warps)
+def decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    lens: list[int],
+    scale: float,
+    workers: int,
+    config: mla.MlaDecodeConfig,
+    compiled: Path | None = None,
+) -> Tensor:
+    """As mla_decode, with every program emulated, from the kernel's Python or from what it was
+    compiled to."""
+    (tokens, heads, _) = q_latent.shape
+    requests = len(lens)
+    kv_lens = torch.tensor(lens, dtype=torch.int32)
+    queries = tokens // requests
+    page = cache.shape[1]
+    assert mla_decode_sm90_fp8.supported(
+        q_latent, cache, config.block_h, config.block_n, config.warps
+    )
     plan = mla.split_plan(kv_lens, workers, config.block_n, config.min_tiles, queries * heads, 512)
     plan.partial.fill_(float("nan"))
     plan.lse.fill_(float("nan"))
@@ -56,16 +77,36 @@ def decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, lens
     latent, scales, rope = reference.latent_parts(cache.flatten(0, 1), 512, torch.bfloat16)
     before = [q_latent, q_rope]
     after = [
-        tables, kv_lens, plan.starts, plan.first, out, plan.partial, plan.lse, scale * mla.LOG2E, *q_latent.stride()[:2],
-        *q_rope.stride()[:2], tables.stride(0), *out.stride()[:2], requests, config.min_tiles,
-    ]  # fmt: skip
+        tables,
+        kv_lens,
+        plan.starts,
+        plan.first,
+        out,
+        plan.partial,
+        plan.lse,
+        scale * mla.LOG2E,
+        *q_latent.stride()[:2],
+        *q_rope.stride()[:2],
+        tables.stride(0),
+        *out.stride()[:2],
+        requests,
+        config.min_tiles,
+    ]
     grid = (-(-queries * heads // config.block_h), workers)
     if compiled is not None:
-        maps = [TensorMap(latent.view(torch.uint8), (64, 128), 128), TensorMap(scales, (64, 4), 0), TensorMap(rope, (64, 64), 128)]
+        maps = [
+            TensorMap(latent.view(torch.uint8), (64, 128), 128),
+            TensorMap(scales, (64, 4), 0),
+            TensorMap(rope, (64, 64), 128),
+        ]
         shared = int(compiled.with_suffix(".shared").read_text())
         assert ptx_interpreter.run(compiled.read_text(), shared, grid, before + maps + after) > 0
     else:
-        tiles = [Descriptor(latent.view(torch.uint8), [64, 512]), Descriptor(scales, [64, 4]), Descriptor(rope, [64, 64])]
+        tiles = [
+            Descriptor(latent.view(torch.uint8), [64, 512]),
+            Descriptor(scales, [64, 4]),
+            Descriptor(rope, [64, 64]),
+        ]
         ahead = mla_decode_sm90_fp8.groups_ahead(config.block_h, config.warps, config.per_sm)
         constants = [
             heads,
@@ -82,13 +123,20 @@ def decode(q_latent: Tensor, q_rope: Tensor, cache: Tensor, tables: Tensor, lens
             ahead,
             False,
         ]
-        gluon_emulator.run(mla_decode_sm90_fp8, "_mla_hopper_fp8_kernel", grid, before + tiles + after + constants, **STAND_INS)
+        gluon_emulator.run(
+            mla_decode_sm90_fp8,
+            "_mla_hopper_fp8_kernel",
+            grid,
+            before + tiles + after + constants,
+            **STAND_INS,
+        )
     mla.combine(plan, out, requests)
     return out
 
 
 def filled(rows: list[Tensor], page: int) -> tuple[Tensor, Tensor]:
-    """(cache, tables): rows [n, 656] of each request, in pages in no order; whatever else there is reads as NaN."""
+    """(cache, tables): rows [n, 656] of each request, in pages in no order; whatever else there
+    is reads as NaN."""
     columns = max(1, -(-max(map(len, rows)) // page))
     tables = (1 + torch.randperm(len(rows) * columns)).int().view(len(rows), columns)
     cache = torch.full((1 + tables.numel(), page, 656), 255, dtype=torch.uint8)
@@ -108,21 +156,32 @@ CASES = [
 
 
 def check(
-    lens: list[int], heads: int, queries: int, page: int, workers: int, config: mla.MlaDecodeConfig, compiled: Path | None = None
+    lens: list[int],
+    heads: int,
+    queries: int,
+    page: int,
+    workers: int,
+    config: mla.MlaDecodeConfig,
+    compiled: Path | None = None,
 ) -> None:
     torch.manual_seed(1)
     rows = [reference.pack_latent(torch.randn(n, 576).bfloat16(), 512) for n in lens]
     cache, tables = filled(rows, page)
-    tokens, scale = len(lens) * queries, 192**-0.5
-    q_latent, q_rope = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
+    tokens = len(lens) * queries
+    scale = 192**-0.5
+    q_latent = torch.randn(tokens, heads, 512).bfloat16()
+    q_rope = torch.randn(heads, tokens, 64).bfloat16().transpose(0, 1)
     out = decode(q_latent, q_rope, cache, tables, lens, scale, workers, config, compiled)
     for r, length in enumerate(lens):
         entries = exact_entries(rows[r])[:, None]
-        used = slice((r + 1) * queries - min(length, queries), (r + 1) * queries)  # nobody reads tokens that do not exist
+        # nobody reads tokens that do not exist
+        used = slice((r + 1) * queries - min(length, queries), (r + 1) * queries)
         if length == 0:
             assert not out[r * queries : (r + 1) * queries].any()
             continue
-        expected = attend(torch.cat((q_latent, q_rope), -1)[used], entries, entries[..., :512], scale)
+        expected = attend(
+            torch.cat((q_latent, q_rope), -1)[used], entries, entries[..., :512], scale
+        )
         assert (out[used].double() - expected).norm() < 2e-3 * expected.norm(), (r, length)
     assert out.isfinite().all()
 
@@ -131,13 +190,27 @@ def check(
 @pytest.mark.parametrize(("lens", "heads", "queries", "workers", "min_tiles", "form"), CASES)
 @pytest.mark.parametrize("page", [64, 128])
 def test_emulated_result(
-    lens: list[int], heads: int, queries: int, workers: int, min_tiles: int, form: tuple[int, int, int, int], page: int
+    lens: list[int],
+    heads: int,
+    queries: int,
+    workers: int,
+    min_tiles: int,
+    form: tuple[int, int, int, int],
+    page: int,
 ) -> None:
-    check(lens, heads, queries, page, workers, mla.MlaDecodeConfig(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True))
+    check(
+        lens,
+        heads,
+        queries,
+        page,
+        workers,
+        mla.MlaDecodeConfig(form[0], 64, *form[1:], min_tiles=min_tiles, gluon=True),
+    )
 
 
 SIZES = {
-    "tokens": lambda n: torch.logspace(-6, 2, n)[:, None].expand(n, 4),  # each token larger than the one before
+    # each token larger than the one before
+    "tokens": lambda n: torch.logspace(-6, 2, n)[:, None].expand(n, 4),
     "groups": lambda n: torch.tensor([1e2, 1e-6, 1.0, 1e-3]).expand(n, 4),
     "tiny": lambda n: torch.full((n, 4), 1e-4 / 448),
     "huge": lambda n: torch.full((n, 4), 1e20),
@@ -149,22 +222,37 @@ SIZES = {
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("peaked", [False, True])
 def test_any_scales(case: str, peaked: bool) -> None:
-    """Each group of 128 columns by itself is right: a group of small scales does not drown in the error of the others."""
+    """Each group of 128 columns by itself is right: a group of small scales does not drown in
+    the error of the others."""
     torch.manual_seed(2)
-    length, heads = 200, 16
+    length = 200
+    heads = 16
     rows = reference.pack_latent(torch.randn(length, 576).bfloat16(), 512)
     scales = SIZES[case](length).float().contiguous()
     rows[:, 512:528] = scales.view(torch.uint8).view(length, 16)
     cache, tables = filled([rows], PAGE)
     entries = exact_entries(rows)[:, None]
-    size = (5.0 if peaked else 0.5) / entries[..., :512].norm(dim=-1).amax().item()  # scores of about that size
+    # scores of about that size
+    size = (5.0 if peaked else 0.5) / entries[..., :512].norm(dim=-1).amax().item()
     sizes = torch.logspace(-2, 1, heads)[:, None]
-    q_latent, q_rope = (torch.randn(1, heads, 512) * size * sizes).bfloat16(), torch.randn(1, heads, 64).bfloat16()
-    out = decode(q_latent, q_rope, cache, tables, [length], 1.0, 2, mla.MlaDecodeConfig(16, 64, 4, 2, min_tiles=1, gluon=True))
+    q_latent = (torch.randn(1, heads, 512) * size * sizes).bfloat16()
+    q_rope = torch.randn(1, heads, 64).bfloat16()
+    out = decode(
+        q_latent,
+        q_rope,
+        cache,
+        tables,
+        [length],
+        1.0,
+        2,
+        mla.MlaDecodeConfig(16, 64, 4, 2, min_tiles=1, gluon=True),
+    )
     expected = attend(torch.cat((q_latent, q_rope), -1), entries, entries[..., :512], 1.0)
     for g in range(0, 512, 128):
         part = expected[..., g : g + 128]
-        assert ((out[..., g : g + 128].double() - part).norm(dim=-1) < 3e-3 * part.norm(dim=-1)).all(), g
+        assert (
+            (out[..., g : g + 128].double() - part).norm(dim=-1) < 3e-3 * part.norm(dim=-1)
+        ).all(), g
 
 
 @emulated
@@ -173,10 +261,21 @@ def test_rows_of_queries_do_not_touch_each_other() -> None:
     torch.manual_seed(3)
     rows = reference.pack_latent(torch.randn(100, 576).bfloat16(), 512)
     cache, tables = filled([rows], PAGE)
-    q_latent, q_rope = torch.randn(4, 4, 512).bfloat16(), torch.randn(4, 4, 64).bfloat16()
+    q_latent = torch.randn(4, 4, 512).bfloat16()
+    q_rope = torch.randn(4, 4, 64).bfloat16()
     for token, garbage in ((0, float("inf")), (1, float("nan")), (2, 3e38)):
-        q_latent[token], q_rope[token] = garbage, garbage
-    out = decode(q_latent, q_rope, cache, tables, [100], 192**-0.5, 2, mla.MlaDecodeConfig(16, 64, 4, 2, min_tiles=1, gluon=True))
+        q_latent[token] = garbage
+        q_rope[token] = garbage
+    out = decode(
+        q_latent,
+        q_rope,
+        cache,
+        tables,
+        [100],
+        192**-0.5,
+        2,
+        mla.MlaDecodeConfig(16, 64, 4, 2, min_tiles=1, gluon=True),
+    )
     entries = exact_entries(rows)[:, None]
     expected = attend(torch.cat((q_latent, q_rope), -1)[3:], entries, entries[..., :512], 192**-0.5)
     assert (out[3:].double() - expected).norm() < 2e-3 * expected.norm()
@@ -211,9 +310,13 @@ for kernel, (heads, queries, (rows, warps, stages, per_sm)) in zip(kernels, shap
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """PTX of three forms of the kernel, with files of machine code and of shared memory's size beside it."""
+    """PTX of three forms of the kernel, with files of machine code and of shared memory's size
+    beside it."""
     folder = tmp_path_factory.mktemp("compiled")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": "."}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(folder),
+        "PYTHONPATH": ".",
+    }
     command = [sys.executable, "-c", COMPILE.replace("{folder}", str(folder))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -231,18 +334,35 @@ def test_products_overlap_and_nothing_is_spilled_between_them(compiled: list[Pat
         command = [str(tools / "cuobjdump"), "-sass", str(path.with_suffix(".cubin"))]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         loop = code[code.index("HGMMA") : code.rindex("HGMMA")]
-        for instruction, there in (("LDS.128", True), ("F2FP.F16.E4M3.UNPACK_B", True), ("LDL", False), ("STL", False)):
+        for instruction, there in (
+            ("LDS.128", True),
+            ("F2FP.F16.E4M3.UNPACK_B", True),
+            ("LDL", False),
+            ("STL", False),
+        ):
             assert (instruction in loop) == there, (path, instruction)
 
 
 @emulated
 def test_compiled_code_is_right_and_free_of_races(compiled: list[Path]) -> None:
-    for path, heads, form in zip(compiled, (16, 16, 128), ((16, 4, 2, 2), (16, 4, 1, 3), (64, 8, 2, 1)), strict=True):
+    for path, heads, form in zip(
+        compiled, (16, 16, 128), ((16, 4, 2, 2), (16, 4, 1, 3), (64, 8, 2, 1)), strict=True
+    ):
         lens = [150, 0, 3]
-        check(lens, heads, 1, 64, 2, mla.MlaDecodeConfig(form[0], 64, *form[1:], min_tiles=1, gluon=True), path)
+        check(
+            lens,
+            heads,
+            1,
+            64,
+            2,
+            mla.MlaDecodeConfig(form[0], 64, *form[1:], min_tiles=1, gluon=True),
+            path,
+        )
 
 
-BROKEN = {  # what is changed, one place at a time, once the kernel has begun; by what; how many of the places matter at least
+# what is changed, one place at a time, once the kernel has begun; by what; how many of the places
+# matter at least
+BROKEN = {
     "what threads wrote is multiplied without a fence": (r"fence\.proxy\.async[^;]*;", "", 3),
     "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 5),
     "a copy not awaited": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 1),
@@ -254,13 +374,24 @@ BROKEN = {  # what is changed, one place at a time, once the kernel has begun; b
 @emulated
 @pytest.mark.parametrize("what", BROKEN)
 def test_races_are_found(compiled: list[Path], what: str, tmp_path: Path) -> None:
-    (pattern, by, matter), path = BROKEN[what], tmp_path / "kernel.ptx"
+    (pattern, by, matter) = BROKEN[what]
+    path = tmp_path / "kernel.ptx"
     start, wait, rest = compiled[0].read_text().partition("griddepcontrol.wait")
     path.with_suffix(".shared").write_text(compiled[0].with_suffix(".shared").read_text())
-    changed = [re.sub(r"bar\.sync[^;]*;", "", rest)] if "at all" in what else changes(rest, pattern, by)
+    changed = (
+        [re.sub(r"bar\.sync[^;]*;", "", rest)] if "at all" in what else changes(rest, pattern, by)
+    )
 
     def execute(text: str) -> None:
         path.write_text(start + wait + text)
-        check([150, 0, 3], 16, 1, 64, 2, mla.MlaDecodeConfig(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True), path)
+        check(
+            [150, 0, 3],
+            16,
+            1,
+            64,
+            2,
+            mla.MlaDecodeConfig(16, 64, 4, 2, per_sm=2, min_tiles=1, gluon=True),
+            path,
+        )
 
     assert caught(changed, execute) >= matter, what

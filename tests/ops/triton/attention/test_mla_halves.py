@@ -1,4 +1,5 @@
-"""MLA's prologue in two halves: down projections of each rank's rows, gathered, give the queries and the cache of the whole."""
+"""MLA's prologue in two halves: down projections of each rank's rows, gathered, give the queries
+and the cache of the whole."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from rorqual.ops.interface import MLAWeights, Ops
 from rorqual.ops.reference import Weight
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 
-HIDDEN, ROWS, PAGE = 64, 7, 4
+HIDDEN = 64
+ROWS = 7
+PAGE = 4
 BACKENDS = [
     "reference",
     "torch",
     "native",
-    pytest.param("triton", marks=pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))),
+    pytest.param(
+        "triton", marks=pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
+    ),
 ]
 
 
@@ -29,8 +34,12 @@ def backend(name: str) -> tuple[Ops, str]:
     return (Ops() if name == "reference" else CpuOps(native=name == "native")), "cpu"
 
 
-def weights_of(q_lora: int | None, interleaved: bool, device: str, generator: torch.Generator) -> MLAWeights:
-    mla = MLAConfig(num_heads=2, q_lora_rank=q_lora, kv_lora_rank=32, nope_dim=24, rope_dim=16, v_dim=20)
+def weights_of(
+    q_lora: int | None, interleaved: bool, device: str, generator: torch.Generator
+) -> MLAWeights:
+    mla = MLAConfig(
+        num_heads=2, q_lora_rank=q_lora, kv_lora_rank=32, nope_dim=24, rope_dim=16, v_dim=20
+    )
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device)
@@ -39,7 +48,17 @@ def weights_of(q_lora: int | None, interleaved: bool, device: str, generator: to
     down = Weight(draw((q_lora or queries) + mla.latent_dim, HIDDEN) / 8)
     q_norm, q_b = (draw(q_lora), Weight(draw(queries, q_lora) / 6)) if q_lora else (None, None)
     kv_b = Weight(draw(mla.num_heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank))
-    return MLAWeights(mla, down, draw(down.data.shape[0]), q_norm, q_b, draw(mla.kv_lora_rank), kv_b, 1e-6, interleaved)
+    return MLAWeights(
+        mla,
+        down,
+        draw(down.data.shape[0]),
+        q_norm,
+        q_b,
+        draw(mla.kv_lora_rank),
+        kv_b,
+        1e-6,
+        interleaved,
+    )
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -51,7 +70,9 @@ def test_halves_of_the_prologue(name: str, q_lora: int | None, interleaved: bool
     w = weights_of(q_lora, interleaved, device, generator)
     x = torch.randn(ROWS, HIDDEN, generator=generator).to(device)
     angles = torch.rand(ROWS, w.config.rope_dim // 2, generator=generator).to(device)
-    cos, sin, slots = angles.cos(), angles.sin(), torch.randperm(12, generator=generator)[:ROWS].to(device)
+    cos = angles.cos()
+    sin = angles.sin()
+    slots = torch.randperm(12, generator=generator)[:ROWS].to(device)
     planes = [torch.full((3, PAGE, w.config.latent_dim), -1.0, device=device) for _ in range(2)]
     _, want, _ = Ops().mla_prologue(x, w, cos, sin, planes[0], slots)
     shares = [slice(0, 4), slice(4, 4), slice(4, ROWS)]
@@ -70,9 +91,13 @@ def test_the_second_half_fills_an_fp8_cache(name: str) -> None:
     generator = torch.Generator().manual_seed(2)
     ops, device = backend(name)
     w = weights_of(40, True, device, generator)
-    rank, dim = w.config.kv_lora_rank, w.config.latent_dim
-    query, entries = (torch.randn(ROWS, n, generator=generator).bfloat16().float().to(device) for n in (40, dim))
-    angles, slots = torch.rand(ROWS, w.config.rope_dim // 2, generator=generator).to(device), torch.arange(1, ROWS + 1, device=device)
+    rank = w.config.kv_lora_rank
+    dim = w.config.latent_dim
+    query, entries = (
+        torch.randn(ROWS, n, generator=generator).bfloat16().float().to(device) for n in (40, dim)
+    )
+    angles = torch.rand(ROWS, w.config.rope_dim // 2, generator=generator).to(device)
+    slots = torch.arange(1, ROWS + 1, device=device)
     want = reference.pack_latent(entries, rank)
     plane = torch.zeros(3, PAGE, want.shape[-1], dtype=torch.uint8, device=device)
     ops.mla_up(query, entries, w, angles.cos(), angles.sin(), plane, slots)

@@ -1,5 +1,6 @@
-"""The exchange's four kernels as compiled for Hopper, on two ranks at once: rows arrive, come back, and no kernel overwrites what another
-one, of either rank and of this call or the next, still reads."""
+"""The exchange's four kernels as compiled for Hopper, on two ranks at once: rows arrive, come
+back, and no kernel overwrites what another one, of either rank and of this call or the next,
+still reads."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ pytest.importorskip("triton")
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, changes, compiled
 
-COLUMNS, CAPACITY, TOP_K, EACH, RANKS, ROWS = 528, 3, 2, 4, 2, 4  # two warps a row
+# two warps a row
+COLUMNS = 528
+CAPACITY = 3
+TOP_K = 2
+EACH = 4
+RANKS = 2
+ROWS = 4
 NAMES = ("dispatch", "arrival", "send_combine", "combine")
 LAUNCHES = f"""
 from rorqual.ops.triton import dispatch as kernels
@@ -39,29 +46,37 @@ def starts() -> list[int]:
 
 
 def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = None) -> None:
-    """Two calls; experts leave their rows as they are, so each token comes back once from each rank that holds one of its experts."""
+    """Two calls; experts leave their rows as they are, so each token comes back once from each
+    rank that holds one of its experts."""
     torch.manual_seed(seed)
     flags, data, scales, places, weights_at, sums, end = starts()
     memory = [torch.full((end // 2,), -1, dtype=torch.int16) for _ in range(RANKS)]
     for own in memory:
         own[: 4 * RANKS] = 0
-    stop, rows = torch.zeros(1, dtype=torch.int32), [torch.zeros(ROWS, RANKS, dtype=torch.int32) for _ in range(RANKS)]
-    counts, table = torch.zeros(RANKS, 2, dtype=torch.int32).unbind(), torch.tensor([x.data_ptr() for x in [*memory, stop]])
+    stop = torch.zeros(1, dtype=torch.int32)
+    rows = [torch.zeros(ROWS, RANKS, dtype=torch.int32) for _ in range(RANKS)]
+    counts = torch.zeros(RANKS, 2, dtype=torch.int32).unbind()
+    table = torch.tensor([x.data_ptr() for x in [*memory, stop]])
     launches: list[Launch] = []
     last: list[int | None] = [None] * RANKS
     wanted = []
     for call in range(2):
         for rank in range(RANKS):
-            tokens, me = 3 - 2 * ((rank + call) % 2), [rank] if rank != 1 else []
+            tokens = 3 - 2 * ((rank + call) % 2)
+            me = [rank] if rank != 1 else []
             x = torch.randn(tokens, COLUMNS).bfloat16()
             slots = torch.rand(tokens, RANKS * EACH).topk(TOP_K).indices.int()
             out = torch.full((tokens, COLUMNS), float("nan"), dtype=torch.bfloat16)
             arrived = memory[rank][data // 2 :][: RANKS * CAPACITY * COLUMNS].view(torch.bfloat16)
             holders = (slots[:, :, None] // EACH == torch.arange(RANKS)).any(1).sum(1, keepdim=True)
             wanted.append((out, (x.float() * holders).bfloat16()))
-            areas, sizes = [flags, data, scales, places, weights_at], [tokens, CAPACITY, COLUMNS, COLUMNS]
+            areas = [flags, data, scales, places, weights_at]
+            sizes = [tokens, CAPACITY, COLUMNS, COLUMNS]
             own: list[tuple[int, list[object]]] = [
-                (CAPACITY, [x, slots, torch.rand(tokens, TOP_K), rows[rank], *sizes, *me, 0, *areas]),
+                (
+                    CAPACITY,
+                    [x, slots, torch.rand(tokens, TOP_K), rows[rank], *sizes, *me, 0, *areas],
+                ),
                 (1, [*me, flags]),
                 (RANKS * CAPACITY, [arrived, CAPACITY, COLUMNS, *me, flags, places, sums]),
                 (tokens, [rows[rank], out, tokens, COLUMNS, *me, flags, sums]),
@@ -69,9 +84,18 @@ def exchange(kernels: list[Kernel], seed: int, changed: dict[int, str] | None = 
             for number, (programs, arguments) in enumerate(own):
                 kernel = kernels[rank * len(NAMES) + number]
                 ptx = (changed or {}).get(rank * len(NAMES) + number, kernel.ptx)
-                launches.append(Launch(ptx, kernel.shared, (programs,), [table, counts[rank], *arguments], last[rank]))
+                launches.append(
+                    Launch(
+                        ptx,
+                        kernel.shared,
+                        (programs,),
+                        [table, counts[rank], *arguments],
+                        last[rank],
+                    )
+                )
                 last[rank] = len(launches) - 1
-    # counts are not watched: all warps of a block load one that its first thread replaces, but no other warp uses what it loaded
+    # counts are not watched: all warps of a block load one that its first thread replaces, but no
+    # other warp uses what it loaded
     Grid(launches, [*memory, *rows, stop, *(out for out, _ in wanted)]).by_lot(seed)
     for out, expected in wanted:
         assert torch.equal(out, expected)

@@ -1,5 +1,6 @@
-"""Triton kernels whose programs count on each other, as compiled for Hopper: sorting of picks, the router, and the fused all-reduce with
-two ranks; right and free of races however programs take turns."""
+"""Triton kernels whose programs count on each other, as compiled for Hopper: sorting of picks,
+the router, and the fused all-reduce with two ranks; right and free of races however programs
+take turns."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, caught, changes, compiled, run_time
 
 MOE = MoEConfig(24, 5, 8, 0, "sigmoid", "noaux_tc", 4, 2, True, scaling=1.7)
-SLOTS, ROWS, PICKS, HIDDEN, COLUMNS, RANKS = 25, 16, 300, 2304, 528, 2  # two warps for the router and for a row of the all-reduce
+# two warps for the router and for a row of the all-reduce
+SLOTS = 25
+ROWS = 16
+PICKS = 300
+HIDDEN = 2304
+COLUMNS = 528
+RANKS = 2
 LAUNCHES = f"""
 from rorqual.config.model import MoEConfig
 from rorqual.ops.triton import all_reduce, picks, route
@@ -48,8 +55,13 @@ class Sorted:
     """Where a kernel sorts picks, and whether it did."""
 
     def __init__(self, picks: int):
-        self.picks, self.limit = picks, -(-((picks + min(picks, SLOTS) * (ROWS - 1)) // ROWS) // 4) * 4
-        self.order, self.blocks, self.count = integers(SLOTS * picks), integers(4, self.limit), integers(1)
+        self.picks = picks
+        self.limit = -(-((picks + min(picks, SLOTS) * (ROWS - 1)) // ROWS) // 4) * 4
+        self.order, self.blocks, self.count = (
+            integers(SLOTS * picks),
+            integers(4, self.limit),
+            integers(1),
+        )
         self.counts = torch.zeros(33, dtype=torch.int32)
         self.tensors = [self.order, self.blocks, self.count, self.counts]
         self.arguments = [*self.tensors, picks, self.limit]
@@ -67,8 +79,11 @@ class Sorted:
 
 def sort(kernels: list[Kernel], seed: int | None, ptx: str = "") -> None:
     torch.manual_seed(0)
-    ids, out = torch.randint(-1, SLOTS, (PICKS,)).int(), Sorted(PICKS)
-    ptx_interpreter.run(ptx or kernels[0].ptx, kernels[0].shared, (3,), [ids, *out.arguments], out.tensors, seed)
+    ids = torch.randint(-1, SLOTS, (PICKS,)).int()
+    out = Sorted(PICKS)
+    ptx_interpreter.run(
+        ptx or kernels[0].ptx, kernels[0].shared, (3,), [ids, *out.arguments], out.tensors, seed
+    )
     out.check(ids)
 
 
@@ -77,46 +92,85 @@ def check_choice(logits: Tensor, bias: Tensor, ids: Tensor, weights: Tensor) -> 
         return torch.zeros(len(ids), SLOTS).scatter(1, some.long(), values)
 
     assert torch.equal(ids[:, 5], torch.full((len(ids),), 24, dtype=torch.int32))
-    assert torch.allclose(dense(*reference.route(logits, bias, MOE)), dense(ids[:, :5], weights[:, :5]), rtol=1e-3)
+    assert torch.allclose(
+        dense(*reference.route(logits, bias, MOE)), dense(ids[:, :5], weights[:, :5]), rtol=1e-3
+    )
 
 
 def choose(kernels: list[Kernel], seed: int | None, ptx: str = "", joint: bool = False) -> None:
     torch.manual_seed(1)
-    tokens, kernel, counters = 2 if joint else 9, kernels[1 + joint], torch.zeros(64, dtype=torch.int32)
-    x, gate, bias = torch.randn(tokens, HIDDEN).bfloat16(), (torch.randn(24, HIDDEN) / 48).bfloat16(), torch.randn(24) * 0.3
+    tokens = 2 if joint else 9
+    kernel = kernels[1 + joint]
+    counters = torch.zeros(64, dtype=torch.int32)
+    x = torch.randn(tokens, HIDDEN).bfloat16()
+    gate = (torch.randn(24, HIDDEN) / 48).bfloat16()
+    bias = torch.randn(24) * 0.3
     logits = x.float() @ gate.float().T
-    ids, weights, out, held = integers(tokens, 6), torch.full((tokens, 6), float("nan")), Sorted(tokens * 6), torch.full((tokens, 24), 1e9)
-    before = [x, gate, held, counters, bias, ids, weights, HIDDEN] if joint else [logits, bias, ids, weights, logits.numel(), 24]
+    ids = integers(tokens, 6)
+    weights = torch.full((tokens, 6), float("nan"))
+    out = Sorted(tokens * 6)
+    held = torch.full((tokens, 24), 1e9)
+    before = (
+        [x, gate, held, counters, bias, ids, weights, HIDDEN]
+        if joint
+        else [logits, bias, ids, weights, logits.numel(), 24]
+    )
     watched = [ids, weights, *out.tensors, *([held, counters] if joint else [])]
-    arguments, grid = [*before, float(MOE.scaling), *out.arguments], (24, tokens) if joint else (tokens,)
-    ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, grid, arguments, watched, seed, early=[gate])
+    arguments = [*before, float(MOE.scaling), *out.arguments]
+    grid = (24, tokens) if joint else (tokens,)
+    ptx_interpreter.run(
+        ptx or kernel.ptx, kernel.shared, grid, arguments, watched, seed, early=[gate]
+    )
     check_choice(logits, bias, ids, weights)
     out.check(ids.flatten())
     assert not counters.any(), "the next launch starts from zeros"
 
 
 def reduce(kernels: list[Kernel], seed: int, two_shot: bool, ptx: list[str] | None = None) -> None:
-    """Three calls on two ranks, each of which starts a call as soon as its own last one is complete."""
+    """Three calls on two ranks, each of which starts a call as soon as its own last one is
+    complete."""
     torch.manual_seed(seed)
-    own, rows, tokens = kernels[3 + RANKS * two_shot :], 8, 2
-    buffers = [torch.zeros(buffer_bytes(rows, COLUMNS, RANKS, 2) // 2, dtype=torch.int16) for _ in range(RANKS)]
-    stop, epochs = torch.zeros(1, dtype=torch.int32), [torch.zeros(rows, dtype=torch.int32) for _ in range(RANKS)]
-    table, weight = torch.tensor([x.data_ptr() for x in [*buffers, stop]]), torch.randn(COLUMNS).bfloat16()
+    own = kernels[3 + RANKS * two_shot :]
+    rows = 8
+    tokens = 2
+    buffers = [
+        torch.zeros(buffer_bytes(rows, COLUMNS, RANKS, 2) // 2, dtype=torch.int16)
+        for _ in range(RANKS)
+    ]
+    stop = torch.zeros(1, dtype=torch.int32)
+    epochs = [torch.zeros(rows, dtype=torch.int32) for _ in range(RANKS)]
+    table = torch.tensor([x.data_ptr() for x in [*buffers, stop]])
+    weight = torch.randn(COLUMNS).bfloat16()
     launches: list[Launch] = []
     outputs = []
     for call in range(3):
-        x, residual = torch.randn(RANKS, tokens, COLUMNS).bfloat16(), torch.randn(tokens, COLUMNS).bfloat16()
+        x = torch.randn(RANKS, tokens, COLUMNS).bfloat16()
+        residual = torch.randn(tokens, COLUMNS).bfloat16()
         for rank in range(RANKS):
-            total, out = torch.full((2, tokens, COLUMNS), float("nan"), dtype=torch.bfloat16).unbind()
+            total, out = torch.full(
+                (2, tokens, COLUMNS), float("nan"), dtype=torch.bfloat16
+            ).unbind()
             sizes = [COLUMNS, COLUMNS, COLUMNS, 1e-6, *run_time(rank), 256, rows * COLUMNS]
             arguments = [table, epochs[rank], x[rank], residual, weight, out, total, *sizes]
             after = len(launches) - RANKS if call else None
-            launches.append(Launch(ptx[rank] if ptx else own[rank].ptx, own[rank].shared, (tokens,), arguments, after))
+            launches.append(
+                Launch(
+                    ptx[rank] if ptx else own[rank].ptx,
+                    own[rank].shared,
+                    (tokens,),
+                    arguments,
+                    after,
+                )
+            )
             outputs.append((x.float().sum(0), residual, total, out))
     Grid(launches, [*buffers, *epochs, stop, *(out for *_, out in outputs)]).by_lot(seed)
     for summed, residual, total, out in outputs:
         assert torch.equal(total, (summed.bfloat16().float() + residual.float()).bfloat16())
-        expected = total.double() * (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        expected = (
+            total.double()
+            * (total.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+            * weight.double()
+        )
         assert (out.double() - expected).norm() < 4e-3 * expected.norm()
 
 
@@ -148,14 +202,28 @@ BROKEN = {  # what is changed, one place at a time
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_races_are_found(kernels: list[Kernel], what: str) -> None:
-    assert missed(lambda ptx: sort(kernels, 0, ptx), list(changes(kernels[0].ptx, *BROKEN[what]))) == 0
-    assert missed(lambda ptx: choose(kernels, 0, ptx, joint=True), list(changes(kernels[2].ptx, *BROKEN[what]))) == 0
+    assert (
+        missed(lambda ptx: sort(kernels, 0, ptx), list(changes(kernels[0].ptx, *BROKEN[what]))) == 0
+    )
+    assert (
+        missed(
+            lambda ptx: choose(kernels, 0, ptx, joint=True),
+            list(changes(kernels[2].ptx, *BROKEN[what])),
+        )
+        == 0
+    )
     both = [list(changes(kernel.ptx, *BROKEN[what])) for kernel in kernels[3:5]]
     assert both[0]
-    assert missed(lambda ptx: reduce(kernels, 0, False, [ptx, both[1][both[0].index(ptx)]]), both[0]) == 0
+    assert (
+        missed(lambda ptx: reduce(kernels, 0, False, [ptx, both[1][both[0].index(ptx)]]), both[0])
+        == 0
+    )
 
 
 def test_halves_have_to_alternate(kernels: list[Kernel]) -> None:
-    one_half = [next(changes(kernel.ptx, r"bfe\.s32(\s+\S+, \S+), 1, 1;", r"bfe.s32\1, 31, 1;")) for kernel in kernels[3:5]]
+    one_half = [
+        next(changes(kernel.ptx, r"bfe\.s32(\s+\S+, \S+), 1, 1;", r"bfe.s32\1, 31, 1;"))
+        for kernel in kernels[3:5]
+    ]
     with pytest.raises(AssertionError, match="may still"):
         reduce(kernels, 0, False, one_half)

@@ -1,5 +1,6 @@
-"""Dispatch and combine with all ranks on one device, one after the other: what arrives where, and what comes back. Interpreted where there
-is no card; on one, calls are also recorded and replayed. Ranks at the same time: tests/parallel/test_exchange_p2p.py."""
+"""Dispatch and combine with all ranks on one device, one after the other: what arrives where,
+and what comes back. Interpreted where there is no card; on one, calls are also recorded and
+replayed. Ranks at the same time: tests/parallel/test_exchange_p2p.py."""
 
 from __future__ import annotations
 
@@ -22,17 +23,26 @@ class Ranks:
     """Their buffers hold NaN and absurd numbers at first."""
 
     def __init__(self, world: int, rows: int, columns: int, top_k: int, dtype: torch.dtype):
-        self.world, self.dtype, self.place = world, dtype, kernels.ExpertPlacement(EXPERTS // world)
+        self.world = world
+        self.dtype = dtype
+        self.place = kernels.ExpertPlacement(EXPERTS // world)
         self.areas = kernels.Areas(world, rows, columns, top_k, dtype.itemsize)
-        self.memory = [torch.full((self.areas.size,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(world)]
+        self.memory = [
+            torch.full((self.areas.size,), 255, dtype=torch.uint8, device=DEVICE)
+            for _ in range(world)
+        ]
         self.stop = torch.zeros(1, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-        table = torch.tensor([memory.data_ptr() for memory in (*self.memory, self.stop)], device=DEVICE)
+        table = torch.tensor(
+            [memory.data_ptr() for memory in (*self.memory, self.stop)], device=DEVICE
+        )
         self.buffers = []
         for rank, memory in enumerate(self.memory):
             memory[: 8 * world].zero_()
             rows_back = torch.empty(rows, world, dtype=torch.int32, device=DEVICE)
             totals = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-            self.buffers.append(kernels.DispatchBuffer(table, 0, self.areas, rank, totals, rows_back))
+            self.buffers.append(
+                kernels.DispatchBuffer(table, 0, self.areas, rank, totals, rows_back)
+            )
 
     def dispatch(
         self, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], fp8: bool
@@ -43,7 +53,9 @@ class Ranks:
         for buffer in self.buffers:
             kernels.recv_dispatch(buffer)
         found = zip(self.buffers, self.memory, strict=True)
-        return [kernels.arrived(buffer, memory, capacity, self.dtype, fp8) for buffer, memory in found]
+        return [
+            kernels.arrived(buffer, memory, capacity, self.dtype, fp8) for buffer, memory in found
+        ]
 
     def combine(self, y: list[Tensor], x: list[Tensor]) -> list[Tensor]:
         for buffer, part in zip(self.buffers, y, strict=True):
@@ -51,13 +63,17 @@ class Ranks:
         return [kernels.combine(buffer, like) for buffer, like in zip(self.buffers, x, strict=True)]
 
 
-def draw(counts: list[int], columns: int, top_k: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def draw(
+    counts: list[int], columns: int, top_k: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     x = [torch.randn(count, columns).to(DEVICE, dtype) for count in counts]
     slots = [torch.rand(count, EXPERTS).topk(top_k).indices.to(DEVICE) for count in counts]
     return x, slots, [torch.rand(count, top_k).to(DEVICE) for count in counts]
 
 
-def expected(ranks: Ranks, me: int, x: Tensor, slots: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def expected(
+    ranks: Ranks, me: int, x: Tensor, slots: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rows that a rank sends to rank `me`, with places and weights, in the order of its tokens."""
     place = slots - me * ranks.place.each
     place = place.masked_fill((place < 0) | (place >= ranks.place.each), -1)
@@ -67,11 +83,14 @@ def expected(ranks: Ranks, me: int, x: Tensor, slots: Tensor, weights: Tensor) -
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
-    ("world", "counts", "columns", "top_k"), [(2, [5, 2], 48, 3), (4, [1, 0, 3, 2], 256, 3), (8, [2, 1, 0, 0, 2, 2, 1, 2], 160, 6)]
+    ("world", "counts", "columns", "top_k"),
+    [(2, [5, 2], 48, 3), (4, [1, 0, 3, 2], 256, 3), (8, [2, 1, 0, 0, 2, 2, 1, 2], 160, 6)],
 )
 def test_what_arrives(world: int, counts: list[int], columns: int, top_k: int, fp8: bool) -> None:
-    """Rows once, in the order of tokens, exact or as quantize_activation rounds them; places without a row say so."""
-    ranks, capacity = Ranks(world, 6, columns, top_k, torch.bfloat16), max(counts)
+    """Rows once, in the order of tokens, exact or as quantize_activation rounds them; places
+    without a row say so."""
+    ranks = Ranks(world, 6, columns, top_k, torch.bfloat16)
+    capacity = max(counts)
     for _ in range(2):  # what the first call left lies where the second writes
         x, slots, weights = draw(counts, columns, top_k, torch.bfloat16)
         for me, (parts, places, factors) in enumerate(ranks.dispatch(x, slots, weights, fp8)):
@@ -79,14 +98,21 @@ def test_what_arrives(world: int, counts: list[int], columns: int, top_k: int, f
                 rows, place, weight = expected(ranks, me, x[source], slots[source], weights[source])
                 block = slice(source * capacity, source * capacity + len(rows))
                 want = quantize_activation(rows) if fp8 else (rows,)
-                assert all(torch.equal(part[block].float(), one.float()) for part, one in zip(parts, want, strict=True))
+                assert all(
+                    torch.equal(part[block].float(), one.float())
+                    for part, one in zip(parts, want, strict=True)
+                )
                 assert torch.equal(places[block], place)
                 assert torch.equal(factors[block], weight)
                 assert bool((places[block.stop : (source + 1) * capacity] == -1).all())
-        ranks.combine([torch.zeros(world * capacity, columns, dtype=torch.bfloat16, device=DEVICE)] * world, x)
+        ranks.combine(
+            [torch.zeros(world * capacity, columns, dtype=torch.bfloat16, device=DEVICE)] * world, x
+        )
 
 
-def sums_of(ranks: Ranks, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], fp8: bool) -> list[Tensor]:
+def sums_of(
+    ranks: Ranks, x: list[Tensor], slots: list[Tensor], weights: list[Tensor], fp8: bool
+) -> list[Tensor]:
     """Rank d's experts multiply by d + 1, and make NaN of what is no row."""
     y = []
     for me, (parts, places, _) in enumerate(ranks.dispatch(x, slots, weights, fp8)):
@@ -107,19 +133,23 @@ def wanted_sums(ranks: Ranks, x: list[Tensor], slots: list[Tensor], fp8: bool) -
     return found
 
 
-@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
 def test_sums_come_back_in_the_order_of_ranks(dtype: torch.dtype, fp8: bool) -> None:
     ranks = Ranks(4, 3, 160, 3, dtype)
     for counts in ([2, 0, 3, 1], [0, 1, 0, 0], [1, 1, 1, 1]):
         x, slots, weights = draw(counts, 160, 3, dtype)
-        got, want = sums_of(ranks, x, slots, weights, fp8), wanted_sums(ranks, x, slots, fp8)
+        got = sums_of(ranks, x, slots, weights, fp8)
+        want = wanted_sums(ranks, x, slots, fp8)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="records a graph")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_recorded_calls_go_on_where_they_stopped(fp8: bool) -> None:
-    ranks, counts = Ranks(8, 128, 7168, 8, torch.bfloat16), [128, 64, 0, 1, 100, 128, 7, 33]
+    ranks = Ranks(8, 128, 7168, 8, torch.bfloat16)
+    counts = [128, 64, 0, 1, 100, 128, 7, 33]
     x, slots, weights = draw(counts, 7168, 8, torch.bfloat16)
     sums_of(ranks, x, slots, weights, fp8)
     torch.cuda.synchronize()
@@ -128,15 +158,25 @@ def test_recorded_calls_go_on_where_they_stopped(fp8: bool) -> None:
         for _ in range(3):  # an odd number of calls
             got = sums_of(ranks, x, slots, weights, fp8)
     for _ in range(5):
-        for old, new in zip((*x, *slots), (part for kind in draw(counts, 7168, 8, torch.bfloat16)[:2] for part in kind), strict=True):
+        for old, new in zip(
+            (*x, *slots),
+            (part for kind in draw(counts, 7168, 8, torch.bfloat16)[:2] for part in kind),
+            strict=True,
+        ):
             old.copy_(new)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted_sums(ranks, x, slots, fp8), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(sums_of(ranks, x, slots, weights, fp8), got, strict=True)), "and eagerly in between"
+        assert all(
+            torch.equal(a, b) for a, b in zip(got, wanted_sums(ranks, x, slots, fp8), strict=True)
+        )
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(sums_of(ranks, x, slots, weights, fp8), got, strict=True)
+        ), "and eagerly in between"
 
 
 def test_a_wait_for_a_rank_that_never_comes_ends_with_the_stop_word() -> None:
-    """Rank 1 sends nothing. The word is set beforehand; without it the kernel would wait for ever."""
+    """Rank 1 sends nothing. The word is set beforehand; without it the kernel would wait for
+    ever."""
     ranks = Ranks(2, 4, 128, 2, torch.float32)
     x, slots, weights = draw([3, 3], 128, 2, torch.float32)
     kernels.dispatch(ranks.buffers[0], x[0], slots[0], weights[0], 3, ranks.place, False)

@@ -1,4 +1,5 @@
-"""The warp-specialized block-fp8 product: its Python over torch tensors, partitions as threads, against fp64; and what it compiles to."""
+"""The warp-specialized block-fp8 product: its Python over torch tensors, partitions as threads,
+against fp64; and what it compiles to."""
 
 from __future__ import annotations
 
@@ -28,19 +29,44 @@ CASES = [  # tokens, rows, columns, m, stages, programs
 ]
 
 
-def emulate(x: Tensor, scale: Tensor, weight: Weight, m: int, stages: int, programs: int, bias: Tensor | None = None) -> Tensor:
-    (tokens, columns), rows = x.shape, weight.data.shape[0]
+def emulate(
+    x: Tensor,
+    scale: Tensor,
+    weight: Weight,
+    m: int,
+    stages: int,
+    programs: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    (tokens, columns) = x.shape
+    rows = weight.data.shape[0]
     y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
     args = [
-        Descriptor(x, [m, 128]), scale, Descriptor(weight.data, [128, 128]), weight.scale, bias, y, Descriptor(y, [64, 128]), tokens,
-        *scale.stride(), rows, columns, m, stages, bias is not None, *fp8_gemm_sm90_persistent.REGISTERS, False,
-    ]  # fmt: skip
+        Descriptor(x, [m, 128]),
+        scale,
+        Descriptor(weight.data, [128, 128]),
+        weight.scale,
+        bias,
+        y,
+        Descriptor(y, [64, 128]),
+        tokens,
+        *scale.stride(),
+        rows,
+        columns,
+        m,
+        stages,
+        bias is not None,
+        *fp8_gemm_sm90_persistent.REGISTERS,
+        False,
+    ]
     gluon_emulator.run(fp8_gemm_sm90_persistent, "_tall_kernel", (programs,), args)
     return y
 
 
 @pytest.mark.parametrize(("tokens", "rows", "columns", "m", "stages", "programs"), CASES)
-def test_emulated_result(tokens: int, rows: int, columns: int, m: int, stages: int, programs: int) -> None:
+def test_emulated_result(
+    tokens: int, rows: int, columns: int, m: int, stages: int, programs: int
+) -> None:
     torch.manual_seed(tokens)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if tokens == 300 else None
@@ -48,7 +74,10 @@ def test_emulated_result(tokens: int, rows: int, columns: int, m: int, stages: i
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
     if tokens == 130:  # a row does not depend on the others
         some = [7, 129, 64]
-        assert torch.equal(emulate(x[some], scale[some].t().contiguous().t(), weight, m, stages, programs - 1), y[some])
+        assert torch.equal(
+            emulate(x[some], scale[some].t().contiguous().t(), weight, m, stages, programs - 1),
+            y[some],
+        )
 
 
 PLANS = """
@@ -93,15 +122,30 @@ def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: P
 
 
 def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:
-    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it is right, and free of races."""
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it
+    is right, and free of races."""
     tokens, rows, columns, m, _, programs, biased = FORMS[form]
     torch.manual_seed(form)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if biased else None
     y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
-    maps = [TensorMap(x, (m, 128), 128), TensorMap(weight.data, (128, 128), 128), TensorMap(y, (64, 64), 128)]
+    maps = [
+        TensorMap(x, (m, 128), 128),
+        TensorMap(weight.data, (128, 128), 128),
+        TensorMap(y, (64, 64), 128),
+    ]
     strides = [*run_time(scale.stride(0)), scale.stride(1)]
-    arguments = [maps[0], scale, maps[1], weight.scale, *run_time(bias), y, maps[2], tokens, *strides]
+    arguments = [
+        maps[0],
+        scale,
+        maps[1],
+        weight.scale,
+        *run_time(bias),
+        y,
+        maps[2],
+        tokens,
+        *strides,
+    ]
     ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
     return y
@@ -113,8 +157,15 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     assert torch.equal(execute(kernel, form), execute(kernel, form, seed=form))
 
 
-BROKEN = {  # what is taken out, one place at a time; by what; in which form; how many of the places matter at least
-    "a stage is used or filled before it is there or free": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 1, 6),
+# what is taken out, one place at a time; by what; in which form; how many of the places matter at
+# least
+BROKEN = {
+    "a stage is used or filled before it is there or free": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        1,
+        6,
+    ),
     "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1, 4),
     "a stage is given back by one warpgroup": (r"(mbarrier\.init[^;]*), 2;", r"\1, 1;", 1, 2),
     "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 1, 6),
@@ -133,4 +184,7 @@ BROKEN = {  # what is taken out, one place at a time; by what; in which form; ho
 def test_races_are_found(kernels: list[Kernel], what: str) -> None:
     pattern, by, form, matter = BROKEN[what]
     kernel = kernels[form - len(FORMS)]
-    assert caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx)) >= matter, what
+    assert (
+        caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx))
+        >= matter
+    ), what

@@ -1,4 +1,5 @@
-"""The streaming block-fp8 product: its Python over torch tensors against fp64, whatever order programs end in; and what it compiles to."""
+"""The streaming block-fp8 product: its Python over torch tensors against fp64, whatever order
+programs end in; and what it compiles to."""
 
 from __future__ import annotations
 
@@ -20,22 +21,57 @@ from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
 from tests.emulation.ptx_memory import TensorMap
 
-ROWS, COLUMNS = 400, 640  # no whole tiles of rows, five units a tile
+# no whole tiles of rows, five units a tile
+ROWS = 400
+COLUMNS = 640
 
 
-def emulate(x: Tensor, scale: Tensor, weight: Weight, m: int, n: int, warps: int, stages: int, workers: int, whole: bool = False,
-            bias: Tensor | None = None, backwards: bool = False) -> Tensor:  # fmt: skip
-    (tokens, columns), rows = x.shape, weight.data.shape[0]
-    align, tiles = columns // 128 if whole else 1, -(-rows // n)
+def emulate(
+    x: Tensor,
+    scale: Tensor,
+    weight: Weight,
+    m: int,
+    n: int,
+    warps: int,
+    stages: int,
+    workers: int,
+    whole: bool = False,
+    bias: Tensor | None = None,
+    backwards: bool = False,
+) -> Tensor:
+    (tokens, columns) = x.shape
+    rows = weight.data.shape[0]
+    align = columns // 128 if whole else 1
+    tiles = -(-rows // n)
     assert workers <= tiles * (columns // 128 // align)
-    y, blocks = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16), -(-tokens // m)
+    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
+    blocks = -(-tokens // m)
     partials = torch.full((2 * workers * blocks, m, n), float("nan"))
     counters = torch.zeros(tiles * blocks, dtype=torch.int32)
     chunks = fp8_gemm_sm90_streamk.chunks_of(tiles * (columns // 128), workers, align, m, warps)
     args = [
-        Descriptor(x, [m, 128]), scale, Descriptor(weight.data, [n, 128]), weight.scale, bias, y, partials, counters, tokens,
-        *scale.stride(), rows, rows, columns, m, n, stages, align, *chunks, bias is not None, warps, False,
-    ]  # fmt: skip
+        Descriptor(x, [m, 128]),
+        scale,
+        Descriptor(weight.data, [n, 128]),
+        weight.scale,
+        bias,
+        y,
+        partials,
+        counters,
+        tokens,
+        *scale.stride(),
+        rows,
+        rows,
+        columns,
+        m,
+        n,
+        stages,
+        align,
+        *chunks,
+        bias is not None,
+        warps,
+        False,
+    ]
     gluon_emulator.run(fp8_gemm_sm90_streamk, "_stream_kernel", (workers, blocks), args, backwards)
     assert not counters.any(), "the next launch starts from zeros"
     return y
@@ -56,14 +92,18 @@ CASES = [  # tokens, m, n, warps, stages, workers
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(("tokens", "m", "n", "warps", "stages", "workers"), CASES)
-def test_emulated_result(tokens: int, m: int, n: int, warps: int, stages: int, workers: int, backwards: bool) -> None:
+def test_emulated_result(
+    tokens: int, m: int, n: int, warps: int, stages: int, workers: int, backwards: bool
+) -> None:
     torch.manual_seed(tokens)
     x, scale, weight = operands(tokens, COLUMNS, ROWS)
     bias = torch.randn(ROWS).bfloat16() if tokens in (1, 60) else None
     y = emulate(x, scale, weight, m, n, warps, stages, workers, bias=bias, backwards=backwards)
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
     if not backwards:
-        assert torch.equal(y, emulate(x, scale, weight, m, n, warps, stages, workers, bias=bias, backwards=True)), "order of programs"
+        assert torch.equal(
+            y, emulate(x, scale, weight, m, n, warps, stages, workers, bias=bias, backwards=True)
+        ), "order of programs"
 
 
 def test_whole_tiles_need_no_workspace() -> None:
@@ -83,11 +123,19 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(emulate(x[rows], some, weight, 16, 64, 4, 3, 6), y[rows]), rows
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (129280, 7168)])
-@pytest.mark.parametrize(("n", "split", "waves"), [(64, 8, 1), (64, 64, 2), (128, 1, 1), (128, 2, 1), (128, 64, 1)])
-def test_programs_share_the_units_evenly(rows: int, columns: int, n: int, split: int, waves: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (129280, 7168)],
+)
+@pytest.mark.parametrize(
+    ("n", "split", "waves"), [(64, 8, 1), (64, 64, 2), (128, 1, 1), (128, 2, 1), (128, 64, 1)]
+)
+def test_programs_share_the_units_evenly(
+    rows: int, columns: int, n: int, split: int, waves: int
+) -> None:
     programs, align = fp8_gemm_sm90_streamk.programs(rows, columns, n, split, waves, 132)
-    tiles, blocks = -(-rows // n), columns // 128
+    tiles = -(-rows // n)
+    blocks = columns // 128
     groups = tiles * (blocks // align)
     firsts = [groups * worker // programs * align for worker in range(programs + 1)]
     shares = [b - a for a, b in itertools.pairwise(firsts)]
@@ -98,8 +146,13 @@ def test_programs_share_the_units_evenly(rows: int, columns: int, n: int, split:
     assert align == blocks or tiles <= 1024
     chunks, chunk = fp8_gemm_sm90_streamk.chunks_of(tiles * blocks, programs, align, 8, 4)
     assert max(shares) <= chunks * chunk < max(shares) + max(align, chunk)
-    owners = [((unit // align + 1) * programs - 1) // groups for unit in range(0, tiles * blocks, 7)]
-    assert all(firsts[owner] <= unit < firsts[owner + 1] for owner, unit in zip(owners, range(0, tiles * blocks, 7), strict=True))
+    owners = [
+        ((unit // align + 1) * programs - 1) // groups for unit in range(0, tiles * blocks, 7)
+    ]
+    assert all(
+        firsts[owner] <= unit < firsts[owner + 1]
+        for owner, unit in zip(owners, range(0, tiles * blocks, 7), strict=True)
+    )
 
 
 PLANS = """
@@ -151,23 +204,44 @@ def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: P
         assert "serialized" not in assembled(kernel, tmp_path)
 
 
-def execute(kernel: Kernel, form: int, backwards: bool = False, seed: int | None = None, ptx: str = "") -> Tensor:
-    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it is right, and free of races."""
+def execute(
+    kernel: Kernel, form: int, backwards: bool = False, seed: int | None = None, ptx: str = ""
+) -> Tensor:
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it
+    is right, and free of races."""
     tokens, rows, columns, m, n, _, _, split, programs, biased = FORMS[form]
     torch.manual_seed(form)
     x, scale, weight = operands(tokens, columns, rows)
     bias = torch.randn(rows).bfloat16() if biased else None
-    y, tiles, blocks = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16), -(-rows // n), -(-tokens // m)
+    y = torch.full((tokens, rows), float("nan"), dtype=torch.bfloat16)
+    tiles = -(-rows // n)
+    blocks = -(-tokens // m)
     partials = torch.full((2 * programs * blocks, m, n), float("nan"))
     counters = torch.zeros(tiles * blocks, dtype=torch.int32)
     shared = [partials, counters] if split > 1 else []
     arguments = [
-        TensorMap(x, (m, 128), 128), scale, TensorMap(weight.data, (n, 128), 128), weight.scale, bias, y, *shared, tokens,
-        *run_time(scale.stride(0)), scale.stride(1), rows,
-    ]  # fmt: skip
+        TensorMap(x, (m, 128), 128),
+        scale,
+        TensorMap(weight.data, (n, 128), 128),
+        weight.scale,
+        bias,
+        y,
+        *shared,
+        tokens,
+        *run_time(scale.stride(0)),
+        scale.stride(1),
+        rows,
+    ]
     arguments = [x for x in arguments if x is not None]
     ptx_interpreter.run(
-        ptx or kernel.ptx, kernel.shared, (programs, blocks), arguments, [y, *shared], seed, backwards, [weight.data, weight.scale]
+        ptx or kernel.ptx,
+        kernel.shared,
+        (programs, blocks),
+        arguments,
+        [y, *shared],
+        seed,
+        backwards,
+        [weight.data, weight.scale],
     )
     assert not counters.any(), "the next launch starts from zeros"
     assert error(y, exact(x, scale, weight, bias)) < 2e-3
@@ -182,9 +256,15 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     assert torch.equal(y, execute(kernel, form, seed=form))
 
 
-MEET, APART = r"bar\.sync[^;]*;", r"(?:(?!bar\.sync)[\s\S])*?"
-BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter at least
-    "a stage is multiplied before it is there": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 2),
+MEET = r"bar\.sync[^;]*;"
+APART = r"(?:(?!bar\.sync)[\s\S])*?"
+# what is taken out, one place at a time; by what; how many of the places matter at least
+BROKEN = {
+    "a stage is multiplied before it is there": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        2,
+    ),
     "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 1),
     "barriers start without a fence": (r"fence\.proxy\.async[^;]*;", "", 1),
     "a copy that nobody announces": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
@@ -195,8 +275,13 @@ BROKEN = {  # what is taken out, one place at a time; by what; how many of the p
     "counted in without acquiring": ("acq_rel", "release", 1),
     # before a part is counted in; before others read the count
     "threads do not meet": (MEET, "", 2),
-    # anywhere between the products of a unit and the next one's: the compiler adds two to ours, each of which would do
-    "a stage is filled that others multiply": (rf"{MEET}({APART}){MEET}({APART}){MEET}(?={APART}mbarrier\.try_wait)", r"\1\2", 1),
+    # anywhere between the products of a unit and the next one's: the compiler adds two to ours,
+    # each of which would do
+    "a stage is filled that others multiply": (
+        rf"{MEET}({APART}){MEET}({APART}){MEET}(?={APART}mbarrier\.try_wait)",
+        r"\1\2",
+        1,
+    ),
 }
 
 
@@ -205,4 +290,7 @@ BROKEN = {  # what is taken out, one place at a time; by what; how many of the p
 def test_races_are_found(kernels: list[Kernel], form: int, what: str) -> None:
     pattern, by, matter = BROKEN[what]
     kernel = kernels[form - len(FORMS)]
-    assert caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx)) >= matter, what
+    assert (
+        caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, form, ptx=ptx))
+        >= matter
+    ), what

@@ -1,4 +1,5 @@
-"""Grouped block-fp8 products of many rows: the Python of both over torch tensors against fp64; what they compile to, executed."""
+"""Grouped block-fp8 products of many rows: the Python of both over torch tensors against fp64;
+what they compile to, executed."""
 
 from __future__ import annotations
 
@@ -24,22 +25,34 @@ SHIFT = 3  # how far behind its row a pick stands in the order
 
 
 class Picks:
-    """Experts with so many rows each, in blocks of m; the last rows of the order are nobody's. x, weights and what fp64 makes of them."""
+    """Experts with so many rows each, in blocks of m; the last rows of the order are nobody's.
+    x, weights and what fp64 makes of them."""
 
     def __init__(self, counts: list[int], m: int, rows: int, columns: int, nobodys: int = 5):
         torch.manual_seed(sum(counts))
         total = sum(counts)
-        self.m, self.rows, self.columns, self.total, self.picks = m, rows, columns, total, total + nobodys
+        self.m = m
+        self.rows = rows
+        self.columns = columns
+        self.total = total
+        self.picks = total + nobodys
         made = [operands(8, columns, rows)[2] for _ in counts]
-        self.weight = Weight(torch.stack([w.data for w in made]), torch.stack([w.scale for w in made]))
+        self.weight = Weight(
+            torch.stack([w.data for w in made]), torch.stack([w.scale for w in made])
+        )
         self.x, self.scale, _ = operands(self.picks, columns, rows)
         starts = [sum(counts[:expert]) for expert in range(len(counts))]
-        spans = [(e, at, start + n) for e, (start, n) in enumerate(zip(starts, counts, strict=True)) for at in range(start, start + n, m)]
+        spans = [
+            (e, at, start + n)
+            for e, (start, n) in enumerate(zip(starts, counts, strict=True))
+            for at in range(start, start + n, m)
+        ]
         limit = len(spans) + 2
         self.blocks = torch.full((4, limit), -(10**6), dtype=torch.int32)
         for index, (expert, at, end) in enumerate(spans):
             self.blocks[:, index] = torch.tensor([expert, at, end, SHIFT])
-        self.count, self.limit = torch.tensor([len(spans)], dtype=torch.int32), limit
+        self.count = torch.tensor([len(spans)], dtype=torch.int32)
+        self.limit = limit
         self.places = torch.randperm(self.picks).int()
         self.order = torch.cat((torch.full((SHIFT,), -(10**6), dtype=torch.int32), self.places))
         self.exact = torch.full((self.picks, rows), float("nan"), dtype=torch.float64)
@@ -59,20 +72,38 @@ class Picks:
 
 CASES = [  # rows of each expert, m, rows of weights, columns, stages, programs, scatter
     ([70, 0, 130, 1], 128, 256, 256, 2, 3, False),
-    ([300, 64, 20], 256, 128, 384, 3, 2, True),  # four chunks of rows and one of 44, one, a part of one
+    # four chunks of rows and one of 44, one, a part of one
+    ([300, 64, 20], 256, 128, 384, 3, 2, True),
     ([130, 192], 256, 128, 256, 2, 1, False),  # three chunks: two and one
     ([129], 128, 384, 128, 4, 5, True),  # more programs than tiles of a round
 ]
 
 
 @pytest.mark.parametrize(("counts", "m", "rows", "columns", "stages", "programs", "scatter"), CASES)
-def test_emulated_result(counts: list[int], m: int, rows: int, columns: int, stages: int, programs: int, scatter: bool) -> None:
+def test_emulated_result(
+    counts: list[int], m: int, rows: int, columns: int, stages: int, programs: int, scatter: bool
+) -> None:
     case = Picks(counts, m, rows, columns)
     y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
     args = [
-        Descriptor(case.x, [64, 128]), case.scale, Descriptor(case.flat, [128, 128]), case.weight.scale, y, case.order, case.blocks,
-        case.count, case.limit, *case.scale.stride(), rows, columns, m, stages, scatter, *fp8_gemm_sm90_persistent.REGISTERS, False,
-    ]  # fmt: skip
+        Descriptor(case.x, [64, 128]),
+        case.scale,
+        Descriptor(case.flat, [128, 128]),
+        case.weight.scale,
+        y,
+        case.order,
+        case.blocks,
+        case.count,
+        case.limit,
+        *case.scale.stride(),
+        rows,
+        columns,
+        m,
+        stages,
+        scatter,
+        *fp8_gemm_sm90_persistent.REGISTERS,
+        False,
+    ]
     gluon_emulator.run(grouped_gemm_sm90_fp8, "_grouped_kernel", (programs,), args)
     case.check(y, scatter)
 
@@ -97,7 +128,8 @@ for index, kernel in enumerate(launched[: 2 * len(PLANS)]):
     assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * (3 if m == 256 else 1), m
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
-FORMS = [([70, 0, 131, 1], 128, 256, 256, 2, 2, False), ([200, 20, 150], 256, 128, 256, 2, 1, True)]  # as CASES
+# as CASES
+FORMS = [([70, 0, 131, 1], 128, 256, 256, 2, 2, False), ([200, 20, 150], 256, 128, 256, 2, 1, True)]
 SMALL = f"""
 for counts, m, rows, columns, stages, _, scatter in {FORMS}:
     launch(counts, m, rows, columns, stages, scatter, sum(counts) + 5)
@@ -116,13 +148,25 @@ def test_it_compiles_to_products_that_overlap(kernels: list[Kernel], tmp_path: P
 
 
 def execute(kernel: Kernel, form: int, seed: int | None = None, ptx: str = "") -> Tensor:
-    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it is right, and free of races."""
+    """What the compiled kernel, or a changed `ptx` of it, makes of random operands; whether it
+    is right, and free of races."""
     counts, m, rows, columns, _, programs, scatter = FORMS[form]
     case = Picks(counts, m, rows, columns)
     y = torch.full((case.picks, rows), float("nan"), dtype=torch.bfloat16)
     maps = [TensorMap(case.x, (64, 128), 128), TensorMap(case.flat, (128, 128), 128)]
     strides = [*run_time(case.scale.stride(0)), case.scale.stride(1)]
-    arguments = [maps[0], case.scale, maps[1], case.weight.scale, y, case.order, case.blocks, case.count, case.limit, *strides]
+    arguments = [
+        maps[0],
+        case.scale,
+        maps[1],
+        case.weight.scale,
+        y,
+        case.order,
+        case.blocks,
+        case.count,
+        case.limit,
+        *strides,
+    ]
     ptx_interpreter.run(ptx or kernel.ptx, kernel.shared, (programs,), arguments, [y], seed)
     case.check(y, scatter)
     return y.nan_to_num(7)
@@ -134,8 +178,13 @@ def test_compiled_code_is_right_and_free_of_races(kernels: list[Kernel], form: i
     assert torch.equal(execute(kernel, form), execute(kernel, form, seed=form))
 
 
-BROKEN = {  # what is taken out, one place at a time; by what; how many of the places matter at least
-    "a stage is used or filled before it is there or free": (r"mbarrier\.try_wait\.parity[^;]*;", "mov.pred complete, -1;", 3),
+# what is taken out, one place at a time; by what; how many of the places matter at least
+BROKEN = {
+    "a stage is used or filled before it is there or free": (
+        r"mbarrier\.try_wait\.parity[^;]*;",
+        "mov.pred complete, -1;",
+        3,
+    ),
     "a phase that never turns": (r"xor\.b32\s+(%r\d+), (\1), (%r\d+);", r"mov.b32 \1, \2;", 2),
     "a stage that is never given back or announced": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", 4),
     "products not awaited": (r"wgmma\.wait_group[^;]*;", "", 2),
@@ -147,4 +196,6 @@ BROKEN = {  # what is taken out, one place at a time; by what; how many of the p
 def test_races_are_found(kernels: list[Kernel], what: str) -> None:
     pattern, by, matter = BROKEN[what]
     kernel = kernels[-len(FORMS)]
-    assert caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, 0, ptx=ptx)) >= matter, what
+    assert (
+        caught(changes(kernel.ptx, pattern, by), lambda ptx: execute(kernel, 0, ptx=ptx)) >= matter
+    ), what

@@ -1,5 +1,5 @@
-"""What a token's experts gave, added up by itself or in the kernel of the norm behind it: the same bits. Interpreted where there is no
-card."""
+"""What a token's experts gave, added up by itself or in the kernel of the norm behind it: the
+same bits. Interpreted where there is no card."""
 
 from __future__ import annotations
 
@@ -31,17 +31,27 @@ EPS = 1e-6
 NAN = float("nan")
 
 
-def made(tokens: int, hidden: int, top_k: int, dtype: torch.dtype, base: bool, absent: bool) -> tuple[DeferredMoESum, Tensor, Tensor]:
-    """(what experts gave, residual whose rows lie apart, weight of the norm); rows of absent picks are NaN."""
+def made(
+    tokens: int, hidden: int, top_k: int, dtype: torch.dtype, base: bool, absent: bool
+) -> tuple[DeferredMoESum, Tensor, Tensor]:
+    """(what experts gave, residual whose rows lie apart, weight of the norm); rows of absent
+    picks are NaN."""
     torch.manual_seed(tokens + hidden + top_k)
-    y, ids = torch.randn(tokens * top_k, hidden).to(dtype), None
+    y = torch.randn(tokens * top_k, hidden).to(dtype)
+    ids = None
     if absent:
         ids = torch.where(torch.rand(tokens, top_k) < 0.3, -1, torch.arange(top_k))
         y[ids.flatten() < 0] = NAN
     beside = torch.randn(tokens, hidden).to(DEVICE, dtype) if base else None
     ids = None if ids is None else ids.to(DEVICE)
-    gave = DeferredMoESum(y.to(DEVICE), ids, torch.rand(tokens, top_k).to(DEVICE), beside, combine.combine)
-    return gave, torch.randn(tokens, hidden + 16).to(DEVICE, dtype)[:, :hidden], (torch.rand(hidden) + 0.5).to(DEVICE, dtype)
+    gave = DeferredMoESum(
+        y.to(DEVICE), ids, torch.rand(tokens, top_k).to(DEVICE), beside, combine.combine
+    )
+    return (
+        gave,
+        torch.randn(tokens, hidden + 16).to(DEVICE, dtype)[:, :hidden],
+        (torch.rand(hidden) + 0.5).to(DEVICE, dtype),
+    )
 
 
 def exact(gave: DeferredMoESum) -> Tensor:
@@ -58,13 +68,17 @@ SHAPES = [(2048, 8), (7168, 9), (4096, 8), (2048, 13), (72, 3), (100, 1)]  # col
 @pytest.mark.parametrize("absent", [False, True], ids=["all here", "some absent"])
 @pytest.mark.parametrize("base", [False, True], ids=["", "base"])
 @pytest.mark.parametrize(("hidden", "top_k"), SHAPES)
-def test_the_joint_kernel_gives_the_bits_of_the_two(hidden: int, top_k: int, base: bool, absent: bool, dtype: torch.dtype) -> None:
+def test_the_joint_kernel_gives_the_bits_of_the_two(
+    hidden: int, top_k: int, base: bool, absent: bool, dtype: torch.dtype
+) -> None:
     for tokens in (2, 7, 64, 256, 3000) if DEVICE == "cuda" else (3,):
         gave, residual, weight = made(tokens, hidden, top_k, dtype, base, absent)
         total = gave.total()
         assert total.dtype == dtype
         step = 2**-7 if dtype == torch.bfloat16 else 2**-20
-        assert ((total - exact(gave)).abs() <= step * exact(gave).abs() + 1e-5).all(), "the sum itself"
+        assert ((total - exact(gave)).abs() <= step * exact(gave).abs() + 1e-5).all(), (
+            "the sum itself"
+        )
         normed, stream = norm.add_norm(total, residual, weight, EPS)
         got, got_stream = combine.combine_add_norm(gave, residual, weight, EPS)
         assert torch.equal(got_stream, stream)
@@ -72,9 +86,14 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(hidden: int, top_k: int, bas
         if takes_fp8(residual.device):
             found, _ = combine.combine_add_norm(gave, residual, weight, EPS, pack=True)
             assert torch.equal(found, norm.add_norm(total, residual, weight, EPS, pack=True)[0])
-            # Squares may be added in another order than without `pack`, and a norm is rounded before its weight and after.
-            assert ((found.float() - normed.float()).abs() <= 2 * step * normed.float().abs() + 1e-6).all()
-            beside, behind = quantize(found), quantize(found.clone())  # by the joint kernel, by one of its own
+            # Squares may be added in another order than without `pack`, and a norm is rounded
+            # before its weight and after.
+            assert (
+                (found.float() - normed.float()).abs() <= 2 * step * normed.float().abs() + 1e-6
+            ).all()
+            # by the joint kernel, by one of its own
+            beside = quantize(found)
+            behind = quantize(found.clone())
             assert torch.equal(beside.data.view(torch.uint8), behind.data.view(torch.uint8))
             assert torch.equal(beside.scale, behind.scale)
 
@@ -92,20 +111,27 @@ def test_the_definition_is_a_norm_of_the_sum() -> None:
 
 
 def test_rows_in_registers() -> None:
-    """All picks of a token of the real models at once; of wide fp32 rows as many as fit; none where not even one does."""
-    assert [combine.rows_at_once(k, s, 2) for k, s in ((8, 2048), (9, 8192), (10, 4096))] == [8, 9, 10]
+    """All picks of a token of the real models at once; of wide fp32 rows as many as fit; none
+    where not even one does."""
+    assert [combine.rows_at_once(k, s, 2) for k, s in ((8, 2048), (9, 8192), (10, 4096))] == [
+        8,
+        9,
+        10,
+    ]
     assert combine.rows_at_once(9, 8192, 4) == 3
     assert combine.rows_at_once(8, 65536, 4) == 0
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 def test_in_a_graph_behind_the_kernels_it_waits_for() -> None:
-    """Both forms replayed: dependent launches start early, and must not read what is not there yet."""
+    """Both forms replayed: dependent launches start early, and must not read what is not there
+    yet."""
     gave, residual, weight = made(64, 2048, 8, torch.bfloat16, True, False)
     fresh = [torch.randn_like(gave.y) for _ in range(5)]
 
     def chain(joint: bool) -> list[Tensor]:
-        stream, out = residual, []
+        stream = residual
+        out = []
         for part in fresh:
             made = norm.norm(part, weight, EPS)  # y, by a kernel that ends just before
             given = DeferredMoESum(made, None, gave.weights, gave.base, combine.combine)
@@ -144,14 +170,25 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 SHORT = {"vocab_size": 32, "num_hidden_layers": 2}
 SPARSE = {**DEEPSEEK, **SHORT, "hidden_size": 32, "q_lora_rank": None, "first_k_dense_replace": 0}
-MODELS = {"beside": (SPARSE, "bfloat16", False), "joined": (SPARSE, "float32", True), "none": ({**QWEN, **SHORT}, "bfloat16", True)}
-MODELS = MODELS if DEVICE == "cuda" else {name: MODELS[name] for name in ("beside", "none")}  # interpreted, each takes six seconds
+MODELS = {
+    "beside": (SPARSE, "bfloat16", False),
+    "joined": (SPARSE, "float32", True),
+    "none": ({**QWEN, **SHORT}, "bfloat16", True),
+}
+# interpreted, each takes six seconds
+MODELS = MODELS if DEVICE == "cuda" else {name: MODELS[name] for name in ("beside", "none")}
 
 
 @pytest.mark.parametrize(("config", "dtype", "joins"), MODELS.values(), ids=MODELS)
-def test_models_give_the_same_bits(config: dict[str, Any], dtype: str, joins: bool, joined: list[int],
-                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Prompts, then decode steps of two requests; shared experts among the others, none, and beside them."""
+def test_models_give_the_same_bits(
+    config: dict[str, Any],
+    dtype: str,
+    joins: bool,
+    joined: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts, then decode steps of two requests; shared experts among the others, none, and
+    beside them."""
     monkeypatch.setattr(grouped_gemm, "JOINS_SHARED", joins)
     monkeypatch.setattr(grouped_gemm, "DIRECT_PICKS", dict.fromkeys(grouped_gemm.DIRECT_PICKS, 2))
     ids = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -166,10 +203,16 @@ def test_models_give_the_same_bits(config: dict[str, Any], dtype: str, joins: bo
 
 
 @pytest.mark.parametrize(("most", "kind"), [(4, DeferredMoESum), (3, Tensor)])
-def test_steps_of_many_tokens_are_summed_at_once(most: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_many_tokens_are_summed_at_once(
+    most: int, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(combine, "NORM_SUMS_TOKENS", most)
-    x, gate = torch.randn(4, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
-    weights = Weight(torch.randn(8, 64, 64, device=DEVICE)), Weight(torch.randn(8, 64, 32, device=DEVICE))
+    x = torch.randn(4, 64, device=DEVICE)
+    gate = torch.randn(8, 64, device=DEVICE)
+    weights = (
+        Weight(torch.randn(8, 64, 64, device=DEVICE)),
+        Weight(torch.randn(8, 64, 32, device=DEVICE)),
+    )
     arguments = (x, gate, None, MoEConfig(8, 2, 32), *weights)
     found = TritonOps().experts_deferred(*arguments)
     assert isinstance(found, kind)
@@ -177,18 +220,30 @@ def test_steps_of_many_tokens_are_summed_at_once(most: int, kind: type, monkeypa
 
 
 def test_a_token_whose_picks_take_the_direct_kernels_is_summed_there() -> None:
-    x, gate = torch.randn(1, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
-    weights = Weight(torch.randn(8, 64, 64, device=DEVICE)), Weight(torch.randn(8, 64, 32, device=DEVICE))
-    assert isinstance(TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights), Tensor)
+    x = torch.randn(1, 64, device=DEVICE)
+    gate = torch.randn(8, 64, device=DEVICE)
+    weights = (
+        Weight(torch.randn(8, 64, 64, device=DEVICE)),
+        Weight(torch.randn(8, 64, 32, device=DEVICE)),
+    )
+    assert isinstance(
+        TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights), Tensor
+    )
 
 
 @pytest.mark.parametrize("sorts", [True, False])
 def test_whoever_sorts_the_picks(sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum stays with the norm where sorting is a kernel of its own."""
     monkeypatch.setattr(grouped_gemm, "SORTS_WHILE_ROUTING", sorts)
-    x, gate = torch.randn(4, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
-    weights = Weight(torch.randn(8, 64, 64, device=DEVICE)), Weight(torch.randn(8, 64, 32, device=DEVICE))
+    x = torch.randn(4, 64, device=DEVICE)
+    gate = torch.randn(8, 64, device=DEVICE)
+    weights = (
+        Weight(torch.randn(8, 64, 64, device=DEVICE)),
+        Weight(torch.randn(8, 64, 32, device=DEVICE)),
+    )
     found = TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights)
     assert isinstance(found, DeferredMoESum)
     ids, chosen = TritonOps().router(x, gate, None, MoEConfig(8, 2, 32))
-    torch.testing.assert_close(found.total(), reference.experts(x, ids, chosen, *weights), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        found.total(), reference.experts(x, ids, chosen, *weights), rtol=1e-4, atol=1e-3
+    )

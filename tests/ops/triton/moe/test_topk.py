@@ -1,4 +1,5 @@
-"""Routing against a plain-Python reading of the formulas, for every combination of scores, methods and normalization."""
+"""Routing against a plain-Python reading of the formulas, for every combination of scores,
+methods and normalization."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
 
-EXPERTS, TOP_K, GROUPS, TOP_GROUPS, HIDDEN = 24, 5, 6, 3, 40
+EXPERTS = 24
+TOP_K = 5
+GROUPS = 6
+TOP_GROUPS = 3
+HIDDEN = 40
 ON_CPU = pytest.mark.parametrize(
     "ops",
     [Ops(), CpuOps(native=False), CpuOps()],
     ids=["reference", "torch", "native"],
 )
-COMBINATIONS = list(product(("sigmoid", "softmax"), ("greedy", "group_limited_greedy", "noaux_tc"), (False, True)))
+COMBINATIONS = list(
+    product(("sigmoid", "softmax"), ("greedy", "group_limited_greedy", "noaux_tc"), (False, True))
+)
 
 
 def scores_of(logits: list[float], scoring: str) -> list[float]:
@@ -36,7 +43,9 @@ def expected(logits: list[float], bias: list[float], moe: MoEConfig) -> dict[int
     if moe.method != "greedy":
         size = EXPERTS // moe.n_group
         groups = [choice[g * size : (g + 1) * size] for g in range(moe.n_group)]
-        value = [sum(sorted(group)[-2:]) if moe.method == "noaux_tc" else max(group) for group in groups]
+        value = [
+            sum(sorted(group)[-2:]) if moe.method == "noaux_tc" else max(group) for group in groups
+        ]
         best = sorted(range(moe.n_group), key=lambda g: -value[g])[: moe.topk_group]
         allowed = [e for e in range(EXPERTS) if e // size in best]
     picked = sorted(allowed, key=lambda e: -choice[e])[: moe.top_k]
@@ -99,7 +108,9 @@ def test_a_gate_of_another_type_than_the_hidden_states(types: tuple[str, str], f
 def test_ties_between_groups_and_experts_are_broken_alike(method: str):
     """A row of zeros scores all experts alike."""
     moe = MoEConfig(EXPERTS, TOP_K, 8, 0, "sigmoid", method, GROUPS, TOP_GROUPS)
-    x, gate, bias = torch.zeros(2, HIDDEN), torch.randn(EXPERTS, HIDDEN), torch.zeros(EXPERTS)
+    x = torch.zeros(2, HIDDEN)
+    gate = torch.randn(EXPERTS, HIDDEN)
+    bias = torch.zeros(EXPERTS)
     ids, _ = CpuOps().router(x, gate, bias, moe)
     assert torch.equal(ids, Ops().router(x, gate, bias, moe)[0])
 

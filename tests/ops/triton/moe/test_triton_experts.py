@@ -1,4 +1,5 @@
-"""Kernels of experts, fp8 products, routing, norms and cache epilogues against the reference, interpreted where there is no card."""
+"""Kernels of experts, fp8 products, routing, norms and cache epilogues against the reference,
+interpreted where there is no card."""
 
 from __future__ import annotations
 
@@ -65,13 +66,17 @@ def weight(kind: str, *shape: int) -> Weight:
     data = random(*shape) * shape[-1] ** -0.5
     if kind != "fp8":
         return Weight(data.to(KINDS[kind]))
-    scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=DEVICE) * 0.02 + 0.01
+    scale = (
+        torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device=DEVICE) * 0.02
+        + 0.01
+    )
     return Weight((data * 20).to(FP8), scale)
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
     """DeepGEMM's criterion: 1 - 2 sum(xy) / sum(x^2 + y^2), in fp64. NaN fails every comparison."""
-    x, y = got.double(), expected.double()
+    x = got.double()
+    y = expected.double()
     return (1 - 2 * (x * y).sum() / (x * x + y * y).sum()).item()
 
 
@@ -89,32 +94,57 @@ SIZES = {"bf16": (72, 40, 8), "fp32": (48, 40, 5), "fp8": (256, 128, 6)}
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (3, 3), (37, 3)])
 def test_experts(kind: str, tokens: int, top_k: int) -> None:
     hidden, inner, slots = SIZES[kind]
-    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
-    x, (ids, weights) = random(tokens, hidden, dtype=KINDS[kind]), draw(tokens, top_k, slots)
+    gate_up = weight(kind, slots, 2 * inner, hidden)
+    down = weight(kind, slots, hidden, inner)
+    x = random(tokens, hidden, dtype=KINDS[kind])
+    (ids, weights) = draw(tokens, top_k, slots)
     expected = reference.experts(x, ids, weights, gate_up, down)
     assert difference(experts.experts(x, ids, weights, gate_up, down), expected) < LIMITS[kind]
-    assert difference(experts.experts(x, ids.int(), weights, gate_up, down, expected=1), expected) < LIMITS[kind]
+    assert (
+        difference(experts.experts(x, ids.int(), weights, gate_up, down, expected=1), expected)
+        < LIMITS[kind]
+    )
     base = random(tokens, hidden, dtype=KINDS[kind])
-    assert difference(experts.experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
+    assert (
+        difference(experts.experts(x, ids, weights, gate_up, down, base=base), expected + base)
+        < LIMITS[kind]
+    )
 
 
-@pytest.mark.parametrize(("kind", "tokens", "top_k", "shared"), [("bf16", 1, 8, 1), ("fp8", 1, 8, 1), ("fp32", 9, 3, 2), ("fp8", 9, 3, 2)])
-def test_experts_that_every_token_picks(kind: str, tokens: int, top_k: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tokens", "top_k", "shared"),
+    [("bf16", 1, 8, 1), ("fp8", 1, 8, 1), ("fp32", 9, 3, 2), ("fp8", 9, 3, 2)],
+)
+def test_experts_that_every_token_picks(
+    kind: str, tokens: int, top_k: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Among the others, and as layers of their own beside them."""
-    hidden, inner, slots = SIZES[kind][0], SIZES[kind][1], 9
-    gate_up, down = weight(kind, slots + shared, 2 * inner, hidden), weight(kind, slots + shared, hidden, inner)
+    hidden = SIZES[kind][0]
+    inner = SIZES[kind][1]
+    slots = 9
+    gate_up = weight(kind, slots + shared, 2 * inner, hidden)
+    down = weight(kind, slots + shared, hidden, inner)
     ids, weights = reference.with_shared(*draw(tokens, top_k, slots, absent=0), slots, shared)
     x = random(tokens, hidden, dtype=KINDS[kind])
     expected = reference.experts(x, ids, weights, gate_up, down)
     for most in (0, 1024):
         monkeypatch.setattr(experts, "FUSED_SHARED_TOKENS", dict.fromkeys(KINDS, most))
-        assert difference(TritonOps().experts(x, ids, weights, gate_up, down, shared=shared), expected) < LIMITS[kind]
+        assert (
+            difference(TritonOps().experts(x, ids, weights, gate_up, down, shared=shared), expected)
+            < LIMITS[kind]
+        )
 
 
-def test_every_tokens_picks_do_not_change_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tokens_picks_do_not_change_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """V2-Lite at 64 requests: six rows a routed expert, whatever the shared ones have."""
     asked = []
-    monkeypatch.setattr(experts.tuning, "choose", lambda kernel, config, device, **shape: asked.append((kernel, shape)))
+    monkeypatch.setattr(
+        experts.tuning,
+        "choose",
+        lambda kernel, config, device, **shape: asked.append((kernel, shape)),
+    )
     down = Weight(torch.empty(66, 16, 8, dtype=torch.bfloat16))
     assert experts.plan_for(down, 64 * 6, 2) == experts.plan_for(Weight(down.data[:64]), 64 * 6)
     assert asked[0] == asked[1]
@@ -122,7 +152,8 @@ def test_every_tokens_picks_do_not_change_the_configuration(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("top_k", "widths"), [(1, (1, 0)), (2, (2, 0)), (6, (8, 0)), (8, (8, 0)), (9, (8, 1)), (10, (8, 2)), (12, (16, 0))]
+    ("top_k", "widths"),
+    [(1, (1, 0)), (2, (2, 0)), (6, (8, 0)), (8, (8, 0)), (9, (8, 1)), (10, (8, 2)), (12, (16, 0))],
 )
 def test_widths_of_a_tokens_picks(top_k: int, widths: tuple[int, int]) -> None:
     assert small_batch.split_picks(top_k) == widths
@@ -135,10 +166,17 @@ def test_expert_tiles(kind: str, swap: bool, waves: int, monkeypatch: pytest.Mon
     """Both sides of the tensor cores; a program for each tile, and few programs that take many."""
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 3)
     hidden, inner, slots = SIZES[kind]
-    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
-    x, (ids, weights) = random(19, hidden, dtype=KINDS[kind]), draw(19, 2, slots)
+    gate_up = weight(kind, slots, 2 * inner, hidden)
+    down = weight(kind, slots, hidden, inner)
+    x = random(19, hidden, dtype=KINDS[kind])
+    (ids, weights) = draw(19, 2, slots)
     plan = experts.plan_for(down, 1)
-    plan = replace(plan, rows=16, up=replace(plan.up, swap=swap, waves=waves), down=replace(plan.down, swap=swap, waves=waves))
+    plan = replace(
+        plan,
+        rows=16,
+        up=replace(plan.up, swap=swap, waves=waves),
+        down=replace(plan.down, swap=swap, waves=waves),
+    )
     got = experts.grouped_experts(x, ids, weights, gate_up, down, plan)
     assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
 
@@ -146,21 +184,33 @@ def test_expert_tiles(kind: str, swap: bool, waves: int, monkeypatch: pytest.Mon
 def test_direct_form_takes_any_number_of_picks() -> None:
     for kind in ("bf16", "fp8"):
         hidden, inner, slots = SIZES[kind]
-        gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
-        x, (ids, weights) = random(5, hidden, dtype=KINDS[kind]), draw(5, 3, slots)
-        got, base = small_batch.direct_experts(x, ids, weights, gate_up, down), random(5, hidden, dtype=KINDS[kind])
+        gate_up = weight(kind, slots, 2 * inner, hidden)
+        down = weight(kind, slots, hidden, inner)
+        x = random(5, hidden, dtype=KINDS[kind])
+        (ids, weights) = draw(5, 3, slots)
+        got = small_batch.direct_experts(x, ids, weights, gate_up, down)
+        base = random(5, hidden, dtype=KINDS[kind])
         expected = reference.experts(x, ids, weights, gate_up, down)
         assert difference(got, expected) < LIMITS[kind]
-        assert difference(small_batch.direct_experts(x, ids, weights, gate_up, down, base=base), expected + base) < LIMITS[kind]
+        assert (
+            difference(
+                small_batch.direct_experts(x, ids, weights, gate_up, down, base=base),
+                expected + base,
+            )
+            < LIMITS[kind]
+        )
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("tokens", [2, 37])
 def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
-    """With fp8 weights the grouped form is that of the rows before they were quantized, bit for bit: nothing is rounded twice."""
+    """With fp8 weights the grouped form is that of the rows before they were quantized, bit for
+    bit: nothing is rounded twice."""
     hidden, inner, slots = SIZES[kind]
-    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
-    x, (ids, weights) = random(tokens, hidden, dtype=torch.bfloat16), draw(tokens, 3, slots)
+    gate_up = weight(kind, slots, 2 * inner, hidden)
+    down = weight(kind, slots, hidden, inner)
+    x = random(tokens, hidden, dtype=torch.bfloat16)
+    (ids, weights) = draw(tokens, 3, slots)
     data, scale = reference.quantize_activation(x)
     got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, gate_up, down)
     wide = reference.dequantize_activation(data, scale, torch.bfloat16)
@@ -170,22 +220,39 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
 
 
 def test_all_picks_elsewhere() -> None:
-    gate_up, down = weight("bf16", 4, 64, 32), weight("bf16", 4, 32, 32)
+    gate_up = weight("bf16", 4, 64, 32)
+    down = weight("bf16", 4, 32, 32)
     for tokens in (2, 40):
-        ids, weights = torch.full((tokens, 3), -1, device=DEVICE), torch.rand(tokens, 3, device=DEVICE)
+        ids = torch.full((tokens, 3), -1, device=DEVICE)
+        weights = torch.rand(tokens, 3, device=DEVICE)
         out = experts.experts(random(tokens, 32, dtype=torch.bfloat16), ids, weights, gate_up, down)
         assert out.eq(0).all()
 
 
-@pytest.mark.parametrize("way", [("BUCKET_PICKS", "ONE_KERNEL_PICKS"), ("ONE_KERNEL_PICKS",), ()], ids=["buckets", "scan", "chunks"])
-@pytest.mark.parametrize(("tokens", "top_k", "slots", "rows"), [(1, 1, 3, 16), (300, 2, 5, 16), (90, 8, 33, 32)])
-def test_sorting(way: tuple[str, ...], tokens: int, top_k: int, slots: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [("BUCKET_PICKS", "ONE_KERNEL_PICKS"), ("ONE_KERNEL_PICKS",), ()],
+    ids=["buckets", "scan", "chunks"],
+)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "slots", "rows"), [(1, 1, 3, 16), (300, 2, 5, 16), (90, 8, 33, 32)]
+)
+def test_sorting(
+    way: tuple[str, ...],
+    tokens: int,
+    top_k: int,
+    slots: int,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("BUCKET_PICKS", "ONE_KERNEL_PICKS"):
         monkeypatch.setattr(align, name, 8192 if name in way else 0)
     ids, _ = draw(tokens, min(top_k, slots), slots)
-    ids[:, 0] = torch.where(torch.arange(tokens, device=DEVICE) % 3 == 0, 1, ids[:, 0])  # one slot far more often than the others
+    # one slot far more often than the others
+    ids[:, 0] = torch.where(torch.arange(tokens, device=DEVICE) % 3 == 0, 1, ids[:, 0])
     out = align.moe_align_block_size(ids, slots, rows)
-    flat, found = ids.flatten().tolist(), []
+    flat = ids.flatten().tolist()
+    found = []
     assert int(out.count) <= out.limit
     taken = []
     for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist():
@@ -209,7 +276,8 @@ def test_sorting_leaves_its_counters_zero() -> None:
 def test_quantize(dtype: torch.dtype) -> None:
     x = random(5, 384, dtype=dtype) * torch.rand(5, 1, device=DEVICE) * 10
     x[1] = 0
-    got, (data, scale) = quantize.quantize(x), reference.quantize_activation(x)
+    got = quantize.quantize(x)
+    (data, scale) = reference.quantize_activation(x)
     assert torch.equal(got.scale, scale)
     assert torch.equal(got.data.float(), data.float())
 
@@ -217,20 +285,46 @@ def test_quantize(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "columns"), [(200, 512), (128, 1280)])
 def test_linear(dtype: torch.dtype, rows: int, columns: int) -> None:
-    matrix, bias = weight("fp8", rows, columns), random(rows, dtype=dtype)
+    matrix = weight("fp8", rows, columns)
+    bias = random(rows, dtype=dtype)
     for tokens, size in zip((1, 20, 40, 70, 70), (1, 20, 40, 70, 5000), strict=True):
         plan = fp8_gemm.plan_for(matrix, size)
         x = random(tokens, columns, dtype=dtype)
         expected = reference.linear(x, matrix, bias)
         assert difference(fp8_gemm.linear(x, matrix, bias, plan=plan), expected) < 1e-5
-        assert difference(fp8_gemm.linear(quantize.quantize(x), matrix, bias, dtype, replace(plan, waves=1)), expected) < 1e-5
+        assert (
+            difference(
+                fp8_gemm.linear(quantize.quantize(x), matrix, bias, dtype, replace(plan, waves=1)),
+                expected,
+            )
+            < 1e-5
+        )
     assert fp8_gemm.linear(random(0, columns), matrix).shape == (0, rows)
 
 
 ROUTERS = [
     MoEConfig(16, 4, 8, scoring="softmax", norm_topk_prob=True),
-    MoEConfig(24, 6, 8, scoring="softmax", method="group_limited_greedy", n_group=4, topk_group=2, scaling=16.0),
-    MoEConfig(32, 8, 8, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True, scaling=2.5),
+    MoEConfig(
+        24,
+        6,
+        8,
+        scoring="softmax",
+        method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        scaling=16.0,
+    ),
+    MoEConfig(
+        32,
+        8,
+        8,
+        scoring="sigmoid",
+        method="noaux_tc",
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        scaling=2.5,
+    ),
 ]
 
 
@@ -241,33 +335,51 @@ def test_route(moe: MoEConfig) -> None:
     ids, weights = routing.route(logits, bias, moe)
     expected_ids, expected = reference.route(logits, bias, moe)
     dense = torch.zeros_like(logits).scatter_(1, ids, weights)
-    torch.testing.assert_close(dense, torch.zeros_like(logits).scatter_(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        dense, torch.zeros_like(logits).scatter_(1, expected_ids, expected), rtol=1e-5, atol=1e-6
+    )
     assert torch.equal(routing.route(logits, bias, moe, torch.int32)[0], ids.int())
 
 
 def gate_sums(x: Tensor, matrix: Tensor, plan: gating.GatePlan) -> Tensor:
     """fp64, cut as the kernel cuts columns, for 132 multiprocessors."""
-    blocks = -(-x.shape[0] // min(plan.m, 1 << max(4, (x.shape[0] - 1).bit_length()))) * -(-matrix.shape[0] // plan.n)
+    blocks = -(-x.shape[0] // min(plan.m, 1 << max(4, (x.shape[0] - 1).bit_length()))) * -(
+        -matrix.shape[0] // plan.n
+    )
     steps = -(-x.shape[1] // plan.k)
     width = plan.k << (-(-steps // min(plan.split, 132 // blocks)) - 1).bit_length()
-    return torch.stack([a.double() @ b.double().t() for a, b in zip(x.split(width, 1), matrix.split(width, 1), strict=True)])
+    return torch.stack(
+        [
+            a.double() @ b.double().t()
+            for a, b in zip(x.split(width, 1), matrix.split(width, 1), strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "experts", "hidden", "split"), [(9, 24, 72, 4), (70, 40, 256, 3), (33, 32, 320, 1)])
-def test_gate_product(tokens: int, experts: int, hidden: int, split: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "split"), [(9, 24, 72, 4), (70, 40, 256, 3), (33, 32, 320, 1)]
+)
+def test_gate_product(
+    tokens: int, experts: int, hidden: int, split: int, dtype: torch.dtype
+) -> None:
     """As exact as fp32 for a gate of either type, each partial sum in its place."""
-    x, matrix = random(tokens, hidden + 8, dtype=torch.bfloat16)[:, :hidden], (random(experts, hidden) * hidden**-0.5).to(dtype)
+    x = random(tokens, hidden + 8, dtype=torch.bfloat16)[:, :hidden]
+    matrix = (random(experts, hidden) * hidden**-0.5).to(dtype)
     assert gating.supported(x, matrix)
     plan = gating.GatePlan(32, 16, 32, split, 4, 2)
-    got, want = gating.partial_logits(x, matrix, plan), gate_sums(x, matrix, plan)
+    got = gating.partial_logits(x, matrix, plan)
+    want = gate_sums(x, matrix, plan)
     assert got.shape == want.shape
     torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(gating.partial_logits(x, matrix).sum(0).double(), want.sum(0), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        gating.partial_logits(x, matrix).sum(0).double(), want.sum(0), rtol=2e-6, atol=2e-6
+    )
 
 
 def test_gate_products_keep_what_bf16_cannot_hold() -> None:
-    """A gate whose second and third bf16 parts matter: 1 + 2^-9 + 2^-18 times 1, all of it found again."""
+    """A gate whose second and third bf16 parts matter: 1 + 2^-9 + 2^-18 times 1, all of it found
+    again."""
     matrix = torch.full((16, 64), 1 + 2.0**-9 + 2.0**-18, device=DEVICE)
     x = torch.ones(9, 64, dtype=torch.bfloat16, device=DEVICE)
     assert gating.partial_logits(x, matrix).sum(0).eq(64 * (1 + 2.0**-9 + 2.0**-18)).all()
@@ -276,10 +388,16 @@ def test_gate_products_keep_what_bf16_cannot_hold() -> None:
 EVERY = {torch.float32: 512, torch.bfloat16: 512}
 
 
-@pytest.mark.parametrize(("moe", "shared"), zip(ROUTERS, (0, 2, 1), strict=True), ids=lambda value: getattr(value, "method", value))
+@pytest.mark.parametrize(
+    ("moe", "shared"),
+    zip(ROUTERS, (0, 2, 1), strict=True),
+    ids=lambda value: getattr(value, "method", value),
+)
 def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By either product: the same choice, weights up to the order of sums; logits are rounded where the router is no fp32 one."""
-    x, bias = random(11, 160, dtype=torch.bfloat16), random(moe.num_experts) * 0.1 if moe.has_bias else None
+    """By either product: the same choice, weights up to the order of sums; logits are rounded
+    where the router is no fp32 one."""
+    x = random(11, 160, dtype=torch.bfloat16)
+    bias = random(moe.num_experts) * 0.1 if moe.has_bias else None
     for fp32 in (True, False):
         moe = replace(moe, router_fp32=fp32)
         gate = random(moe.num_experts, 160).mul(0.1).to(torch.float32 if fp32 else torch.bfloat16)
@@ -288,20 +406,28 @@ def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(gating, "TOKENS", {})
         expected_ids, expected = TritonOps().router(x, gate, bias, moe, shared)
         same = (ids == expected_ids).all(1)
-        assert same.all() if fp32 else same.float().mean() > 0.6  # rounded logits tie, or fall to the other side
-        torch.testing.assert_close(weights[same], expected[same], rtol=1e-5 if fp32 else 2e-2, atol=1e-6)
+        # rounded logits tie, or fall to the other side
+        assert same.all() if fp32 else same.float().mean() > 0.6
+        torch.testing.assert_close(
+            weights[same], expected[same], rtol=1e-5 if fp32 else 2e-2, atol=1e-6
+        )
         assert fp32 or torch.equal(weights, weights.bfloat16().float())
 
 
 @pytest.mark.parametrize("tokens", [3, 11])
 def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept in bf16 and give the same bits as in fp32; any other stays as it is."""
-    ops, moe, exact = TritonOps(), ROUTERS[0], random(16, 160).bfloat16().float()
-    x, narrow = random(tokens, 160, dtype=torch.bfloat16), ops.prepare_router_weight(exact, torch.bfloat16)
+    ops = TritonOps()
+    moe = ROUTERS[0]
+    exact = random(16, 160).bfloat16().float()
+    x = random(tokens, 160, dtype=torch.bfloat16)
+    narrow = ops.prepare_router_weight(exact, torch.bfloat16)
     assert narrow.dtype == torch.bfloat16
     for most in (EVERY, {}):
         monkeypatch.setattr(gating, "TOKENS", most)
-        assert all(map(torch.equal, ops.router(x, narrow, None, moe), ops.router(x, exact, None, moe)))
+        assert all(
+            map(torch.equal, ops.router(x, narrow, None, moe), ops.router(x, exact, None, moe))
+        )
     for gate, dtype in (
         (exact + 2.0**-20, torch.bfloat16),
         (exact, torch.float32),
@@ -310,7 +436,9 @@ def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         assert ops.prepare_router_weight(gate, dtype) is gate
     ids, _ = Ops().router(x, narrow, None, moe)
-    assert torch.equal(ids.sort(1).values, Ops().router(x, exact, None, moe)[0].sort(1).values), "logits are fp32"
+    assert torch.equal(ids.sort(1).values, Ops().router(x, exact, None, moe)[0].sort(1).values), (
+        "logits are fp32"
+    )
 
 
 def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
@@ -321,36 +449,65 @@ def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
                 for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist()]  # fmt: skip
 
     alike = torch.equal(found.blocks[:3, : int(found.count)], want.blocks[:3, : int(want.count)])
-    return alike and (found.picks, found.rows) == (want.picks, want.rows) and sorted(rows(found)) == sorted(rows(want))
+    return (
+        alike
+        and (found.picks, found.rows) == (want.picks, want.rows)
+        and sorted(rows(found)) == sorted(rows(want))
+    )
 
 
 @pytest.mark.parametrize("tokens", [5, 11])
-@pytest.mark.parametrize(("moe", "shared"), [(ROUTERS[0], 0), (ROUTERS[1], 2), (ROUTERS[2], 1)], ids=["softmax", "two", "one"])
+@pytest.mark.parametrize(
+    ("moe", "shared"),
+    [(ROUTERS[0], 0), (ROUTERS[1], 2), (ROUTERS[2], 1)],
+    ids=["softmax", "two", "one"],
+)
 def test_picks_are_sorted_as_they_are_chosen(tokens: int, moe: MoEConfig, shared: int) -> None:
-    """The kernel for few tokens and the choice behind a product; again and again, as the counters come back zero."""
-    slots, hidden = moe.num_experts + shared, 160
-    gate, bias = random(moe.num_experts, hidden).mul(0.1), random(moe.num_experts) * 0.1 if moe.has_bias else None
+    """The kernel for few tokens and the choice behind a product; again and again, as the
+    counters come back zero."""
+    slots = moe.num_experts + shared
+    hidden = 160
+    gate = random(moe.num_experts, hidden).mul(0.1)
+    bias = random(moe.num_experts) * 0.1 if moe.has_bias else None
     down = Weight(random(slots, hidden, 32, dtype=torch.bfloat16))
     for _ in range(2):
         x = random(tokens, hidden, dtype=torch.bfloat16)
-        into = align.empty_blocks(tokens * (moe.top_k + shared), slots, 16, down.data.device, buckets=True)
-        way = routing.router if tokens <= 8 else lambda x, gate, *rest, **more: routing.route(gating.partial_logits(x, gate), *rest, **more)
+        into = align.empty_blocks(
+            tokens * (moe.top_k + shared), slots, 16, down.data.device, buckets=True
+        )
+        way = (
+            routing.router
+            if tokens <= 8
+            else lambda x, gate, *rest, **more: routing.route(
+                gating.partial_logits(x, gate), *rest, **more
+            )
+        )
         ids, _ = way(x, gate, bias, moe, shared=shared, into=into)
         assert same_sorting(into, align.moe_align_block_size(ids, slots, 16))
     assert align.zeroed_counters(ids.device, 512).eq(0).all()
 
 
-@pytest.mark.parametrize(("kind", "tokens", "shared"), [("bf16", 1, 1), ("bf16", 6, 0), ("fp8", 5, 1), ("fp32", 9, 2)])
-def test_router_and_experts_in_one(kind: str, tokens: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tokens", "shared"), [("bf16", 1, 1), ("bf16", 6, 0), ("fp8", 5, 1), ("fp32", 9, 2)]
+)
+def test_router_and_experts_in_one(
+    kind: str, tokens: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bits of the router followed by the experts, however the picks are sorted."""
-    moe, (hidden, inner, _) = replace(ROUTERS[0], top_k=3), SIZES[kind]
+    moe = replace(ROUTERS[0], top_k=3)
+    (hidden, inner, _) = SIZES[kind]
     slots = moe.num_experts + shared
-    gate_up, down = weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner)
-    x, base = random(tokens, hidden, dtype=KINDS[kind]), random(tokens, hidden, dtype=KINDS[kind])
-    router, ops = (random(moe.num_experts, hidden) * 0.3, None, moe), TritonOps()
+    gate_up = weight(kind, slots, 2 * inner, hidden)
+    down = weight(kind, slots, hidden, inner)
+    x = random(tokens, hidden, dtype=KINDS[kind])
+    base = random(tokens, hidden, dtype=KINDS[kind])
+    router = (random(moe.num_experts, hidden) * 0.3, None, moe)
+    ops = TritonOps()
     made = []
     plain = experts.sort_picks
-    monkeypatch.setattr(experts, "sort_picks", lambda *arguments: made.append(1) or plain(*arguments))
+    monkeypatch.setattr(
+        experts, "sort_picks", lambda *arguments: made.append(1) or plain(*arguments)
+    )
     got = ops.routed_experts(x, *router, gate_up, down, base, shared)
     assert not made
     monkeypatch.setattr(experts, "SORTS_WHILE_ROUTING", False)
@@ -365,7 +522,8 @@ def test_router_and_experts_in_one(kind: str, tokens: int, shared: int, monkeypa
 def test_picks_that_every_token_makes(shared: int) -> None:
     """Behind the others, neither scaled nor normalized with them nor rounded."""
     moe = ROUTERS[1]
-    x, gate = random(3, 72, dtype=torch.bfloat16), random(moe.num_experts, 72) * 0.3
+    x = random(3, 72, dtype=torch.bfloat16)
+    gate = random(moe.num_experts, 72) * 0.3
     for choose in (
         lambda n: routing.route(random(3, moe.num_experts), None, moe, shared=n),
         lambda n: routing.router(x, gate, None, moe, shared=n),
@@ -374,25 +532,42 @@ def test_picks_that_every_token_makes(shared: int) -> None:
         ids, weights = choose(0)
         torch.manual_seed(1)
         more = choose(shared)
-        assert all(map(torch.equal, more, reference.with_shared(ids, weights, moe.num_experts, shared)))
+        assert all(
+            map(torch.equal, more, reference.with_shared(ids, weights, moe.num_experts, shared))
+        )
 
 
 @pytest.mark.parametrize("groups", [4, 8])
 def test_route_orders_numbers_of_either_sign(groups: int) -> None:
-    """Biases that make most of what is compared negative; groups whose number is a power of two or not even even."""
-    moe = replace(ROUTERS[2], num_experts=24 if groups == 4 else 32, n_group=3 if groups == 4 else 8, topk_group=2, top_k=4)
-    logits, bias = random(9, moe.num_experts) * 3, random(moe.num_experts) * 2 - 1
+    """Biases that make most of what is compared negative; groups whose number is a power of two
+    or not even even."""
+    moe = replace(
+        ROUTERS[2],
+        num_experts=24 if groups == 4 else 32,
+        n_group=3 if groups == 4 else 8,
+        topk_group=2,
+        top_k=4,
+    )
+    logits = random(9, moe.num_experts) * 3
+    bias = random(moe.num_experts) * 2 - 1
     ids, weights = routing.route(logits, bias, moe)
     expected_ids, expected = reference.route(logits, bias, moe)
     zero = torch.zeros_like(logits)
-    torch.testing.assert_close(zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_route_of_nan_stays_among_the_experts() -> None:
-    """So that no kernel reads beyond their weights; and what is wrong stays visible in the weights."""
+    """So that no kernel reads beyond their weights; and what is wrong stays visible in the
+    weights."""
     for moe in ROUTERS:
-        ids, weights = routing.route(torch.full((2, moe.num_experts), float("nan"), device=DEVICE), None, replace(moe, method="greedy"))
+        ids, weights = routing.route(
+            torch.full((2, moe.num_experts), float("nan"), device=DEVICE),
+            None,
+            replace(moe, method="greedy"),
+        )
         assert ((ids >= 0) & (ids < moe.num_experts)).all()
         assert weights.isnan().all()
 
@@ -409,7 +584,8 @@ def test_route_breaks_ties_by_lowest_expert() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("moe", ROUTERS, ids=lambda moe: moe.method)
 def test_router(moe: MoEConfig, dtype: torch.dtype) -> None:
-    """Gate product and choice in one kernel equal the product followed by the choice; the counters are zero again."""
+    """Gate product and choice in one kernel equal the product followed by the choice; the
+    counters are zero again."""
     moe = replace(moe, router_fp32=dtype == torch.float32)
     x = random(3, 88, dtype=torch.bfloat16)[:, :72]
     gate = (random(moe.num_experts, 72) * 0.3).to(dtype)
@@ -428,8 +604,11 @@ def test_router(moe: MoEConfig, dtype: torch.dtype) -> None:
 def test_small_linear(tokens: int, rows: int, columns: int, biased: bool) -> None:
     """Also from rows that do not lie side by side."""
     x = random(tokens, columns + 8, dtype=torch.bfloat16)[:, :columns]
-    matrix, bias = weight("bf16", rows, columns).data, random(rows, dtype=torch.bfloat16) if biased else None
-    expected = torch.nn.functional.linear(x.double(), matrix.double(), None if bias is None else bias.double())
+    matrix = weight("bf16", rows, columns).data
+    bias = random(rows, dtype=torch.bfloat16) if biased else None
+    expected = torch.nn.functional.linear(
+        x.double(), matrix.double(), None if bias is None else bias.double()
+    )
     plan = gemv.SmallPlan(4, 64, 4, 2)
     assert gemv.supported(x, matrix)
     for chosen in (None, plan):
@@ -441,12 +620,20 @@ def test_small_linear(tokens: int, rows: int, columns: int, biased: bool) -> Non
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
-@pytest.mark.parametrize(("rows", "columns", "biased", "dtype"), [(40, 72, True, torch.bfloat16), (64, 256, False, torch.float32)])
-def test_skinny_linear(tokens: int, rows: int, columns: int, biased: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "biased", "dtype"),
+    [(40, 72, True, torch.bfloat16), (64, 256, False, torch.float32)],
+)
+def test_skinny_linear(
+    tokens: int, rows: int, columns: int, biased: bool, dtype: torch.dtype
+) -> None:
     """Also from rows that do not lie side by side."""
     x = random(tokens, columns + 8, dtype=dtype)[:, :columns]
-    matrix, bias = random(rows, columns, dtype=dtype), random(rows, dtype=dtype) if biased else None
-    expected = torch.nn.functional.linear(x.double(), matrix.double(), None if bias is None else bias.double())
+    matrix = random(rows, columns, dtype=dtype)
+    bias = random(rows, dtype=dtype) if biased else None
+    expected = torch.nn.functional.linear(
+        x.double(), matrix.double(), None if bias is None else bias.double()
+    )
     assert skinny_gemm.supported(x, matrix)
     for chosen in (None, skinny_gemm.SkinnyPlan(16, 64, 4, 2)):
         out = skinny_gemm.linear(x, matrix, bias, chosen)
@@ -454,11 +641,22 @@ def test_skinny_linear(tokens: int, rows: int, columns: int, biased: bool, dtype
         assert difference(out, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("tokens", "product"), [(1, per_head_gemm.heads_small), (8, per_head_gemm.heads_small), (1, per_head_gemm.heads_dot),
-                                                 (3, per_head_gemm.heads_dot), (16, per_head_gemm.heads_dot)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "product"),
+    [
+        (1, per_head_gemm.heads_small),
+        (8, per_head_gemm.heads_small),
+        (1, per_head_gemm.heads_dot),
+        (3, per_head_gemm.heads_dot),
+        (16, per_head_gemm.heads_dot),
+    ],
+)
 @pytest.mark.parametrize(("nope", "value", "rank"), [(24, 20, 48), (128, 128, 384)])
-def test_absorb_products(tokens: int, product: Callable[[Tensor, Tensor], Tensor], nope: int, value: int, rank: int) -> None:
-    """Matrices as MLA has them, views of one weight: columns side by side going in, rows side by side coming out."""
+def test_absorb_products(
+    tokens: int, product: Callable[[Tensor, Tensor], Tensor], nope: int, value: int, rank: int
+) -> None:
+    """Matrices as MLA has them, views of one weight: columns side by side going in, rows side by
+    side coming out."""
     up = random(3, nope + value, rank, dtype=torch.bfloat16)
     q = random(tokens, 3, nope + 16, dtype=torch.bfloat16)[..., :nope]
     latent = random(tokens, 3, rank, dtype=torch.bfloat16)
@@ -471,20 +669,29 @@ def test_absorb_products(tokens: int, product: Callable[[Tensor, Tensor], Tensor
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 def test_heads_quantized_where_they_are_made(tokens: int) -> None:
-    latent, matrices = random(tokens, 3, 256, dtype=torch.bfloat16), random(3, 256, 128, dtype=torch.bfloat16)
+    latent = random(tokens, 3, 256, dtype=torch.bfloat16)
+    matrices = random(3, 256, 128, dtype=torch.bfloat16)
     out = per_head_gemm.heads_dot(latent, matrices, pack=True)
     assert torch.equal(out, per_head_gemm.heads_dot(latent, matrices).flatten(1))
-    made, behind = quantize.quantize(out), quantize.quantize(out.clone())
+    made = quantize.quantize(out)
+    behind = quantize.quantize(out.clone())
     assert torch.equal(made.scale, behind.scale)
     assert torch.equal(made.data.float(), behind.data.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norms(dtype: torch.dtype) -> None:
-    x, residual, factor = random(5, 200, dtype=dtype), random(5, 200, dtype=dtype), random(200, dtype=dtype)
-    close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}  # one step of bf16 where rsqrt differs in its last bit
+    x = random(5, 200, dtype=dtype)
+    residual = random(5, 200, dtype=dtype)
+    factor = random(200, dtype=dtype)
+    # one step of bf16 where rsqrt differs in its last bit
+    close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
     torch.testing.assert_close(norm.norm(x, factor, 1e-6), reference.norm(x, factor, 1e-6), **close)
-    torch.testing.assert_close(norm.norm(x.view(5, 4, 50), factor[:50], 1e-6), reference.norm(x.view(5, 4, 50), factor[:50], 1e-6), **close)
+    torch.testing.assert_close(
+        norm.norm(x.view(5, 4, 50), factor[:50], 1e-6),
+        reference.norm(x.view(5, 4, 50), factor[:50], 1e-6),
+        **close,
+    )
     expected, total = reference.add_norm(x, residual, factor, 1e-6)
     got, got_total = norm.add_norm(x, residual, factor, 1e-6)
     assert torch.equal(got_total, total)
@@ -503,9 +710,17 @@ def test_norms(dtype: torch.dtype) -> None:
 def test_swiglu(dtype: torch.dtype) -> None:
     x = random(5, 2 * 384, dtype=dtype)
     expected = reference.swiglu(x)
-    torch.testing.assert_close(norm.swiglu(x), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        norm.swiglu(x), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
     packed = norm.swiglu_fp8(x)
-    assert difference(packed.data.float() * packed.scale.repeat_interleave(128, 1), reference.rounded_to_fp8(expected)) < 1e-5
+    assert (
+        difference(
+            packed.data.float() * packed.scale.repeat_interleave(128, 1),
+            reference.rounded_to_fp8(expected),
+        )
+        < 1e-5
+    )
 
 
 def angles(tokens: int, half: int) -> tuple[Tensor, Tensor]:
@@ -517,7 +732,8 @@ def angles(tokens: int, half: int) -> tuple[Tensor, Tensor]:
 def test_rope(interleaved: bool) -> None:
     cos, sin = angles(5, 8)
     x = random(5, 3, 40, dtype=torch.bfloat16)
-    part, before = x[..., 24:], x[..., :24].clone()
+    part = x[..., 24:]
+    before = x[..., :24].clone()
     expected = reference.rope(part, cos, sin, interleaved)
     torch.testing.assert_close(rope_kv_write.rope(part, cos, sin, interleaved), expected)
     rope_kv_write.rope(part, cos, sin, interleaved, out=part)
@@ -528,35 +744,72 @@ def test_rope(interleaved: bool) -> None:
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
-    query, rank, rotary, slots = 200, 64, 16, torch.tensor([7, 3, -1, 11], device=DEVICE)
-    x, cos_sin = random(4, query + rank + rotary, dtype=dtype), angles(4, rotary // 2)
-    q_weight, kv_weight, plane = random(query, dtype=dtype), random(rank, dtype=dtype), random(3, 4, rank + rotary, dtype=dtype)
+    query = 200
+    rank = 64
+    rotary = 16
+    slots = torch.tensor([7, 3, -1, 11], device=DEVICE)
+    x = random(4, query + rank + rotary, dtype=dtype)
+    cos_sin = angles(4, rotary // 2)
+    q_weight = random(query, dtype=dtype)
+    kv_weight = random(rank, dtype=dtype)
+    plane = random(3, 4, rank + rotary, dtype=dtype)
     first, latent, key = x.split((query, rank, rotary), -1)
-    entries = torch.cat((reference.norm(latent, kv_weight, 1e-6), reference.rope(key[:, None], *cos_sin, interleaved)[:, 0]), -1)
+    entries = torch.cat(
+        (
+            reference.norm(latent, kv_weight, 1e-6),
+            reference.rope(key[:, None], *cos_sin, interleaved)[:, 0],
+        ),
+        -1,
+    )
     expected = plane.clone()
     reference.write_cache(expected, slots[slots >= 0], entries[slots >= 0])
-    got = rope_kv_write.latent_epilogue(x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved)
+    got = rope_kv_write.latent_epilogue(
+        x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved
+    )
     assert isinstance(got, Tensor)
-    torch.testing.assert_close(plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
     wanted = reference.norm(first, q_weight, 1e-6)
-    torch.testing.assert_close(got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
-    packed = rope_kv_write.latent_epilogue(x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True)
+    torch.testing.assert_close(
+        got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
+    packed = rope_kv_write.latent_epilogue(
+        x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True
+    )
     assert isinstance(packed, quantize.Quantized)
     assert torch.equal(packed.data.float(), reference.quantize_activation(got)[0].float())
-    assert rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved) is None
-    heads, width, before = 5, query // 5, first.clone()
-    rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, heads=heads)
-    turned, was = first.unflatten(1, (heads, width)), before.unflatten(1, (heads, width))
-    torch.testing.assert_close(turned[..., -rotary:], reference.rope(was[..., -rotary:], *cos_sin, interleaved))
+    assert (
+        rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved)
+        is None
+    )
+    heads = 5
+    width = query // 5
+    before = first.clone()
+    rope_kv_write.latent_epilogue(
+        x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, heads=heads
+    )
+    turned = first.unflatten(1, (heads, width))
+    was = before.unflatten(1, (heads, width))
+    torch.testing.assert_close(
+        turned[..., -rotary:], reference.rope(was[..., -rotary:], *cos_sin, interleaved)
+    )
     assert torch.equal(turned[..., :-rotary], was[..., :-rotary])
-    torch.testing.assert_close(plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_heads_epilogue(dtype: torch.dtype) -> None:
-    heads, groups, size, slots = 4, 2, 32, torch.tensor([7, 3, -1, 11], device=DEVICE)
-    x, cos_sin = random(4, (heads + 2 * groups) * size, dtype=dtype), angles(4, size // 2)
-    q_weight, k_weight = random(size, dtype=dtype), random(size, dtype=dtype)
+    heads = 4
+    groups = 2
+    size = 32
+    slots = torch.tensor([7, 3, -1, 11], device=DEVICE)
+    x = random(4, (heads + 2 * groups) * size, dtype=dtype)
+    cos_sin = angles(4, size // 2)
+    q_weight = random(size, dtype=dtype)
+    k_weight = random(size, dtype=dtype)
     planes = [random(3, 4, groups, size, dtype=dtype) for _ in range(2)]
     q, k, v = x.view(4, -1, size).split((heads, groups, groups), 1)
     q = reference.rope(reference.norm(q, q_weight, 1e-6), *cos_sin, False)
@@ -565,7 +818,10 @@ def test_heads_epilogue(dtype: torch.dtype) -> None:
     for plane, values in zip(expected, (k, v), strict=True):
         reference.write_cache(plane, slots[slots >= 0], values[slots >= 0])
     got = rope_kv_write.heads_epilogue(x, q_weight, k_weight, *cos_sin, slots, *planes, 1e-6)
-    close = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4, "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5}
+    close = {
+        "rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4,
+        "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5,
+    }
     torch.testing.assert_close(got, q, **close)
     torch.testing.assert_close(planes[0], expected[0], **close)
     assert torch.equal(planes[1], expected[1])
@@ -574,43 +830,60 @@ def test_heads_epilogue(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", [{"stream": True}, {"tall": True}])
 def test_plans_of_hopper_alone_run_elsewhere(form: dict[str, bool]) -> None:
     plan = fp8_gemm.LinearPlan(8, 64, 4, 4, split=64, **form)
-    x, w = random(20, 512, dtype=torch.bfloat16), weight("fp8", 192, 512)
+    x = random(20, 512, dtype=torch.bfloat16)
+    w = weight("fp8", 192, 512)
     assert difference(fp8_gemm.linear(x, w, plan=plan), reference.linear(x, w)) < 1e-5
 
 
 @pytest.mark.parametrize(("tokens", "rows", "biased"), [(70, 192, False), (20, 130, True)])
 def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
     """Only cards with bulk copies choose this kernel: here it is launched by hand."""
-    x, w, bias = random(tokens, 256, dtype=torch.bfloat16), weight("fp8", rows, 256), random(rows) if biased else None
+    x = random(tokens, 256, dtype=torch.bfloat16)
+    w = weight("fp8", rows, 256)
+    bias = random(rows) if biased else None
     y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=DEVICE)
-    fp8_gemm._launch_halves(quantize.quantize(x), w, bias, y, fp8_gemm.LinearPlan(64, 128, 4, 2, tma=True, halves=True))
+    fp8_gemm._launch_halves(
+        quantize.quantize(x), w, bias, y, fp8_gemm.LinearPlan(64, 128, 4, 2, tma=True, halves=True)
+    )
     assert difference(y, reference.linear(x, w, bias)) < 1e-5
 
 
 @pytest.mark.parametrize("picks_first", [30, 5000])  # sorted into buckets, and in chunks
 @pytest.mark.parametrize("quantized", [False, True])
-def test_rows_in_the_order_of_their_experts(picks_first: int, quantized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_the_order_of_their_experts(
+    picks_first: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(align, "BUCKET_PICKS", 4096 if picks_first < 4096 else 0)
-    tokens, slots, inner = 40, 6, 256
+    tokens = 40
+    slots = 6
+    inner = 256
     ids = torch.stack([torch.randperm(slots)[:2] for _ in range(tokens)]).int().to(DEVICE)
-    ids[3], ids[7, 1] = -1, -1
+    ids[3] = -1
+    ids[7, 1] = -1
     blocks = align.moe_align_block_size(ids, slots, 128)
     x = random(tokens, 384, dtype=torch.bfloat16)
     given = quantize.quantize(x) if quantized else x
-    found, expected = grouped_gemm_sm90_fp8.in_order(given, blocks, 2), quantize.quantize(x)
+    found = grouped_gemm_sm90_fp8.in_order(given, blocks, 2)
+    expected = quantize.quantize(x)
     here = int((ids >= 0).sum())
     both = random(blocks.picks, 2 * inner, dtype=torch.bfloat16)
     joined = grouped_gemm_sm90_fp8.joined(both, blocks)
-    truth = quantize.quantize(torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float())
+    truth = quantize.quantize(
+        torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float()
+    )
     seen = 0
     for block in range(int(blocks.count)):
         expert, start, end, shift = blocks.blocks[:, block].tolist()
         for row in range(start, min(end, start + 128)):
             pick = int(blocks.order[shift + row])
             assert ids.flatten()[pick] == expert
-            assert torch.equal(found.data[row].view(torch.uint8), expected.data[pick // 2].view(torch.uint8))
+            assert torch.equal(
+                found.data[row].view(torch.uint8), expected.data[pick // 2].view(torch.uint8)
+            )
             assert torch.equal(found.scale[row], expected.scale[pick // 2])
-            assert torch.equal(joined.data[row].view(torch.uint8), truth.data[row].view(torch.uint8))
+            assert torch.equal(
+                joined.data[row].view(torch.uint8), truth.data[row].view(torch.uint8)
+            )
             torch.testing.assert_close(joined.scale[row], truth.scale[row])
             seen += 1
     assert seen == here

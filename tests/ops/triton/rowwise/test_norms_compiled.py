@@ -1,5 +1,6 @@
-"""Norms as compiled for Hopper: the kernel that adds up what experts gave leaves the bits of the two kernels it stands for, and what either
-quantizes on the way is what a kernel of its own makes of the rows."""
+"""Norms as compiled for Hopper: the kernel that adds up what experts gave leaves the bits of the
+two kernels it stands for, and what either quantizes on the way is what a kernel of its own makes
+of the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ pytest.importorskip("triton")
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, compiled
 
-TOKENS, COLUMNS, TOP_K = 2, 1152, 3
+TOKENS = 2
+COLUMNS = 1152
+TOP_K = 3
 LAUNCHES = f"""
 from rorqual.ops.triton import expert_sums, fp8, norm
 from rorqual.ops.deferred_sum import DeferredMoESum
@@ -28,7 +31,11 @@ for pack in (False, True):
 gave.total()
 fp8.quantize(rows)
 """
-ALONE, JOINT, SUM, QUANTIZE = (0, 2), (1, 3), 4, 5  # those that quantize second
+# those that quantize second
+ALONE = (0, 2)
+JOINT = (1, 3)
+SUM = 4
+QUANTIZE = 5
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +43,14 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[Kernel]:
     return compiled(LAUNCHES, tmp_path_factory.mktemp("compiled"))
 
 
-def run(kernel: Kernel, grid: tuple[int, ...], *arguments: object, early: Sequence[Tensor] = ()) -> None:
-    programs = Grid([Launch(kernel.ptx, kernel.shared, grid, list(arguments))], [x for x in arguments if isinstance(x, Tensor)], early)
+def run(
+    kernel: Kernel, grid: tuple[int, ...], *arguments: object, early: Sequence[Tensor] = ()
+) -> None:
+    programs = Grid(
+        [Launch(kernel.ptx, kernel.shared, grid, list(arguments))],
+        [x for x in arguments if isinstance(x, Tensor)],
+        early,
+    )
     programs.in_turn(range(len(programs.programs)))
 
 
@@ -53,15 +66,46 @@ def packed() -> list[Tensor]:
 @pytest.mark.parametrize("pack", [False, True], ids=["", "quantized"])
 def test_norms_leave_the_same_bits(kernels: list[Kernel], pack: bool) -> None:
     torch.manual_seed(0)
-    y, residual = torch.randn(TOKENS * TOP_K, COLUMNS).bfloat16(), torch.randn(TOKENS, COLUMNS).bfloat16()
-    weights, factor, summed = torch.rand(TOKENS, TOP_K), (torch.rand(COLUMNS) + 0.5).bfloat16(), empty()
+    y = torch.randn(TOKENS * TOP_K, COLUMNS).bfloat16()
+    residual = torch.randn(TOKENS, COLUMNS).bfloat16()
+    weights = torch.rand(TOKENS, TOP_K)
+    factor = (torch.rand(COLUMNS) + 0.5).bfloat16()
+    summed = empty()
     run(kernels[SUM], (TOKENS, 3), y, weights, summed)
     strides = [TOKENS] if pack else [0, 0]  # of the scales; ones are constants
-    normed, total, beside = empty(), empty(), packed() if pack else []
-    run(kernels[ALONE[pack]], (TOKENS,), summed, residual, factor, normed, total, *beside, *[COLUMNS] * 3, 1e-6, *strides)
-    found, stream, joint = empty(), empty(), packed() if pack else []
+    normed = empty()
+    total = empty()
+    beside = packed() if pack else []
     run(
-        kernels[JOINT[pack]], (TOKENS,), y, weights, residual, factor, found, stream, *joint, *[COLUMNS] * 2, 1e-6, *strides, early=[factor]
+        kernels[ALONE[pack]],
+        (TOKENS,),
+        summed,
+        residual,
+        factor,
+        normed,
+        total,
+        *beside,
+        *[COLUMNS] * 3,
+        1e-6,
+        *strides,
+    )
+    found = empty()
+    stream = empty()
+    joint = packed() if pack else []
+    run(
+        kernels[JOINT[pack]],
+        (TOKENS,),
+        y,
+        weights,
+        residual,
+        factor,
+        found,
+        stream,
+        *joint,
+        *[COLUMNS] * 2,
+        1e-6,
+        *strides,
+        early=[factor],
     )
     assert torch.equal(stream, total)
     assert torch.equal(found, normed)

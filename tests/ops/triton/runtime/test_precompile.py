@@ -1,4 +1,5 @@
-"""Kernels compiled ahead: side by side, for a card that is not there; nothing runs, and what would be written is zero."""
+"""Kernels compiled ahead: side by side, for a card that is not there; nothing runs, and what
+would be written is zero."""
 
 from __future__ import annotations
 
@@ -55,7 +56,12 @@ print("compiled")
 
 
 def test_launches_compile_and_do_not_run(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": ".", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": ".",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "compiled"

@@ -1,5 +1,6 @@
-"""Every kernel compiles for sm_80, sm_89 and sm_90 in the shapes of the real models, with no card. Run as a script it prints what the
-compiler made of them: registers, spills, shared memory and the instructions that matter."""
+"""Every kernel compiles for sm_80, sm_89 and sm_90 in the shapes of the real models, with no
+card. Run as a script it prints what the compiler made of them: registers, spills, shared memory
+and the instructions that matter."""
 
 from __future__ import annotations
 
@@ -18,9 +19,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[4]
-INSTRUCTIONS = ("wgmma.mma_async", "mma.sync", "cp.async.cg", "cp.async.bulk.tensor", "griddepcontrol.wait")
+INSTRUCTIONS = (
+    "wgmma.mma_async",
+    "mma.sync",
+    "cp.async.cg",
+    "cp.async.bulk.tensor",
+    "griddepcontrol.wait",
+)
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -41,47 +50,124 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         return torch.empty(*shape, dtype=dtype)
 
     def fp8(*shape: int) -> Weight:
-        return Weight(x(*shape, dtype=FP8), x(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128, dtype=torch.float32))
+        return Weight(
+            x(*shape, dtype=FP8),
+            x(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128, dtype=torch.float32),
+        )
 
     def picks(tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         return x(tokens, top_k, dtype=torch.int64), x(tokens, top_k, dtype=torch.float32)
 
-    wide, v3 = torch.float32, capability >= 89  # sm_80 has no fp8 products
+    # sm_80 has no fp8 products
+    wide = torch.float32
+    v3 = capability >= 89
     for tokens in (1, 64, 256, 1024, 4096):
         yield f"bf16 T{tokens}", lambda t=tokens: grouped_gemm.experts(
             x(t, 2048), *picks(t, 8), Weight(x(128, 1536, 2048)), Weight(x(128, 2048, 768)))  # fmt: skip
         if v3:
             yield (
                 f"fp8 T{tokens}",
-                lambda t=tokens: grouped_gemm.experts(x(t, 7168), *picks(t, 1), fp8(32, 4096, 7168), fp8(32, 7168, 2048)),
+                lambda t=tokens: grouped_gemm.experts(
+                    x(t, 7168), *picks(t, 1), fp8(32, 4096, 7168), fp8(32, 7168, 2048)
+                ),
             )
             yield f"linear T{tokens}", lambda t=tokens: fp8_gemm.linear(x(t, 7168), fp8(2112, 7168))
-    for plan in (fp8_gemm.LinearPlan(64, 128, 8, 6, split=64, stream=True), fp8_gemm.LinearPlan(256, 128, 4, 4, tall=True)) if v3 else ():
-        yield f"linear {plan}", lambda p=plan: fp8_gemm.linear(x(p.m, 7168), fp8(2112, 7168), plan=p)
+    for plan in (
+        (
+            fp8_gemm.LinearPlan(64, 128, 8, 6, split=64, stream=True),
+            fp8_gemm.LinearPlan(256, 128, 4, 4, tall=True),
+        )
+        if v3
+        else ()
+    ):
+        yield (
+            f"linear {plan}",
+            lambda p=plan: fp8_gemm.linear(x(p.m, 7168), fp8(2112, 7168), plan=p),
+        )
     if v3:
-        yield "fp8 one token", lambda: grouped_gemm.experts(x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048))
+        yield (
+            "fp8 one token",
+            lambda: grouped_gemm.experts(
+                x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048)
+            ),
+        )
         yield "fp8 one token, joined", lambda: grouped_gemm.experts(
             x(1, 7168), *picks(1, 9), fp8(257, 4096, 7168), fp8(257, 7168, 2048), shared=1)  # fmt: skip
     for tokens in (1, 64):
-        yield f"bf16 T{tokens}, joined", lambda t=tokens: grouped_gemm.experts(
-            x(t, 2048), *picks(t, 8), Weight(x(66, 2816, 2048)), Weight(x(66, 2048, 1408)), shared=2)  # fmt: skip
-    yield "fp32", lambda: grouped_gemm.experts(
-        x(9, 64, dtype=wide), *picks(9, 2), Weight(x(8, 64, 64, dtype=wide)), Weight(x(8, 64, 32, dtype=wide)))  # fmt: skip
-    moe = MoEConfig(256, 8, 2048, scoring="sigmoid", method="noaux_tc", n_group=8, topk_group=4, norm_topk_prob=True)
+        yield (
+            f"bf16 T{tokens}, joined",
+            lambda t=tokens: grouped_gemm.experts(
+                x(t, 2048),
+                *picks(t, 8),
+                Weight(x(66, 2816, 2048)),
+                Weight(x(66, 2048, 1408)),
+                shared=2,
+            ),
+        )
+    yield (
+        "fp32",
+        lambda: grouped_gemm.experts(
+            x(9, 64, dtype=wide),
+            *picks(9, 2),
+            Weight(x(8, 64, 64, dtype=wide)),
+            Weight(x(8, 64, 32, dtype=wide)),
+        ),
+    )
+    moe = MoEConfig(
+        256,
+        8,
+        2048,
+        scoring="sigmoid",
+        method="noaux_tc",
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+    )
     yield "route", lambda: topk.route(x(4, 256, dtype=wide), x(256, dtype=wide), moe, shared=1)
     for tokens, kind in itertools.product((9, 256), (wide, torch.bfloat16)):
         for rows, columns in ((64, 2048), (256, 7168)):
-            yield f"gate {rows} T{tokens} {kind}", lambda t=tokens, k=kind, r=rows, c=columns: topk.route(
-                router_gemm.partial_logits(x(t, c), x(r, c, dtype=k)), x(r, dtype=wide), replace(moe, num_experts=r), kind=k)  # fmt: skip
-    yield "router fp32", lambda: topk.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
+            yield (
+                f"gate {rows} T{tokens} {kind}",
+                lambda t=tokens, k=kind, r=rows, c=columns: topk.route(
+                    router_gemm.partial_logits(x(t, c), x(r, c, dtype=k)),
+                    x(r, dtype=wide),
+                    replace(moe, num_experts=r),
+                    kind=k,
+                ),
+            )
+    yield (
+        "router fp32",
+        lambda: topk.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe),
+    )
 
     def sorting(tokens: int, each: int, slots: int) -> picks_kernels.ExpertBlocks:
-        return picks_kernels.empty_blocks(tokens * each, slots, 16, torch.device("cpu"), buckets=True)
+        return picks_kernels.empty_blocks(
+            tokens * each, slots, 16, torch.device("cpu"), buckets=True
+        )
 
-    yield "route and sort", lambda: topk.route(x(64, 256, dtype=wide), x(256, dtype=wide), moe, shared=1, into=sorting(64, 9, 257))
-    yield "router and sort", lambda: topk.router(x(8, 2048), x(64, 2048, dtype=wide), None, MoEConfig(64, 6, 1408), shared=2,
-                                                  into=sorting(8, 8, 66))  # fmt: skip
-    yield "router bf16", lambda: topk.router(x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True))
+    yield (
+        "route and sort",
+        lambda: topk.route(
+            x(64, 256, dtype=wide), x(256, dtype=wide), moe, shared=1, into=sorting(64, 9, 257)
+        ),
+    )
+    yield (
+        "router and sort",
+        lambda: topk.router(
+            x(8, 2048),
+            x(64, 2048, dtype=wide),
+            None,
+            MoEConfig(64, 6, 1408),
+            shared=2,
+            into=sorting(8, 8, 66),
+        ),
+    )
+    yield (
+        "router bf16",
+        lambda: topk.router(
+            x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True)
+        ),
+    )
     for tokens in (1, 4, 8):
         yield f"small T{tokens}", lambda t=tokens: gemv.linear(x(t, 4096), x(2048, 4096))
         yield f"small gated T{tokens}", lambda t=tokens: gemv.gate_up(x(t, 2048), x(5632, 2048))
@@ -89,18 +175,34 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"skinny T{tokens}", lambda t=tokens: skinny_gemm.linear(x(t, 4096), x(2048, 4096))
     up = x(16, 256, 512)
     for tokens in (1, 8):
-        yield f"absorb T{tokens}", lambda t=tokens: (per_head_gemm.heads_matmul(x(t, 16, 192)[..., :128], up[:, :128]),
-                                                     per_head_gemm.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)))  # fmt: skip
+        yield (
+            f"absorb T{tokens}",
+            lambda t=tokens: (
+                per_head_gemm.heads_matmul(x(t, 16, 192)[..., :128], up[:, :128]),
+                per_head_gemm.heads_matmul(x(t, 16, 512), up[:, 128:].transpose(1, 2)),
+            ),
+        )
     if v3:
-        yield "absorb fp8", lambda: per_head_gemm.heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2), pack=True)
+        yield (
+            "absorb fp8",
+            lambda: per_head_gemm.heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2), pack=True),
+        )
     index = x(9, dtype=torch.int64)
     for n in (0, 3):
         yield f"rows of a step, {n} drafts", lambda n=n: spec_decode.decode_rows(
             index, index, x(9, 3, dtype=torch.int64), x(4, 20, dtype=torch.int64), index[:4], n, 64)  # fmt: skip
     tokens = x(4, 4, dtype=torch.int64)
     for taken in (None, x(4, 3, dtype=torch.bool)):
-        yield f"drafts judged {taken is None}", lambda t=taken: spec_decode.verify_drafts(tokens, tokens[:, :3], index[:4], index[:4], t)
-    yield "rows move", lambda: spec_decode.commit_tokens(index, index, index[:4], index[:4], tokens, index[:4])
+        yield (
+            f"drafts judged {taken is None}",
+            lambda t=taken: spec_decode.verify_drafts(
+                tokens, tokens[:, :3], index[:4], index[:4], t
+            ),
+        )
+    yield (
+        "rows move",
+        lambda: spec_decode.commit_tokens(index, index, index[:4], index[:4], tokens, index[:4]),
+    )
     yield "embedding", lambda: embedding.rows(x(4, dtype=torch.int64), x(129280, 7168))
     yield "norm", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6)
     for hidden, each, kind in (
@@ -112,9 +214,21 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     ):
         for beside, some in ((False, False), (True, False), (True, True)):
 
-            def both(h: int = hidden, k: int = each, d: torch.dtype = kind, b: bool = beside, s: bool = some) -> None:
+            def both(
+                h: int = hidden,
+                k: int = each,
+                d: torch.dtype = kind,
+                b: bool = beside,
+                s: bool = some,
+            ) -> None:
                 ids, weights = picks(4, k)
-                gave = DeferredMoESum(x(4 * k, h, dtype=d), ids if s else None, weights, x(4, h, dtype=d) if b else None, combine.combine)
+                gave = DeferredMoESum(
+                    x(4 * k, h, dtype=d),
+                    ids if s else None,
+                    weights,
+                    x(4, h, dtype=d) if b else None,
+                    combine.combine,
+                )
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
                 combine.combine_add_norm(gave, *rest, pack=v3)
                 norm.add_norm(gave.total(), *rest, pack=v3)
@@ -124,34 +238,71 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     if v3:
         yield "norm fp8", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, pack=True)
         yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
-    yield "rope", lambda: rope_kv_write.rope(x(4, 128, 64), x(4, 32, dtype=wide), x(4, 32, dtype=wide), True)
-    slots, angle = x(4, dtype=torch.int64), x(4, 32, dtype=wide)
+    yield (
+        "rope",
+        lambda: rope_kv_write.rope(x(4, 128, 64), x(4, 32, dtype=wide), x(4, 32, dtype=wide), True),
+    )
+    slots = x(4, dtype=torch.int64)
+    angle = x(4, 32, dtype=wide)
     yield "latent", lambda: rope_kv_write.latent_epilogue(
         x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3)  # fmt: skip
     if v3:
         rows = x(9, 64, 656, dtype=torch.uint8)
         yield "latent to an fp8 cache", lambda: rope_kv_write.latent_epilogue(
             x(4, 2112), x(1536), x(512), angle, angle, slots, rows, 1e-6, True, quant=True)  # fmt: skip
-        yield "fp8 cache", lambda: (latent_fp8.write(rows, slots, x(4, 576), 512), latent_fp8.read(rows, slots, 512, torch.bfloat16))
+        yield (
+            "fp8 cache",
+            lambda: (
+                latent_fp8.write(rows, slots, x(4, 576), 512),
+                latent_fp8.read(rows, slots, 512, torch.bfloat16),
+            ),
+        )
     wider = x(4, 64, dtype=wide)
-    yield "heads", lambda: rope_kv_write.heads_epilogue(
-        x(4, 40 * 128), x(128), x(128), wider, wider, slots, x(9, 64, 4, 128), x(9, 64, 4, 128), 1e-6)  # fmt: skip
-    exact, index = x(4, dtype=torch.float64), x(4, dtype=torch.int64)
+    yield (
+        "heads",
+        lambda: rope_kv_write.heads_epilogue(
+            x(4, 40 * 128),
+            x(128),
+            x(128),
+            wider,
+            wider,
+            slots,
+            x(9, 64, 4, 128),
+            x(9, 64, 4, 128),
+            1e-6,
+        ),
+    )
+    exact = x(4, dtype=torch.float64)
+    index = x(4, dtype=torch.int64)
     for vocab in (4096, 151936):
         logits = x(4, vocab, dtype=wide)
         yield f"best {vocab}", lambda t=logits: argmax.argmax(t)
-        yield f"distribution {vocab}", lambda t=logits: sampling.distribution(t, x(4, 4, dtype=torch.float64), True)
-    given = sampling.Distribution(logits, x(4, 4, dtype=torch.float64), index, x(4, 38, dtype=torch.float64))
+        yield (
+            f"distribution {vocab}",
+            lambda t=logits: sampling.distribution(t, x(4, 4, dtype=torch.float64), True),
+        )
+    given = sampling.Distribution(
+        logits, x(4, 4, dtype=torch.float64), index, x(4, 38, dtype=torch.float64)
+    )
     yield "draw", lambda: sampling.sample_from(given, exact)
-    yield "draw rest", lambda: sampling.sample_residual(given, index, exact, index, x(9, 151936, dtype=wide), index)
+    yield (
+        "draw rest",
+        lambda: sampling.sample_residual(
+            given, index, exact, index, x(9, 151936, dtype=wide), index
+        ),
+    )
     yield "write probs", lambda: sampling.write_probs(given, x(9, 151936, dtype=wide), index)
     yield "uniform", lambda: rng.uniform(index, index, 1)
     for kind in (torch.bfloat16, *([FP8] if v3 else [])):
-        yield f"draw normal {kind}", lambda kind=kind: rng.draw_normal(x(2048, 7168, dtype=kind), -5, 0.02, 2**40, 7168)
+        yield (
+            f"draw normal {kind}",
+            lambda kind=kind: rng.draw_normal(x(2048, 7168, dtype=kind), -5, 0.02, 2**40, 7168),
+        )
 
 
 def sum_layout(ttgir: str) -> str:
-    """How the tensor that a kernel sums lies over its threads, which decides the order of that sum."""
+    """How the tensor that a kernel sums lies over its threads, which decides the order of that
+    sum."""
     found = re.search(r'"tt\.reduce".*?\}\) : \(tensor<(\w+), (#\w+)>\)', ttgir, re.S)
     assert found is not None
     return found[1] + dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))[found[2]]
@@ -176,9 +327,13 @@ def compile_all(capability: int) -> list[dict[str, Any]]:
 def test_kernels_compile(capability: int) -> None:
     from tests.emulation.cross_compile import SHARED
 
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, str(capability), "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout)
     for row in rows:
@@ -191,7 +346,9 @@ def test_kernels_compile(capability: int) -> None:
         assert ("griddepcontrol.wait" in row) == (capability >= 90), row
     orders = [(row["case"], row["kernel"], row["sums over"]) for row in rows if "sums over" in row]
     assert {kernel for _, kernel, _ in orders} == {"_norm_kernel", "_combine_norm_kernel"}
-    alike = len({(case, order) for case, _, order in orders}) == len({case for case, _, _ in orders})
+    alike = len({(case, order) for case, _, order in orders}) == len(
+        {case for case, _, _ in orders}
+    )
     assert alike, "the joint kernel sums squares as the norm's does"
 
 

@@ -1,4 +1,5 @@
-"""Tuned configurations: what ships, what a user's file changes and for whom, and how the search keeps what it finds."""
+"""Tuned configurations: what ships, what a user's file changes and for whom, and how the search
+keeps what it finds."""
 
 from __future__ import annotations
 
@@ -36,13 +37,20 @@ from rorqual.ops.triton.runtime.launch import keep_compiled
 pytestmark = needs_triton
 
 KINDS = {
-    "experts": grouped_gemm.GroupedGemmPlan, "experts_direct": small_batch.DirectPlan, "linear_fp8": LinearPlan, "linear_small": gemv.SmallPlan,
-    "linear_skinny": skinny_gemm.SkinnyPlan, "gate": router_gemm.GatePlan,
-    "gqa_decode": gqa_decode.GqaDecodeConfig, "mla_decode": mla_decode.MlaDecodeConfig, "prefill": prefill.PrefillConfig,
-}  # fmt: skip
+    "experts": grouped_gemm.GroupedGemmPlan,
+    "experts_direct": small_batch.DirectPlan,
+    "linear_fp8": LinearPlan,
+    "linear_small": gemv.SmallPlan,
+    "linear_skinny": skinny_gemm.SkinnyPlan,
+    "gate": router_gemm.GatePlan,
+    "gqa_decode": gqa_decode.GqaDecodeConfig,
+    "mla_decode": mla_decode.MlaDecodeConfig,
+    "prefill": prefill.PrefillConfig,
+}
 CARD = tuning.TunedDevice("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
 FOUND = LinearPlan(16, 64, 8, 3, split=2)
-SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=3, stream=True)  # what ships for a token and 2112 x 7168
+# what ships for a token and 2112 x 7168
+SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=3, stream=True)
 
 
 def forget() -> None:
@@ -71,7 +79,9 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def linear_plan(tokens: int, rows: int = 2112, columns: int = 7168) -> LinearPlan:
-    return tuning.config_for("linear_fp8", LinearPlan, torch.device(DEVICE), tokens=tokens, rows=rows, columns=columns)
+    return tuning.config_for(
+        "linear_fp8", LinearPlan, torch.device(DEVICE), tokens=tokens, rows=rows, columns=columns
+    )
 
 
 # ---- what ships
@@ -92,7 +102,15 @@ def test_every_shipped_rule_is_a_configuration() -> None:
 def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them the edges of their ranges."""
     assert [linear_plan(t) for t in (1, 8)] == [SMALL, SMALL]
-    assert [linear_plan(t).m for t in (9, 17, 64, 65, 129, 512, 513)] == [16, 32, 64, 128, 64, 64, 256]
+    assert [linear_plan(t).m for t in (9, 17, 64, 65, 129, 512, 513)] == [
+        16,
+        32,
+        64,
+        128,
+        64,
+        64,
+        256,
+    ]
     assert [linear_plan(t).tall for t in (512, 513)] == [False, True]
     assert [linear_plan(t, rows=4096).stream for t in (256, 257)] == [True, False]
     deep = [linear_plan(t, rows=7168, columns=16384) for t in (8, 9, 64, 128, 129, 512)]
@@ -102,10 +120,14 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [linear_plan(t, rows=24576, columns=1536).tall for t in (64, 65)] == [False, True]
     assert [linear_plan(t, rows=36864).stages for t in (64, 128)] == [6, 2]
     down = Weight(torch.empty(128, 64, 32, dtype=torch.bfloat16))
-    assert [grouped_gemm.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)] == [16, 16, 32, 32, 64, 128]
+    assert [
+        grouped_gemm.plan_for(down, picks).rows for picks in (1, 768, 769, 2560, 12288, 12289)
+    ] == [16, 16, 32, 32, 64, 128]
     assert grouped_gemm.plan_for(down, 5).up == grouped_gemm.Tile(128, 128, 4, 3, tma=True)
     quantized = Weight(torch.empty(32, 128, 128, dtype=FP8), torch.empty(32, 1, 1))
-    assert [grouped_gemm.plan_for(quantized, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)] == [32, 64, 64]
+    assert [
+        grouped_gemm.plan_for(quantized, picks).rows for picks in (32 * 20, 32 * 21, 32 * 300)
+    ] == [32, 64, 64]
     monkeypatch.setattr(grouped_gemm, "is_hopper", lambda device: True)
     many = [grouped_gemm.plan_for(quantized, 32 * mean) for mean in (56, 57)]
     assert [(plan.rows, plan.tall) for plan in many] == [(64, 0), (256, 4)]
@@ -115,28 +137,58 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [grouped_gemm.plan_for(quantized, picks).up.stages for picks in (2, 3)] == [2, 4]
     wide = Weight(torch.empty(32, 128, 640, dtype=FP8), torch.empty(32, 1, 5))
     assert small_batch.direct_plan_for(wide, 8).down_rows == 64
-    q, plane = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 4, 128)
-    assert [gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))] == [64, 64, 128]
+    q = torch.empty(1, 32, 128, dtype=torch.bfloat16)
+    plane = torch.empty(2, 16, 4, 128)
+    assert [
+        gqa_decode.config_for(q, plane, *at).block_n for at in ((1, 2048), (64, 1024), (1, 2049))
+    ] == [64, 64, 128]
     assert [gqa_decode.config_for(q, plane, *at).stages for at in ((1, 2048), (64, 1024))] == [3, 5]
-    assert [gqa_decode.config_for(q, plane, *at).finish for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024))] == [False, True] * 2
-    assert [mla_decode.config_for(q, 16, False, *at).block_n for at in ((128, 1024), (256, 1024), (256, 4096))] == [64, 32, 64]
-    assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [16, 32, 64]
-    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.MlaDecodeConfig(64, 64, 8, 2)  # where there is no Hopper
+    assert [
+        gqa_decode.config_for(q, plane, *at).finish
+        for at in ((1, 2048), (8, 1024), (64, 1024), (256, 1024))
+    ] == [False, True] * 2
+    assert [
+        mla_decode.config_for(q, 16, False, *at).block_n
+        for at in ((128, 1024), (256, 1024), (256, 4096))
+    ] == [64, 32, 64]
+    assert [mla_decode.config_for(q, rows, False, 1, 99).block_h for rows in (16, 17, 33)] == [
+        16,
+        32,
+        64,
+    ]
+    # where there is no Hopper
+    assert mla_decode.config_for(q, 128, True, 1, 99) == mla_decode.MlaDecodeConfig(64, 64, 8, 2)
     assert mla_decode.config_for(q, 128, False, 1, 99).gluon
     assert mla_decode.config_for(q.float(), 128, True, 1, 99).block_n == 16
     assert prefill.config_for(q, 4, True, 16) == prefill.PrefillConfig(16, 64, 4, 3)
-    assert prefill.config_for(torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096) == prefill.PrefillConfig(128, 64, 8, 3)
+    assert prefill.config_for(
+        torch.empty(1, 8, 192, dtype=torch.bfloat16), 8, False, 4096
+    ) == prefill.PrefillConfig(128, 64, 8, 3)
 
 
 # ---- a user's own
 
 
-def test_a_stored_configuration_is_for_its_shape_card_and_versions(on_card: Callable[..., None], folder: Path) -> None:
+def test_a_stored_configuration_is_for_its_shape_card_and_versions(
+    on_card: Callable[..., None], folder: Path
+) -> None:
     before = linear_plan(64)
-    path = tuning.store(CARD, "linear_fp8", {"rows": 2112, "columns": 7168, "tokens": tuning.near(64)}, FOUND, 12.345)
+    path = tuning.store(
+        CARD,
+        "linear_fp8",
+        {"rows": 2112, "columns": 7168, "tokens": tuning.near(64)},
+        FOUND,
+        12.345,
+    )
     assert path.parent == folder / "tuned"
     assert json.loads(path.read_text())["triton"] == "3.6.0"
-    assert [linear_plan(t) == FOUND for t in (45, 46, 64, 89, 90)] == [False, True, True, True, False]
+    assert [linear_plan(t) == FOUND for t in (45, 46, 64, 89, 90)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert linear_plan(64, rows=2048) == before
     for other in ("name", "capability", "torch", "triton"):
         on_card(tuning.TunedDevice(**{**vars(CARD), other: "9.9"}))
@@ -151,20 +203,30 @@ def test_a_second_search_takes_the_place_of_the_first(on_card: Callable[..., Non
     tuning.store(CARD, "mla_decode", {"rows": 16}, mla_decode.MlaDecodeConfig(16, 32, 4, 2), 9.0)
     tuning.store(CARD, "linear_fp8", shape, LinearPlan(16, 128, 4, 4), 11.0)
     assert linear_plan(1) == LinearPlan(16, 128, 4, 4)
-    assert {kernel: len(rules) for kernel, rules in tuning.read(CARD.file).items()} == {"linear_fp8": 1, "mla_decode": 1}
+    assert {kernel: len(rules) for kernel, rules in tuning.read(CARD.file).items()} == {
+        "linear_fp8": 1,
+        "mla_decode": 1,
+    }
 
 
-def test_a_failed_write_leaves_the_old_file(on_card: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    on_card: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tuning.store(CARD, "linear_fp8", {"tokens": 1}, FOUND, 12.0)
     before = path.read_text()
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(
+        Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left"))
+    )
     with pytest.raises(OSError, match="no space"):
         tuning.store(CARD, "linear_fp8", {"tokens": 2}, FOUND, 12.0)
     assert path.read_text() == before
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 0, "kernels": {}}', '{"format": 1, "kernels": {"linear_fp8": [{}]}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"format": 0, "kernels": {}}', '{"format": 1, "kernels": {"linear_fp8": [{}]}}'],
+)
 def test_a_damaged_file_is_passed_by_and_never_overwritten(
     on_card: Callable[..., None], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,7 +241,9 @@ def test_a_damaged_file_is_passed_by_and_never_overwritten(
 
 
 @pytest.mark.parametrize("change", [{"color": 3}, {"m": "16"}, {"m": None}])
-def test_a_configuration_of_another_version_is_passed_by(on_card: Callable[..., None], change: dict[str, Any]) -> None:
+def test_a_configuration_of_another_version_is_passed_by(
+    on_card: Callable[..., None], change: dict[str, Any]
+) -> None:
     tuning.store(CARD, "linear_fp8", {"tokens": 1}, FOUND, 12.0)
     data = json.loads(CARD.file.read_text())
     data["kernels"]["linear_fp8"][0]["config"] |= change
@@ -199,28 +263,47 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_and_experts, "median_us", lambda calls, replays=15: float(next(times)))
 
 
-def test_the_search_keeps_the_fastest_that_is_right(on_card: Callable[..., None], clock: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_search_keeps_the_fastest_that_is_right(
+    on_card: Callable[..., None], clock: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     def calls(plan: LinearPlan) -> list[Callable[[], torch.Tensor]]:
-        return [lambda: torch.full((3,), float("nan") if plan.warps == 16 else 2.0 if plan.warps == 8 else 1.0)]
+        return [
+            lambda: torch.full(
+                (3,), float("nan") if plan.warps == 16 else 2.0 if plan.warps == 8 else 1.0
+            )
+        ]
 
-    used, good, wrong, unwritten = (LinearPlan(16, 64, warps, stages) for warps, stages in ((4, 2), (4, 3), (8, 3), (16, 3)))
+    used, good, wrong, unwritten = (
+        LinearPlan(16, 64, warps, stages) for warps, stages in ((4, 2), (4, 3), (8, 3), (16, 3))
+    )
     results = kernels_tuning.timed("some", [used, good, wrong, unwritten], calls)
     assert [plan for _, plan in results] == [unwritten, wrong, good, used]
-    kernels_tuning.keep("linear_fp8", {"tokens": 7}, results, calls, used, 1e-3, torch.device(DEVICE))
+    kernels_tuning.keep(
+        "linear_fp8", {"tokens": 7}, results, calls, used, 1e-3, torch.device(DEVICE)
+    )
     assert linear_plan(7) == good
     assert capsys.readouterr().out.count("another result") == 2
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="times are invented")
-def test_searches_store_what_their_kernels_then_take(on_card: Callable[..., None], clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_store_what_their_kernels_then_take(
+    on_card: Callable[..., None], clock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device(DEVICE)
     monkeypatch.setattr(gemm_and_experts, "ROTATE", 1)
     monkeypatch.setattr(
-        kernels_tuning, "tile_candidates", lambda kind, rows, first: [grouped_gemm.Tile(32, 32, 4, 2), grouped_gemm.Tile(16, 64, 4, 2)]
+        kernels_tuning,
+        "tile_candidates",
+        lambda kind, rows, first: [
+            grouped_gemm.Tile(32, 32, 4, 2),
+            grouped_gemm.Tile(16, 64, 4, 2),
+        ],
     )
     monkeypatch.setattr(kernels_tuning, "row_candidates", lambda picks, slots: [16])
     monkeypatch.setattr(kernels_tuning, "linear_candidates", lambda tokens: [FOUND])
-    monkeypatch.setattr(kernels_tuning, "small_candidates", lambda tokens: [gemv.SmallPlan(2, 256, 4, 1)])
+    monkeypatch.setattr(
+        kernels_tuning, "small_candidates", lambda tokens: [gemv.SmallPlan(2, 256, 4, 1)]
+    )
     kernels_tuning.tune_linear(128, 256, 4, device)
     assert linear_plan(4, 128, 256) == FOUND
     kernels_tuning.tune_small(64, 512, 2, device)
@@ -229,7 +312,10 @@ def test_searches_store_what_their_kernels_then_take(on_card: Callable[..., None
     kernels_tuning.tune_experts(shape, 20, device)
     plan = grouped_gemm.plan_for(Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16)), 40)
     assert plan.up == plan.down == grouped_gemm.Tile(16, 64, 4, 2)
-    assert grouped_gemm.plan_for(Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16)), 400).up != plan.up
+    assert (
+        grouped_gemm.plan_for(Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16)), 400).up
+        != plan.up
+    )
 
 
 def test_case_names_of_searches_are_those_of_the_table() -> None:
@@ -260,25 +346,34 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
     assert linear_plan(9, 128, 256) == before
     assert linear_plan(1, 128, 256) != plan
     fitting = ((8, 1), (8, 8), (16, 16), (128, 128), (64, 256))
-    sizes = {tokens: kernels_tuning.sizes_alike(replace(plan, m=m), tokens) for m, tokens in fitting}
+    sizes = {
+        tokens: kernels_tuning.sizes_alike(replace(plan, m=m), tokens) for m, tokens in fitting
+    }
     assert sizes == {1: [1, 1], 8: [2, 8], 16: [9, 16], 128: [65, 128], 256: tuning.near(256)}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="as the table itself")
 def test_cases_around_experts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones of each kind of row, interpreted: shared experts among the others and beside them are the same sums."""
-    device, small = torch.device(DEVICE), MoEConfig(16, 4, 8, norm_topk_prob=True)
+    """Small ones of each kind of row, interpreted: shared experts among the others and beside
+    them are the same sums."""
+    device = torch.device(DEVICE)
+    small = MoEConfig(16, 4, 8, norm_topk_prob=True)
     monkeypatch.setattr(gemm_and_experts, "ROTATE", 1)
     monkeypatch.setattr(moe, "ROUTERS", {"V2-Lite": small})
     for kind, hidden, inner in (("bf16", 64, 32), ("fp8", 128, 128)):
         shape = gemm_and_experts.ExpertShape(kind, 6, hidden, inner, 4, 2)
-        setups = [gemm_and_experts.expert_setup(shape, 9, device), moe.beside_setup(shape, 9, device)]
+        setups = [
+            gemm_and_experts.expert_setup(shape, 9, device),
+            moe.beside_setup(shape, 9, device),
+        ]
         assert all(setup.error() < 1e-3 for setup in setups)
     for way in (moe.joint, moe.split, moe.apart):
         assert moe.router_setup("V2-Lite", 3, way, None, device).error() < 1e-9
     for buckets in (True, False):
         assert moe.sort_setup("V2-Lite", 9, buckets, device).error() == 0
-    monkeypatch.setattr(moe, "LAYERS", {"V2-Lite": gemm_and_experts.ExpertShape("bf16", 18, 2048, 16, 6, 2)})
+    monkeypatch.setattr(
+        moe, "LAYERS", {"V2-Lite": gemm_and_experts.ExpertShape("bf16", 18, 2048, 16, 6, 2)}
+    )
     for way in moe.WAYS:
         assert moe.layer_setup("V2-Lite", 5, way, device).error() < 1e-3
     for way in moe.SUM_WAYS:
@@ -290,8 +385,11 @@ def test_cases_around_experts_are_right(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- compiled kernels
 
 
-def test_compiled_kernels_stay_in_the_cache_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")  # first: Triton's knob sets it too, and what was there before must come back
+def test_compiled_kernels_stay_in_the_cache_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # first: Triton's knob sets it too, and what was there before must come back
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     monkeypatch.setattr(triton.knobs.cache, "dir", "elsewhere")
     keep_compiled()
     assert triton.knobs.cache.dir == "elsewhere", "the user has chosen"

@@ -16,7 +16,9 @@ LEAST = float("-inf")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "vocab"), [(0, 50), (1, 1), (1, 129_280), (3, 4097), (7, 300), (200, 5000)])
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [(0, 50), (1, 1), (1, 129_280), (3, 4097), (7, 300), (200, 5000)]
+)
 def test_best_token(rows: int, vocab: int, dtype: torch.dtype) -> None:
     """Many are equal in bf16: the first of them is it."""
     torch.manual_seed(rows + vocab)

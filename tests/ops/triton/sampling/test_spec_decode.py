@@ -14,7 +14,8 @@ if SKIP_REASON is not None:
 from rorqual.ops import reference
 from rorqual.ops.triton.sampling import spec_decode
 
-SLOTS, PAGE = 9, 8
+SLOTS = 9
+PAGE = 8
 MOST = 4  # drafts that rows have room for
 
 
@@ -32,7 +33,8 @@ def some(count: int) -> Tensor:
 def test_rows_to_compute(count: int, num_speculative_tokens: int) -> None:
     torch.manual_seed(count + num_speculative_tokens)
     pages = 5
-    length, slots = numbers(pages * PAGE - num_speculative_tokens, SLOTS), some(count)
+    length = numbers(pages * PAGE - num_speculative_tokens, SLOTS)
+    slots = some(count)
     arguments = (
         length,
         numbers(99, SLOTS),
@@ -42,14 +44,20 @@ def test_rows_to_compute(count: int, num_speculative_tokens: int) -> None:
         num_speculative_tokens,
         PAGE,
     )
-    for found, expected in zip(spec_decode.decode_rows(*arguments), reference.decode_rows(*arguments), strict=True):
+    for found, expected in zip(
+        spec_decode.decode_rows(*arguments), reference.decode_rows(*arguments), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
 def test_rows_past_the_table_go_to_the_null_page() -> None:
-    length, zeros = torch.tensor([15], device=DEVICE), torch.zeros(1, MOST, dtype=torch.int64, device=DEVICE)
-    slots, tables = zeros[0, :1], torch.tensor([[3, 4]], device=DEVICE)
-    _, positions, mapping, lens = spec_decode.decode_rows(length, slots, zeros, tables, slots, 2, PAGE)
+    length = torch.tensor([15], device=DEVICE)
+    zeros = torch.zeros(1, MOST, dtype=torch.int64, device=DEVICE)
+    slots = zeros[0, :1]
+    tables = torch.tensor([[3, 4]], device=DEVICE)
+    _, positions, mapping, lens = spec_decode.decode_rows(
+        length, slots, zeros, tables, slots, 2, PAGE
+    )
     assert positions.tolist() == [15, 16, 17]
     assert mapping.tolist() == [4 * PAGE + 7, 0, 1]
     assert lens.tolist() == [18]
@@ -58,27 +66,33 @@ def test_rows_past_the_table_go_to_the_null_page() -> None:
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 3])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 9])
-def test_drafts_are_judged_and_rows_move_on(count: int, told: bool, num_speculative_tokens: int) -> None:
+def test_drafts_are_judged_and_rows_move_on(
+    count: int, told: bool, num_speculative_tokens: int
+) -> None:
     """Few different tokens, so that every number of drafts stands somewhere."""
     seen = set()
     for seed in range(8):
         torch.manual_seed(seed)
-        tokens, drafts, there, slots = (
-            numbers(2, count, num_speculative_tokens + 1),
-            numbers(2, SLOTS, MOST),
-            numbers(MOST + 1, SLOTS),
-            some(count),
-        )
+        tokens = numbers(2, count, num_speculative_tokens + 1)
+        drafts = numbers(2, SLOTS, MOST)
+        there = numbers(MOST + 1, SLOTS)
+        slots = some(count)
         taken = numbers(2, count, num_speculative_tokens).bool() if told else None
         judged = spec_decode.verify_drafts(tokens, drafts, there, slots, taken)
-        for found, expected in zip(judged, reference.verify_drafts(tokens, drafts, there, slots, taken), strict=True):
+        for found, expected in zip(
+            judged, reference.verify_drafts(tokens, drafts, there, slots, taken), strict=True
+        ):
             assert torch.equal(found, expected)
         stand, right, _ = judged
         seen |= set(right.tolist())
-        lens, state = numbers(30, count) + 10, (numbers(99, SLOTS), numbers(99, SLOTS))
-        mine, theirs = [x.clone() for x in state], [x.clone() for x in state]
+        lens = numbers(30, count) + 10
+        state = (numbers(99, SLOTS), numbers(99, SLOTS))
+        mine = [x.clone() for x in state]
+        theirs = [x.clone() for x in state]
         moved = spec_decode.commit_tokens(*mine, slots, lens, stand, right)
-        for found, expected in zip(moved, reference.commit_tokens(*theirs, slots, lens, stand, right), strict=True):
+        for found, expected in zip(
+            moved, reference.commit_tokens(*theirs, slots, lens, stand, right), strict=True
+        ):
             assert torch.equal(found, expected)
         assert all(map(torch.equal, mine, theirs))
     assert count < 9 or seen == set(range(num_speculative_tokens + 1))
