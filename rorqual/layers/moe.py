@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,26 @@ from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
-Stages = Generator[None, None, Tensor]
-DeferredPass = Generator[None, None, Tensor] | Generator[None, None, NormInput]
+# A plain function that takes what the stage before it returned; the first takes [T, hidden].
+Stage = Callable[[Any], Any]
+
+
+def run_stages(stages: Sequence[Stage], x: Tensor) -> Any:
+    """All stages one after the other, for a caller with nothing to do at the hand-overs."""
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+@dataclass
+class MoEInFlight:
+    """Tokens on their way to their experts and back: `ticket` is the exchange's. shared: the
+    shared expert's result where it does not come back with the routed experts'."""
+
+    x: Tensor
+    layout: Layout
+    ticket: Any
+    shared: Tensor | None = None
 
 
 class DenseMLP:
@@ -46,18 +65,13 @@ class DenseMLP:
     def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
 
-    straight = forward
-
-    def forward_deferred(self, x: Tensor, layout: Layout) -> DeferredPass:
-        return self.stages(x, layout)
+    def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
+        """One: a dense layer waits for nobody."""
+        return (partial(self.forward, layout=layout),)
 
     def partial(self, rows: Tensor) -> Tensor:
         """What this rank's columns add to the sums of rows of the whole dense group."""
         return self.ops.mlp(rows, self.gate_up.weight, self.down.weight)
-
-    def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
-        return self.forward(x, layout)
-        yield  # a generator with no hand-over: dense layers have nobody to wait for
 
     def targets(self) -> Iterator[Target]:
         yield from self.gate_up.targets()
@@ -157,35 +171,17 @@ class MoE:
         hidden]."""
         return self.ops.router(x, self.gate, self.bias, self.moe, self.fused_shared_experts)
 
-    def stages(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Stages:
-        """submit | run_experts beside the shared expert | wait. Yields at each hand-over, of
-        which there is none where nothing travels."""
-        if self.at_once:
-            return self._at_once(x)
-        ticket = self.dispatch(x, layout)
-        yield
-        shared = self.run_experts(x, ticket, layout)
-        yield
-        return self.wait(ticket, shared)
-
-    def forward_deferred(self, x: Tensor, layout: Layout) -> DeferredPass:
-        """`stages`, of which a norm takes the result, and nobody else before it: the sum over
-        each token's experts may be left to that."""
-        if self.at_once and layout.norm_sums and x.shape[0]:
-            return self.ops.experts_deferred(x, *self._routed(x))
-        return (yield from self.stages(x, layout))
-
-    def straight(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
-        """The same stages without hand-overs."""
-        if self.at_once:
-            return self._at_once(x)
-        ticket = self.dispatch(x, layout)
-        return self.wait(ticket, self.run_experts(x, ticket, layout))
+    def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
+        """What a layer chains, with a hand-over between two stages: others may compute there while
+        tokens travel. One stage where nothing travels."""
+        if self.is_one_op:
+            return (partial(self.forward, layout=layout),)
+        return (partial(self.dispatch, layout=layout), self.run_experts, self.combine)
 
     @property
-    def at_once(self) -> bool:
-        """Whether router and experts are one op: the exchange would pass on the picks as they
-        are."""
+    def is_one_op(self) -> bool:
+        """Whether router and experts are one op: the exchange would pass ids and weights on as
+        they are."""
         exchange = self.exchange
         return (
             isinstance(exchange, LocalExchange)
@@ -193,41 +189,42 @@ class MoE:
             and not exchange.record_load
         )
 
-    def _at_once(self, x: Tensor) -> Tensor:
-        return self.ops.routed_experts(x, *self._routed(x)) if x.shape[0] else x
-
-    def _routed(
-        self, x: Tensor
-    ) -> tuple[Tensor, Tensor | None, MoEConfig, Weight, Weight, Tensor | None, int]:
-        """What `routed_experts` takes beside x."""
-        base = self.shared.partial(x) if self.shared else None
+    def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> NormInput:
+        """[T, hidden], or the sum over each token's experts left to the norm that follows, where
+        the layout says that one does."""
+        if not x.shape[0]:
+            return x
         exchange = self.exchange
-        return (
+        experts = self.ops.experts_deferred if layout.norm_sums else self.ops.routed_experts
+        return experts(
+            x,
             self.gate,
             self.bias,
             self.moe,
             exchange.gate_up,
             exchange.down,
-            base,
+            self.shared.partial(x) if self.shared else None,
             self.fused_shared_experts,
         )
 
-    def dispatch(self, x: Tensor, layout: Layout) -> Any:
+    def dispatch(self, x: Tensor, layout: Layout) -> MoEInFlight:
         ids, weights = self.route(x)
-        return self.exchange.dispatch(x, ids, weights, layout)
+        return MoEInFlight(x, layout, self.exchange.dispatch(x, ids, weights, layout))
 
-    def run_experts(self, x: Tensor, ticket: Any, layout: Layout) -> Tensor | None:
-        """Returns the shared expert's part, unless it comes back with the routed experts'."""
-        rows = self.exchange.dense_rows(ticket)
+    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
+        """The experts, and beside them the shared expert: over the rows that the exchange has
+        gathered, whose sums then come back together, or else over the layer's own."""
+        rows = self.exchange.dense_rows(work.ticket)
         if self.shared is None or rows is None:
-            self.exchange.run_experts(ticket)
-            return self.shared.forward(x, layout) if self.shared else None
-        self.exchange.run_experts(ticket, self.shared.partial(rows))
-        return None
+            self.exchange.run_experts(work.ticket)
+            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
+        else:
+            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
+        return work
 
-    def wait(self, ticket: Any, shared: Tensor | None) -> Tensor:
-        y = self.exchange.wait(ticket)
-        return y if shared is None else y + shared
+    def combine(self, work: MoEInFlight) -> Tensor:
+        y = self.exchange.combine(work.ticket)
+        return y if work.shared is None else y + work.shared
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.prefix}.gate.weight", self.gate, std=self.std[0])

@@ -15,7 +15,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.models.transformer import Layer, Pass
+from rorqual.models.transformer import HiddenState, Layer, Pass, forward_layers
 
 
 class MTPModule:
@@ -39,10 +39,10 @@ class MTPModule:
         Returns normed hidden states [T, hidden] for the shared head; writes the module's cache
         at the step's slots."""
         x = torch.cat((self.token_norm.forward(embedded), self.hidden_norm.forward(hidden)), -1)
-        rows, residual = yield from self.layer.forward(
-            step.layout.enter(self.merge.forward(x)), None, step
-        )
-        return step.layout.leave(self.norm, rows, residual, None)
+        state = HiddenState(step.layout.enter(self.merge.forward(x)))
+        yield from forward_layers([self.layer], state, step)
+        assert state.residual is not None
+        return step.layout.leave(self.norm, state.x, state.residual, None)
 
     def targets(self) -> Iterator[Target]:
         for part in (self.token_norm, self.hidden_norm, self.merge, self.layer, self.norm):

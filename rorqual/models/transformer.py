@@ -4,6 +4,7 @@ head."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -64,21 +65,6 @@ class Layer:
             quantize_output=True,
         )
 
-    def forward(
-        self, x: NormInput, residual: Tensor | None, step: ForwardBatch
-    ) -> Generator[None, None, tuple[NormInput, Tensor]]:
-        """What it returns goes into a norm, of the next layer or of the end, by way of
-        step.layout."""
-        h, residual = self.attend(x, residual, step)
-        return (yield from self.mlp.forward_deferred(h, step.layout)), residual
-
-    def straight(
-        self, x: Tensor, residual: Tensor | None, step: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
-        """forward without hand-overs."""
-        h, residual = self.attend(x, residual, step)
-        return self.mlp.straight(h, step.layout), residual
-
     def attend(
         self, x: NormInput, residual: Tensor | None, step: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
@@ -90,6 +76,34 @@ class Layer:
     def targets(self) -> Iterator[Target]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
             yield from part.targets()
+
+
+@dataclass
+class HiddenState:
+    """What one layer leaves for the next: rows for a norm, and the residual stream, which starts
+    with the first norm. Both [T, hidden]."""
+
+    x: NormInput
+    residual: Tensor | None = None
+
+
+def forward_layers(
+    layers: Sequence[Layer], state: HiddenState, step: ForwardBatch
+) -> Generator[None, None, None]:
+    """The one chain of decoder layers, from state to state. Yields at every hand-over of an MoE
+    layer.
+
+    It returns nothing and delegates to no other generator: torch.compile traces a generator, but
+    as of 2.13 loses what it returns.
+    """
+    for layer in layers:
+        h, state.residual = layer.attend(state.x, state.residual, step)
+        first, *rest = layer.mlp.stages(step.layout)
+        x = first(h)
+        for stage in rest:
+            yield
+            x = stage(x)
+        state.x = x
 
 
 class Transformer:
@@ -137,46 +151,40 @@ class Transformer:
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:
         """Normed hidden states of the step's `logit_rows`, [N, hidden], or of all its tokens,
         [T, hidden]. Yields at every hand-over of an MoE layer."""
-        layout = step.layout
-        assert layout.mesh is self.mesh, (
+        assert step.layout.mesh is self.mesh, (
             "a step of a model on several ranks needs Transformer.layout"
         )
-        x: NormInput
-        x, residual = yield from self._enter(step)
-        for layer in self.layers:
-            x, residual = yield from layer.forward(x, residual, step)
-        assert residual is not None
+        state = yield from self._enter(step)
+        yield from forward_layers(self.layers, state, step)
         if not self.mesh.last_stage:
-            return self._pass_on(summed(x), residual)
-        return layout.leave(self.norm, x, residual, None if every_row else step.logit_rows)
+            return self._pass_on(state)
+        return self.leave(state, step, None if every_row else step.logit_rows)
 
-    def straight(self, step: ForwardBatch) -> Tensor:
-        """`forward` of every row on one device, as one chain of calls: what a compiler traces."""
+    def leave(self, state: HiddenState, step: ForwardBatch, rows: Tensor | None) -> Tensor:
+        """Through the last norm: normed hidden states of `rows` [N] of the step, or of all."""
+        assert state.residual is not None
+        return step.layout.leave(self.norm, state.x, state.residual, rows)
+
+    def embedded(self, step: ForwardBatch) -> HiddenState:
         assert self.embed is not None
-        x = self.embed.forward(step.token_ids, step.layout)
-        residual = None
-        for layer in self.layers:
-            x, residual = layer.straight(x, residual, step)
-        assert residual is not None
-        return step.layout.leave(self.norm, x, residual, None)
+        return HiddenState(step.layout.enter(self.embed.forward(step.token_ids, step.layout)))
 
-    def _enter(self, step: ForwardBatch) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
-        """Embedded tokens, or what the stage before sends: (hidden, residual) as its last layer
-        left them."""
+    def _enter(self, step: ForwardBatch) -> Generator[None, None, HiddenState]:
+        """Embedded tokens, or what the last layer of the stage before left."""
         if self.mesh.first_stage:
-            assert self.embed is not None
-            return step.layout.enter(self.embed.forward(step.token_ids, step.layout)), None
+            return self.embedded(step)
         assert isinstance(step.layout, MultiRankLayout)
         shape = (2, step.layout.rows, self.config.hidden_size)
         device = step.token_ids.device
         pending = self.mesh.pp.receive(shape, self.dtype, device, self.mesh.pp_rank - 1)
         yield  # with or without rows: ranks of a stage interleave their micro-batches alike
-        x, residual = pending.wait().unbind(0)
-        return x, residual
+        return HiddenState(*pending.wait().unbind(0))
 
-    def _pass_on(self, x: Tensor, residual: Tensor) -> Tensor:
+    def _pass_on(self, state: HiddenState) -> Tensor:
         """Send to the next stage. Nothing is left to return: no rows."""
-        self.mesh.pp.send(torch.stack((x, residual)), self.mesh.pp_rank + 1)
+        assert state.residual is not None
+        x = summed(state.x)
+        self.mesh.pp.send(torch.stack((x, state.residual)), self.mesh.pp_rank + 1)
         return x[:0]
 
     def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:

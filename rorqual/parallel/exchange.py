@@ -65,10 +65,10 @@ class SlotMap:
 class Exchange(Protocol):
     """Three stages a layer chains; any of them may be a no-op. Expert ids are logical.
 
-    submit(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes;
-    wait(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's layout
+    dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes;
+    combine(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's layout
     says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket), between
-    submit and run_experts: the rows of the layout's dense group where this exchange has gathered
+    dispatch and run_experts: the rows of the layout's dense group where this exchange has gathered
     them anyway, else None. A dense layer beside the experts takes them instead of gathering its
     own, and gives run_experts its partial sums of them, which then come back with the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
@@ -98,7 +98,7 @@ class Exchange(Protocol):
 
     def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None: ...
 
-    def wait(self, ticket: Any) -> Tensor: ...
+    def combine(self, ticket: Any) -> Tensor: ...
 
 
 class ExpertStore:
@@ -245,6 +245,6 @@ class LocalExchange(StoreExchange):
     def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:
         ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights, dense)
 
-    def wait(self, ticket: Ticket) -> Tensor:
-        assert ticket.y is not None, "run_experts comes before wait"
+    def combine(self, ticket: Ticket) -> Tensor:
+        assert ticket.y is not None, "run_experts comes before combine"
         return ticket.y

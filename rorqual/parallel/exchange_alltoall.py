@@ -97,8 +97,8 @@ class AllToAllExchange(StoreExchange):
         y = self.store.run(x, places, weights)
         ticket.y = ticket.axis.start_all_to_all(y, ticket.receive, ticket.send)
 
-    def wait(self, ticket: AllToAllTicket) -> Tensor:
-        assert ticket.y is not None, "run_experts comes before wait"
+    def combine(self, ticket: AllToAllTicket) -> Tensor:
+        assert ticket.y is not None, "run_experts comes before combine"
         return add_parts(ticket.y.wait(), ticket.row, ticket.mask, ticket.like)
 
 
@@ -161,7 +161,7 @@ class LowLatencyExchange(StoreExchange):
         )
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
 
-    def wait(self, ticket: AllToAllTicket) -> Tensor:
+    def combine(self, ticket: AllToAllTicket) -> Tensor:
         if ticket.y is None:
             return ticket.like
         return add_parts(ticket.y.wait().flatten(0, 1), ticket.row, ticket.mask, ticket.like)

@@ -62,6 +62,6 @@ class AllGatherExchange(StoreExchange):
             y[ticket.dense] += dense
         ticket.y = ticket.axis.start_reduce_scatter(y, ticket.counts)
 
-    def wait(self, ticket: GatherTicket) -> Tensor:
-        assert ticket.y is not None, "run_experts comes before wait"
+    def combine(self, ticket: GatherTicket) -> Tensor:
+        assert ticket.y is not None, "run_experts comes before combine"
         return ticket.y.wait()

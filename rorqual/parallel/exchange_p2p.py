@@ -94,8 +94,8 @@ class P2PExchange(StoreExchange):
         peers.send_back(flight, y)
         return None
 
-    def wait(self, ticket: Any) -> Tensor:
+    def combine(self, ticket: Any) -> Tensor:
         if not isinstance(ticket, P2PTicket):
-            return self.plain.wait(ticket)
+            return self.plain.combine(ticket)
         assert ticket.axis.peers is not None
         return ticket.axis.peers.finish(ticket.flight)

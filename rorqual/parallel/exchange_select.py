@@ -72,5 +72,5 @@ class SelectedExchange(StoreExchange):
     def run_experts(self, ticket: tuple[Exchange, Any], dense: Tensor | None = None) -> None:
         ticket[0].run_experts(ticket[1], dense)
 
-    def wait(self, ticket: tuple[Exchange, Any]) -> Tensor:
-        return ticket[0].wait(ticket[1])
+    def combine(self, ticket: tuple[Exchange, Any]) -> Tensor:
+        return ticket[0].combine(ticket[1])

@@ -23,7 +23,7 @@ def run(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
     return [results[index] for index in range(len(generators))]
 
 
-def straight(generator: Generator[None, None, Result]) -> Result:
+def run_one(generator: Generator[None, None, Result]) -> Result:
     """Run one generator to its end, without hand-overs."""
     while True:
         try:
@@ -43,6 +43,6 @@ def chain(generators: Sequence[Generator[None, None, Result]]) -> list[Result]:
         except StopIteration as stop:
             first[index] = stop.value
     return [
-        first[index] if index in first else straight(generator)
+        first[index] if index in first else run_one(generator)
         for index, generator in enumerate(generators)
     ]

@@ -18,7 +18,7 @@ from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata, Ops
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 
 Forms = tuple[str, str]  # MLA form of prefill, of decode
 
@@ -110,7 +110,7 @@ class DeviceDriver:
 
     @torch.inference_mode()
     def logits(self, step: ForwardBatch) -> Tensor:
-        return self.model.logits(straight(self.model.forward(step)))
+        return self.model.logits(run_one(self.model.forward(step)))
 
 
 def all_logits(

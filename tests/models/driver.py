@@ -18,7 +18,7 @@ from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata, Ops
-from rorqual.parallel.overlap import run, straight
+from rorqual.parallel.overlap import run, run_one
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -93,7 +93,7 @@ class Driver:
 
     @torch.inference_mode()
     def logits(self, step: ForwardBatch) -> Tensor:
-        return self.model.logits(straight(self.model.forward(step)))
+        return self.model.logits(run_one(self.model.forward(step)))
 
     @torch.inference_mode()
     def interleaved(self, steps: list[ForwardBatch]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rorqual import LLM, SamplingParams
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.layers.moe import MoE
+from rorqual.layers.moe import MoE, run_stages
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
@@ -26,7 +26,7 @@ from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.mesh import SINGLE_LAYOUT, Mesh
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 from tests.models.driver import Driver
 from tests.parallel.fake_axes import place
@@ -162,7 +162,7 @@ def test_a_stage_passes_on_sums(tp: int, tmp_path: Path, monkeypatch: pytest.Mon
         step = driver.step([torch.tensor([3, 1, 4, 1])], [0], decode=False)
         step.layout = model.layout([4])
         with torch.inference_mode():
-            assert straight(model.forward(step)).shape[0] == 0
+            assert run_one(model.forward(step)).shape[0] == 0
         return held[0]
 
     ops = Deferring()
@@ -183,25 +183,23 @@ def small_moe(ops: Ops, tmp_path: Path, mesh: Mesh | None = None) -> MoE:
 
 
 def test_who_asks_for_a_tensor_gets_one(tmp_path: Path) -> None:
-    """stages and straight, which benchmarks and the compiler call; forward_deferred alone may
-    leave the sum."""
+    """The stages that travel always sum; the one op may leave the sum to a norm."""
     moe = small_moe(Deferring(), tmp_path)
     x = torch.randn(3, moe.hidden)
     with torch.inference_mode():
-        left = straight(moe.forward_deferred(x, SINGLE_LAYOUT))
+        left = moe.forward(x)
         assert isinstance(left, DeferredMoESum)
-        for made in (straight(moe.stages(x)), moe.straight(x)):
-            assert isinstance(made, Tensor)
-            torch.testing.assert_close(made, summed(left), rtol=1e-5, atol=1e-5)
-        assert straight(moe.forward_deferred(x[:0], SINGLE_LAYOUT)).shape == (0, moe.hidden)
+        made = moe.combine(moe.run_experts(moe.dispatch(x, SINGLE_LAYOUT)))
+        assert isinstance(made, Tensor)
+        torch.testing.assert_close(made, summed(left), rtol=1e-5, atol=1e-5)
+        assert moe.forward(x[:0]).shape == (0, moe.hidden)
 
 
 def test_counted_picks_are_summed_at_once(tmp_path: Path) -> None:
     moe = small_moe(Deferring(), tmp_path)
     moe.exchange.record_load = True
-    assert isinstance(
-        straight(moe.forward_deferred(torch.randn(3, moe.hidden), SINGLE_LAYOUT)), Tensor
-    )
+    assert len(moe.stages()) == 3, "the exchange counts"
+    assert isinstance(run_stages(moe.stages(), torch.randn(3, moe.hidden)), Tensor)
 
 
 def test_partial_sums_are_added_before_they_travel() -> None:

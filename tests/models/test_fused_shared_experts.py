@@ -14,7 +14,7 @@ from torch import Tensor
 from rorqual.config.model import ModelConfig, QuantConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.execution.worker import weight_bytes
-from rorqual.layers.moe import MoE
+from rorqual.layers.moe import MoE, run_stages
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
@@ -24,7 +24,6 @@ from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.mesh import Mesh
-from rorqual.parallel.overlap import straight
 from tests.models.checkpoints import VOCAB, merge, save, save_fp8, save_with_mtp
 from tests.models.driver import all_logits, load
 from tests.parallel.fake_axes import place
@@ -136,7 +135,7 @@ def test_layers_give_the_same_sums(fields: dict[str, Any], tokens: int) -> None:
     one, other = (random_model(fields, ops).moe_layers()[0] for ops in (Joining(), Ops()))
     one.exchange.record_load = other.exchange.record_load = True
     torch.testing.assert_close(
-        straight(one.stages(x)), straight(other.stages(x)), rtol=1e-5, atol=1e-5
+        run_stages(one.stages(), x), run_stages(other.stages(), x), rtol=1e-5, atol=1e-5
     )
     assert torch.equal(one.exchange.load, other.exchange.load), (
         "picks of shared experts are not counted"

@@ -15,14 +15,14 @@ import torch
 from rorqual import LLM, SamplingParams
 from rorqual.config.model import ModelConfig
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
-from rorqual.layers.moe import MoE
+from rorqual.layers.moe import MoE, run_stages
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import fill_normal, random_weights
 from rorqual.models.registry import make_model
 from rorqual.ops import rng
 from rorqual.ops.cpu.backend import CpuOps
+from rorqual.ops.deferred_sum import summed
 from rorqual.parallel.exchange import SlotMap
-from rorqual.parallel.overlap import straight
 from rorqual.planner.costs.costs import expected_experts
 from tests.models.driver import Driver
 
@@ -153,7 +153,7 @@ def test_replicas_hold_their_experts_weights():
     assert torch.equal(layers[1].exchange.gate_up.data[64], layers[0].exchange.gate_up.data[5])
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        plain, replicated = (straight(layer.stages(x)) for layer in layers)
+        plain, replicated = (summed(run_stages(layer.stages(), x)) for layer in layers)
     assert (plain - replicated).abs().max() < 1e-5
 
 

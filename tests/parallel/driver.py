@@ -14,11 +14,11 @@ from rorqual.cache.spec import kv_spec
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata
-from rorqual.parallel.overlap import chain, run, straight
+from rorqual.parallel.overlap import chain, run, run_one
 
 CPU = torch.device("cpu")
 PAGE = 4
-WAYS = {"straight": lambda passes: [straight(one) for one in passes], "run": run, "chain": chain}
+WAYS = {"straight": lambda passes: [run_one(one) for one in passes], "run": run, "chain": chain}
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class RankDriver:
     def predict(self, ids: Tensor, turn: Turn) -> dict[tuple[int, int], Tensor]:
         """Logits of the prediction module by (request, position), on the last stage."""
         step, counts = self.step(ids, turn)
-        hidden = straight(self.model.forward(step, every_row=True))
+        hidden = run_one(self.model.forward(step, every_row=True))
         if not self.model.mesh.last_stage:
             return {}
         mine = self.own(turn)
         following = ids[[i for i, _ in mine], [p + 1 for _, p in mine]]
         embedded = self.model.embed.forward(following, step.layout)
-        out = straight(self.model.mtp[0].forward(embedded, hidden, step))
+        out = run_one(self.model.mtp[0].forward(embedded, hidden, step))
         return dict(zip(mine, self.model.logits(out, counts), strict=True))
 
     def own(self, turn: Turn) -> list[tuple[int, int]]:

@@ -166,7 +166,7 @@ def walk(
             exchange.run_experts(ticket)
         for ticket in tickets:
             dawdle(pause)
-            yield exchange.wait(ticket)
+            yield exchange.combine(ticket)
 
 
 @torch.inference_mode()

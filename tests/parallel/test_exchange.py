@@ -226,7 +226,7 @@ def go_round(name: str) -> torch.Tensor:
             torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout
         )
         made.run_experts(ticket)
-        return made.wait(ticket)
+        return made.combine(ticket)
 
 
 @pytest.mark.parametrize("name", ["allgather_ep", "low_latency"])

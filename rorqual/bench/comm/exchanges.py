@@ -118,7 +118,7 @@ class ExchangeLayer:
     def call(self) -> Tensor:
         ticket = self.exchange.dispatch(self.x, self.ids, self.weights, self.layout)
         self.exchange.run_experts(ticket)
-        return self.exchange.wait(ticket)
+        return self.exchange.combine(ticket)
 
     def timed(self) -> Tensor:
         self.exact = False

@@ -36,7 +36,7 @@ class NowhereExchange:
 
     def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
 
-    def wait(self, ticket: Tensor) -> Tensor:
+    def combine(self, ticket: Tensor) -> Tensor:
         return ticket
 
 

@@ -19,14 +19,14 @@ from rorqual.errors import CapacityError
 from rorqual.layers.attention import GQA
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.mla import MLA
-from rorqual.layers.moe import DenseMLP, MoE
+from rorqual.layers.moe import DenseMLP, MoE, run_stages
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
 from rorqual.models.loader import fill_normal
-from rorqual.models.transformer import Layer
-from rorqual.ops.deferred_sum import NormInput, summed
+from rorqual.models.transformer import HiddenState, Layer, forward_layers
+from rorqual.ops.deferred_sum import summed
 from rorqual.ops.interface import AttentionMetadata, ops_for
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import BatchShape, Format, Op
 from rorqual.planner.costs.weights import attention_weights, layer_weights
@@ -286,8 +286,8 @@ class ForcedMoE(MoE):
     forced: Tensor | None = None
 
     @property
-    def at_once(self) -> bool:
-        return self.forced is None and super().at_once
+    def is_one_op(self) -> bool:
+        return self.forced is None and super().is_one_op
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = super().route(x)
@@ -295,7 +295,7 @@ class ForcedMoE(MoE):
 
     def run(self, x: Tensor, forced: Tensor | None) -> Tensor:
         self.forced = forced
-        y = straight(self.stages(x))
+        y = summed(run_stages(self.stages(), x))
         self.forced = None
         return y
 
@@ -355,11 +355,9 @@ def _moe_cost(bench: LayerBench, layer: int, n: int, hit: int) -> Op:
 
 
 def _through(layers: list[Layer], x: Tensor, step: ForwardBatch) -> Tensor:
-    rows: NormInput = x
-    residual = None
-    for layer in layers:
-        rows, residual = straight(layer.forward(rows, residual, step))
-    return summed(rows)
+    state = HiddenState(x)
+    run_one(forward_layers(layers, state, step))
+    return summed(state.x)
 
 
 def backbone_cases(bench: LayerBench) -> Iterator[LayerCase]:

@@ -29,7 +29,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.config.model import cache_folder, compiler_caches_in
 from rorqual.errors import ConfigError
 from rorqual.layers.forward_batch import ForwardBatch
-from rorqual.models.transformer import Transformer
+from rorqual.models.transformer import Transformer, forward_layers
 from rorqual.ops import custom_ops
 from rorqual.ops.custom_ops import TracedMetadata, TracedOps
 from rorqual.ops.interface import AttentionMetadata
@@ -165,9 +165,11 @@ class CompiledForward:
 
     def _trace(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         segment = TracedMetadata(ids.shape[0])
-        return self.model.straight(
-            TracedForwardBatch(ids, mapping, cos, sin, self.pool, segment, self.layout)
-        )
+        step = TracedForwardBatch(ids, mapping, cos, sin, self.pool, segment, self.layout)
+        state = self.model.embedded(step)
+        for _ in forward_layers(self.model.layers, state, step):
+            pass  # a hand-over: nothing else is under way
+        return self.model.leave(state, step, None)
 
     def _compile(self, step: ForwardBatch, dynamic: bool) -> CompiledVariant:
         assert step.decode is not None

@@ -44,7 +44,7 @@ from rorqual.engine.scheduling.scheduler_output import (
 )
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 
@@ -305,7 +305,7 @@ class ModelRunner:
         if self.compiled and common.decodes:
             return self.compiled(batch.step)
         every_row = common.decodes or (self.drafter is not None and self.drafter.reads_hidden)
-        return straight(self.model.forward(batch.step, every_row=every_row))
+        return run_one(self.model.forward(batch.step, every_row=every_row))
 
     def _logits(
         self, batch: BuiltBatch, hidden: Tensor, common: StepMetadata, wide: bool = True

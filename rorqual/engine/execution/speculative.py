@@ -37,7 +37,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata
 from rorqual.ops.reference import Distribution
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 
 
 @dataclass
@@ -243,7 +243,7 @@ class MTPDrafter:
                 following = newest
             assert self.model.embed is not None, "prediction modules have the embedding beside them"
             embedded = self.model.embed.forward(following, step.layout)
-            hidden = straight(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
+            hidden = run_one(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
             if any(common.sampled) and place < max(num_speculative_tokens, kept - 1):
                 wide = variant is not SamplingVariant.GREEDY
                 logits = self.model.logits(hidden.index_select(0, last), common.sampled, wide)

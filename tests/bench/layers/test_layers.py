@@ -21,7 +21,7 @@ from rorqual.bench.layers.run import LayerRow, as_json, print_table, sweep
 from rorqual.cache.spec import MLA_FORMS
 from rorqual.config.model import ModelConfig
 from rorqual.errors import CapacityError, ConfigError
-from rorqual.parallel.overlap import straight
+from rorqual.layers.moe import run_stages
 from rorqual.planner.costs import costs
 from rorqual.platforms.cpu import CpuPlatform
 
@@ -179,7 +179,7 @@ def test_the_backbone_is_the_model_without_experts() -> None:
     moe = model.moe_layers()[0]
     x = bench.hidden(3)
     assert moe.shared is not None
-    torch.testing.assert_close(straight(moe.stages(x)), x + moe.shared.forward(x))
+    torch.testing.assert_close(run_stages(moe.stages(), x), x + moe.shared.forward(x))
 
 
 # ---- routing

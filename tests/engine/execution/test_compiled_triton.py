@@ -20,7 +20,7 @@ from rorqual.config.model import ModelConfig
 from rorqual.engine.execution.compiled import CompiledForward
 from rorqual.ops.custom_ops import TracedOps
 from rorqual.ops.triton.backend import TritonOps
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 from tests.gpu.device_driver import DeviceDriver, random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK, QWEN, WIDE
 
@@ -73,7 +73,7 @@ def test_operators_are_what_the_graph_says(
     forward = CompiledForward(model, driver.pool, ops, tmp_path)
     with torch.inference_mode():
         forward.compile([step])
-        want = straight(model.forward(driver.step([ids[5:]], [5]), every_row=True))
+        want = run_one(model.forward(driver.step([ids[5:]], [5]), every_row=True))
         torch.testing.assert_close(forward(step), want, rtol=1e-4, atol=1e-5)
     attention = "attention" if config is QWEN else "latent_attention"
     assert {f"rorqual.{name}" for name in (attention, "router", "experts")} <= set(

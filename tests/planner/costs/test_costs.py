@@ -25,7 +25,7 @@ from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata, Ops
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import BatchShape, ByPart, Format
 from rorqual.planner.costs.weights import attention_weights
@@ -336,7 +336,7 @@ def counted_decode(config: ModelConfig, context: int, form: str) -> tuple[int, i
     )
     random_weights(model, 0)
     with torch.inference_mode(), FlopCounterMode(display=False) as whole:
-        model.logits(straight(model.forward(decode_step(config, model, context, form))))
+        model.logits(run_one(model.forward(decode_step(config, model, context, form))))
     with torch.inference_mode(), FlopCounterMode(display=False) as attention:
         model.layers[0].attention.forward(
             torch.randn(1, config.hidden_size), decode_step(config, model, context, form)

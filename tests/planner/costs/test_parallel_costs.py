@@ -20,7 +20,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.ops.interface import AttentionMetadata, Ops
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
 from rorqual.planner.costs.costs import BatchShape, Format
@@ -108,7 +108,7 @@ def test_a_ranks_flops_equal_the_counted(case: str, form: str) -> None:
         )
         random_weights(model, 0)
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-            model.logits(straight(model.forward(decode_step(own, model, context, form))))
+            model.logits(run_one(model.forward(decode_step(own, model, context, form))))
         step = rank_step(
             config,
             ParallelConfig(tp=ranks),
@@ -327,7 +327,7 @@ def test_prompts_cost_what_the_model_counts() -> None:
         prefill=segment,
     )
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-        model.logits(straight(model.forward(step)))
+        model.logits(run_one(model.forward(step)))
     ours = rank_step(config, ParallelConfig(), GroupWork(None, (BatchShape(1, tokens),)))
     square = config.num_layers * costs.attention_flops_per_pair(config, "CC") * tokens * tokens
     attention = sum(op.flops * op.layers for op in ours.ops if op.name == "attention")
