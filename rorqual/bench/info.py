@@ -43,7 +43,7 @@ def render(
     sections = {
         "Weights": parts_table(config),
         "Cache of all layers, attention of one": cache_table(config),
-        f"Tokens of cache beside weights, at most ({USABLE:.0%} of each card, spread evenly)": fit_table(
+        f"Tokens of cache beside weights ({USABLE:.0%} of each GPU, spread evenly)": fit_table(
             config, memory_gib
         ),
     }

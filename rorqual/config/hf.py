@@ -38,13 +38,16 @@ def _fields(names: str) -> frozenset[str]:
 # Fields without effect on inference results: bookkeeping, training, and generation defaults that
 # live elsewhere.
 HARMLESS = _fields(
-    """architectures model_type transformers_version auto_map _name_or_path name_or_path use_cache initializer_range attention_dropout
-    pretraining_tp ep_size num_mtp_layers aux_loss_alpha seq_aux router_aux_loss_coef output_router_logits bos_token_id eos_token_id
-    pad_token_id max_window_layers return_dict output_hidden_states output_attentions chunk_size_feed_forward problem_type id2label
-    label2id is_encoder_decoder task_specific_params torchscript use_bfloat16 tokenizer_class prefix finetuning_task is_decoder
-    add_cross_attention cross_attention_hidden_size decoder_start_token_id sep_token_id do_sample temperature top_k top_p max_length
-    min_length num_beams repetition_penalty unsloth_fixed attn_implementation _attn_implementation _experts_implementation
-    experts_implementation use_mtp"""
+    """architectures model_type transformers_version auto_map _name_or_path name_or_path use_cache
+    initializer_range attention_dropout pretraining_tp ep_size num_mtp_layers aux_loss_alpha
+    seq_aux router_aux_loss_coef output_router_logits bos_token_id eos_token_id pad_token_id
+    max_window_layers return_dict output_hidden_states output_attentions
+    chunk_size_feed_forward problem_type id2label label2id is_encoder_decoder
+    task_specific_params torchscript use_bfloat16 tokenizer_class prefix finetuning_task
+    is_decoder add_cross_attention cross_attention_hidden_size decoder_start_token_id
+    sep_token_id do_sample temperature top_k top_p max_length min_length num_beams
+    repetition_penalty unsloth_fixed attn_implementation _attn_implementation
+    _experts_implementation experts_implementation use_mtp"""
 )
 
 # Fields that change the result: (name, the values that mean "off").
@@ -102,13 +105,16 @@ QUANT_OFF: dict[str, tuple[Any, ...]] = {
 
 
 COMMON = _fields(
-    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-    max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters torch_dtype dtype tie_word_embeddings attention_bias
-    quantization_config moe_intermediate_size num_experts_per_tok norm_topk_prob sliding_window"""
+    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps rope_theta
+    rope_scaling rope_parameters torch_dtype dtype tie_word_embeddings attention_bias
+    quantization_config moe_intermediate_size num_experts_per_tok norm_topk_prob
+    sliding_window"""
 )
 DEEPSEEK = COMMON | _fields(
-    """q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim n_routed_experts num_experts num_local_experts
-    n_shared_experts n_group topk_group topk_method scoring_func routed_scaling_factor first_k_dense_replace moe_layer_freq
+    """q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim
+    n_routed_experts num_experts num_local_experts n_shared_experts n_group topk_group
+    topk_method scoring_func routed_scaling_factor first_k_dense_replace moe_layer_freq
     num_nextn_predict_layers rope_interleave"""
 )
 QWEN = COMMON | _fields("num_experts num_local_experts decoder_sparse_step mlp_only_layers")

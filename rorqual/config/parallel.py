@@ -4,13 +4,18 @@ torch.
 A world of `pp` pipeline stages, each of `stage = tp * dp` ranks. Within a stage a rank's number is
 dp_rank * tp + tp_rank. The same ranks are cut anew for each part of a layer:
 
-| part          | groups of a stage                                             | what a group shares                         |
-|---------------|---------------------------------------------------------------|---------------------------------------------|
-| attention     | dp groups of tp ranks: a group owns its sequences             | heads are split over tp                     |
-| dense FFN     | groups of dense_tp ranks                                      | columns are split over dense_tp             |
-| experts       | ep groups of expert_tp = stage / ep ranks: whole experts each | columns of an expert split over expert_tp   |
-| embedding     | groups of embed_tp ranks                                      | rows of the vocabulary                      |
-| LM head       | groups of head_tp ranks                                       | rows of the vocabulary                      |
+| part      | groups of a stage                                             | what a group shares  |
+| --------- | ------------------------------------------------------------- | -------------------- |
+| attention | dp groups of tp ranks: a group owns its sequences             | heads are split over |
+|           |                                                               | tp                   |
+| dense FFN | groups of dense_tp ranks                                      | columns are split    |
+|           |                                                               | over dense_tp        |
+| experts   | ep groups of expert_tp = stage / ep ranks: whole experts each | columns of an expert |
+|           |                                                               | split over expert_tp |
+| embedding | groups of embed_tp ranks                                      | rows of the          |
+|           |                                                               | vocabulary           |
+| LM head   | groups of head_tp ranks                                       | rows of the          |
+|           |                                                               | vocabulary           |
 
 Groups are blocks of neighbouring ranks, so groups of dense_tp, embed_tp or head_tp lie inside an
 attention group or consist of whole ones.

@@ -1,13 +1,16 @@
 """Multi-head latent attention (arXiv 2405.04434) in five forms that compute the same thing at
 different costs.
 
-| form     | cached per token          | how a query meets the cache                                                         |
-|----------|---------------------------|-------------------------------------------------------------------------------------|
-| CD       | keys and values per head  | plain attention                                                                     |
-| CC       | latent + rope key         | every cached latent is decompressed again at each step                              |
-| A_CC     | latent + rope key         | W_UK moves to the query, W_UV to the output; query parts are concatenated           |
-| A_CC_ME  | latent + rope key         | the same, rope and latent scores computed apart, nothing concatenated               |
-| AM_CC_ME | latent + rope key         | the same, with W_UQ W_UK and W_UV W_O multiplied out beforehand: many more weights  |
+| form     | cached per token         | how a query meets the cache                                |
+| -------- | ------------------------ | ---------------------------------------------------------- |
+| CD       | keys and values per head | plain attention                                            |
+| CC       | latent + rope key        | every cached latent is decompressed again at each step     |
+| A_CC     | latent + rope key        | W_UK moves to the query, W_UV to the output; query parts   |
+|          |                          | are concatenated                                           |
+| A_CC_ME  | latent + rope key        | the same, rope and latent scores computed apart, nothing   |
+|          |                          | concatenated                                               |
+| AM_CC_ME | latent + rope key        | the same, with W_UQ W_UK and W_UV W_O multiplied out       |
+|          |                          | beforehand: many more weights                              |
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Exchange(Protocol):
     """Three stages a layer chains; any of them may be a no-op. Expert ids are logical.
 
     dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes;
-    combine(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's layout
-    says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket), between
+    combine(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's
+    layout says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket), between
     dispatch and run_experts: the rows of the layout's dense group where this exchange has gathered
     them anyway, else None. A dense layer beside the experts takes them instead of gathering its
     own, and gives run_experts its partial sums of them, which then come back with the experts'.

@@ -1,17 +1,20 @@
 """The mesh: every rank's groups, by axis name, from a ParallelConfig over an initialized
 torch.distributed.
 
-| axis                           | ranks of one stage that form a group                                               |
-|--------------------------------|------------------------------------------------------------------------------------|
-| tp                             | an attention group: the same tokens, each rank its heads                           |
-| dp                             | those with the same place in their attention groups                                |
-| stage                          | all                                                                                |
-| dense, embed, head             | blocks of dense_tp, embed_tp, head_tp ranks                                        |
-| dense_dp, embed_dp, head_dp    | of such a block, those with the same place in their attention groups               |
-| expert_tp                      | a block that splits the columns of its experts                                     |
-| ep                             | those with the same place in their expert_tp blocks: together all experts          |
-| pp                             | across stages: those with the same place in their stages                           |
-| tokens                         | the same ranks as pp, in a group of its own: tokens go back while activations go on |
+| axis                        | ranks of one stage that form a group                               |
+| --------------------------- | ------------------------------------------------------------------ |
+| tp                          | an attention group: the same tokens, each rank its heads           |
+| dp                          | those with the same place in their attention groups                |
+| stage                       | all                                                                |
+| dense, embed, head          | blocks of dense_tp, embed_tp, head_tp ranks                        |
+| dense_dp, embed_dp, head_dp | of such a block, those with the same place in their attention      |
+|                             | groups                                                             |
+| expert_tp                   | a block that splits the columns of its experts                     |
+| ep                          | those with the same place in their expert_tp blocks: together all  |
+|                             | experts                                                            |
+| pp                          | across stages: those with the same place in their stages           |
+| tokens                      | the same ranks as pp, in a group of its own: tokens go back while  |
+|                             | activations go on                                                  |
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ class TextStream:
         self.ids.append(token)
         try:
             text = self.stream.step(self.tokenizer.raw, token) or ""
-        except Exception:  # byte fallback: one bad byte changes how those before it are shown, and the library gives up
+        except Exception:
+            # Byte fallback: one bad byte changes how those before it are shown, and the library
+            # gives up.
             self.stream = DecodeStream(skip_special_tokens=self.skip)
             text = self.tokenizer.decode(self.ids, self.skip)[self.length :]
         self.length += len(text)

@@ -28,7 +28,10 @@ from rorqual.bench.kernels import gemm_and_experts as experts
 from rorqual.bench.kernels.vllm_kernels import check_installed
 from rorqual.ops.triton.runtime.launch import keep_compiled
 
-HEADER = f"{'kernel':42}{'us':>9}{'floor':>8}{'of it':>6}{'GB/s':>7}{'TFLOP':>7}{'peer':>8}{'x':>6}{'error':>9}  config"
+HEADER = (
+    f"{'kernel':42}{'us':>9}{'floor':>8}{'of it':>6}{'GB/s':>7}{'TFLOP':>7}"
+    f"{'peer':>8}{'x':>6}{'error':>9}  config"
+)
 
 
 def run(only: str | None = None, check: bool = False, tune: bool = False, json: Path | None = None,
@@ -78,7 +81,9 @@ def line(row: dict[str, Any]) -> str:
     floor = row["floor_us"]
     against = f"{peer:8.1f}{us / peer:6.2f}" if peer else " " * 14
     judged = f"{error:9.1e}" if error is not None else " " * 9
-    text = f"{head}{us:9.1f}{floor:8.1f}{100 * floor / us:5.0f}%{row['gb_s']:7.0f}{row['tflop_s']:7.0f}{against}{judged}  {short(row)}"
+    rates = f"{row['gb_s']:7.0f}{row['tflop_s']:7.0f}"
+    share = f"{100 * floor / us:5.0f}%"
+    text = f"{head}{us:9.1f}{floor:8.1f}{share}{rates}{against}{judged}  {short(row)}"
     trials = [
         f"\n{'':42}{trial:9.1f}  {attention.short(config)}"
         for trial, config in row.get("trials", [])[1:]

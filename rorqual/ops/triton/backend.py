@@ -5,18 +5,22 @@ Every override names what its kernel takes. Anything else goes to `Ops`, which i
 configuration but slow, and of which attention and experts wait for the device: a step that meets
 such a fallback cannot be captured in a graph. No other entry does.
 
-| entry                   | falls back to the reference when                                                         |
-|-------------------------|------------------------------------------------------------------------------------------|
-| linear, mlp, experts    | fp8 blocks are not 128x128, or columns no multiple of 128 (experts: rows as well); a card before sm_89 |
-| rope                    | the rotated size is no power of two                                                      |
-| mla_prologue            | no latent plane, or latent or rope size is no power of two                               |
-| mla_down, mla_up        | latent or rope size is no power of two; mla_up without a query latent as well            |
-| gqa_prologue            | the head size is no power of two                                                         |
-| latent_attention        | latent or rope size is no power of two of at least 16; the cache's format is neither the queries' nor fp8 |
-|                         | on a card also: rows of an fp8 cache are no multiple of 16 bytes                         |
-| write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two                           |
-| attention, dense_attention | a head is wider than 256 columns; the cache's format is not the queries'              |
-| stretch_attention       | as dense_attention                                             |
+| entry                        | falls back to the reference when                                  |
+| ---------------------------- | ----------------------------------------------------------------- |
+| linear, mlp, experts         | fp8 blocks are not 128x128, or columns no multiple of 128         |
+|                              | (experts: rows as well); a card before sm_89                      |
+| rope                         | the rotated size is no power of two                               |
+| mla_prologue                 | no latent plane, or latent or rope size is no power of two        |
+| mla_down, mla_up             | latent or rope size is no power of two; mla_up without a query    |
+|                              | latent as well                                                    |
+| gqa_prologue                 | the head size is no power of two                                  |
+| latent_attention             | latent or rope size is no power of two of at least 16; the        |
+|                              | cache's format is neither the queries' nor fp8                    |
+|                              | on a card also: rows of an fp8 cache are no multiple of 16 bytes  |
+| write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two         |
+| attention, dense_attention   | a head is wider than 256 columns; the cache's format is not the   |
+|                              | queries'                                                          |
+| stretch_attention            | as dense_attention                                                |
 
 Products of fp32 are exact to fp32 in every kernel (`ieee`), so that tiny fp32 models give the CPU's
 logits.

@@ -221,7 +221,8 @@ def rejected_lines(plan: DeploymentPlan) -> list[str]:
     lines = [f"\n[bold]What does not work[/bold] ({len(plan.rejected)} layouts)"]
     seen: set[str] = set()
     for item in plan.rejected:
-        kind = f"{'tp' if item.sizes.tp > 1 else ''}{'pp' if item.sizes.pp > 1 else ''}{'ep' if item.sizes.ep > 1 else ''}"
+        sizes = {name: getattr(item.sizes, name) for name in ("tp", "pp", "ep")}
+        kind = "".join(name for name, size in sizes.items() if size > 1)
         if kind not in seen and len(seen) < 6:
             seen.add(kind)
             lines.append(f"  {layout_name(item.sizes)}: {item.reason}")

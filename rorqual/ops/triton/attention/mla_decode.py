@@ -5,7 +5,8 @@ One latent tile serves as keys and as values and is loaded once. Query tokens of
 heads are one axis of rows, so speculative tokens share the pass over the cache. Two cache formats:
 
     bf16 (or fp32 for tests)  plane [pages, page, 512 + 64]
-    fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per 128 columns), 64 rope as the queries
+    fp8                       plane [pages, page, 656] uint8: 512 e4m3, 4 fp32 scales (one per
+                              128 columns), 64 rope as the queries
 
 With bf16 queries an fp8 latent is dequantized in fp16, times 16, and must stay below 4,094. A
 normed latent is at most 22.6 (the root of 512) times its norm's weight.

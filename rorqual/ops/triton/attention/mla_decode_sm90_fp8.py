@@ -16,12 +16,12 @@ Budget of one tile of 64 tokens, in clocks of a multiprocessor: for 16 rows in o
 which two or three share a multiprocessor and hide each other's waits; and for 64 rows in two
 warpgroups of one program, which both convert everything:
 
-                                                                                     16 rows   64 rows
-    memory         64 x 656 bytes at 18.6 a clock                                      2260      2260
+                                                                             16 rows   64 rows
+    memory         64 x 656 bytes at 18.6 a clock                              2260      2260
     shared memory  tile written 328, read by threads 544 and 1090, by wgmma 336
-                   and 1220, the rest 160 and 640; no access has conflicts             1370      3270
-    tensor cores   68 products of 64 x 16 x 16 at about 16, of 64 x 32 x 16 at 18      1090      2450
-    instructions   a warp's 920 and 1220; one warp a scheduler and warpgroup            920      2440
+                   and 1220, the rest 160 and 640; no access has conflicts     1370      3270
+    tensor cores   68 products of 64 x 16 x 16 at about 16, of 64 x 32 x 16 at 18  1090      2450
+    instructions   a warp's 920 and 1220; one warp a scheduler and warpgroup    920      2440
 
 So few rows are bound by memory, as long as two programs overlap: the chain of one program's tile is
 about 2200 clocks for 16 rows. 64 rows are bound by shared memory, where each warpgroup reads the

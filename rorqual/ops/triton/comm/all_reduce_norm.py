@@ -3,11 +3,13 @@ can read and write.
 
 Each rank has a buffer of the same shape, addressed by `table` (peers.py):
 
-| part  | bytes                          | content                                                                     |
-|-------|--------------------------------|-----------------------------------------------------------------------------|
-| flags | 4 * rows * world               | flags[row, peer]: how far that peer has come with that row                  |
-| data  | 2 * rows * columns * itemsize  | this rank's partial sums, in turn in one half and the other                 |
-| sums  | 2 * rows * columns * itemsize  | sums of the rows that other ranks added up (two-shot)                       |
+| part  | bytes                         | content                                                  |
+| ----- | ----------------------------- | -------------------------------------------------------- |
+| flags | 4 * rows * world              | flags[row, peer]: how far that peer has come with that   |
+|       |                               | row                                                      |
+| data  | 2 * rows * columns * itemsize | this rank's partial sums, in turn in one half and the    |
+|       |                               | other                                                    |
+| sums  | 2 * rows * columns * itemsize | sums of the rows that other ranks added up (two-shot)    |
 
 One block a row; blocks of different rows know nothing of each other. A row's epoch, in this rank's
 own memory, grows by 2 a call, so a flag never has to be reset and a replayed graph continues where

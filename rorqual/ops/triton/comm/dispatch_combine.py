@@ -7,14 +7,18 @@ rank that holds any of its experts; the capacity of a block of rows is that of t
 rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each
 rank's buffer (peers.py):
 
-| part    | bytes                          | content                                                                               |
-|---------|--------------------------------|---------------------------------------------------------------------------------------|
-| flags   | 2 * 4 * world                  | flags[way, peer]: how many blocks of its kernels that peer has completed; 0 there, 1 back |
-| data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r came from rank r; e4m3 if quantized |
-| scales  | 4 * world * rows * columns/128 | of e4m3 rows [world, capacity, ceil(columns/128)]                                     |
-| places  | 4 * world * rows * top_k       | int32, places of this rank's experts; -1: not here, or no row came                    |
-| weights | 4 * world * rows * top_k       | fp32                                                                                  |
-| sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r came back from rank r                |
+| part    | bytes                          | content                                               |
+| ------- | ------------------------------ | ----------------------------------------------------- |
+| flags   | 2 * 4 * world                  | flags[way, peer]: how many blocks of its kernels that |
+|         |                                | peer has completed; 0 there, 1 back                   |
+| data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r     |
+|         |                                | came from rank r; e4m3 if quantized                   |
+| scales  | 4 * world * rows * columns/128 | of e4m3 rows [world, capacity, ceil(columns/128)]     |
+| places  | 4 * world * rows * top_k       | int32, places of this rank's experts; -1: not here,   |
+|         |                                | or no row came                                        |
+| weights | 4 * world * rows * top_k       | fp32                                                  |
+| sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r came |
+|         |                                | back from rank r                                      |
 
 Every place of a block is written at each call, those without a row with -1, so what arrived is used
 where it lies and no count is sent.

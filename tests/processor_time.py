@@ -1,0 +1,90 @@
+"""Processor time of each test file, child processes included: the suite must stay quick to run.
+
+Wall time depends on the machine and on what else it does; processor time much less. `--processor-minutes N`
+makes a run that took more fail. Linux only (it reads /proc); elsewhere nothing is counted or printed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SHOWN = 10
+KEY = "processor_seconds"
+
+
+def processor_seconds(process: str = "self") -> float:
+    """Seconds that a process, the children it waited for and its living descendants have computed."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+        children = " ".join(p.read_text() for p in Path(f"/proc/{process}/task").glob("*/children"))
+    except OSError:  # it has just ended: its parent counts it now, or will
+        return 0.0
+    # utime, stime, cutime and cstime follow the name, which is in brackets and may hold spaces.
+    ticks = sum(int(field) for field in text.rpartition(")")[2].split()[11:15])
+    own = ticks / os.sysconf("SC_CLK_TCK")
+    return own + sum(processor_seconds(child) for child in children.split())
+
+
+class ProcessorTime:
+    def __init__(self, config: pytest.Config):
+        self.config = config
+        self.files: Counter[str] = Counter()
+        self.limit = config.getoption("--processor-minutes")
+        self.worker = hasattr(config, "workerinput")
+        self.last = processor_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[None]:
+        """Up to the end of this phase; fixtures count for the test that first needs them."""
+        now = processor_seconds()
+        spent = max(0.0, now - self.last)
+        self.last = now
+        report = yield
+        report.user_properties.append((KEY, spent))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        spent = [value for key, value in report.user_properties if key == KEY]
+        self.files[report.nodeid.partition("::")[0]] += spent[-1] if spent else 0.0
+
+    @property
+    def minutes(self) -> float:
+        return sum(self.files.values()) / 60
+
+    @property
+    def too_long(self) -> bool:
+        return self.limit is not None and not self.worker and self.minutes > self.limit
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.too_long and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section(f"processor time: {self.minutes:.1f} minutes")
+        for name, seconds in self.files.most_common(SHOWN):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
+        if self.too_long:
+            terminalreporter.write_line(
+                f"FAILED: more than the {self.limit:g} minutes of processor time that the tests may"
+                " take; mark what is exhaustive as `exhaustive`, or make it cheaper",
+                red=True,
+            )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--processor-minutes", type=float, help="fail a run that takes more processor time"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if Path("/proc/self/task").exists():
+        config.pluginmanager.register(ProcessorTime(config), "rorqual-processor-time")
