@@ -24,9 +24,14 @@ from rorqual.engine.distributed.channel import Channel, FrameKind
 from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
 from rorqual.engine.distributed.worker_handle import JoinedWorker
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
-from rorqual.engine.execution.sampler import Variant
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
-from rorqual.engine.scheduling.scheduler_output import PrefillChunk, SchedulerOutput, StepResult
+from rorqual.engine.scheduling.scheduler_output import (
+    PrefillChunk,
+    SamplingVariant,
+    SchedulerOutput,
+    StepMetadata,
+    StepResult,
+)
 from rorqual.errors import EngineError
 from rorqual.models.hub import BUNDLED
 from rorqual.platforms.cpu import CpuPlatform
@@ -260,12 +265,13 @@ def test_a_recorded_step_takes_the_slots_asked_for() -> None:
     graphs = TornGraphs(
         lambda slots, variant, num_speculative_tokens: slots.clone(), platform, 4, 4
     )
-    assert graphs.run([0, 1], Variant.GREEDY).tolist() == [0, 1]
+    step = StepMetadata.uniform(2, 1, 0, SamplingVariant.GREEDY)
+    assert graphs.run([0, 1], step).tolist() == [0, 1]
     graphs.struck = True
     with pytest.raises(KeyboardInterrupt):
-        graphs.run([2, 3], Variant.GREEDY)
+        graphs.run([2, 3], step)
     graphs.struck = False
-    assert graphs.run([0, 1], Variant.GREEDY).tolist() == [0, 1]
+    assert graphs.run([0, 1], step).tolist() == [0, 1]
 
 
 # ---- several ranks
@@ -305,7 +311,7 @@ class OtherRanks:
     def _rank(self, index: int) -> JoinedWorker:
         mine, theirs = socket.socketpair()
         channel = Channel(theirs)
-        threading.Thread(max_total_len=self._serve, args=(index, channel), daemon=True).start()
+        threading.Thread(target=self._serve, args=(index, channel), daemon=True).start()
         return JoinedWorker(Channel(mine), index, host="here")
 
     def _serve(self, index: int, channel: Channel) -> None:
@@ -353,7 +359,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     others = OtherRanks()
     monkeypatch.setattr(ranks, "make_launcher", lambda config: others)
     monkeypatch.setattr(ranks, "VERDICT_SECONDS", 0.2)
-    made: Any = ranks.RankGroup(EngineConfig(str(BUNDLED), dp=4))
+    made: Any = ranks.DistributedExecutor(EngineConfig(str(BUNDLED), dp=4))
     made.rank = SimpleNamespace(runner=OwnRank())
     made.leaders = [made._leader(dp) for dp in range(4)]
     made.others = others
@@ -362,9 +368,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def plan_of(slot: int) -> DataParallelOutput:
-    return DataParallelOutput(
-        [SchedulerOutput(chunks=[PrefillChunk(slot, 0, [5, 6], True)]) for _ in range(4)]
-    )
+    parts = [SchedulerOutput(chunks=[PrefillChunk(slot, 0, [5, 6], True)]) for _ in range(4)]
+    return DataParallelOutput(parts, SamplingVariant.GREEDY, host=False)
 
 
 def told(results: list[StepResult]) -> list[int]:
@@ -372,10 +377,10 @@ def told(results: list[StepResult]) -> list[int]:
 
 
 MIDWAY = [
-    ("members.0.link", "send", False, 1),
-    ("members.0.link", "send", True, 1),
-    ("members.1.link", "send", True, 1),
-    ("members.2.link", "send", True, 1),
+    ("workers.0.channel", "send", False, 1),
+    ("workers.0.channel", "send", True, 1),
+    ("workers.1.channel", "send", True, 1),
+    ("workers.2.channel", "send", True, 1),
     ("rank.runner", "launch", False, 1),
     ("rank.runner", "launch", True, 1),
 ]
@@ -423,7 +428,7 @@ def test_a_plan_that_cannot_be_sent_has_not_been(group: Any) -> None:
 def test_results_of_abandoned_steps_are_thrown_away(group: Any) -> None:
     group.launch(plan_of(0))
     group.launch(plan_of(1))
-    waiting = [("rank.runner", "collect", False, 1), ("members.1.results", "get", True, 1)]
+    waiting = [("rank.runner", "collect", False, 1), ("workers.1.results", "get", True, 1)]
     for number, spot in enumerate(waiting, 3):
         pending = group.launch(plan_of(2))
         with struck(group, spot, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):

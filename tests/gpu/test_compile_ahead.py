@@ -28,7 +28,7 @@ def test_kernels_compiled_ahead(
 
     seen: set[JITFunction] = set()
     run = JITFunction.run
-    record = DecodeGraphs.record
+    capture = DecodeGraphs.capture
     counts = []
 
     def noted(self: JITFunction, *args: object, **kwargs: object) -> object:
@@ -37,11 +37,11 @@ def test_kernels_compiled_ahead(
 
     def recorded(self: DecodeGraphs, *args: object) -> None:
         counts.append(kernels())
-        record(self, *args)
+        capture(self, *args)
         counts.append(kernels())
 
     monkeypatch.setattr(JITFunction, "run", noted)
-    monkeypatch.setattr(DecodeGraphs, "record", recorded)
+    monkeypatch.setattr(DecodeGraphs, "capture", recorded)
     options = {
         "device": "cuda",
         "dtype": dtype,

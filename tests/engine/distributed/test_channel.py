@@ -37,7 +37,7 @@ class Door:
         self.port = self.listener.port
         self.closed = threading.Event()
         self.error: Exception | None = None
-        self.thread = threading.Thread(max_total_len=self._gather, daemon=True)
+        self.thread = threading.Thread(target=self._gather, daemon=True)
         self.thread.start()
 
     def _gather(self) -> None:
@@ -119,7 +119,7 @@ def test_a_listener_without_the_secret_is_found_out() -> None:
             channel.send(FrameKind.WELCOME, bytes(32))
             channel.receive()
 
-        threading.Thread(max_total_len=impostor, daemon=True).start()
+        threading.Thread(target=impostor, daemon=True).start()
         with pytest.raises(HandshakeError, match="does not know the secret"):
             join("127.0.0.1", server.getsockname()[1], SECRET, identity())
 

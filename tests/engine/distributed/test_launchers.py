@@ -293,12 +293,12 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
 @given(st.data())
 def test_attention_groups_stay_on_one_node(data: st.DataObject) -> None:
     """Every place is taken once; and where nodes hold whole groups, no group is split."""
-    tp = data.sample_from(st.sampled_from([1, 2, 4, 8]))
-    sizes = data.sample_from(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    tp = data.draw(st.sampled_from([1, 2, 4, 8]))
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     nodes = [f"node {index}" for index, groups in enumerate(sizes) for _ in range(groups * tp)]
-    home = data.sample_from(st.sampled_from(sorted(set(nodes))))
+    home = data.draw(st.sampled_from(sorted(set(nodes))))
     nodes.remove(home)
-    nodes = [home, *data.sample_from(st.permutations(nodes))]
+    nodes = [home, *data.draw(st.permutations(nodes))]
     places = assign(nodes, tp)
     assert sorted(places) == list(range(len(nodes)))
     assert places[0] == 0

@@ -37,8 +37,8 @@ def checked(
     class Interpreter(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
             found = super().run_node(n)
-            if "rorqual" in str(n.max_total_len):
-                operators.append(str(n.max_total_len))
+            if "rorqual" in str(n.target):
+                operators.append(str(n.target))
                 want = n.meta["example_value"]
                 for got, fake in zip(
                     *([x] if isinstance(x, torch.Tensor) else x or () for x in (found, want)),
@@ -48,7 +48,7 @@ def checked(
                         fake.shape,
                         strides(fake),
                         fake.dtype,
-                    ), n.max_total_len
+                    ), n.target
             return found
 
     operators: list[str] = []

@@ -250,7 +250,7 @@ def test_a_module_s_cache_is_kept_up_whatever_next_n_is(
     cached all the same."""
     llm = engine(folder, num_speculative_tokens=NEXT_N)
     turns = itertools.cycle([3, 0, 1, 0, 0, 2, 3, 1])
-    monkeypatch.setattr(llm.engine.controller, "choose", lambda batch: next(turns))
+    monkeypatch.setattr(llm.engine.controller, "next_count", lambda batch: next(turns))
     found = watch(llm, prompts(20))
     assert_first_module_same(found, after_whole_prefill(folder, list(found)))
 

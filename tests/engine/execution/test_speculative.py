@@ -152,7 +152,7 @@ def test_every_step_may_ask_for_another_next_n(
         generator = torch.Generator().manual_seed(depth)
         monkeypatch.setattr(
             llm.engine.controller,
-            "choose",
+            "next_count",
             lambda batch, g=generator: int(torch.randint(4, (1,), generator=g)),
         )
         assert tokens_of(llm, texts) == expected

@@ -319,7 +319,7 @@ class Blank(Ops):
     that may be used."""
 
     def argmax(self, logits: Tensor) -> Tensor:
-        return torch.zeros_like(super().best(logits))
+        return torch.zeros_like(super().argmax(logits))
 
     def sample_from(self, given: Any, numbers: Tensor) -> Tensor:
         return torch.zeros_like(super().sample_from(given, numbers))

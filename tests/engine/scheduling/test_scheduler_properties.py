@@ -83,7 +83,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.sequences)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
     def end(self, data: st.DataObject, reason: FinishReason) -> None:
-        name = data.sample_from(st.sampled_from(sorted(self.scheduler.sequences)))
+        name = data.draw(st.sampled_from(sorted(self.scheduler.sequences)))
         self.cut.add(name)
         self.scheduler.finish(self.scheduler.sequences[name], reason)
         assert name not in self.scheduler.sequences

@@ -142,7 +142,7 @@ def test_what_lies_past_the_end_does_not_matter(past: float) -> None:
 
 
 LAUNCHES = """
-from rorqual.ops.triton import mla_decode as mla
+from rorqual.ops.triton.attention import mla_decode as mla
 m = lambda *s: torch.empty(*s, dtype=torch.bfloat16)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)
 for heads, queries in ((128, 1), (128, 2), (16, 4)):

@@ -283,7 +283,7 @@ def test_rows_of_queries_do_not_touch_each_other() -> None:
 
 COMPILE = """
 import torch
-from rorqual.ops.triton import mla_decode as mla
+from rorqual.ops.triton.attention import mla_decode as mla
 from tests.emulation.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)

@@ -350,7 +350,7 @@ def test_prefill_goes_on_from_earlier_stretches(dtype: torch.dtype, tma: bool, s
 COMPILE = """
 import sys, torch
 from dataclasses import replace
-from rorqual.ops.triton import gqa_decode as gqa, latent_fp8, mla_decode as mla, prefill
+from rorqual.ops.triton.attention import gqa_decode as gqa, latent_fp8, mla_decode as mla, prefill
 from tests.emulation.cross_compile import SHARED, compiling
 m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)

@@ -184,12 +184,12 @@ FORMS = [  # tokens, rows, columns, m, n, warps, stages, split, programs, bias
     (20, 264, 640, 8, 128, 8, 2, 8, 4, True),  # three blocks of tokens
 ]
 SMALL = f"""
-from rorqual.ops.triton import linear_stream
+from rorqual.ops.triton.gemm import fp8_gemm_sm90_streamk
 for tokens, rows, columns, m, n, warps, stages, split, programs, bias in {FORMS}:
-    linear_stream.multiprocessors = lambda device: programs * -(-tokens // m)  # room for their scales is a constant
+    fp8_gemm_sm90_streamk.multiprocessors = lambda device: programs * -(-tokens // m)  # room for their scales is a constant
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     biases = y[0].clone() if bias else None
-    linear_stream.launch(quantized(tokens, columns), block_fp8(rows, columns), biases, y, m, n, warps, stages, split, 1)
+    fp8_gemm_sm90_streamk.launch(quantized(tokens, columns), block_fp8(rows, columns), biases, y, m, n, warps, stages, split, 1)
 """
 
 

@@ -20,11 +20,11 @@ ROPE = 64
 VALUE = 128
 RANK = 384
 LAUNCHES = f"""
-from rorqual.ops.triton import absorb
+from rorqual.ops.triton.gemm import per_head_gemm
 x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 up = x({HEADS}, {NOPE + VALUE}, {RANK})
-absorb.heads_dot(x({TOKENS}, {HEADS}, {NOPE + ROPE})[..., :{NOPE}], up[:, :{NOPE}])
-absorb.heads_dot(x({TOKENS}, {HEADS}, {RANK}), up[:, {NOPE}:].transpose(1, 2), pack=True)
+per_head_gemm.heads_dot(x({TOKENS}, {HEADS}, {NOPE + ROPE})[..., :{NOPE}], up[:, :{NOPE}])
+per_head_gemm.heads_dot(x({TOKENS}, {HEADS}, {RANK}), up[:, {NOPE}:].transpose(1, 2), pack=True)
 """
 
 

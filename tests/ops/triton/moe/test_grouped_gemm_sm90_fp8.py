@@ -109,13 +109,13 @@ def test_emulated_result(
 
 
 PLANS = """
-from rorqual.ops.triton import experts_tall
+from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 from rorqual.ops.triton.moe.align import empty_blocks
 PLANS = [(256, 4), (128, 6)]
 def launch(counts, m, rows, columns, stages, scatter, picks):
     blocks = empty_blocks(picks, len(counts), m, torch.device("cpu"), buckets=True)
     weight = Weight(torch.empty(len(counts), rows, columns, dtype=FP8), torch.empty(len(counts), rows // 128, columns // 128))
-    experts_tall.product(quantized(picks, columns), weight, blocks, torch.bfloat16, stages, scatter)
+    grouped_gemm_sm90_fp8.product(quantized(picks, columns), weight, blocks, torch.bfloat16, stages, scatter)
 for m, stages in PLANS:
     launch([0] * 32, m, 4096, 7168, stages, False, 8192)
     launch([0] * 32, m, 7168, 2048, stages, True, 8192)

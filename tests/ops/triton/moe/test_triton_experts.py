@@ -142,7 +142,7 @@ def test_every_tokens_picks_do_not_change_the_configuration(
     asked = []
     monkeypatch.setattr(
         experts.tuning,
-        "choose",
+        "config_for",
         lambda kernel, config, device, **shape: asked.append((kernel, shape)),
     )
     down = Weight(torch.empty(66, 16, 8, dtype=torch.bfloat16))
@@ -504,9 +504,9 @@ def test_router_and_experts_in_one(
     router = (random(moe.num_experts, hidden) * 0.3, None, moe)
     ops = TritonOps()
     made = []
-    plain = experts.sort_picks
+    plain = experts.moe_align_block_size
     monkeypatch.setattr(
-        experts, "sort_picks", lambda *arguments: made.append(1) or plain(*arguments)
+        experts, "moe_align_block_size", lambda *arguments: made.append(1) or plain(*arguments)
     )
     got = ops.routed_experts(x, *router, gate_up, down, base, shared)
     assert not made

@@ -19,17 +19,18 @@ TOKENS = 2
 COLUMNS = 1152
 TOP_K = 3
 LAUNCHES = f"""
-from rorqual.ops.triton import expert_sums, fp8, norm
+from rorqual.ops.triton.moe import combine
+from rorqual.ops.triton.rowwise import quantize, norm
 from rorqual.ops.deferred_sum import DeferredMoESum
-expert_sums.ROW_REGISTERS = 0  # without assembler text, which changes no value
+combine.ROW_REGISTERS = 0  # without assembler text, which changes no value
 x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 rows = x({TOKENS}, {COLUMNS})
-gave = DeferredMoESum(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None, expert_sums.combine)
+gave = DeferredMoESum(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None, combine.combine)
 for pack in (False, True):
     norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, pack)
-    expert_sums.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, pack)
+    combine.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, pack)
 gave.total()
-fp8.quantize(rows)
+quantize.quantize(rows)
 """
 # those that quantize second
 ALONE = (0, 2)

@@ -19,37 +19,39 @@ import torch
 from triton.runtime import driver
 from tests.emulation.cross_compile import AbsentDriver
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton import ahead, linear_fp8, linear_stream, norm
+from rorqual.ops.triton.runtime import precompile
+from rorqual.ops.triton.gemm import fp8_gemm, fp8_gemm_sm90_streamk
+from rorqual.ops.triton.rowwise import norm
 from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan
 
 driver.set_active(AbsentDriver(90))
-linear_fp8.is_hopper = lambda device: True
+fp8_gemm.is_hopper = lambda device: True
 x, threads = torch.ones(3, 256, dtype=torch.bfloat16), set()
-submit = ahead.ThreadPoolExecutor.submit
+submit = precompile.ThreadPoolExecutor.submit
 def seen(self, work):
     def note():
         threads.add(threading.get_ident())
         return work()
     return submit(self, note)
-ahead.ThreadPoolExecutor.submit = seen
+precompile.ThreadPoolExecutor.submit = seen
 
 def kept(kernel):
     return [found for cache, *_ in kernel.device_caches.values() for found in cache.values()]
 
-with ahead.compiling():
+with precompile.compiling():
     normed, total = norm.add_norm(x, x, x[0], 1e-6)
     packed = Quantized(torch.empty(3, 256, dtype=FP8), torch.ones(2, 3).t())
     weight = Weight(torch.empty(256, 256, dtype=FP8), torch.ones(2, 2))
     for n in (64, 128):
-        y = linear_fp8.linear(packed, weight, dtype=torch.bfloat16, plan=LinearPlan(8, n, n // 16, 2, stream=True))
+        y = fp8_gemm.linear(packed, weight, dtype=torch.bfloat16, plan=LinearPlan(8, n, n // 16, 2, stream=True))
         assert y.shape == (3, 256) and not y.any()
     blank = torch.empty(5), x.new_empty(4), torch.empty_like(x), torch.empty_strided((2, 3), (3, 1))
 assert not normed.any() and not total.any()
 assert not any(made.any() for made in blank)
 assert not packed.data.float().any()
-assert [kernel.metadata.name for kernel in kept(linear_stream._stream_kernel)] == ["_stream_kernel"] * 2
-assert all(kernel.asm["cubin"] for kernel in kept(linear_stream._stream_kernel) + kept(norm._norm_kernel))
+assert [kernel.metadata.name for kernel in kept(fp8_gemm_sm90_streamk._stream_kernel)] == ["_stream_kernel"] * 2
+assert all(kernel.asm["cubin"] for kernel in kept(fp8_gemm_sm90_streamk._stream_kernel) + kept(norm._norm_kernel))
 assert len(threads) > 1 or os.cpu_count() == 1, threads
 print("compiled")
 """
