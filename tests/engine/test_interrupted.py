@@ -265,7 +265,7 @@ def test_a_recorded_step_takes_the_slots_asked_for() -> None:
     graphs = TornGraphs(
         lambda slots, variant, num_speculative_tokens: slots.clone(), platform, 4, 4
     )
-    step = StepMetadata.uniform(2, 1, 0, SamplingVariant.GREEDY)
+    step = StepMetadata.padded(2, 1, SamplingVariant.GREEDY, 0)
     assert graphs.run([0, 1], step).tolist() == [0, 1]
     graphs.struck = True
     with pytest.raises(KeyboardInterrupt):
