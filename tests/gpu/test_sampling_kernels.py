@@ -22,7 +22,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("vocab", [4096, 129_280, 151_936])
 def test_a_graph_draws_the_eager_tokens(vocab: int, filters: bool) -> None:
     torch.manual_seed(vocab)
