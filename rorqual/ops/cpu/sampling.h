@@ -124,6 +124,7 @@ float reaching(float *value, double *weight, int64_t n, double goal) {
         auto range = std::minmax_element(value, value + n);
         double low = *range.first, high = *range.second;
         if (low == high) return float(low);
+        if (std::isinf(high)) break;  // an overflowed logit: no bin has a place in an infinite range
         double sums[BINS] = {};
         double scale = BINS / (high - low);
         auto bin = [=](float x) { return std::min<int64_t>(BINS - 1, int64_t((high - x) * scale)); };
