@@ -278,8 +278,8 @@ def with_shared(ids: Tensor, weights: Tensor, first: int, shared: int) -> tuple[
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by
-    physical slot (-1: not here), gate_up [slots, 2 I, hidden], down [slots, hidden, I]. Sums in
-    fp32; returns [T, hidden] in x's dtype."""
+    physical slot (-1: not here; a token may name a slot several times), gate_up [slots, 2 I,
+    hidden], down [slots, hidden, I]. Sums in fp32; returns [T, hidden] in x's dtype."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in ids.unique().tolist():
         if slot >= 0:

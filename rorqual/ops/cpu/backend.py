@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.cpu.native import STORAGE, Native, library
+from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import Distribution, Weight
 
@@ -293,16 +293,24 @@ class CpuOps(Ops):
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
         """Three forms of the same sum: gather the chosen experts, let every expert see every
-        token, or loop over experts."""
+        token, or loop over experts. A token may pick one expert several times."""
         slots = gate_up.data.shape[0]
         picks = ids.numel()
-        if gate_up.quantized:
-            return reference.experts(x, ids, weights, gate_up, down)
-        native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
+        native = None
+        if not gate_up.quantized:
+            native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
         if native:
             return native.experts(x, ids, weights, gate_up, down)
+        ids = ids.long()
+        low = high = 0
+        if picks:
+            low, high = (int(end) for end in ids.aminmax())
+        if low < -1 or high >= slots:
+            raise unknown_expert(low if low < -1 else high, slots)
+        if gate_up.quantized:
+            return reference.experts(x, ids, weights, gate_up, down)
         # picks of experts that are elsewhere: this form alone passes them by
-        if picks and int(ids.min()) < 0:
+        if low < 0:
             return _looped_experts(x, ids, weights, gate_up.data, down.data)
         if (
             2 * picks >= slots
@@ -495,10 +503,10 @@ def _gathered_experts(
 def _dense_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Experts nobody chose get weight 0."""
+    """Experts nobody chose get weight 0, one chosen several times the sum of its weights."""
     slots = gate_up.shape[0]
     tokens = x.shape[0]
-    table = torch.zeros(tokens, slots, device=x.device).scatter_(1, ids, weights)
+    table = torch.zeros(tokens, slots, device=x.device).scatter_add_(1, ids, weights)
     h = reference.swiglu(F.linear(x, gate_up.flatten(0, 1)).view(tokens, slots, -1))
     y = torch.bmm(h.transpose(0, 1), down.transpose(1, 2))  # [slots, tokens, hidden]
     return torch.bmm(table[:, None], y.transpose(0, 1).float()).squeeze(1).to(x.dtype)

@@ -565,23 +565,33 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
     });
 }
 
+// The first of n picks that is neither a slot nor -1 (another rank's expert), n where there is none.
+int64_t unknown_pick(const int64_t *ids, int64_t n, int64_t slots) {
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] < -1 || ids[i] >= slots) return i;
+    return n;
+}
+
 // Tokens are grouped by expert, so that each expert's weights are read once. Every pick has a row of its own in `out`: threads share
-// nothing, and a token's picks are summed in their order, whoever computed them.
+// nothing, and a token's picks are summed in their order, whoever computed them. A token may pick
+// one expert several times: an expert can have more rows than there are tokens, so its scratch is
+// sized by its picks.
 template <class T>
 void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
              int64_t slots, int64_t hidden, int64_t size) {
-    float *out = scratch(3, n * top_k * hidden), *sum = scratch(4, hidden);
+    float *out = scratch(3, n * top_k * hidden), *sum = scratch(4, hidden), *share = scratch(6, top_k);
     for (int64_t i = 0; i < n * top_k; i++)
-        if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);  // another rank's expert
+        if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);
     split(slots, 1, 3 * n * top_k * hidden * size, [=](int64_t begin, int64_t end) {
         static thread_local std::vector<int64_t> picks;
-        float *in = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size), *made = scratch(5, n * hidden);
         for (int64_t e = begin; e < end; e++) {
             picks.clear();
             for (int64_t i = 0; i < n * top_k; i++)
                 if (ids[i] == e) picks.push_back(i);
             int64_t count = int64_t(picks.size());
             if (!count) continue;
+            float *in = scratch(0, count * hidden), *h = scratch(1, count * 2 * size), *g = scratch(2, count * size);
+            float *made = scratch(5, count * hidden);
             for (int64_t i = 0; i < count; i++) widen_all(x + picks[i] / top_k * hidden, hidden, in + i * hidden);
             gemm_alone(in, count, gate_up + e * packed_rows(2 * size) * hidden, 2 * size, hidden, h);
             swiglu_rows(h, count, size, g);
@@ -591,7 +601,10 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     });
     for (int64_t t = 0; t < n; t++) {
         std::fill(sum, sum + hidden, 0.f);
-        add_rows(sum, 0, weights + t * top_k, out + t * top_k * hidden, hidden, top_k, hidden);
+        // the weight of a pick that is not here may be anything, NaN too
+        for (int64_t i = 0; i < top_k; i++)
+            share[i] = ids[t * top_k + i] < 0 ? 0 : weights[t * top_k + i];
+        add_rows(sum, 0, share, out + t * top_k * hidden, hidden, top_k, hidden);
         narrow_all(sum, hidden, y + t * hidden);
     }
 }
@@ -663,10 +676,14 @@ void rq_route(int wide, int wide_gate, const Router *r, const void *x, int64_t *
     }
 }
 
-void rq_experts(int wide, const void *x, const int64_t *ids, const float *weights, const void *gate_up, const void *down, void *y, int64_t n,
-                int64_t top_k, int64_t slots, int64_t hidden, int64_t size) {
+// Returns the first pick that names no expert, and then computes nothing; n * top_k where all are known.
+int64_t rq_experts(int wide, const void *x, const int64_t *ids, const float *weights, const void *gate_up, const void *down, void *y, int64_t n,
+                   int64_t top_k, int64_t slots, int64_t hidden, int64_t size) {
+    int64_t unknown = unknown_pick(ids, n * top_k, slots);
+    if (unknown < n * top_k) return unknown;
     PICK(experts(F(x), ids, weights, F(gate_up), F(down), FW(y), n, top_k, slots, hidden, size),
          experts(B(x), ids, weights, B(gate_up), B(down), BW(y), n, top_k, slots, hidden, size))
+    return unknown;
 }
 
 // Sampling: m rows of v logits, `stride` apart.

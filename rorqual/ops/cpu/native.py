@@ -78,6 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
 }
+_RESULTS: dict[str, Any] = {"rq_experts": _N}  # the others return nothing
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
-        function.restype = None
+        function.restype = _RESULTS.get(name)
     return loaded
 
 
@@ -160,6 +161,10 @@ def _pointer(x: Tensor | None) -> int:
 def _pointers(*tensors: Tensor) -> list[int]:
     # a missing argument is a TypeError, never a wrong address
     return [x.data_ptr() for x in tensors if x.is_contiguous()]
+
+
+def unknown_expert(slot: int, slots: int) -> IndexError:
+    return IndexError(f"expert id {slot} is neither a slot, 0 to {slots - 1}, nor -1 (not here)")
 
 
 class Native:
@@ -351,11 +356,17 @@ class Native:
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
+        """Ids may repeat within a token; one that is neither a slot nor -1 is an IndexError, and
+        nothing is computed."""
         y = torch.empty_like(x)
         slots, hidden, size = down.data.shape
+        assert x.shape == (ids.shape[0], hidden)
+        assert weights.shape == ids.shape
+        assert weights.dtype == torch.float32
+        assert gate_up.data.shape == (slots, 2 * size, hidden)
         packed = (self.weight(gate_up.data), self.weight(down.data))
         ids = ids.long()  # int32 as well, which is how picks travel
-        self.lib.rq_experts(
+        unknown = self.lib.rq_experts(
             _wide(x),
             *_pointers(x, ids, weights),
             *packed,
@@ -365,6 +376,8 @@ class Native:
             hidden,
             size,
         )
+        if unknown < ids.numel():
+            raise unknown_expert(int(ids.flatten()[unknown]), slots)
         return y
 
     # ---- sampling. Logits are fp32, each row dense; a distribution's scratch holds the masses of

@@ -1,0 +1,152 @@
+// Calls the kernels with what a broken model or a caller's mistake hands them, every array exactly
+// as large as it says. test_memory.py compiles it with the address sanitizer, which ends the
+// program at the first access outside an array.
+
+#include "kernels.cpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float BAD = std::numeric_limits<float>::quiet_NaN();
+
+void expect(bool holds, const char *what) {
+    if (holds) return;
+    std::printf("not so: %s\n", what);
+    std::exit(1);
+}
+
+std::vector<float> values(int64_t n) {
+    std::vector<float> out(n);
+    for (int64_t i = 0; i < n; i++) out[i] = float(i * 7919 % 1000) / 500 - 1;
+    return out;
+}
+
+template <class T>
+std::vector<T> stored(const std::vector<float> &x) {
+    std::vector<T> out(x.size());
+    narrow_all(x.data(), int64_t(x.size()), out.data());
+    return out;
+}
+
+constexpr int64_t SLOTS = 6, HIDDEN = 40, SIZE = 24;  // neither is a multiple of LANES
+
+template <class T>
+struct Layer {
+    std::vector<T> gate_up = stored<T>(values(SLOTS * packed_rows(2 * SIZE) * HIDDEN));
+    std::vector<T> down = stored<T>(values(SLOTS * packed_rows(HIDDEN) * SIZE));
+
+    int64_t run(const std::vector<T> &x, const std::vector<int64_t> &ids, std::vector<T> &y) const {
+        int64_t n = int64_t(x.size()) / HIDDEN;
+        std::vector<float> weights = values(int64_t(ids.size()));
+        return rq_experts(sizeof(T) == 4, x.data(), ids.data(), weights.data(), gate_up.data(),
+                          down.data(), y.data(), n, int64_t(ids.size()) / n, SLOTS, HIDDEN, SIZE);
+    }
+};
+
+
+template <class T>
+void repeated_picks(int64_t n, int64_t top_k) {
+    Layer<T> layer;
+    std::vector<T> x = stored<T>(values(n * HIDDEN)), y(x.size());
+    std::vector<int64_t> ids(n * top_k);
+    for (int kind = 0; kind < 4; kind++) {
+        for (int64_t i = 0; i < n * top_k; i++) {
+            int64_t all[] = {SLOTS - 1, i / 2 % SLOTS, -1, i % (SLOTS + 1) - 1};
+            ids[i] = all[kind];
+        }
+        expect(layer.run(x, ids, y) == n * top_k, "all picks are known");
+    }
+}
+
+template <class T>
+void unknown_picks() {
+    Layer<T> layer;
+    std::vector<T> x = stored<T>(values(2 * HIDDEN)), none;
+    // y has no room: any write is found
+    for (int64_t id : {SLOTS, int64_t(-2), int64_t(1) << 62, std::numeric_limits<int64_t>::min()})
+        expect(layer.run(x, {0, 1, id, 2}, none) == 2, "an unknown pick is refused");
+}
+
+template <class T>
+void broken_hidden_states() {
+    constexpr int64_t EXPERTS = SLOTS, TOP_K = 4, ROWS = 5;
+    std::vector<float> wide = values(ROWS * HIDDEN), bias = values(EXPERTS), weights(ROWS * TOP_K);
+    std::fill(wide.begin(), wide.begin() + HIDDEN, BAD);
+    wide[HIDDEN] = INF;
+    wide[2 * HIDDEN] = -INF;
+    std::vector<T> x = stored<T>(wide), y(x.size());
+    std::vector<T> gate = stored<T>(values(packed_rows(EXPERTS) * HIDDEN));
+    std::vector<int64_t> ids(ROWS * TOP_K);
+    for (int kind = 0; kind < 8; kind++) {
+        int64_t sigmoid = kind & 1, best_two = kind >> 1 & 1, grouped = kind >> 2;
+        Router r = {EXPERTS, TOP_K, 3, 2, sigmoid, best_two, grouped, 1, sigmoid, 1.0, gate.data(),
+                    bias.data()};
+        int wide_type = sizeof(T) == 4;
+        rq_route(wide_type, wide_type, &r, x.data(), ids.data(), weights.data(), ROWS, HIDDEN);
+        for (int64_t id : ids) expect(0 <= id && id < EXPERTS, "the router picks experts");
+        expect(Layer<T>().run(x, ids, y) == ROWS * TOP_K, "all picks are known");
+    }
+}
+
+// Overflowed and undefined logits, and every filter.
+void broken_logits(int kind, double top_k, double top_p, double min_p, double temperature) {
+    constexpr int64_t V = 1000;
+    std::vector<float> x = values(V), plane(V), q(V, 1e-3f);
+    if (kind == 0) x[3] = INF;
+    if (kind == 1) x[3] = BAD;
+    if (kind == 2) std::fill(x.begin(), x.end(), BAD);
+    if (kind == 3) std::fill(x.begin(), x.end(), INF);
+    if (kind == 4) std::fill(x.begin(), x.end(), -INF);
+    for (int64_t i = 0; kind == 5 && i < V; i += 2) x[i] = INF;
+    for (int64_t i = 0; kind == 6 && i < V; i += 3) x[i] = i % 2 ? BAD : i % 4 ? -INF : INF;
+    std::vector<double> settings = {temperature, top_p, min_p, top_k};
+    std::vector<double> summary(4), parts(blocks_of(V));
+    std::vector<int64_t> best(1), out(1), rows = {0}, refused = {3};
+    rq_distribution(x.data(), V, 1, V, settings.data(), 1, summary.data(), parts.data(),
+                    best.data());
+    for (double number : {0.0, 0.5, 0.999999}) {
+        rq_draw(x.data(), V, 1, V, summary.data(), parts.data(), best.data(), &number, out.data());
+        expect(0 <= out[0] && out[0] < V, "a token of the vocabulary is drawn");
+        for (const float *draft : {(const float *)nullptr, (const float *)q.data()}) {
+            rq_draw_rest(x.data(), V, V, summary.data(), parts.data(), rows.data(), &number,
+                         refused.data(), draft, rows.data(), out.data(), 1);
+            expect(-1 <= out[0] && out[0] < V, "a token of the vocabulary or none is drawn");
+        }
+    }
+    float *to = plane.data();
+    rq_write_probs(x.data(), V, 1, V, summary.data(), parts.data(), to, rows.data());
+}
+
+template <class T>
+void all_experts() {
+    for (int threads : {1, 2}) {
+        rq_threads(threads);
+        repeated_picks<T>(1, 4);
+        repeated_picks<T>(3, 8);
+        repeated_picks<T>(130, 6);
+    }
+    unknown_picks<T>();
+    broken_hidden_states<T>();
+}
+
+}  // namespace
+
+// What to check comes from outside: scratch only grows within a process, and would hide an overrun
+// of the next check.
+int main(int, char **arguments) {
+    std::string what = arguments[1];
+    if (what == "fp32") all_experts<float>();
+    if (what == "bf16") all_experts<bf16>();
+    if (what == "logits")
+        for (int kind = 0; kind < 7; kind++)
+            for (double top_k : {0., 1., 200., 999.})
+                for (double top_p : {1., 0.9})
+                    for (double min_p : {0., 0.1})
+                        for (double temperature : {0., 1.})
+                            broken_logits(kind, top_k, top_p, min_p, temperature);
+    std::puts("done");
+}
