@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from rorqual.cli.main import app
 from rorqual.cli.options import numbers, shares
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import check_parallel
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import RorqualError
@@ -208,7 +208,7 @@ def check_engine(params: dict[str, Any]) -> None:
             asked["simulated_acceptance"] = shares(rates)[:count]
         config = EngineConfig.from_dict({"model": "", **asked})
         shape = shape_of(params["model"] or "")
-        check_parallel(ModelConfig.from_file(shape[0] if shape else BUNDLED), config.parallel)
+        check_parallel(read_config_file(shape[0] if shape else BUNDLED), config.parallel)
 
 
 def documented(command: Command) -> tuple[str, list[str]]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rorqual.cache.spec import MLA_FORMS
+from rorqual.config.hf import read_config_file
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.models.hub import model_folder
 from rorqual.planner.costs import costs
@@ -33,7 +34,7 @@ def info(
     adds a card of that size."""
     folder = model_folder(model, weights=False)
     (console or Console()).print(
-        render(ModelConfig.from_file(folder, ignore_fields), folder, memory_gib)
+        render(read_config_file(folder, ignore_fields), folder, memory_gib)
     )
 
 

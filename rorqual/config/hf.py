@@ -9,9 +9,11 @@ both names: quantization_config.scale_fmt.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rorqual.config.model import (
@@ -120,8 +122,27 @@ DEEPSEEK = COMMON | _fields(
 QWEN = COMMON | _fields("num_experts num_local_experts decoder_sparse_step mlp_only_layers")
 
 
+def read_config_file(
+    folder: str | Path,
+    ignore_fields: Iterable[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> ModelConfig:
+    """The config.json of a folder, with `overrides` in place of its fields."""
+    path = Path(folder) / "config.json"
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} holds no config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if overrides and isinstance(data, dict):
+        data = {**data, **overrides}
+    return read_config(data, ignore_fields)
+
+
 def read_config(data: Mapping[str, Any], ignore_fields: Iterable[str] = ()) -> ModelConfig:
-    """`data` is the object a config.json holds."""
+    """`data` is the object a config.json holds. Raises ConfigError, naming the field, for what is
+    invalid or would be computed wrongly."""
     if not isinstance(data, Mapping):
         raise ConfigError("config.json must hold an object")
     family = _family(data)

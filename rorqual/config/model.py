@@ -1,5 +1,5 @@
-"""What a model is: frozen data with the formulas that belong to it. No torch. `hf_config` reads it
-from a config.json.
+"""What a model is: frozen data with the formulas that belong to it. No torch. hf.py reads it from a
+config.json.
 
 Also the few things the environment decides: where caches live, which compiler there is, and what
 whoever started this process says of it.
@@ -8,12 +8,11 @@ whoever started this process says of it.
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,32 +159,6 @@ class ModelConfig:
     @property
     def is_mla(self) -> bool:
         return isinstance(self.attention, MLAConfig)
-
-    @staticmethod
-    def from_file(
-        folder: str | Path,
-        ignore_fields: Iterable[str] = (),
-        overrides: Mapping[str, Any] | None = None,
-    ) -> ModelConfig:
-        """The config.json of a folder, with `overrides` in place of its fields."""
-        path = Path(folder) / "config.json"
-        try:
-            data = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"{path.parent} holds no config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from None
-        if overrides and isinstance(data, dict):
-            data = {**data, **overrides}
-        return ModelConfig.from_dict(data, ignore_fields)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any], ignore_fields: Iterable[str] = ()) -> ModelConfig:
-        """Raises ConfigError, naming the field, for what is invalid or would be computed
-        wrongly."""
-        from rorqual.config.hf import read_config  # reads into the classes above
-
-        return read_config(data, ignore_fields)
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, model_folder
@@ -107,7 +107,7 @@ def run(config: ServeConfig, version: str) -> int:
 
 
 def read_served(config: ServeConfig, folder: Path) -> Served:
-    model = ModelConfig.from_file(folder, tuple(config.engine.get("ignore_config_fields", ())))
+    model = read_config_file(folder, tuple(config.engine.get("ignore_config_fields", ())))
     random = config.engine.get("weights") == "random"
     tokenizer = tokenizer_of(folder, model.vocab_size, config.tokenizer, random)
     template = ChatTemplate(tokenizer)

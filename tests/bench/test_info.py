@@ -12,14 +12,14 @@ from rich.console import Console
 
 import rorqual
 from rorqual.bench.info import count, info, render, size
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config
 
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 
 
 def screen(name: str, memory_gib: float | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=120)
-    config = ModelConfig.from_dict(json.loads((SHAPES / name / "config.json").read_text()))
+    config = read_config(json.loads((SHAPES / name / "config.json").read_text()))
     console.print(render(config, f"[{name}]", memory_gib))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()

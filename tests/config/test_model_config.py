@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from rorqual.config.hf import read_config, read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig, QuantConfig, RopeConfig
 from rorqual.errors import ConfigError
 from rorqual.layers.rotary import Rotary, inverse_frequencies
@@ -164,7 +165,7 @@ ALL = pytest.mark.parametrize("base", [V2_LITE, V3, QWEN3], ids=["v2-lite", "v3"
 
 
 def read(base: Fields, without: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict(
+    return read_config(
         {name: value for name, value in {**base, **changes}.items() if name not in without}
     )
 
@@ -246,7 +247,7 @@ def test_qwen3_30b_a3b() -> None:
 @ALL
 def test_the_text_of_the_file_is_kept(base: Fields, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(base))
-    config = ModelConfig.from_file(tmp_path)
+    config = read_config_file(tmp_path)
     assert config == read(base)
     assert config.raw == base
 
@@ -258,7 +259,7 @@ def test_what_transformers_writes_today_is_read(name: str) -> None:
     # DeepseekV2Config has no default for it
     theirs = getattr(transformers, name)(num_experts_per_tok=6)
     data = {**theirs.to_dict(), "architectures": [name.replace("Config", "ForCausalLM")]}
-    config = ModelConfig.from_dict(data)
+    config = read_config(data)
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (
         theirs.hidden_size,
         theirs.num_hidden_layers,
@@ -289,7 +290,7 @@ def modern(base: Fields) -> Fields:
 
 @ALL
 def test_both_spellings_mean_the_same(base: Fields) -> None:
-    assert ModelConfig.from_dict(modern(base)) == read(base)
+    assert read_config(modern(base)) == read(base)
 
 
 @ALL
@@ -315,7 +316,7 @@ def test_what_transformers_makes_of_a_file_means_the_same(base: Fields, scaling:
     known = getattr(transformers, CLASSES[base["model_type"]])
     theirs = known(**copy.deepcopy(data)).to_dict()
     assert "rope_scaling" not in theirs
-    assert ModelConfig.from_dict({**theirs, "architectures": base["architectures"]}) == read(data)
+    assert read_config({**theirs, "architectures": base["architectures"]}) == read(data)
 
 
 @ALL
@@ -324,7 +325,7 @@ def test_rope_parameters_by_kind_of_layer(base: Fields) -> None:
     layer = flat["rope_parameters"]
 
     def nested(**kinds: Any) -> ModelConfig:
-        return ModelConfig.from_dict({**flat, "rope_parameters": kinds})
+        return read_config({**flat, "rope_parameters": kinds})
 
     assert nested(full_attention=layer) == read(base)
     assert nested(full_attention=layer, sliding_attention=None) == read(base)
@@ -503,8 +504,8 @@ def test_placing_of_sparse_layers() -> None:
 def test_an_unknown_field_is_refused_by_name_unless_it_is_to_be_ignored(base: Fields) -> None:
     data = {**base, "rope_of_sand": 3}
     with pytest.raises(ConfigError, match=r"rope_of_sand=3.*ignore_config_fields"):
-        ModelConfig.from_dict(data)
-    assert ModelConfig.from_dict(data, ["rope_of_sand"]) == read(base)
+        read_config(data)
+    assert read_config(data, ["rope_of_sand"]) == read(base)
 
 
 Nested = tuple[Fields, str, Fields, str]
@@ -532,13 +533,13 @@ def test_a_field_of_an_object_is_refused_by_name_unless_it_is_to_be_ignored(case
     field = f"{name}.{named.partition('=')[0]}"
     words = rf"{re.escape(f'{name}.{named}')}.*accepted: .*ignore_config_fields takes {field}"
     with pytest.raises(ConfigError, match=words):
-        ModelConfig.from_dict(data)
-    assert ModelConfig.from_dict(data, [field]).family == base["model_type"]
+        read_config(data)
+    assert read_config(data, [field]).family == base["model_type"]
 
 
 def test_an_ignored_scale_format_leaves_scales_as_they_are() -> None:
     data = {**V3, "quantization_config": V31}
-    assert ModelConfig.from_dict(data, ["quantization_config.scale_fmt"]) == read(V3)
+    assert read_config(data, ["quantization_config.scale_fmt"]) == read(V3)
 
 
 def test_fields_of_another_kind_that_hold_their_defaults_mean_nothing() -> None:
@@ -713,4 +714,4 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str | None, named: str) -
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=named):
-        ModelConfig.from_file(tmp_path)
+        read_config_file(tmp_path)

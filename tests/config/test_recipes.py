@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rorqual.cli.options import engine_options
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import check_parallel
 from rorqual.engine.config import EngineConfig, read_recipe
 from rorqual.errors import ConfigError
@@ -33,7 +33,7 @@ def test_a_recipe_fits_its_model(path: Path) -> None:
     config = EngineConfig(model or "", **options)
     shape = SHAPES[model.split("/")[-1] if model else None]
     folder = ROOT / "rorqual" / "shapes" / shape if shape else ROOT / "rorqual" / "bundled"
-    check_parallel(ModelConfig.from_file(folder), config.parallel)
+    check_parallel(read_config_file(folder), config.parallel)
     assert f"--config configs/{path.name}" in path.read_text()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
@@ -33,7 +33,7 @@ def random_model(
 ) -> Transformer:
     """gain: of the random weights that write to the residual stream; the engine takes
     RESIDUAL_GAIN / sqrt(2 layers)."""
-    parsed = ModelConfig.from_dict(config)
+    parsed = read_config(config)
     model = make_model(
         parsed, Build(ops, getattr(torch, dtype), device, parsed.quant, gain), 4096, *forms
     )

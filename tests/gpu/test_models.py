@@ -31,7 +31,7 @@ if __name__ != "__main__" and not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from rorqual import LLM, SamplingParams
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
@@ -130,7 +130,7 @@ REAL = {"deepseek-v3-4l": DEEPSEEK_V3, "qwen3-30b-4l": QWEN3_30B}
 def load(
     folder: Path, ops: Ops, device: torch.device, forms: tuple[str, str] = ("CC", "A_CC_ME")
 ) -> Transformer:
-    config = ModelConfig.from_file(folder)
+    config = read_config_file(folder)
     model = make_model(config, Build(ops, torch.float32, device, config.quant), 256, *forms)
     load_weights(model, folder)
     return model

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
@@ -35,7 +35,7 @@ FORMS = [
 def load(
     folder: Path, ops: Ops, dtype: str = "float32", forms: tuple[str, str] = ("CC", "A_CC_ME")
 ) -> Transformer:
-    config = ModelConfig.from_file(folder)
+    config = read_config_file(folder)
     model = make_model(config, Build(ops, getattr(torch, dtype), CPU, config.quant), 256, *forms)
     load_weights(model, folder)
     return model

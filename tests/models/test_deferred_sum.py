@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rorqual import LLM, SamplingParams
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.layers.moe import MoE, run_stages
 from rorqual.layers.norm import Norm
@@ -150,7 +150,7 @@ def test_a_stage_passes_on_sums(tp: int, tmp_path: Path, monkeypatch: pytest.Mon
     """The first of two stages: its inner layers leave their sums where nothing is added over
     ranks, and what it sends is a tensor."""
     save("v3", tmp_path)
-    config = ModelConfig.from_file(tmp_path)
+    config = read_config_file(tmp_path)
 
     def sent(ops: Ops) -> Tensor:
         mesh = place(ParallelConfig(pp=2, tp=tp), 0)
@@ -174,7 +174,7 @@ def test_a_stage_passes_on_sums(tp: int, tmp_path: Path, monkeypatch: pytest.Mon
 
 def small_moe(ops: Ops, tmp_path: Path, mesh: Mesh | None = None) -> MoE:
     save("v3", tmp_path)
-    config = ModelConfig.from_file(tmp_path)
+    config = read_config_file(tmp_path)
     model = make_model(
         config, Build(ops, torch.float32, CPU, config.quant, mesh=mesh or Mesh.single()), 64
     )

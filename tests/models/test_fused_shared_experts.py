@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rorqual.config.model import ModelConfig, QuantConfig
+from rorqual.config.hf import read_config, read_config_file
+from rorqual.config.model import QuantConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.execution.worker import weight_bytes
 from rorqual.layers.moe import MoE, run_stages
@@ -85,7 +86,7 @@ SHAPES = {"v2-lite": V2_LITE, "v3": V3, "v3-fp8": V3_FP8, "two-fp8": TWO_FP8}
 
 
 def random_model(fields: dict[str, Any], ops: Ops, mesh: Mesh | None = None) -> Transformer:
-    config = ModelConfig.from_dict(fields)
+    config = read_config(fields)
     build = Build(
         ops, torch.float32, CPU, config.quant, residual_gain=0.3, mesh=mesh or Mesh.single()
     )
@@ -173,7 +174,7 @@ def test_fp8_checkpoints(option: str, tmp_path: Path) -> None:
 
 def test_prediction_modules_of_a_checkpoint(tmp_path: Path) -> None:
     save_with_mtp(tmp_path)
-    config = ModelConfig.from_file(tmp_path)
+    config = read_config_file(tmp_path)
     models = []
     for ops in (Joining(), Ops()):
         models.append(make_model(config, Build(ops, torch.float32, CPU), 64, with_mtp=True))
@@ -221,7 +222,7 @@ def test_layers_whose_rows_travel_keep_them_apart(sizes: dict[str, Any]) -> None
 
 
 def test_other_layers_keep_them_apart() -> None:
-    moe = ModelConfig.from_dict(TWO_FP8).moe
+    moe = read_config(TWO_FP8).moe
     quant = QuantConfig()
     plain = Build(Joining(), torch.float32, CPU)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
@@ -61,7 +61,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 
 def model_of(fields: dict[str, Any] | None = None, **changes: Any) -> Transformer:
-    config = ModelConfig.from_dict({**(fields or QWEN), **changes})
+    config = read_config({**(fields or QWEN), **changes})
     return make_model(config, Build(Ops(), torch.float32, torch.device("cpu"), config.quant), 64)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rorqual import LLM, SamplingParams
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config, read_config_file
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
 from rorqual.layers.moe import MoE, run_stages
 from rorqual.layers.parameter import Build
@@ -100,7 +100,7 @@ def test_experts_hit_as_uniform_routing_predicts(config: dict, tokens: int, tmp_
 @pytest.mark.parametrize("config", [V3, QWEN], ids=["v3", "qwen"])
 def test_activations_stay_sane(config: dict, tmp_path: Path):
     """Logits of a random model have a standard deviation near 1, and positions differ."""
-    model_config = ModelConfig.from_file(folder_of(config, tmp_path))
+    model_config = read_config_file(folder_of(config, tmp_path))
     build = Build(
         CpuOps(),
         torch.float32,
@@ -138,7 +138,7 @@ def test_draw_is_normal_and_depends_on_name_and_seed():
 def test_replicas_hold_their_experts_weights():
     """A slot map with replicas: every slot holds its logical expert, and the sum over experts
     does not change."""
-    moe = ModelConfig.from_dict(V3).moe
+    moe = read_config(V3).moe
     build = Build(CpuOps(), torch.float32, torch.device("cpu"))
     layers = [
         MoE(build, "mlp", 256, moe, slots)
@@ -160,7 +160,7 @@ def test_replicas_hold_their_experts_weights():
 LOAD = """
 import sys, torch
 from pathlib import Path
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
@@ -171,7 +171,7 @@ from rorqual.engine.execution.worker import weight_bytes
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
-model = make_model(ModelConfig.from_file(sys.argv[1]), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64)
+model = make_model(read_config_file(sys.argv[1]), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64)
 before = peak()
 load_weights(model, Path(sys.argv[1]))
 print(before, peak(), weight_bytes(model))
@@ -192,7 +192,7 @@ def test_loading_peaks_little_above_the_weights(tmp_path: Path):
     }
     folder = folder_of(config, tmp_path)
     model = make_model(
-        ModelConfig.from_dict(config), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64
+        read_config(config), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64
     )
     tensors = {
         target.name: torch.full(target.shape, 0.01, dtype=torch.bfloat16)
@@ -211,9 +211,7 @@ def test_loading_peaks_little_above_the_weights(tmp_path: Path):
 
 def test_a_router_kept_in_fp32_has_values_of_the_models_dtype():
     for dtype in (torch.bfloat16, torch.float32):
-        model = make_model(
-            ModelConfig.from_dict(V3), Build(CpuOps(), dtype, torch.device("cpu")), 64
-        )
+        model = make_model(read_config(V3), Build(CpuOps(), dtype, torch.device("cpu")), 64)
         random_weights(model, 0)
         gate = next(iter(model.moe_layers())).gate
         assert gate.dtype == torch.float32

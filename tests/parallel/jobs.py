@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rorqual.bench.comm import run as comm
-from rorqual.config.model import ModelConfig, MoEConfig
+from rorqual.config.hf import read_config_file
+from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.scheduling.dp_scheduler import DataParallelScheduler
 from rorqual.layers.parameter import Build
@@ -79,7 +80,7 @@ def model_of(
     forms: Forms = DEFAULT_FORMS,
     seed: int | None = None,
 ) -> Transformer:
-    config = ModelConfig.from_file(folder)
+    config = read_config_file(folder)
     model = make_model(
         config,
         Build(CpuOps(), torch.float32, CPU, config.quant, mesh=mesh_of(sizes, world)),
@@ -154,7 +155,7 @@ def predict(
     world: int, sizes: dict[str, Any], folder: str, prompts: list[int], lengths: list[int]
 ) -> dict[str, list[float]]:
     """Logits of the prediction module by "request,position", random weights."""
-    config = ModelConfig.from_file(folder)
+    config = read_config_file(folder)
     model = make_model(
         config, Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world)), 256, with_mtp=True
     )
@@ -429,7 +430,7 @@ def in_step(
     arrivals: list[tuple[int, int, int, SamplingParams]],
 ) -> dict[str, list[int]]:
     """The tokens of each request; see Lockstep.run."""
-    config = ModelConfig.from_file(folder)
+    config = read_config_file(folder)
     given = Settings(**settings)
     model = make_transformer(config, mesh_of(sizes, world), given)
     load_weights(model, Path(folder))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.parallel.comm_counters import bytes_sent
 from rorqual.parallel.comm_volume import step_messages
@@ -110,7 +110,7 @@ def test_sharded_attention_gathers_the_narrower_of_latents_and_hidden_states() -
     latents."""
     shapes = {"deepseek-v3": 2112, "deepseek-v2-lite": 2048, "qwen3-30b-a3b": 2048}
     for name, columns in shapes.items():
-        config = ModelConfig.from_file(SHAPES / name)
+        config = read_config_file(SHAPES / name)
         sent = step_messages(
             config, ParallelConfig(tp=8, sequence_parallel=True), 0, [800], decode=False, logits=[0]
         )
@@ -122,7 +122,7 @@ def test_shared_experts_take_the_rows_that_routed_experts_gathered() -> None:
     """Over 8 data-parallel ranks, then over pairs of ranks whose tokens are sharded: only the
     dense layers gather for themselves. An exchange that does not gather leaves the shared
     experts to do it."""
-    config = ModelConfig.from_file(SHAPES / "deepseek-v3")
+    config = read_config_file(SHAPES / "deepseek-v3")
     row = 7168 * 2
     dense = 3
     sparse = 58
@@ -141,7 +141,7 @@ def test_shared_experts_take_the_rows_that_routed_experts_gathered() -> None:
 def test_data_parallel_dense_layers_and_heads_move_nothing(
     folder_of: Callable[[str], Path],
 ) -> None:
-    config = ModelConfig.from_file(folder_of("v3"))
+    config = read_config_file(folder_of("v3"))
     assert set(step_messages(config, ParallelConfig(dp=4, ep=4), 1, [3, 2, 0, 1], decode=True)) == {
         "dp"
     }
@@ -150,7 +150,7 @@ def test_data_parallel_dense_layers_and_heads_move_nothing(
 def test_all_reduces_of_published_layouts() -> None:
     """DeepSeek-R1 on one node: two all-reduces a layer under tp, all-gather and reduce-scatter
     under data-parallel attention."""
-    config = ModelConfig.from_file(SHAPES / "deepseek-v3")
+    config = read_config_file(SHAPES / "deepseek-v3")
     row = 7168 * 2
     tp = step_messages(config, ParallelConfig(tp=8), 0, [1], decode=True)
     # 2 a layer; the last norm takes the place of the first

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rorqual import LLM, SamplingParams
+from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.request import StructuredOutput
@@ -69,7 +70,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     folder = tmp_path_factory.mktemp("lockstep")
     save("v3", folder)
     rewrite_config(folder, num_nextn_predict_layers=2, num_hidden_layers=2)
-    return ModelConfig.from_file(folder)
+    return read_config_file(folder)
 
 
 def run(config: ModelConfig, layout: dict[str, Any], settings: Settings) -> Lockstep:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config
 from rorqual.models.hub import BUNDLED
 from rorqual.ops.cpu.backend import CpuOps
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
@@ -87,7 +87,7 @@ def cases(option: str, choose: bool, worlds: tuple[int, ...] = (2, 4)) -> list[A
     of settings occurs."""
     family, changes = OPTIONS[option]
     kind, _, base = CLASSES[family]
-    config = ModelConfig.from_dict(
+    config = read_config(
         {**kind(**{**base, **changes}).to_dict(), "architectures": [ARCHITECTURES[family]]}
     )
     found = [list(matrix.valid(config, world)) for world in worlds]

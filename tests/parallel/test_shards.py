@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rorqual.cache.spec import kv_spec
+from rorqual.config.hf import read_config, read_config_file
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError, LoadError
@@ -120,7 +121,7 @@ def test_random_shards_are_windows_of_the_unsharded_draw(
     fields: dict[str, Any], sizes: dict[str, Any]
 ) -> None:
     """Bit for bit, and the windows of all ranks cover every element of every tensor."""
-    config = ModelConfig.from_dict(fields)
+    config = read_config(fields)
     chosen = ParallelConfig(**sizes)
     check_parallel(config, chosen)
     whole = build(config)
@@ -173,7 +174,7 @@ def test_each_rank_reads_its_shard_alone(
     save_fp8(option, tmp_path) if option.startswith("fp8") else save(option, tmp_path)
     if merged:
         merge(tmp_path)
-    config = ModelConfig.from_file(tmp_path)
+    config = read_config_file(tmp_path)
     tensors = in_file(as_loaded(config, tmp_path))
     reads = count_reads(monkeypatch)
     for sizes in SIZES if config.quant is None else WHOLE_BLOCKS:
@@ -209,7 +210,7 @@ def as_loaded(config: ModelConfig, folder: Path, mesh: Mesh | None = None) -> Tr
 def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, Any]) -> None:
     """A file with a different scale in every block: each shard, dequantized, is the window of
     the whole, dequantized."""
-    config = ModelConfig.from_dict(FP8)
+    config = read_config(FP8)
     chosen = ParallelConfig(**sizes)
     drawn = build(config)
     drawn.finalize = lambda: None  # type: ignore[method-assign]
@@ -241,7 +242,7 @@ def test_fp8_scales_are_cut_with_their_weights(tmp_path: Path, sizes: dict[str, 
 def test_fp8_rows_may_be_cut_inside_a_block() -> None:
     """Query heads of 56 rows: two ranks meet in one block, and both keep its scale for each of
     their rows."""
-    model = build(ModelConfig.from_dict(FP8), place(ParallelConfig(tp=2), 1))
+    model = build(read_config(FP8), place(ParallelConfig(tp=2), 1))
     queries = next(
         target
         for target in own(model)
@@ -258,7 +259,7 @@ def test_fp8_rows_may_be_cut_inside_a_block() -> None:
 def test_fp8_logits_of_two_ranks_are_those_of_one() -> None:
     """Partial sums of one layer's products added by hand: scales travel with their blocks,
     whatever the cut."""
-    config = ModelConfig.from_dict(FP8)
+    config = read_config(FP8)
     models = [build(config, place(ParallelConfig(tp=2), rank)) for rank in range(2)]
     whole = build(config)
     for model in (whole, *models):
@@ -279,7 +280,7 @@ def test_a_checkpoint_without_another_ranks_expert_is_refused_by_every_rank(tmp_
     for rank in range(2):
         with pytest.raises(LoadError, match=r"lacks model\.layers\.1\.mlp\.experts\.15\.up_proj"):
             load_weights(
-                build(ModelConfig.from_file(tmp_path), place(ParallelConfig(dp=2, ep=2), rank)),
+                build(read_config_file(tmp_path), place(ParallelConfig(dp=2, ep=2), rank)),
                 tmp_path,
             )
 
@@ -287,7 +288,7 @@ def test_a_checkpoint_without_another_ranks_expert_is_refused_by_every_rank(tmp_
 def test_memory_of_a_rank(tmp_path: Path) -> None:
     """Experts and heads are divided; what every rank repeats is the router, norms and latent
     projections."""
-    config = ModelConfig.from_dict(WIDE)
+    config = read_config(WIDE)
     whole, part = (build(config, mesh) for mesh in (None, place(ParallelConfig(tp=4), 0)))
 
     def held(model: Transformer, name: str) -> int:
@@ -305,8 +306,8 @@ def test_memory_of_a_rank(tmp_path: Path) -> None:
 def test_cache_of_a_rank() -> None:
     """Keys and values per head are divided down to one head a rank; the latent is whole on each;
     a stage holds its own layers."""
-    qwen = ModelConfig.from_dict(QWEN)
-    v3 = ModelConfig.from_dict(WIDE)
+    qwen = read_config(QWEN)
+    v3 = read_config(WIDE)
     spec = kv_spec(qwen, 16, "bfloat16")
     assert [plane.shape for plane in spec.shard(2).layers[0]] == [(1, 24), (1, 24)]
     assert spec.shard(4) == spec.shard(2)
@@ -369,7 +370,7 @@ def test_models_that_cannot_be_cut_so(
     fields: dict[str, Any], sizes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_parallel(ModelConfig.from_dict(fields), ParallelConfig(**sizes))
+        check_parallel(read_config(fields), ParallelConfig(**sizes))
 
 
 def test_pipeline_stages_share_the_layers() -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rorqual.bench.info import count
 from rorqual.bench.layers.cases import CASES, LayerBench, LayerCase, check_memory, modules_of
 from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
@@ -90,7 +91,7 @@ def bench(
 ) -> list[LayerRow]:
     """`sweep` of a model given by folder or Hugging Face id (None: the bundled one); only its
     config.json is read."""
-    config = ModelConfig.from_file(model_folder(model, weights=False), ignore_fields)
+    config = read_config_file(model_folder(model, weights=False), ignore_fields)
     if threads:
         torch.set_num_threads(threads)
     return sweep(config, modules, tokens or TOKENS, device, dtype, repeats, requests=requests)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
 from rorqual.cache.stretch import workspace_bytes
+from rorqual.config.hf import read_config_file
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.engine.config import EXE_MODES, EngineConfig
@@ -48,7 +49,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
     """The model's configuration. Raises ConfigError where it cannot be run, or not in this
     layout."""
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
-    model = ModelConfig.from_file(config.model, config.ignore_config_fields, overrides)
+    model = read_config_file(config.model, config.ignore_config_fields, overrides)
     check_parallel(model, config.parallel)
     _check_graphs(config, model)
     if kv_dtype(config.kv_cache_dtype) == FP8:

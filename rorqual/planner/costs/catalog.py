@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
 
@@ -77,4 +78,4 @@ def with_quant(folder: Path, quant: str, overrides: Mapping[str, Any] | None = N
     changed = dict(overrides or {})
     if quant != "auto":
         changed["quantization_config"] = FP8 if quant == "fp8" else None
-    return ModelConfig.from_file(folder, overrides=changed)
+    return read_config_file(folder, overrides=changed)

@@ -19,6 +19,7 @@ from rorqual.bench.layers.backbone import make_backbone
 from rorqual.bench.layers.cases import CASES, LayerBench, LayerCase, modules_of, routed_ids
 from rorqual.bench.layers.run import LayerRow, as_json, print_table, sweep
 from rorqual.cache.spec import MLA_FORMS
+from rorqual.config.hf import read_config
 from rorqual.config.model import ModelConfig
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.moe import run_stages
@@ -62,7 +63,7 @@ QWEN = {
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
     tiny: dict[str, Any] = QWEN if name.startswith("qwen") else DEEPSEEK
-    return ModelConfig.from_dict(
+    return read_config(
         {**json.loads((SHAPES / name / "config.json").read_text()), **tiny, **changes}
     )
 
@@ -211,9 +212,7 @@ def test_given_ids_reach_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drawn_routing() -> None:
-    moe = ModelConfig.from_dict(
-        json.loads((SHAPES / "deepseek-v3" / "config.json").read_text())
-    ).moe
+    moe = read_config(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text())).moe
     hits = {}
     for kind in ("uniform", "zipf"):
         ids = routed_ids(kind, 64, moe)
@@ -272,7 +271,7 @@ def test_too_large_modules_are_refused_before_they_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: 20 * 2**30)
-    config = ModelConfig.from_dict(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text()))
+    config = read_config(json.loads((SHAPES / "deepseek-v3" / "config.json").read_text()))
     bench = LayerBench(config, CpuPlatform(torch.device("cpu")), torch.bfloat16, (1,))
     cases.check_memory(bench, ["embed_tokens", "mlp", "mla", "dense_layer", "moe", "backbone"])
     assert cases._weight_bytes(bench, "mla") == pytest.approx(

@@ -16,7 +16,7 @@ from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config
 from rorqual.engine.execution.compiled import CompiledForward
 from rorqual.ops.custom_ops import TracedOps
 from rorqual.ops.triton.backend import TritonOps
@@ -62,7 +62,7 @@ def test_operators_are_what_the_graph_says(
     config: dict[str, Any], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CompiledForward, "_inductor", checked)
-    ops = TracedOps(TritonOps(), ModelConfig.from_dict(config).moe)
+    ops = TracedOps(TritonOps(), read_config(config).moe)
     model = random_model(config, ops, "float32", torch.device(DEVICE))
     driver = DeviceDriver(model, 1, 16, 4)
     ids = torch.randint(

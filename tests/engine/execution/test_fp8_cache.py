@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rorqual import SamplingParams
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.cpu.backend import CpuOps
@@ -224,7 +224,7 @@ def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
     each = costs.kv_bytes_per_token(config, costs.Format("float32", "fp8"))
     assert held == 40 * 8 * each * (config.num_layers + 1) // config.num_layers
     assert each == config.num_layers * (32 + 4 + 16 * 4)
-    shape = ModelConfig.from_file("rorqual/shapes/deepseek-v3")
+    shape = read_config_file("rorqual/shapes/deepseek-v3")
     assert costs.kv_bytes_per_token(shape, costs.Format(kv_dtype="fp8")) == 61 * 656
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rorqual.cache.spec import kv_spec
 from rorqual.cache.stretch import SCORE_BYTES, workspace_bytes
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Worker
@@ -47,7 +47,7 @@ def rank_of(shape: str, free: int = 40 * GIB, tp: int = 8, **options: Any) -> Wo
     rank.config = EngineConfig(shape, tp=tp, max_num_seqs=64, **options)
     rank.platform = Card(free)  # type: ignore[assignment]
     rank.mesh = SimpleNamespace(sizes=ParallelConfig(tp=tp))  # type: ignore[assignment]
-    rank.model_config = ModelConfig.from_file(f"rorqual/shapes/{shape}")
+    rank.model_config = read_config_file(f"rorqual/shapes/{shape}")
     rank.dtype = "bfloat16"
     rank.spec = kv_spec(rank.model_config, 64, "auto", rank.config.mla_decode).shard(tp)
     rank.max_model_len = rank.max_row_len = 131072
@@ -101,7 +101,7 @@ def test_the_planner_reserves_what_the_engine_does(longest: int) -> None:
 
 def test_an_engine_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("v3", tmp_path)
-    model = ModelConfig.from_file(tmp_path)
+    model = read_config_file(tmp_path)
     planned = workspace_bytes(model.attention, 4, "cpu", 8, 200, 256, 256)
     left = 2**24
     monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: planned + left)

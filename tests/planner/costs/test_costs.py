@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rorqual
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import MLA_FORMS, kv_spec
+from rorqual.config.hf import read_config
 from rorqual.config.model import ModelConfig, QuantConfig
 from rorqual.engine.execution.worker import weight_bytes as engine_bytes
 from rorqual.errors import ConfigError
@@ -85,9 +86,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def published(name: str, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict(
-        {**json.loads((SHAPES / name / "config.json").read_text()), **changes}
-    )
+    return read_config({**json.loads((SHAPES / name / "config.json").read_text()), **changes})
 
 
 def small(case: str) -> ModelConfig:

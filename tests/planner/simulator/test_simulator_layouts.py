@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rorqual.cli.main import app
 from rorqual.config.hardware import load_device
-from rorqual.config.model import ModelConfig
+from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
@@ -34,7 +34,7 @@ from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import split_step
 
-R1 = ModelConfig.from_file(model_folder("deepseek-v3", weights=False))
+R1 = read_config_file(model_folder("deepseek-v3", weights=False))
 WIDE = ParallelConfig(dp=32, ep=32)
 
 

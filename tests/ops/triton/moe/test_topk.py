@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 import torch
 
-from rorqual.config.model import ModelConfig, MoEConfig
+from rorqual.config.hf import read_config
+from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
@@ -127,5 +128,5 @@ def test_v2_scales_only_what_it_does_not_normalize():
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 16.0,
     }
-    assert ModelConfig.from_dict(fields).moe.scaling == 16.0
-    assert ModelConfig.from_dict({**fields, "norm_topk_prob": True}).moe.scaling == 1.0
+    assert read_config(fields).moe.scaling == 16.0
+    assert read_config({**fields, "norm_topk_prob": True}).moe.scaling == 1.0
