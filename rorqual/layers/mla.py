@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.spec import check_forms
-from rorqual.cache.stretch import stretch_tokens
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
@@ -30,6 +29,7 @@ from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Stretch
 from rorqual.ops.reference import Weight, dequantize
+from rorqual.ops.stretch import stretch_tokens
 from rorqual.parallel.exchange_policy import gathers_latents
 
 # the published models norm both latents with this, whatever rms_norm_eps says
@@ -237,7 +237,7 @@ class MLA:
         )
 
     def _attend_decompressed(self, q: Tensor, plane: Tensor, segment: AttentionMetadata) -> Tensor:
-        """Never more of the cache decompressed at once than cache/stretch.py allows: keys and
+        """Never more of the cache decompressed at once than ops/stretch.py allows: keys and
         values of all heads are many times the latents they are made of. The step's own tokens are
         in the cache by now and no exception, so that the bound holds for a step of any size."""
         page = plane.shape[1]

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.cache.stretch import SCORES
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference, rng
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.reference import Distribution, Weight
+from rorqual.ops.stretch import SCORES
 
 
 class AttentionMetadata:
@@ -637,16 +637,3 @@ class Ops:
 
     def write_probs(self, given: Distribution, plane: Tensor, rows: Tensor) -> None:
         reference.write_probs(given, plane, rows)
-
-
-def ops_for(platform: str) -> Ops:
-    """The op table of a platform, by its name."""
-    if platform == "cpu":
-        from rorqual.ops.cpu.backend import CpuOps
-
-        return CpuOps()
-    if platform == "cuda":
-        from rorqual.ops.triton.backend import TritonOps
-
-        return TritonOps()
-    return Ops()

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rorqual.cache import stretch
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.config.model import MLAConfig
 from rorqual.layers.mla import MLA
-from rorqual.ops import interface
+from rorqual.ops import interface, stretch
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.models.checkpoints import VOCAB, save

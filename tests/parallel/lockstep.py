@@ -30,7 +30,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import ops_for
+from rorqual.ops.select import ops_for
 from rorqual.parallel.collectives import AddNormFn, NullAxis, PendingCollective, Ready
 from rorqual.parallel.fake_axis import FakeAxis
 from rorqual.parallel.mesh import AXES, Mesh, members

@@ -25,7 +25,8 @@ from rorqual.layers.rotary import Rotary
 from rorqual.models.loader import fill_normal
 from rorqual.models.transformer import HiddenState, Layer, forward_layers
 from rorqual.ops.deferred_sum import summed
-from rorqual.ops.interface import AttentionMetadata, ops_for
+from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.select import ops_for
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import BatchShape, Format, Op

@@ -11,7 +11,8 @@ from torch import Tensor
 from rorqual.engine.execution.grammar import Grammars, Matcher
 from rorqual.engine.scheduling.scheduler_output import NewRequest, SchedulerOutput
 from rorqual.errors import RequestError
-from rorqual.ops.interface import Ops, ops_for
+from rorqual.ops.interface import Ops
+from rorqual.ops.select import ops_for
 from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
-from rorqual.cache.stretch import workspace_bytes
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
@@ -28,7 +27,8 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import ops_for
+from rorqual.ops.select import ops_for
+from rorqual.ops.stretch import workspace_bytes
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform

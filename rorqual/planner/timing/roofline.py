@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from rorqual.cache.spec import DTYPE_BYTES, kv_dtype
-from rorqual.cache.stretch import workspace_bytes
 from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError
+from rorqual.ops.stretch import workspace_bytes
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format
 from rorqual.planner.costs.messages import CostedMessage
 from rorqual.planner.costs.parallel_costs import GroupWork, RankOp, rank_step

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rorqual import LLM, SamplingParams
-from rorqual.cache import stretch
 from rorqual.config.model import MLAConfig
+from rorqual.ops import stretch
 from rorqual.ops.cpu.backend import CpuOps
 from tests.models.checkpoints import VOCAB, save
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rorqual.cache.spec import kv_spec
-from rorqual.cache.stretch import SCORE_BYTES, workspace_bytes
 from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import CPU_CACHE_SHARE, Worker
 from rorqual.errors import CapacityError
+from rorqual.ops.stretch import SCORE_BYTES, workspace_bytes
 from rorqual.planner.costs.costs import Format
 from rorqual.planner.timing.roofline import activation_bytes
 from rorqual.platforms.cpu import CpuPlatform

@@ -23,9 +23,10 @@ from rorqual.engine.scheduling.scheduler_output import (
     SchedulerOutput,
     StepMetadata,
 )
-from rorqual.ops.interface import Ops, ops_for
+from rorqual.ops.interface import Ops
 from rorqual.ops.reference import invert
 from rorqual.ops.rng import uniform
+from rorqual.ops.select import ops_for
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import SamplingParams
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import Ops, ops_for
+from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Distribution
 from rorqual.ops.rng import uniform
+from rorqual.ops.select import ops_for
 
 TOLERANCE = {"reference": 1e-12, "cpu": 1e-12, "triton": 1e-6}
 LOWEST = 0.0

@@ -1,0 +1,18 @@
+"""Which op table a platform runs. Apart from the interface, which the backends import."""
+
+from __future__ import annotations
+
+from rorqual.ops.interface import Ops
+
+
+def ops_for(platform: str) -> Ops:
+    """The op table of a platform, by its name."""
+    if platform == "cpu":
+        from rorqual.ops.cpu.backend import CpuOps
+
+        return CpuOps()
+    if platform == "cuda":
+        from rorqual.ops.triton.backend import TritonOps
+
+        return TritonOps()
+    return Ops()
