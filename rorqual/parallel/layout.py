@@ -19,21 +19,34 @@ A feed-forward layer whose weights are spread over more ranks gathers rows and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rorqual.config.parallel import ParallelConfig
 from rorqual.ops.deferred_sum import NormInput, summed
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.shard import Shard
 
-if TYPE_CHECKING:
-    from rorqual.parallel.mesh import Mesh
-
-
 MLP = Callable[[Tensor, Weight, Weight], Tensor]
+
+
+class MeshView(Protocol):
+    """What a layout asks of the mesh (mesh.py, which makes the layouts): this rank's place and its
+    groups."""
+
+    sizes: ParallelConfig
+    axes: dict[str, Axis]
+    tp: Axis
+    dp: Axis
+    stage: Axis
+    dp_rank: int
+    tp_rank: int
+    stage_rank: int
+
+    def dp_ranks(self, part: str) -> range: ...
 
 
 class AddNorm(Protocol):
@@ -51,7 +64,7 @@ class Layout:
     exchange = "local"
     sharded = False
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: MeshView):
         self.mesh = mesh
 
     @property
@@ -124,7 +137,7 @@ class MultiRankLayout(Layout):
     dense_counts: Sequence[int]
     dense_first: int
 
-    def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
+    def __init__(self, mesh: MeshView, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh)
         self.tokens = tokens
         self.exchange = exchange
@@ -159,7 +172,7 @@ class MultiRankLayout(Layout):
 
 
 class Replicated(MultiRankLayout):
-    def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
+    def __init__(self, mesh: MeshView, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
         others = mesh.dp_ranks("dense")
         self.dense_axis = mesh.axes["dense_dp"]
@@ -188,7 +201,7 @@ class Replicated(MultiRankLayout):
 class Sharded(MultiRankLayout):
     sharded = True
 
-    def __init__(self, mesh: Mesh, tokens: tuple[int, ...], exchange: str):
+    def __init__(self, mesh: MeshView, tokens: tuple[int, ...], exchange: str):
         super().__init__(mesh, tokens, exchange)
         size = mesh.sizes.tp
         dense = mesh.axes["dense"]
@@ -226,7 +239,9 @@ class Sharded(MultiRankLayout):
         return h if rows is None else h.index_select(0, rows)
 
 
-def head_rows(mesh: Mesh, hidden: Tensor, counts: Sequence[int] | None) -> tuple[Tensor, list[int]]:
+def head_rows(
+    mesh: MeshView, hidden: Tensor, counts: Sequence[int] | None
+) -> tuple[Tensor, list[int]]:
     """(hidden states of every data-parallel rank that shares this rank's vocabulary group, how
     many of each); `counts` as given for all."""
     if mesh.axes["head_dp"].size == 1:
@@ -239,7 +254,7 @@ def head_rows(mesh: Mesh, hidden: Tensor, counts: Sequence[int] | None) -> tuple
 
 
 def return_logits(
-    mesh: Mesh, logits: Tensor, counts: Sequence[int], widths: Sequence[int]
+    mesh: MeshView, logits: Tensor, counts: Sequence[int], widths: Sequence[int]
 ) -> Tensor:
     """Partial vocabularies [sum of counts, own width] to this rank's rows over the whole
     vocabulary, [own rows, sum of widths]."""

@@ -35,8 +35,8 @@ from rorqual.parallel.group_axis import GroupAxis
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import Mesh, ProcessGroups
 from rorqual.parallel.p2p_memory import on_all
-from rorqual.planner.costs.costs import BatchShape, Format
-from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
+from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.request import SamplingParams
 from tests.parallel.driver import CPU, RankDriver, schedule, split, tokens_of
 from tests.parallel.lockstep import (

@@ -33,7 +33,7 @@ from rorqual.planner.costs.costs import (
     step_ops,
     total,
 )
-from rorqual.planner.costs.parallel_costs import GroupWork as RankWork
+from rorqual.planner.costs.costs import GroupWork as RankWork
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.costs.weights import head_weight
 from rorqual.planner.search.deployments import layout_name

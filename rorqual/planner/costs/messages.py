@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.parallel.comm_counters import bytes_sent
 from rorqual.parallel.comm_volume import CommCall, StepMessages
+from rorqual.planner.costs.costs import GroupWork
 from rorqual.planner.costs.shards import stage_layers
-
-if TYPE_CHECKING:
-    from rorqual.planner.costs.parallel_costs import GroupWork
 
 DISPATCH = ("blocks", "picks")
 NEIGHBOURS = "p2p"

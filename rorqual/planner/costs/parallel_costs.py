@@ -18,53 +18,14 @@ from rorqual.parallel.exchange_policy import chosen_exchange, gathers_latents, s
 from rorqual.planner.costs.costs import (
     DECOMPRESSED,
     DEFAULT_FORMAT,
-    BatchShape,
     Format,
+    GroupWork,
     attention_flops_per_pair,
 )
 from rorqual.planner.costs.messages import CostedMessage, RankMessages
 from rorqual.planner.costs.routing import UNIFORM, Routing, rank_load
 from rorqual.planner.costs.shards import layer_kv_bytes, part, shard, stage_layers
 from rorqual.planner.costs.weights import FP8, OWN, WeightShape, head_weight, layer_weights
-
-
-@dataclass(frozen=True)
-class GroupWork:
-    """One step of one attention group (the tp ranks of one data-parallel rank): requests that
-    decode or verify, and prompt chunks.
-
-    stage_tokens: tokens of all groups of the stage together; None means that every group has as
-    many as this one. drafts: how many draft passes of the prediction module follow.
-    """
-
-    decode: BatchShape | None = None
-    prefill: tuple[BatchShape, ...] = ()
-    stage_tokens: int | None = None
-    drafts: int = 0
-
-    @property
-    def batches(self) -> tuple[BatchShape, ...]:
-        return (*((self.decode,) if self.decode else ()), *self.prefill)
-
-    @property
-    def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.batches)
-
-    @property
-    def logit_rows(self) -> int:
-        return sum(batch.requests * batch.logits for batch in self.batches)
-
-    def others(self, dp: int) -> tuple[int, ...]:
-        """Tokens of the other data-parallel ranks of the stage, which share what this one leaves
-        as evenly as can be."""
-        rest = (
-            self.tokens * (dp - 1)
-            if self.stage_tokens is None
-            else max(0, self.stage_tokens - self.tokens)
-        )
-        return tuple(
-            rest * (rank + 1) // (dp - 1) - rest * rank // (dp - 1) for rank in range(dp - 1)
-        )
 
 
 @dataclass(frozen=True)

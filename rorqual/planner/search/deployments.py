@@ -16,8 +16,7 @@ from rorqual.config.hardware import DeviceSpec
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.planner.costs.costs import DEFAULT_FORMAT, BatchShape, Format
-from rorqual.planner.costs.parallel_costs import GroupWork
+from rorqual.planner.costs.costs import DEFAULT_FORMAT, BatchShape, Format, GroupWork
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
 from rorqual.planner.timing.profiles import Profile

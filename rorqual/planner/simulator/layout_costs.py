@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar
 
-from rorqual.planner.costs.costs import BatchShape
-from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.costs.costs import BatchShape, GroupWork
+from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.simulator.cost_runner import IDLE, StepCost, StepLoad
 from rorqual.planner.simulator.micro_batches import (
     Stage,

@@ -17,9 +17,9 @@ from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError
 from rorqual.ops.stretch import workspace_bytes
-from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format
+from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, GroupWork
 from rorqual.planner.costs.messages import CostedMessage
-from rorqual.planner.costs.parallel_costs import GroupWork, RankOp, rank_step
+from rorqual.planner.costs.parallel_costs import RankOp, rank_step
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import (
     rank_weight_bytes,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from rorqual.config.hardware import DeviceSpec
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.planner.costs.costs import BatchShape
-from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.costs.costs import BatchShape, GroupWork
+from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token, rank_weight_bytes
 from rorqual.planner.costs.weights import weights
 from rorqual.planner.timing.roofline import StepModel, decompressed_bytes

@@ -15,8 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from rorqual.planner.costs.costs import BatchShape
-from rorqual.planner.costs.parallel_costs import GroupWork
+from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing.roofline import StepModel
 
 

@@ -9,8 +9,8 @@ from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import BatchShape, Format
-from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
+from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel

@@ -16,9 +16,8 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.messages import RankMessages
-from rorqual.planner.costs.parallel_costs import GroupWork
 from rorqual.planner.costs.routing import UNIFORM, Routing, distinct_experts
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import (

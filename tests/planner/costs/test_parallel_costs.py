@@ -23,9 +23,9 @@ from rorqual.ops.interface import AttentionMetadata, Ops
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.messages import RankMessages
-from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.costs.shards import (
     layer_kv_bytes,
     rank_kv_bytes_per_token,

@@ -23,9 +23,9 @@ from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import Ops
 from rorqual.parallel.comm_volume import step_messages
 from rorqual.planner.costs import catalog
-from rorqual.planner.costs.costs import BatchShape, Format
+from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.messages import CostedMessage
-from rorqual.planner.costs.parallel_costs import GroupWork, rank_step
+from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.planner.costs.shards import (
     rank_kv_bytes_per_token,
     rank_weight_bytes,

@@ -15,8 +15,7 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import IDS, published, shape_of, with_quant
-from rorqual.planner.costs.costs import BatchShape
-from rorqual.planner.costs.parallel_costs import GroupWork
+from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.search import report
 from rorqual.planner.search.deployments import (
     Goal,

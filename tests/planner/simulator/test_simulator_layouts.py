@@ -20,8 +20,7 @@ from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
-from rorqual.planner.costs.costs import BatchShape
-from rorqual.planner.costs.parallel_costs import GroupWork
+from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.costs.routing import Routing
 from rorqual.planner.simulator import gantt, pools
 from rorqual.planner.simulator.cost_runner import IDLE, StepLoad

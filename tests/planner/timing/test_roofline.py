@@ -14,8 +14,8 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import BatchShape, Format
-from rorqual.planner.costs.parallel_costs import GroupWork, RankOp, rank_step
+from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
+from rorqual.planner.costs.parallel_costs import RankOp, rank_step
 from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import (
     LIMITERS,

@@ -10,8 +10,7 @@ import pytest
 from rorqual.config.hardware import load_device
 from rorqual.config.parallel import ParallelConfig
 from rorqual.planner.costs.catalog import published
-from rorqual.planner.costs.costs import BatchShape
-from rorqual.planner.costs.parallel_costs import GroupWork
+from rorqual.planner.costs.costs import BatchShape, GroupWork
 from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.validation.closed_loop import Loop, _State, play
