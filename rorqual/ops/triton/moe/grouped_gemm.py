@@ -19,7 +19,7 @@ DeepGEMM (arXiv 2412.19437, section 3.3).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -41,7 +41,7 @@ from rorqual.ops.triton.moe.small_batch import (
 )
 from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
 from rorqual.ops.triton.runtime import tuning
-from rorqual.ops.triton.runtime.launch import dependent, is_hopper, multiprocessors, wait_for_inputs
+from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class Tile:
     """How one GEMM is cut: n weight rows (of gate and of up each, in the first GEMM), k columns a
     step, warps, pipeline stages.
 
-    swap: weights on the M side. tma: weights arrive by bulk tensor copies. waves: at most so many
-    programs a multiprocessor (0: one program a tile).
+    swap: weights on the M side. tma: weights arrive by bulk tensor copies.
     """
+
+    # in files of users who tuned earlier; no search ever set it, so it says nothing
+    FORMER_FIELDS: ClassVar[frozenset[str]] = frozenset({"waves"})
 
     n: int
     k: int
@@ -59,7 +61,6 @@ class Tile:
     stages: int
     swap: bool = True
     tma: bool = False
-    waves: int = 0
 
 
 @dataclass(frozen=True)
@@ -448,7 +449,7 @@ def gate_up_product(
         if tile.tma
         else weight.data
     )
-    _gate_up_kernel[_programs(blocks, triton.cdiv(inner, tile.n), tile, device),](
+    _gate_up_kernel[blocks.limit * triton.cdiv(inner, tile.n),](
         data,
         scale,
         w,
@@ -484,7 +485,7 @@ def down_product(
     if tile.tma:
         w = TensorDescriptor.from_tensor(weight.data.view(slots * hidden, inner), [tile.n, tile.k])
         data = TensorDescriptor.from_tensor(data, [blocks.rows, tile.k])
-    _down_kernel[_programs(blocks, triton.cdiv(hidden, tile.n), tile, y.device),](
+    _down_kernel[blocks.limit * triton.cdiv(hidden, tile.n),](
         data,
         scale,
         w,
@@ -515,11 +516,6 @@ def _fitting(tile: Tile, weight: Weight) -> Tile:
         return replace(tile, tma=False, stages=min(tile.stages, 2))
     aligned = weight.data.shape[-1] * weight.data.element_size() % 16 == 0
     return replace(tile, tma=tile.tma and aligned)
-
-
-def _programs(blocks: ExpertBlocks, tiles: int, tile: Tile, device: torch.device) -> int:
-    everything = blocks.limit * tiles
-    return min(everything, tile.waves * multiprocessors(device)) if tile.waves else everything
 
 
 def _constants(weight: Weight, tile: Tile) -> dict[str, Any]:

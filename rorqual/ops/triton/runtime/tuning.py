@@ -123,10 +123,14 @@ def _chosen(
 
 def build(kind: type[C], data: Mapping[str, Any]) -> C:
     """A dataclass, with dataclasses in it, from what `asdict` made of one. TypeError where
-    fields or their types are others."""
+    fields or their types are others. What `kind` lists as its FORMER_FIELDS is passed over: files
+    of users still hold it."""
     hints = get_type_hints(kind)
+    former: frozenset[str] = getattr(kind, "FORMER_FIELDS", frozenset())
     made = {}
     for name, value in data.items():
+        if name in former:
+            continue
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
         made[name] = build(hints[name], value) if is_dataclass(hints[name]) else value

@@ -252,6 +252,20 @@ def test_a_configuration_of_another_version_is_passed_by(
     assert linear_plan(1) == SMALL
 
 
+def test_a_field_that_is_gone_is_read_and_means_nothing(on_card: Callable[..., None]) -> None:
+    """Whoever tuned experts earlier has `waves` in every tile."""
+    down = Weight(torch.empty(4, 64, 32, dtype=torch.bfloat16))
+    tile = grouped_gemm.Tile(32, 32, 4, 2)
+    plan = grouped_gemm.GroupedGemmPlan(16, tile, tile)
+    tuning.store(CARD, "experts", {"kind": "bf16"}, plan, 12.0)
+    data = json.loads(CARD.file.read_text())
+    for part in ("up", "down"):
+        data["kernels"]["experts"][0]["config"][part]["waves"] = 0
+    CARD.file.write_text(json.dumps(data))
+    forget()
+    assert grouped_gemm.plan_for(down, 4) == plan
+
+
 # ---- the search
 
 
