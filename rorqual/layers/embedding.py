@@ -85,22 +85,6 @@ class Head:
             self.mesh, self._local(rows).float(), own, self.shard.lengths(self.vocabulary)
         )
 
-    def best(self, hidden: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """The entry with the largest logit, [N] int64, the lowest of equal ones: each rank sends
-        one pair a row, not its logits."""
-        rows, own = head_rows(self.mesh, hidden, counts)
-        logits = self._local(rows).float()
-        if not logits.shape[1]:  # more ranks than entries
-            logits = logits.new_full((logits.shape[0], 1), float("-inf"))
-        value, place = logits.max(-1)
-        pair = torch.stack(
-            (value.double(), (place + self.shard.span(self.vocabulary)[0]).double()), 1
-        )
-        pairs = return_logits(self.mesh, pair, own, (2,) * self.shard.count).unflatten(1, (-1, 2))
-        values, entries = pairs.unbind(-1)
-        tied = values == values.amax(1, keepdim=True)
-        return entries.masked_fill(~tied, float("inf")).amin(1).long()
-
     def targets(self) -> Iterator[Target]:
         if self.linear is not None:
             yield from self.linear.targets()

@@ -187,7 +187,7 @@ def count_bytes(
     expected = {}
     planned = {}
     for turn in schedule(lengths, prompts):
-        driver.turn(ids, turn, mesh.sizes.micro_batches, "chain", greedy=False)
+        driver.turn(ids, turn, mesh.sizes.micro_batches, "chain")
         for part in split(turn, mesh.sizes.micro_batches):
             tokens = tokens_of(part, driver.home, mesh.sizes.dp)
             found = step_messages(

@@ -293,7 +293,7 @@ class CpuOps(Ops):
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
         """Three forms of the same sum: gather the chosen experts, let every expert see every
-        token, or loop over experts. A token may pick one expert several times."""
+        token, or the reference's loop over experts. A token may pick one expert several times."""
         slots = gate_up.data.shape[0]
         picks = ids.numel()
         native = None
@@ -307,11 +307,9 @@ class CpuOps(Ops):
             low, high = (int(end) for end in ids.aminmax())
         if low < -1 or high >= slots:
             raise unknown_expert(low if low < -1 else high, slots)
-        if gate_up.quantized:
+        # picks of experts that are elsewhere: the loop alone passes them by
+        if gate_up.quantized or low < 0:
             return reference.experts(x, ids, weights, gate_up, down)
-        # picks of experts that are elsewhere: this form alone passes them by
-        if low < 0:
-            return _looped_experts(x, ids, weights, gate_up.data, down.data)
         if (
             2 * picks >= slots
             and x.shape[0] <= DENSE_TOKENS
@@ -320,7 +318,7 @@ class CpuOps(Ops):
             return _dense_experts(x, ids, weights, gate_up.data, down.data)
         if picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
             return _gathered_experts(x, ids, weights, gate_up.data, down.data)
-        return _looped_experts(x, ids, weights, gate_up.data, down.data)
+        return reference.experts(x, ids, weights, gate_up, down)
 
     # ---- sampling
 
@@ -510,24 +508,3 @@ def _dense_experts(
     h = reference.swiglu(F.linear(x, gate_up.flatten(0, 1)).view(tokens, slots, -1))
     y = torch.bmm(h.transpose(0, 1), down.transpose(1, 2))  # [slots, tokens, hidden]
     return torch.bmm(table[:, None], y.transpose(0, 1).float()).squeeze(1).to(x.dtype)
-
-
-def _looped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    """Sort the picks by expert, then one small MLP a run of equal experts."""
-    absent, *counts = (ids.flatten() + 1).bincount(minlength=gate_up.shape[0] + 1).tolist()
-    order = ids.flatten().argsort(stable=True)[absent:]
-    tokens = order // ids.shape[1]
-    runs = zip(x.index_select(0, tokens).split(counts), gate_up, down, strict=True)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    if not sum(counts):
-        return total.to(x.dtype)
-    y = torch.cat(
-        [
-            F.linear(reference.swiglu(F.linear(run, up)), out)
-            for run, up, out in runs
-            if run.shape[0]
-        ]
-    )
-    return total.index_add_(0, tokens, y.float() * weights.flatten()[order, None]).to(x.dtype)
