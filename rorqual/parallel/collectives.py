@@ -80,7 +80,7 @@ class Axis(Protocol):
     peers: ExpertRows | None
 
     def count(self, call: str, message: int) -> None:
-        """Add a call with a message of so many bytes, as traffic.py defines it, to `traffic`."""
+        """Add a call with a message of so many bytes (comm_counters.py) to `traffic`."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:

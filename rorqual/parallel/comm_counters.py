@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+PICK_BYTES = 8  # a pick beside a row: an int32 place and an fp32 weight
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 
 
@@ -34,6 +35,11 @@ def bytes_sent(call: str, message: int, size: int) -> int:
     if call in ("all_to_all", "send"):
         return message
     return message * (size - 1) * (2 if call == "all_reduce" else 1) // size
+
+
+def fp8_row_bytes(columns: int) -> int:
+    """Of a hidden state that travels as e4m3, with one fp32 scale for each 128 columns."""
+    return columns + 4 * -(-columns // 128)
 
 
 @dataclass

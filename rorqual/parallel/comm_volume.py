@@ -1,8 +1,8 @@
 """What one step moves between ranks, call by call, computed beforehand: the counters of a run must
 come to the same, and the planner's network times stand on it. No torch.
 
-Bytes are those of traffic.py. The dynamic all-to-all alone depends on where tokens go: for it the
-result is the expectation under uniform routing.
+Bytes are those of comm_counters.py. The dynamic all-to-all alone depends on where tokens go: for it
+the result is the expectation under uniform routing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.parallel.comm_counters import bytes_sent
+from rorqual.parallel.comm_counters import PICK_BYTES, bytes_sent, fp8_row_bytes
 from rorqual.parallel.exchange_policy import (
     chosen_exchange,
     destinations,
@@ -23,13 +23,12 @@ from rorqual.parallel.shard import Shard
 
 Bytes = dict[str, dict[str, int]]  # by axis, then by call
 COUNT_BYTES = ID_BYTES = 8
-PICK_BYTES = 8  # an int32 place and an fp32 weight
 
 
 @dataclass(frozen=True)
 class CommCall:
     """One call of one rank among `size` ranks of `axis`. `name` says what travels; `message` is
-    the call's in bytes, as traffic.py defines it."""
+    the call's in bytes, as comm_counters.py defines it."""
 
     name: str
     axis: str
@@ -190,8 +189,7 @@ class StepMessages:
     @property
     def payload(self) -> int:
         """Bytes of a hidden state on its way to low-latency experts."""
-        hidden = self.model.hidden_size
-        return hidden + 4 * -(-hidden // 128) if self.sizes.fp8_dispatch else self.row
+        return fp8_row_bytes(self.model.hidden_size) if self.sizes.fp8_dispatch else self.row
 
     def leave(self, rows: int) -> Iterator[CommCall]:
         """Behind the last layer: hidden states of so many wanted rows on every rank of tp."""

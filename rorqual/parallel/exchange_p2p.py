@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rorqual.parallel.collectives import Axis
+from rorqual.parallel.comm_counters import PICK_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import Exchange, ExpertStore, StoreExchange
 from rorqual.parallel.layout import Layout
 
@@ -54,8 +55,8 @@ class P2PExchange(StoreExchange):
             return self.plain.dispatch(x, ids, weights, layout)
         slots = self.store.slots(ids, layout.counted)
         flight = axis.peers.send(x, slots, weights, capacity, self._place(layout), self.fp8)
-        row = x.shape[1] + 4 * -(-x.shape[1] // 128) if self.fp8 else x.shape[1] * x.element_size()
-        self._count(axis, "all_gather", capacity * (row + 8 * ids.shape[1]))
+        row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
+        self._count(axis, "all_gather", capacity * (row + PICK_BYTES * ids.shape[1]))
         return P2PTicket(axis, flight, x.dtype)
 
     def _place(self, layout: Layout) -> Any:

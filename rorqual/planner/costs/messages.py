@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.parallel.comm_counters import bytes_sent
+from rorqual.parallel.comm_counters import bytes_sent, fp8_row_bytes
 from rorqual.parallel.comm_volume import CommCall, StepMessages
 from rorqual.planner.costs.costs import GroupWork
 from rorqual.planner.costs.shards import stage_layers
@@ -120,10 +120,10 @@ class RankMessages:
 
     def _exchanged(self, message: CostedMessage) -> CostedMessage:
         step = self.step
-        hidden = self.config.hidden_size
         low_latency = step.exchange == "low_latency"
         row = step.payload if low_latency and message.name == "dispatch" else step.row
-        wide = row / (hidden + hidden // 128 * 4) if message.name == "dispatch" else 1.0
+        fp8_row = fp8_row_bytes(self.config.hidden_size)
+        wide = row / fp8_row if message.name == "dispatch" else 1.0
         if not (low_latency and self.picks):
             return replace(message, wide=wide)
         away = (
