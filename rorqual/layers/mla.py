@@ -147,7 +147,10 @@ class MLA:
         rope = matrix[:, mla.nope_dim :].flatten(0, 1)
         out = dequantize(self.out.weight, torch.float32).view(-1, mla.num_heads, mla.v_dim)
         merged = torch.einsum("ohv,hcv->ohc", out, self.weights.w_uv.float()).flatten(1)
-        return tuple(Weight(w.to(self.dtype).contiguous()) for w in (absorbed, rope, merged))  # type: ignore[return-value]
+        first, second, third = (
+            Weight(w.to(self.dtype).contiguous()) for w in (absorbed, rope, merged)
+        )
+        return first, second, third
 
     def form_weights(self, form: str) -> list[Tensor]:
         """The matrices the form multiplies by: what must be held, and read at each step."""

@@ -139,7 +139,8 @@ class TensorReader:
 def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], TensorReader]]:
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{path} is damaged or truncated: {error}") from None
     for name, shape in shapes.items():

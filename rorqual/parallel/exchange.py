@@ -67,10 +67,11 @@ class Exchange(Protocol):
 
     dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes;
     combine(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's
-    layout says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket), between
-    dispatch and run_experts: the rows of the layout's dense group where this exchange has gathered
-    them anyway, else None. A dense layer beside the experts takes them instead of gathering its
-    own, and gives run_experts its partial sums of them, which then come back with the experts'.
+    layout says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket),
+    between dispatch and run_experts: the rows of the layout's dense group where this exchange has
+    gathered them anyway, else None. A dense layer beside the experts takes them instead of
+    gathering its own, and gives run_experts its partial sums of them, which then come back with
+    the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
     `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where
     these are picks like others), `load` [E] int64 counts by logical expert the picks of the tokens

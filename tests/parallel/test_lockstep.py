@@ -27,7 +27,7 @@ def asks(most: int = 8, **changes: Any) -> SamplingParams:
 GREEDY = asks()
 PLAIN = asks(temperature=0.8)
 FILTERED = asks(temperature=1.0, top_p=0.9)
-GRAMMAR = asks(structured=StructuredOutput("grammar", "cycle"))
+GRAMMAR = asks(ignore_eos=False, structured=StructuredOutput("grammar", "cycle"))
 # (before which step, data-parallel rank, prompt length, parameters)
 SCENES: dict[str, list[tuple[int, int, int, SamplingParams]]] = {
     "a chunk of prompt on one rank": [(0, 0, 5, asks(20)), (3, 1, 30, GREEDY), (9, 1, 9, GREEDY)],

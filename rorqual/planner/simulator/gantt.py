@@ -166,7 +166,8 @@ def _page(chart: GanttChart) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta '
         f'charset="utf-8"><title>{html.escape(chart.title)}</title>\n'
-        "<style>body{margin:1em;font-family:sans-serif}div{overflow-x:auto}svg{width:100%;height:auto}</style></head>\n"
+        "<style>body{margin:1em;font-family:sans-serif}div{overflow-x:auto}"
+        "svg{width:100%;height:auto}</style></head>\n"
         '<body><button onclick="zoom(2)">Wider</button> <button '
         'onclick="zoom(.5)">Narrower</button>\n'
         f"<div>{_svg(chart)}</div>\n<script>{script}</script></body></html>\n"

@@ -73,7 +73,8 @@ def _picked_sum(
     factors = ()
     total = tl.zeros((SIZE,), tl.float32)
     for k in tl.static_range(AT_ONCE):
-        parts += (_row(y, ids, token * TOP_K + k, offsets, inside, hidden, ABSENT),)  # type: ignore[assignment]
+        row = _row(y, ids, token * TOP_K + k, offsets, inside, hidden, ABSENT)
+        parts += (row,)  # type: ignore[assignment]
         factors += (tl.load(weights + token * TOP_K + k),)  # type: ignore[assignment]
     if AT_ONCE > 0:
         total += _zero_behind_a_barrier(token)
