@@ -1,5 +1,5 @@
 """One thread a process: the tests' models are tiny, and several test processes share the
-machine. Without a card, kernels run in Triton's interpreter, which must be asked for before
+machine. Without a GPU, kernels run in Triton's interpreter, which must be asked for before
 anything imports Triton."""
 
 from __future__ import annotations

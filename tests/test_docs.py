@@ -3,7 +3,7 @@
 Commands are the lines of shell blocks and inline code that begins like one; snippets are Python
 blocks. Each command is parsed by the real command line first, with the values as documented. Then
 the first of RULES that matches says what happens: it runs with SMALL sizes, asks one server that
-all share, ends at the check for a card, or is parsed alone. A command without a rule fails.
+all share, ends at the check for a GPU, or is parsed alone. A command without a rule fails.
 """
 
 from __future__ import annotations

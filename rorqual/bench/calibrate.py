@@ -1,4 +1,4 @@
-"""`rorqual bench calibrate`: measure this machine's card and write the YAML that the planner reads.
+"""`rorqual bench calibrate`: measure this machine's GPU and write the YAML that the planner reads.
 
 Bandwidth is a large copy (read and write counted), arithmetic the products of real layers at
 several row counts, each the median of repeated calls over more data than any cache holds; the
@@ -45,7 +45,7 @@ ROTATED = 256 * 2**20  # bytes of weights that take turns, above every cache
 
 @dataclass
 class Clock:
-    """Median seconds of a call, by events on a card and by the host's clock elsewhere; a call
+    """Median seconds of a call, by events on a GPU and by the host's clock elsewhere; a call
     over `repeats` runs in one measurement."""
 
     platform: Platform
@@ -126,7 +126,7 @@ def measure(platform: Platform, limit: float = 240.0) -> Calibration:
 
 
 def bandwidth(clock: Clock) -> float:
-    """Bytes read and written a second by a copy of 1 GiB on a card, 256 MiB on a host."""
+    """Bytes read and written a second by a copy of 1 GiB on a GPU, 256 MiB on a host."""
     size = (1 << 30) if clock.platform.name == "cuda" else (1 << 28)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=clock.platform.device)
     target = torch.empty_like(source)
@@ -222,7 +222,7 @@ def _collective(clock: Clock, kind: str, size: int, world: int) -> float:
 def as_card(
     found: Calibration, platform: Platform, name: str, base: DeviceSpec | None
 ) -> dict[str, Any]:
-    """The entry for a cards file. With a `base` card, peaks and links are its data and the
+    """The entry for a file of devices. With a `base` GPU, peaks and links are its data and the
     measured figures fractions of them; without one the measured figures stand as peaks, and
     links are loopback's until a user's edit says better."""
     today = datetime.date.today().isoformat()
@@ -282,7 +282,7 @@ def run(
     limit: float = 240.0,
 ) -> Path:
     """Measure and write; rank 0 writes where there are several. Returns the file. Raises
-    ConfigError for a bad name or card."""
+    ConfigError for a bad name or GPU."""
     import yaml
 
     if not name or not name.replace("-", "").replace("_", "").isalnum():

@@ -20,7 +20,7 @@ from rorqual.planner.costs.costs import Format
 
 CARD_GIB = (24, 48, 80, 96, 141)
 CARDS = (1, 2, 4, 8, 16)
-USABLE = 0.9  # of a card: the engine's default; the rest is activations, graphs and the driver
+USABLE = 0.9  # of a GPU: the engine's default; the rest is activations, graphs and the driver
 LABELS = {"lm_head": "LM head", "dense_ffn": "dense FFN"}
 
 
@@ -31,7 +31,7 @@ def info(
     console: Console | None = None,
 ) -> None:
     """Print a model given by folder or Hugging Face id (None: the bundled one); `memory_gib`
-    adds a card of that size."""
+    adds a GPU of that size."""
     folder = model_folder(model, weights=False)
     (console or Console()).print(
         render(read_config_file(folder, ignore_fields), folder, memory_gib)

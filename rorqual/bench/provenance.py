@@ -1,4 +1,4 @@
-"""Where a figure comes from: versions, machine, card, commit and command line of the process
+"""Where a figure comes from: versions, machine, GPU, commit and command line of the process
 that measured."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def git_commit() -> str | None:
 
 
 def local_cards() -> list[str] | None:
-    """Name and driver of this machine's NVIDIA cards; None where there are none."""
+    """Name and driver of this machine's NVIDIA GPUs; None where there are none."""
     text = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return text.splitlines() if text else None
 

@@ -1,6 +1,6 @@
-"""What a card can do and how cards are joined: frozen data read from YAML. No torch.
+"""What a device can do and how devices are joined: frozen data read from YAML. No torch.
 
-The cards that ship stand in planner/data/devices.yaml, measured ones beside it; a user's file has
+The devices that ship stand in planner/data/devices.yaml, measured ones beside it; a user's file has
 the same form. Units in the file are those of datasheets (GiB, GB/s, TFLOP/s, us), here they are
 bytes, bytes a second, operations a second and seconds.
 """
@@ -50,8 +50,8 @@ DTYPES = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4")
 
 @dataclass(frozen=True)
 class Interconnect:
-    """One direction, for one card: `bandwidth` in bytes a second, `latency` of a small message
-    in seconds; `span` cards are joined."""
+    """One direction, for one device: `bandwidth` in bytes a second, `latency` of a small message
+    in seconds; `span` devices are joined."""
 
     bandwidth: float
     latency: float
@@ -87,7 +87,7 @@ class DeviceSpec:
     measured: str | None = None
 
     def peak(self, dtype: str) -> float:
-        """Operations a second; fp8 weights on a card without fp8 are widened and multiplied as
+        """Operations a second; fp8 weights on a device without fp8 are widened and multiplied as
         bf16."""
         if dtype in self.flops:
             return self.flops[dtype]
@@ -155,7 +155,7 @@ def _check_fields(name: str, data: Mapping[str, Any]) -> None:
 
 
 def read_device(name: str, data: Any) -> DeviceSpec:
-    """One entry of a cards file. Raises ConfigError naming the card, the field and what is
+    """One entry of a devices file. Raises ConfigError naming the device, the field and what is
     accepted."""
     if not isinstance(data, dict):
         raise ConfigError(f"card {name} must be a table of fields, not {type(data).__name__}")
@@ -241,8 +241,8 @@ def known_devices() -> list[str]:
 
 
 def load_device(name: str, file: str | Path | None = None) -> DeviceSpec:
-    """A card that ships, by name; or one of a YAML `file`: `name` may be that file's path where
-    it holds one card."""
+    """A device that ships, by name; or one of a YAML `file`: `name` may be that file's path where
+    it holds one device."""
     path = Path(file) if file else Path(name) if name.endswith((".yaml", ".yml")) else None
     if path is None:
         return read_device(name, _raw(name))

@@ -196,7 +196,7 @@ def collectives_on(interface: str) -> None:
 
 
 def visible_device(number: int) -> int:
-    """Where the host's card `number` stands among those that this process sees
+    """Where the host's GPU `number` stands among those that this process sees
     (CUDA_VISIBLE_DEVICES)."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else []

@@ -78,11 +78,11 @@ class EngineConfig:
 
     Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those
     of one data-parallel rank. p2p_memory: decode steps add up partial sums and reach their experts
-    through memory that the cards of a host share, where they can; if false, by collectives.
+    through memory that the GPUs of a host share, where they can; if false, by collectives.
     single_rank_bench: this process is rank 0 of the layout and no other is started; collectives
     bring copies of its own rows, or nothing. It shows what one rank computes, for benchmarks with
     random weights; max_num_seqs are its own. watchdog_seconds: a rank silent for so long, or a
-    collective that takes longer, ends the engine. first_device: the ranks of a host take its cards
+    collective that takes longer, ends the engine. first_device: the ranks of a host take its GPUs
     in order from this one on. launcher: who starts the other ranks (docs/parallelism.md).
     interface: where ranks of other hosts reach this one, an interface's name or its address;
     secret_file: what all hosts know, in place of RORQUAL_SECRET.

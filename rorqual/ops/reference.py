@@ -59,7 +59,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = F.pad(x.float(), (0, -columns % ACTIVATION_BLOCK)).view(
         tokens, -(-columns // ACTIVATION_BLOCK), ACTIVATION_BLOCK
     )
-    # by a number torch would, on a card, multiply with its rounded inverse
+    # by a number torch would, on a GPU, multiply with its rounded inverse
     most = torch.full((), FP8_MAX, device=x.device)
     scale = blocks.abs().amax(-1).clamp(1e-4) / most
     data = (blocks / scale[..., None]).to(FP8).flatten(1)

@@ -34,7 +34,7 @@ def draw_normal(
     of four 16-bit fields of a hash), rounded to its type; e4m3 is clipped to +-448. The element
     in row r and column c is number first + r * width + c: a window of a matrix `width` wide.
     `chunk` elements are drawn at a time: on a CPU as many as its cache holds (17 times faster
-    than 2^22), on a card enough to fill it."""
+    than 2^22), on a GPU enough to fill it."""
     chunk = chunk or (2**17 if view.device.type == "cpu" else 2**22)
     rows, columns = view.shape
     step = max(1, chunk // max(1, columns))

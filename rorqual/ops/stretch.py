@@ -3,10 +3,10 @@
 The layer, the engine's memory sizing and the planner read the same figures. No torch.
 
 CC makes keys and values of all heads from cached latents: in DeepSeek-V3, with its 128 heads on
-one card, 114 KiB a token, 15 GB in every layer at 131,072 tokens. So a request whose cache does not
+one GPU, 114 KiB a token, 15 GB in every layer at 131,072 tokens. So a request whose cache does not
 fit into a bound is attended to stretch by stretch, and these are joined by their log-sum-exp.
 
-The bound on a card is 512 MiB, 4,544 tokens of DeepSeek-V3 with all heads, and 8,192 tokens, which
+The bound on a GPU is 512 MiB, 4,544 tokens of DeepSeek-V3 with all heads, and 8,192 tokens, which
 take 129 MiB with the 16 heads of tp=8: prompts up to that are one stretch. Each stretch starts a
 kernel, and reads and writes the sums so far. On an H100, 2,048 tokens behind a context of 16,384 or
 65,536 take 7 or 8 % longer with all heads than decompressed whole, which took 1.8 and 7.1 GiB (with

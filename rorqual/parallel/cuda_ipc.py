@@ -1,4 +1,4 @@
-"""Memory of one card that processes of its host map into their own: CUDA's interprocess handles,
+"""Memory of one GPU that processes of its host map into their own: CUDA's interprocess handles,
 asked of the driver itself.
 
 torch's symmetric memory maps the same way, but its meeting of ranks counts, in each process and for
@@ -52,14 +52,14 @@ def call(function: str, *args: Any) -> None:
 
 def _undo(function: str, pointer: int, card: int) -> None:
     with torch.cuda.device(card):
-        # the card's context is current, whichever thread this is
+        # the GPU's context is current, whichever thread this is
         torch.cuda.current_stream().query()
         getattr(driver(), function)(pointer)
 
 
 class Mapping:
     """A block of memory at `pointer`, given back (`undo`: the driver's function) when nobody
-    holds this any more. Made on torch's current card, which this thread must have used."""
+    holds this any more. Made on torch's current GPU, which this thread must have used."""
 
     def __init__(self, pointer: int, size: int, undo: str):
         self.pointer = pointer

@@ -1,4 +1,4 @@
-"""An exchange by way of memory that the ranks' cards share, in place of collectives of a process
+"""An exchange by way of memory that the ranks' GPUs share, in place of collectives of a process
 group.
 
 Only the way changes: rows meet the same experts, and partial sums are added in fp32 in the order of

@@ -25,7 +25,7 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 
 
 class Started:
-    """`finish` puts the result into shape once the transfer is done. On a card, waiting orders
+    """`finish` puts the result into shape once the transfer is done. On a GPU, waiting orders
     streams and never blocks the host."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], Tensor]):
@@ -58,7 +58,7 @@ class GroupAxis:
         self.traffic.count(call, message, self.size)
 
     def abandon(self) -> None:
-        """End what waits for other ranks on a card. A gloo call ends by itself when a peer does,
+        """End what waits for other ranks on a GPU. A gloo call ends by itself when a peer does,
         or at its time limit."""
         if dist.get_backend(self.group) == "nccl":
             self.group.abort()

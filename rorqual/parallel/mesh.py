@@ -158,7 +158,7 @@ class Mesh:
 
     @staticmethod
     def fake(sizes: ParallelConfig) -> Mesh:
-        """Rank 0's place in a mesh that has no other ranks (echo.py). One pipeline stage."""
+        """Rank 0's place in a mesh that has no other ranks (fake_axis.py). One pipeline stage."""
         assert sizes.pp == 1, "a stage alone has nobody to hear from"
         lengths = {name: len(members(sizes, 0, name)) for name in AXES}
         return Mesh(
@@ -192,7 +192,7 @@ class Mesh:
         share: bool = True,
     ) -> str:
         """How partial sums over tp become the next norm's input, in words, decided here: for
-        steps of up to `rows` rows by one kernel over memory that the cards of a host share, if
+        steps of up to `rows` rows by one kernel over memory that the GPUs of a host share, if
         they can and `share` allows it; else by the process group. Collective."""
         if not isinstance(self.tp, GroupAxis):
             return "local"
@@ -207,7 +207,7 @@ class Mesh:
     def fuse_all_reduce(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """On cards of one host: norms over tp take messages of up to rows x columns through
+        """On GPUs of one host: norms over tp take messages of up to rows x columns through
         symmetric memory. Collective."""
         assert isinstance(self.tp, GroupAxis)
         self.tp.fused = P2PAddNorm(self.tp, rows, columns, dtype, device, self._stop_word(device))
@@ -219,7 +219,7 @@ class Mesh:
         return self.stop
 
     def let_go(self) -> None:
-        """Kernels on this rank's card wait for no other rank from now on, and their results mean
+        """Kernels on this rank's GPU wait for no other rank from now on, and their results mean
         nothing."""
         if self.stop is not None:
             self.stop.fill_(1)
@@ -258,9 +258,9 @@ class Mesh:
         share: bool = True,
         flights: int = 1,
     ) -> str:
-        """The way that decode steps take, in words, decided here: through memory that the cards
+        """The way that decode steps take, in words, decided here: through memory that the GPUs
         of a host share for up to `rows` rows a data-parallel rank, `flights` exchanges at a
-        time, if the cards can and `share` allows it. Collective."""
+        time, if the GPUs can and `share` allows it. Collective."""
         layout = self.layout([1] * self.sizes.dp, True, moe)
         axis = layout.moe_axis
         if layout.exchange not in ON_PEERS or not isinstance(axis, GroupAxis):

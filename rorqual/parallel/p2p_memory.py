@@ -1,5 +1,5 @@
-"""Memory that the cards of one host share (ipc.py; plain loads and stores, no multicast), and small
-all-reduces over it, with residual addition and RMSNorm fused in: what NCCL's latency would
+"""Memory that the GPUs of one host share (cuda_ipc.py; plain loads and stores, no multicast), and
+small all-reduces over it, with residual addition and RMSNorm fused in: what NCCL's latency would
 dominate.
 
 Runs inside captured graphs. All calls of a group stay on one stream. ONE_SHOT_BYTES comes from
@@ -38,7 +38,7 @@ class P2PMemory:
 
     @staticmethod
     def of(axis: GroupAxis, size: int, device: torch.device, stop: Tensor) -> P2PMemory:
-        """`size` bytes on each rank's card. stop: this rank's word in pinned host memory.
+        """`size` bytes on each rank's GPU. stop: this rank's word in pinned host memory.
         Collective: all ranks of the axis make it at the same time, with the same size. Raises
         RuntimeError on every rank where some rank cannot."""
         with torch.cuda.device(device):
@@ -97,7 +97,7 @@ def _export(size: int) -> tuple[Mapping, bytes]:
 
 def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
     """Why the ranks of the axis cannot share memory; empty where they can, which is alike on all
-    ranks. Collective on cards."""
+    ranks. Collective on GPUs."""
     if device.type != "cuda":
         return f"{device.type} has no symmetric memory"
     here = torch.tensor([[_host(), device.index or 0]], device=device)

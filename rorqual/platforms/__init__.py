@@ -9,8 +9,8 @@ from rorqual.platforms.base import Platform
 
 
 def device_of(device: str = "auto") -> torch.device:
-    """`auto` is the first CUDA card, else the CPU. `cpu`, `cuda` and `cuda:N` name one. Touches
-    no card: a context on it costs memory."""
+    """`auto` is the first CUDA GPU, else the CPU. `cpu`, `cuda` and `cuda:N` name one. Touches
+    no GPU: a context on it costs memory."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         where = torch.device(name)

@@ -1,4 +1,4 @@
-"""An NVIDIA card: steps are launched ahead, results come home through pinned memory and an
+"""An NVIDIA GPU: steps are launched ahead, results come home through pinned memory and an
 event."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CudaPlatform(Platform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        # kernels, streams and events are made on the current card; a process has one
+        # kernels, streams and events are made on the current GPU; a process has one
         torch.cuda.set_device(device)
         self.pool: Any = None
 
@@ -72,7 +72,7 @@ class CudaPlatform(Platform):
         return data.pin_memory().to(self.device, non_blocking=True)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Pinned, hence mapped into the card's address space at the same address."""
+        """Pinned, hence mapped into the GPU's address space at the same address."""
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as error:

@@ -155,7 +155,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 
 def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
-    """One set a replica; on cards replica i of an engine with W ranks takes W cards from
+    """One set a replica; on GPUs replica i of an engine with W ranks takes W GPUs from
     first_device + i * W on.
 
     Raises ConfigError for options that no engine could have, and for launchers that start the

@@ -1,4 +1,4 @@
-"""Calibration on the CPU: the file it writes is a card the planner can use."""
+"""Calibration on the CPU: the file it writes is a GPU the planner can use."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ def expect_sentence(done: subprocess.CompletedProcess[str], word: str) -> None:
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-# ---- simulate counts cards as plan does
+# ---- simulate counts GPUs as plan does
 
 
 def simulated(tmp_path: Path, *options: str) -> dict[str, Any]:

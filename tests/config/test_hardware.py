@@ -1,4 +1,4 @@
-"""Cards: figures with sources, a user's file, and what is refused by name."""
+"""Devices: figures with sources, a user's file, and what is refused by name."""
 
 from __future__ import annotations
 

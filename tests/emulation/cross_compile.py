@@ -1,4 +1,4 @@
-"""Compile what entry functions launch, for a card that is not there.
+"""Compile what entry functions launch, for a GPU that is not there.
 
 `compiling(80)` swaps Triton's driver for one that names a target of that compute capability and
 turns every launch into a compilation: the entry functions run on CPU tensors, whose contents nobody

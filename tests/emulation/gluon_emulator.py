@@ -1,7 +1,7 @@
 """Runs a Gluon kernel's Python on torch tensors, one program after the other: Triton's interpreter
 does not take Gluon.
 
-Layouts are ignored. What is asynchronous on a card fails here if it is used wrongly: a bulk copy
+Layouts are ignored. What is asynchronous on a GPU fails here if it is used wrongly: a bulk copy
 fills its place with NaN when it is issued and brings its data when its barrier is waited for, in
 the right phase; a product must find, when it is waited for, the operands it found when it was
 issued, and a wait that leaves the last n products under way finishes none of those. Partitions of

@@ -1,7 +1,7 @@
 """What happened before what, for ptx_interpreter.py: vector clocks of warps, and of what works for
 them while they go on.
 
-Threads take turns here, so data would be right where a card would race. So whoever touches a byte
+Threads take turns here, so data would be right where a GPU would race. So whoever touches a byte
 leaves its name and clock there, and every warp knows of each agent the last clock that certainly
 came before. Two touches of a byte by two agents, one of them writing, of which the second does not
 know the first, are a race, whatever the turns were. Lanes of a warp count as one.

@@ -1,4 +1,4 @@
-"""Executes PTX that Triton made for Hopper, without a card: what layouts, swizzles, descriptors and
+"""Executes PTX that Triton made for Hopper, without a GPU: what layouts, swizzles, descriptors and
 assembler really do to data.
 
 Blocks of threads on numpy arrays. The threads of a block run in lockstep until warps take different

@@ -51,7 +51,7 @@ def swizzled(address: np.ndarray, width: int) -> np.ndarray:
 
 
 class SharedMemory:
-    """Of one block. Addresses are as on the card; `cells` are bytes from BASE on. rows: of the
+    """Of one block. Addresses are as on the GPU; `cells` are bytes from BASE on. rows: of the
     block's warps in `clocks`."""
 
     def __init__(self, size: int, clocks: Clocks, block: int, threads: int):

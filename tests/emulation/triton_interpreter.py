@@ -1,9 +1,9 @@
-"""Run Triton kernels without a card: import this BEFORE any module that defines kernels.
+"""Run Triton kernels without a GPU: import this BEFORE any module that defines kernels.
 
 With a CUDA device the kernels run there and nothing is patched. Without one, Triton's interpreter
 executes them on CPU tensors, after a repair of its arithmetic (seen wrong in 3.6 and 3.9): `tl.dot`
 multiplied the raw bit patterns of bf16 operands, fp32 to bf16 truncated, and fp32 to fp8 lost the
-carry of its rounding. Conversions go through torch here, which rounds as the card does.
+carry of its rounding. Conversions go through torch here, which rounds as the GPU does.
 
     from tests.emulation.triton_interpreter import DEVICE, needs_triton
     pytestmark = needs_triton
@@ -46,7 +46,7 @@ def _convert(
         .view(kinds[source])
         .float()
     )
-    if to_width == 8:  # the card saturates where torch makes NaN
+    if to_width == 8:  # the GPU saturates where torch makes NaN
         limit = torch.finfo(kinds[target]).max
         values = torch.where(values.isnan(), values, values.clamp(-limit, limit))
     return values.to(kinds[target]).view(bits[to_width]).numpy().reshape(data.shape)

@@ -1,4 +1,4 @@
-"""Attention kernels on a card, at the widths of DeepSeek-V3 and Qwen3-MoE, against fp64, with
+"""Attention kernels on a GPU, at the widths of DeepSeek-V3 and Qwen3-MoE, against fp64, with
 FlashMLA's tolerances.
 
 Values are a tenth of unit size, as in FlashMLA's tests, but the softmax is made to choose by a

@@ -1,4 +1,4 @@
-"""Expert, fp8, routing, norm and cache kernels on a card, in the shapes of real models, against
+"""Expert, fp8, routing, norm and cache kernels on a GPU, in the shapes of real models, against
 fp64 and with poisoned outputs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block-fp8 products in Gluon on a card: each form against fp64, poisoned outputs, and graphs of
+"""Block-fp8 products in Gluon on a GPU: each form against fp64, poisoned outputs, and graphs of
 dependent launches against one call."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whole models on a card through TritonOps: tiny checkpoints in fp32 against the CPU, and real
-widths against the reference on the card.
+"""Whole models on a GPU through TritonOps: tiny checkpoints in fp32 against the CPU, and real
+widths against the reference on the GPU.
 
 At real width both sides round to bf16 (and fp8) at the same places but sum in other orders, so
 logits differ by about the rounding, and by more where it tips the router. How much that alone does

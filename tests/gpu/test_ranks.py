@@ -1,4 +1,4 @@
-"""Engines over several cards, recorded steps and all: the tokens of one card in fp32, whatever
+"""Engines over several GPUs, recorded steps and all: the tokens of one GPU in fp32, whatever
 the layout; and a rank that dies or freezes. Run as a script it is an engine whose rank is
 struck."""
 
@@ -66,7 +66,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    """One card, no speculation."""
+    """One GPU, no speculation."""
     return everything(LLM(**{**COMMON, "device": "cuda"}), PROMPTS)
 
 
@@ -93,7 +93,7 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
 
 
 def sums(rank: int, world: int, folder: str) -> None:
-    """The fused all-reduce on one card of `world`."""
+    """The fused all-reduce on one GPU of `world`."""
     torch.cuda.set_device(rank)
     torch.manual_seed(rank)  # parts differ
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Drafts on a card, whole steps recorded, kernels compiled ahead: the bundled checkpoint's
+"""Drafts on a GPU, whole steps recorded, kernels compiled ahead: the bundled checkpoint's
 tokens with and without them."""
 
 from __future__ import annotations

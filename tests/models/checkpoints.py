@@ -84,7 +84,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3-tied": ("v3", {"tie_word_embeddings": True}),
     "v3-all-sparse": ("v3", {"first_k_dense_replace": 0}),
     "v3-all-dense": ("v3", {"first_k_dense_replace": 3}),
-    # a card's kernels take it in fp8
+    # a GPU's kernels take it in fp8
     "v3-wide-latent": (
         "v3",
         {"first_k_dense_replace": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 16},

@@ -72,7 +72,7 @@ def attach(
     start: int = 0,
 ) -> str:
     """Steps of up to `rows` rows a data-parallel rank go through files, as they would through
-    cards' memory; says so. `start`: what all counters have come to already."""
+    GPUs' memory; says so. `start`: what all counters have come to already."""
     with (
         mock.patch.object(mesh_module, "why_not_shared", return_value=""),
         mock.patch.object(P2PMemory, "of", files(mesh, folder)),

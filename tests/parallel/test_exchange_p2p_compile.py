@@ -1,5 +1,5 @@
-"""The kernels of exchanges over shared memory as a Hopper card would run them, compiled without
-a card. Run as a script it prints what the compiler made."""
+"""The kernels of exchanges over shared memory as a Hopper GPU would run them, compiled without
+a GPU. Run as a script it prints what the compiler made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused all-reduce as a Hopper card would run it, compiled without a card. Run as a script
+"""The fused all-reduce as a Hopper GPU would run it, compiled without a GPU. Run as a script
 it prints what the compiler made."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_the_kernel_compiles_for_hopper() -> None:
         assert row["stack"] == 0, row
         meetings = 2 if row["two_shot"] else 1
         assert row["sys.release.exch"] == row["sys.acquire.add"] == meetings, row
-        # rows of other cards come 16 bytes at a time
+        # rows of other GPUs come 16 bytes at a time
         assert row["ld.global.cg.v4"] >= row["world"], row
         assert row["ld.global.cg.b16"] == 0, row
         assert row["griddepcontrol.wait"] == 1, row

@@ -65,7 +65,7 @@ class Sizes:
 
 
 def share_cards(mesh: Mesh, moe: MoEConfig, x: Tensor) -> None:
-    """Memory shared by cards, if these can."""
+    """Memory shared by GPUs, if these can."""
     mesh.all2all_backend(x.shape[0], x.shape[1], moe, x.dtype, x.device)
 
 

@@ -3,8 +3,8 @@ each rank sends.
 
 Starts its ranks as processes of this host, joined over loopback, or takes part in a group that
 torchrun has started (RANK is set). Experts cost nothing here: each exchange returns what it was
-sent, so its time is that of the network and of sorting tokens. On cards calls that can be captured
-are timed inside a CUDA graph; what goes through memory that the cards share has rows of its own
+sent, so its time is that of the network and of sorting tokens. On GPUs calls that can be captured
+are timed inside a CUDA graph; what goes through memory that the GPUs share has rows of its own
 (`symm`).
 """
 
@@ -143,7 +143,7 @@ def _backend(setup: CommSetup) -> str:
 @torch.inference_mode()
 def measure(setup: CommSetup, share: Share | None = None) -> list[CommRow]:
     """On every rank at once; the rows are the same on all. `share` gives ranks memory in common,
-    where they are no cards."""
+    where they are no GPUs."""
     groups = ProcessGroups()
     found = []
     sizes = Sizes(setup.ranks, setup.hidden, setup.experts, setup.top_k, min(10, setup.calls))
@@ -181,7 +181,7 @@ def _collectives(axis: Axis, x: Tensor) -> Iterator[ExchangeCase]:
 
 
 def _fused(mesh: Mesh, x: Tensor) -> Iterator[ExchangeCase]:
-    """The same in one kernel over symmetric memory, on cards."""
+    """The same in one kernel over symmetric memory, on GPUs."""
     if not x.is_cuda or not isinstance(mesh.tp, GroupAxis):
         return
     axis = mesh.tp

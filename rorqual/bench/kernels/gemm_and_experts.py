@@ -54,7 +54,7 @@ class KernelSetup:
 
 @dataclass
 class KernelCase:
-    """One line of the table. peer: microseconds of the best peer on this card
+    """One line of the table. peer: microseconds of the best peer on this GPU
     (anchors/README.md)."""
 
     name: str

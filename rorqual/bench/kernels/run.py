@@ -1,13 +1,13 @@
-"""All kernels of rorqual.ops.triton on one card, one line each, beside the floor of bytes and
+"""All kernels of rorqual.ops.triton on one GPU, one line each, beside the floor of bytes and
 operations and the best peer's time.
 
 usage: PYTHONPATH=. python3 -m rorqual.bench.kernels.run [--check] [--tune] [--peer] [--only
 WORD,WORD] [--json FILE] [--limit SECONDS]
 
-How times, floors and errors are taken stands in kernels_attention.py, kernels_experts.py and
-kernels_sampling.py, which hold the cases with kernels_moe.py. --only takes comma-separated parts of
+How times, floors and errors are taken stands in attention.py, gemm_and_experts.py and
+sampling.py, which hold the cases with moe.py. --only takes comma-separated parts of
 case names, in which $ stands for a name's end. --tune tries the configurations of the chosen cases
-instead, prints the best and keeps them for this card (rorqual/ops/triton/runtime/tuning.py). --peer
+instead, prints the best and keeps them for this GPU (rorqual/ops/triton/runtime/tuning.py). --peer
 runs vLLM's kernels, where it is installed, on the same data in the same process; otherwise the
 peer's column holds figures taken earlier on an H200.
 """

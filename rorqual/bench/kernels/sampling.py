@@ -1,5 +1,5 @@
 """Cases of rorqual.bench.kernels.run: drawing tokens from logits. Timed as those of
-kernels_experts.py.
+gemm_and_experts.py.
 
 floor: the bytes of the logits, read once. error: the largest distance, as a share of the whole
 mass, between a number and the interval of the token it drew, under the fp64 definition cut at the

@@ -1,9 +1,9 @@
 """`rorqual bench kernels --tune`: search the configurations of products, experts and routers for a
-shape, and keep the best for this card.
+shape, and keep the best for this GPU.
 
-Options are compiled side by side, timed as the cases of kernels_experts.py are, and the fastest
+Options are compiled side by side, timed as the cases of gemm_and_experts.py are, and the fastest
 whose output is that of the configuration in use is stored (rorqual/ops/triton/runtime/tuning.py).
-Attention's few configurations are tried in kernels_attention.py.
+Attention's few configurations are tried in attention.py.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
 def tall_plans(
     used: ex.GroupedGemmPlan, shape: ExpertShape, picks: float, device: torch.device
 ) -> list[ex.GroupedGemmPlan]:
-    """experts_tall.py's kernel where an expert has many rows, with the tiles in use where it is
-    not to be had."""
+    """grouped_gemm_sm90_fp8.py's kernel where an expert has many rows, with the tiles in use where
+    it is not to be had."""
     if shape.kind != "fp8" or picks / shape.routed < 16 or not is_hopper(device):
         return []
     return [

@@ -1,11 +1,11 @@
-"""Where a decode step's time goes on a card: time by kernel, and how long the card waited between
+"""Where a decode step's time goes on a GPU: time by kernel, and how long the GPU waited between
 kernels.
 
 torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one
 before ends), so busy time is the union of their spans. A wait longer than WAIT_US is none between
 two kernels of a recorded step: it lies between two steps, or the step was not recorded. The host is
 to blame where it launched something during the wait; otherwise the launch was there before, and the
-wait is what the card takes to begin a recording.
+wait is what the GPU takes to begin a recording.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def summarize(spans: Sequence[Span], steps: int, launches: Sequence[float] = ())
 
 
 def check_platform(platform: Platform) -> None:
-    """Raises ConfigError where there is no card."""
+    """Raises ConfigError where there is no GPU."""
     if platform.name != "cuda":
         raise ConfigError(
             f"--profile reads a card's clock; accepted: device cuda, not {platform.name}"
@@ -152,7 +152,7 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
 
 
 def timeline(events: object) -> tuple[list[Span], list[float]]:
-    """(what ran on the card, when the host launched something), from torch.profiler's events:
+    """(what ran on the GPU, when the host launched something), from torch.profiler's events:
     the runtime's calls are among those of the host."""
     from torch.autograd import DeviceType
 

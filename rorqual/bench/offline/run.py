@@ -122,7 +122,7 @@ def run(
     compare: str | None = None,
 ) -> None:
     """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to
-    measure it too, or the name of a peer that is measured later (vllm_peer.py)."""
+    measure it too, or the name of a peer that is measured later (vllm_baseline.py)."""
     if work.profiled:
         check_platform(llm.engine.platform)
     if not report.provenance:

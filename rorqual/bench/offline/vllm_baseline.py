@@ -1,7 +1,7 @@
 """vLLM on the same shapes, for `bench offline --compare vllm`: the whole engine's steps and
 prompts, and how many experts its tokens pick.
 
-It runs after ours, in processes of its own (vllm_child.py), so that neither holds the other's
+It runs after ours, in processes of its own (vllm_process.py), so that neither holds the other's
 memory: one for the times, with vLLM's own defaults, and one that hands out what its routers chose,
 which costs time.
 """

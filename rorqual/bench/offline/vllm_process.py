@@ -1,5 +1,5 @@
-"""vLLM in a process of its own, for vllm_peer.py: a job as JSON on standard input, answers as lines
-of standard output behind MARK.
+"""vLLM in a process of its own, for vllm_baseline.py: a job as JSON on standard input, answers as
+lines of standard output behind MARK.
 
 Written for vLLM 0.25.1. Random weights are rewritten after vLLM has made its own: those send nearly
 every token to the same few experts, whose cost is not that of the layer.

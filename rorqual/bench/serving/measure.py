@@ -1,6 +1,6 @@
 """`rorqual bench serve`: measure an OpenAI-compatible server. One measurement is warm-up, cache
 flush, run, repeated; its figures are the medians of the repeats. A sweep is one measurement a
-concurrency; a search (serving_slo.py) chooses its concurrencies by an SLO."""
+concurrency; a search (slo.py) chooses its concurrencies by an SLO."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def figures(
     server_spec: Figures | None = None,
 ) -> Figures:
     """All figures of one run; `server_spec`: accept_length where the server's own counters gave
-    it (see serving_server.py)."""
+    it (see server_info.py)."""
     good = [record for record in run.records if record.error is None]
     wall = run.wall
     out = sum(record.output_tokens for record in good)

@@ -69,7 +69,7 @@ def chart(results: Mapping[str, Sequence[Figures]], limit: float | None = None) 
 
 
 def _subtitle(results: Mapping[str, Sequence[Figures]]) -> str:
-    """What all rows share of lengths and cards."""
+    """What all rows share of lengths and GPUs."""
     rows = [row for rows in results.values() for row in rows]
     lengths = {
         (row.get("random_input_len"), row.get("random_output_len"))

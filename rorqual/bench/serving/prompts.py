@@ -1,5 +1,5 @@
 """What `bench serve` sends: prompts of exact token lengths, drawn or built from a seed. Files of
-prompts are in `serving_files.py`.
+prompts are in `datasets.py`.
 
 Every generator takes the same three things: a `Vocabulary` (ids or text, and how long a text
 is), a numpy Generator and a count."""

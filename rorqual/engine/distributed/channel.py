@@ -23,7 +23,7 @@ PROBES = 4
 
 
 class FrameKind(IntEnum):
-    HELLO = 1  # JSON: configuration, rank, card, where to meet
+    HELLO = 1  # JSON: configuration, rank, GPU, where to meet
     READY = 2  # empty: the rank can compute; from rank 0: all can
     PLAN = 3  # wire.encode_plan, numbered
     RESULT = 4  # wire.encode_result, with the plan's number

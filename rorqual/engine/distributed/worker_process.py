@@ -47,7 +47,7 @@ ORPHANED = 1  # exit status: rank 0 went without a word
 
 
 def rank_device(config: EngineConfig, card: int) -> str:
-    """One card of several; on a CPU there is one device for all. `device` may name a card only
+    """One GPU of several; on a CPU there is one device for all. `device` may name a GPU only
     where there is one rank."""
     return (
         f"cuda:{card}"
@@ -166,7 +166,7 @@ def serve(
     model: str | None = None,
 ) -> int:
     """Be the rank that rank 0 says, until told to stop; returns the exit status. interface,
-    card, model: this host's own, where rank 0 cannot know them; a model as it was named to this
+    GPU, model: this host's own, where rank 0 cannot know them; a model as it was named to this
     process."""
     frame = channel.receive()
     if frame is None or frame[0] is not FrameKind.HELLO:

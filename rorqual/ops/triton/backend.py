@@ -1,4 +1,4 @@
-"""The op table of NVIDIA cards: Triton kernels where they fit, torch's products for wide formats,
+"""The op table of NVIDIA GPUs: Triton kernels where they fit, torch's products for wide formats,
 the reference for the rest.
 
 Every override names what its kernel takes. Anything else goes to `Ops`, which is right for any
@@ -8,7 +8,7 @@ such a fallback cannot be captured in a graph. No other entry does.
 | entry                        | falls back to the reference when                                  |
 | ---------------------------- | ----------------------------------------------------------------- |
 | linear, mlp, experts         | fp8 blocks are not 128x128, or columns no multiple of 128         |
-|                              | (experts: rows as well); a card before sm_89                      |
+|                              | (experts: rows as well); a GPU before sm_89                      |
 | rope                         | the rotated size is no power of two                               |
 | mla_prologue                 | no latent plane, or latent or rope size is no power of two        |
 | mla_down, mla_up             | latent or rope size is no power of two; mla_up without a query    |
@@ -16,7 +16,7 @@ such a fallback cannot be captured in a graph. No other entry does.
 | gqa_prologue                 | the head size is no power of two                                  |
 | latent_attention             | latent or rope size is no power of two of at least 16; the        |
 |                              | cache's format is neither the queries' nor fp8                    |
-|                              | on a card also: rows of an fp8 cache are no multiple of 16 bytes  |
+|                              | on a GPU also: rows of an fp8 cache are no multiple of 16 bytes  |
 | write_latent, latent_entries | an fp8 cache whose latent or rope size is no power of two         |
 | attention, dense_attention   | a head is wider than 256 columns; the cache's format is not the   |
 |                              | queries'                                                          |

@@ -1,7 +1,7 @@
 """What one rank of a parallel layout computes and reads in a step (what it sends: messages.py).
 Pure arithmetic, no torch.
 
-Weights are the inventory of weights.py, cut as parallel_config.py says; every figure is of one rank
+Weights are the inventory of weights.py, cut as config/parallel.py says; every figure is of one rank
 of one pipeline stage. A layer is described once for the dense layers and once for the MoE layers,
 with how many the fullest stage has of each.
 """

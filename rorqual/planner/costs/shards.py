@@ -1,4 +1,4 @@
-"""What one rank holds of a model: how parallel_config.py's sizes cut each weight of the
+"""What one rank holds of a model: how config/parallel.py's sizes cut each weight of the
 inventory, and the cache. No torch."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What a deployment does: times and rates of a layout at a batch, with prompts beside decoding or
-on cards of their own. No torch.
+on devices of their own. No torch.
 
 Times are steady-state means. A group of `batch` requests decodes; each request's prompt interrupts
 the others once, so a token takes step / (1 + accepted) + (batch - 1) x prompt / output. TTFT is the
@@ -58,7 +58,7 @@ class Goal:
 @dataclass(frozen=True)
 class Question:
     """What is asked of the planner. num_speculative_tokens: draft counts to try; splits: also
-    roles on cards of their own."""
+    roles on devices of their own."""
 
     config: ModelConfig
     card: DeviceSpec
@@ -100,7 +100,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Option:
-    """One deployment. seconds; tokens/s of output for a card and for a user; `limiter`: what
+    """One deployment. seconds; tokens/s of output for a device and for a user; `limiter`: what
     most of a decode step's time goes to."""
 
     kind: str  # together | prefill:decode | attention:experts
@@ -180,7 +180,7 @@ def decode_step(
 
 
 def together(question: Question, sizes: ParallelConfig) -> Iterator[Option]:
-    """Prompts and decoding on the same cards, at every batch that fits."""
+    """Prompts and decoding on the same devices, at every batch that fits."""
     model = question.model(sizes)
     goal = question.goal
     prompt = prompt_seconds(question, model)
@@ -271,7 +271,7 @@ def disaggregated(
 
 
 def remote_experts(question: Question) -> Iterator[Option]:
-    """Attention cards and expert cards, at every ratio and placement that fits."""
+    """Attention devices and expert devices, at every ratio and placement that fits."""
     model = question.model(ParallelConfig())
     experts = question.config.moe.num_experts
     for cards in range(1, question.count):

@@ -23,7 +23,7 @@ from rorqual.planner.search.deployments import (
 
 @dataclass(frozen=True)
 class Rejected:
-    """short: bytes a card that are missing; infinite where memory is not the reason."""
+    """short: bytes a device that are missing; infinite where memory is not the reason."""
 
     sizes: ParallelConfig
     reason: str
@@ -38,7 +38,7 @@ class DeploymentPlan:
     rejected: tuple[Rejected, ...]
 
     def pareto(self) -> list[Option]:
-        """Options that no other beats in both tokens/s a user and tokens/s a card."""
+        """Options that no other beats in both tokens/s a user and tokens/s a device."""
         found: list[Option] = []
         for option in sorted(
             (*self.options, *self.missed), key=lambda item: (-item.per_user, -item.per_card)
@@ -56,7 +56,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def layouts(question: Question) -> Iterator[ParallelConfig]:
-    """Layouts of `count` cards or of a divisor of it (then replicated): tp within a node,
+    """Layouts of `count` devices or of a divisor of it (then replicated): tp within a node,
     experts split by columns, whole, or both."""
     span = question.card.link.span
     for world in _divisors(question.count):
@@ -128,7 +128,8 @@ def _excess(goal: Goal, option: Option) -> float:
 
 
 def search(question: Question) -> DeploymentPlan:
-    """Cost everything that fits. Raises ConfigError where the profile has no data for the card."""
+    """Cost everything that fits. Raises ConfigError where the profile has no data for the
+    device."""
     found: list[Option] = []
     rejected: list[Rejected] = []
     admitted: list[ParallelConfig] = []
@@ -159,7 +160,7 @@ def search(question: Question) -> DeploymentPlan:
 def _role_layouts(
     question: Question, admitted: list[ParallelConfig]
 ) -> Iterator[tuple[ParallelConfig, ParallelConfig]]:
-    """Prefill: the layouts with the most prompt tokens/s a card. Decode: everything admitted but
+    """Prefill: the layouts with the most prompt tokens/s a device. Decode: everything admitted but
     pipelines."""
     small = [sizes for sizes in admitted if sizes.world < question.count and sizes.pp == 1]
     ranked = sorted(

@@ -304,7 +304,7 @@ def write_csv(plan: DeploymentPlan, path: Path) -> None:
 
 
 def write_png(plan: DeploymentPlan, path: Path) -> None:
-    """tokens/s a card over tokens/s a user; raises ConfigError where matplotlib is missing."""
+    """tokens/s a device over tokens/s a user; raises ConfigError where matplotlib is missing."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -397,7 +397,7 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
 
 
 def show_cards(console: Console) -> None:
-    """Every card with its figures, and where each comes from."""
+    """Every device with its figures, and where each comes from."""
     for name in known_devices():
         card = load_device(name)
         peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in card.flops.items())

@@ -80,7 +80,7 @@ def gantt(simulation: Simulation, title: str) -> GanttChart:
 
 
 def _lane(task: Task, tasks: Sequence[Task]) -> str:
-    """A lane a resource; numbered cards share one where they are many."""
+    """A lane a resource; numbered devices share one where they are many."""
     many = len({other.resource for other in tasks}) > MOST_LANES
     return (
         task.resource.rstrip("0123456789 ") + "s"

@@ -1,5 +1,5 @@
-"""Step times of a layout of cards, from the cost model: whole models on each, or attention and
-experts on cards of their own. No torch.
+"""Step times of a layout of devices, from the cost model: whole models on each, or attention and
+experts on devices of their own. No torch.
 
 What a rank does is rounded before it is looked up (exactly up to 16, then in steps of about 3 %,
 contexts of 6 %), so that a long run asks the cost model a few thousand times.
@@ -99,11 +99,11 @@ def shared(load: StepLoad, batches: int) -> list[StepLoad]:
 
 @dataclass(frozen=True, eq=False)
 class ModelCosts:
-    """A layout of cards that each run the whole model. With micro_batches above 1 a step is cut
+    """A layout of devices that each run the whole model. With micro_batches above 1 a step is cut
     so that one batch computes while another is sent. slow: factors by which ranks of the stage
     compute more slowly than they should. exact: no rounding.
 
-    A card is busy with compute or memory for the operations over its peak or the bytes over its
+    A device is busy with compute or memory for the operations over its peak or the bytes over its
     bandwidth, of an average rank."""
 
     model: StepModel
@@ -214,7 +214,7 @@ class ModelCosts:
 
 @dataclass(frozen=True, eq=False)
 class SplitCosts:
-    """Attention cards, a rank each, before expert cards that serve them all; placement as in
+    """Attention devices, a rank each, before expert devices that serve them all; placement as in
     split.py. `micro_batches` in flight."""
 
     model: StepModel

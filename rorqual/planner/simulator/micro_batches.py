@@ -1,7 +1,7 @@
 """Micro-batches in flight: one step's layers on resources that work side by side, so that one batch
 computes while another is sent. No torch.
 
-A micro-batch is a chain of stages, each on one resource (compute, network, expert cards); a
+A micro-batch is a chain of stages, each on one resource (compute, network, expert devices); a
 resource serves one stage at a time, in the order they become ready. The engine interleaves its
 micro-batches at the same hand-overs.
 """
@@ -71,7 +71,7 @@ def _chain(stages: Iterable[Stage]) -> list[Stage]:
 
 def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> list[Stage]:
     """A step's operations in the order of its layers, on the compute and the network of the
-    cards that run all of it. What costs of operations say by name and part is spread evenly over
+    devices that run all of it. What costs of operations say by name and part is spread evenly over
     the layers that have it."""
     sums = dict.fromkeys(
         ("once", "own", "experts", "messages", "before", "after", "once sent"), 0.0
@@ -107,8 +107,8 @@ def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> l
 
 
 def split_chain(config: ModelConfig, found: SplitStep, cards: int, by_layer: bool) -> list[Stage]:
-    """The same where experts have cards of their own. by_layer: each expert card holds whole
-    layers, so that batches in different layers do not meet there; else every expert card works
+    """The same where experts have devices of their own. by_layer: each expert device holds whole
+    layers, so that batches in different layers do not meet there; else every expert device works
     on every layer."""
     moe = max(1, sum(config.moe_layers))
     stages = []

@@ -1,4 +1,4 @@
-"""From a model on a layout of cards to the pools of a simulation: how many pages a rank has, and
+"""From a model on a layout of devices to the pools of a simulation: how many pages a rank has, and
 which costs its steps. No torch."""
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def disaggregated(
     replicas: tuple[int, int],
     routing: str = "live-tokens",
 ) -> Deployment:
-    """(prefill, decode) replicas; caches cross the cards' network."""
+    """(prefill, decode) replicas; caches cross the devices' network."""
     pools = (
         _pool("prefill", prefill, engine, replicas[0], first_only=True),
         _pool("decode", decode, engine, replicas[1], remote=True),
@@ -136,8 +136,8 @@ def split(
     replicas: int,
     routing: str = "live-tokens",
 ) -> Deployment:
-    """Attention cards, one rank each, before expert cards. The model's own sizes must be those
-    of one card."""
+    """Attention devices, one rank each, before expert devices. The model's own sizes must be those
+    of one device."""
     if placement not in PLACEMENTS:
         raise ConfigError(
             f"placement={placement!r} is not known; accepted: {', '.join(PLACEMENTS)}"

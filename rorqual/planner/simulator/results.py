@@ -1,4 +1,4 @@
-"""A simulation's figures: latencies by percentile, throughput for a card and a user, use of
+"""A simulation's figures: latencies by percentile, throughput for a device and a user, use of
 resources, and all of it as JSON. No torch."""
 
 from __future__ import annotations

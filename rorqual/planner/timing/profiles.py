@@ -25,8 +25,8 @@ class Profile:
     with decoding requests. shared_fused: shared experts are as many more routed ones. routing:
     `table` takes the kernel table's own, `natural` the one asked for. dispatch: what a low-latency
     exchange sends, `blocks` of rows to every rank as this engine does, or a copy for each of a
-    token's `picks` as DeepEP does. calibrated: stands on the card's own measured file. *_reached:
-    fractions of the card's peaks where nothing is measured.
+    token's `picks` as DeepEP does. calibrated: stands on the device's own measured file. *_reached:
+    fractions of the device's peaks where nothing is measured.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Profile:
         return load_tables(self.tables) if self.tables else None
 
     def check(self, card: DeviceSpec) -> bool:
-        """True where the card is measured, False where times are scaled to it. Raises
+        """True where the device is measured, False where times are scaled to it. Raises
         ConfigError where there is no ground to."""
         if self.calibrated and not card.measured:
             raise ConfigError(
@@ -108,7 +108,8 @@ def load_profile(name: str) -> Profile:
 
 
 def profile_for(card: DeviceSpec) -> Profile:
-    """This engine's where it has kernel times for the card or its kind, else the bare roofline."""
+    """This engine's where it has kernel times for the device or its kind, else the bare
+    roofline."""
     own = load_profile("rorqual")
     if card.name in (*own.cards, *own.scales_to):
         return own

@@ -29,7 +29,7 @@ from rorqual.planner.costs.shards import (
 from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.tables import KernelTables, curve_seconds
 
-PAGE = 64  # of an engine on a card, if nothing else is asked for
+PAGE = 64  # of an engine on a device, if nothing else is asked for
 LIMITERS = ("compute", "memory", "network", "launch")
 
 
@@ -70,8 +70,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model on a layout of cards under an engine. utilization: the part of a card's memory the
-    engine may use.
+    """A model on a layout of devices under an engine. utilization: the part of a device's memory
+    the engine may use.
 
     longest: tokens of a request, at most; None: as the model allows."""
 
@@ -177,7 +177,7 @@ class StepModel:
         )
 
     def _kernel_seconds(self) -> float:
-        """The shortest kernel: the card's own where the profile stands on its calibration."""
+        """The shortest kernel: the device's own where the profile stands on its calibration."""
         return (self.profile.calibrated and self.card.kernel) or self.profile.small_us * 1e-6
 
     def _small(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
@@ -220,7 +220,7 @@ class StepModel:
         return self._derived(op)
 
     def _derived(self, op: RankOp) -> Timed:
-        """Without a table: the fractions of the peaks the profile or the card's own measurement
+        """Without a table: the fractions of the peaks the profile or the device's own measurement
         gives, and a start."""
         profile = self.profile
         card = self.card
@@ -310,7 +310,7 @@ class StepModel:
         return Timed(message.name, message.axis, seconds * message.layers, "network", measured)
 
     def message_seconds(self, message: CostedMessage, prefill: bool) -> tuple[float, bool]:
-        """Measured where a table has the kind and the number of ranks, on a card with the same
+        """Measured where a table has the kind and the number of ranks, on a device with the same
         links; else latency and bytes."""
         fast = message.span <= self.card.link.span
         own = (
@@ -370,8 +370,8 @@ def decompressed_bytes(
     fmt: Format,
     longest: int | None,
 ) -> int:
-    """What attention in form CC takes of a card beside weights and cache, whatever requests make up
-    a step of `tokens` tokens."""
+    """What attention in form CC takes of a device beside weights and cache, whatever requests make
+    up a step of `tokens` tokens."""
     mla = config.attention
     if not tokens or not isinstance(mla, MLAConfig) or fmt.form == "CD":
         return 0
@@ -420,7 +420,7 @@ def largest_batch(model: StepModel, context: int, step_tokens: int = 0, mtp: boo
 
 
 def with_link(card: DeviceSpec, network_gbit: float | None) -> DeviceSpec:
-    """The same card on another network (Gbit/s a card)."""
+    """The same device on another network (Gbit/s a device)."""
     if network_gbit is None:
         return card
     if network_gbit <= 0:

@@ -1,10 +1,10 @@
-"""Cards split by role: attention here and experts there, or prompts here and decoding there. No
+"""Devices split by role: attention here and experts there, or prompts here and decoding there. No
 torch.
 
-Attention cards hold everything but the routed experts and work data-parallel; expert cards hold
-whole experts and serve all attention cards (arXiv 2507.19427 and 2504.02263 describe such splits).
-A layer's hand-overs make a pipeline of attention, network and experts; N batches in flight keep its
-busiest resource busy when N times what one batch takes of it is at least the whole pass.
+Attention devices hold everything but the routed experts and work data-parallel; expert devices hold
+whole experts and serve all attention devices (arXiv 2507.19427 and 2504.02263 describe such
+splits). A layer's hand-overs make a pipeline of attention, network and experts; N batches in flight
+keep its busiest resource busy when N times what one batch takes of it is at least the whole pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rorqual.planner.timing.roofline import StepModel, decompressed_bytes
 @dataclass(frozen=True)
 class SplitStep:
     """Seconds of a whole pass of one micro-batch through all layers, by stage, and what the pass
-    occupies of one expert card, where several micro-batches can be on different expert cards at
+    occupies of one expert device, where several micro-batches can be on different expert devices at
     once; `batches` in flight."""
 
     attention: float
@@ -54,7 +54,7 @@ class SplitStep:
         return max(self.attention + self.experts + self.network, self.batches * self.longest)
 
 
-# an expert card holds some experts of every layer, or every expert of some layers
+# an expert device holds some experts of every layer, or every expert of some layers
 PLACEMENTS = ("experts", "layers")
 
 
@@ -66,7 +66,7 @@ def split_step(
     placement: str = "experts",
     batches: int = 1,
 ) -> SplitStep:
-    """`work` is one micro-batch of one of `attention` cards; `experts` cards serve them all."""
+    """`work` is one micro-batch of one of `attention` devices; `experts` devices serve them all."""
     alone = replace(model, sizes=ParallelConfig())
     timed = alone.step(work)
     own = timed.seconds - sum(item.seconds for item in timed.items if item.part == "routed_experts")
@@ -106,8 +106,8 @@ def _expert_pass(model: StepModel, tokens: int, cards: int, placement: str) -> f
 def exchange_seconds(
     model: StepModel, tokens: int, attention: int, experts: int, placement: str = "experts"
 ) -> float:
-    """Both directions of all MoE layers for the busier side. A token goes once to each card that
-    holds one of its experts, or to the one card that holds its layer."""
+    """Both directions of all MoE layers for the busier side. A token goes once to each device that
+    holds one of its experts, or to the one device that holds its layer."""
     moe = model.config.moe
     config = model.config
     card = model.card
@@ -122,7 +122,8 @@ def exchange_seconds(
 
 @dataclass(frozen=True)
 class SplitMemory:
-    """Bytes a card: weights of each side, and what is left for the cache on an attention card."""
+    """Bytes a device: weights of each side, and what is left for the cache on an attention
+    device."""
 
     attention: float
     experts: float
@@ -141,7 +142,7 @@ def split_memory(
     step_tokens: int = 0,
     host_embedding: bool = False,
 ) -> SplitMemory:
-    """host_embedding: the table stays in host memory, and rows travel to the card."""
+    """host_embedding: the table stays in host memory, and rows travel to the device."""
     dtype = model.fmt.dtype or model.config.dtype
     config = model.config
     sums = dict.fromkeys(("routed_experts", "embedding"), 0.0)

@@ -1,9 +1,9 @@
-"""Measured kernel and collective times, and what they say about sizes in between and about a card
+"""Measured kernel and collective times, and what they say about sizes in between and about a device
 of another speed. No torch.
 
-A lookup is linear between measured points in logarithms of sizes and times. On another card a time
-t becomes start + (t - start) x (its roofline floor) / (the measured card's floor): a kernel keeps
-its achieved fraction, and its start-up costs what it costs.
+A lookup is linear between measured points in logarithms of sizes and times. On another device a
+time t becomes start + (t - start) x (its roofline floor) / (the measured device's floor): a kernel
+keeps its achieved fraction, and its start-up costs what it costs.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ExpertTime:
 
 
 class KernelTables:
-    """Times in seconds on the card they were measured on. `has` says which kinds of operation there
-    is data for.
+    """Times in seconds on the device they were measured on. `has` says which kinds of operation
+    there is data for.
 
     With a `base`, what is not here is the base's time multiplied by the `relative` curve of its
     kind (our kernel over the base's at the shapes where both were measured).
@@ -148,7 +148,7 @@ class KernelTables:
         return f"{'mla' if mla else 'gqa'}_{'prefill' if op.prefill else 'decode'}"
 
     def seconds(self, op: RankOp, mla: bool) -> float:
-        """On the measured card; not for experts."""
+        """On the measured device; not for experts."""
         if self.base is not None and not self._holds(op, mla):
             seconds = self.base.seconds(op, mla)
             return seconds * self._ratio(op, mla, seconds)

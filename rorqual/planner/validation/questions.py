@@ -160,7 +160,7 @@ def data_parallel() -> list[Line]:
 
 
 def _flight(title: str, moe_layer: float, rpc_layer: float, gbit: float) -> list[Line]:
-    """58 MoE layers on 29 cards, two layers each; one backbone card, whose wire carries every
+    """58 MoE layers on 29 devices, two layers each; one backbone device, whose wire carries every
     layer's rows out and back."""
     wire = 58 * TOKENS * 7168 * 2 / (gbit / 8 * 1e9)
     step = SplitStep(BACKBONE, 58 * moe_layer, 58 * rpc_layer, 2 * moe_layer)

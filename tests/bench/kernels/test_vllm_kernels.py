@@ -1,7 +1,7 @@
 """What `bench kernels --peer` hands to vLLM's kernels: stand-ins with their signatures compute,
 from just that, what our cases expect.
 
-A card with vLLM is needed to know that the real kernels take it; the stand-ins say that data,
+A GPU with vLLM is needed to know that the real kernels take it; the stand-ins say that data,
 layouts and scales mean the same.
 """
 

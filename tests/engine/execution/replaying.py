@@ -11,7 +11,7 @@ from rorqual.platforms.cpu import CpuPlatform
 
 
 class ReplayingPlatform(CpuPlatform):
-    """Takes the reference ops, as its name has none of its own; `record` warms up as a card does
+    """Takes the reference ops, as its name has none of its own; `record` warms up as a GPU does
     and keeps one output tensor."""
 
     name = "replaying"
@@ -33,5 +33,5 @@ class ReplayingPlatform(CpuPlatform):
         return replay
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copied = tensor.clone()  # as on a card: before the next replay overwrites its source
+        copied = tensor.clone()  # as on a GPU: before the next replay overwrites its source
         return lambda: copied

@@ -1,5 +1,5 @@
-"""The card's kernels as operators of a traced step, in Triton's interpreter where there is no
-card: what the graph says of their results (number, shape, strides, dtype) is so, and their
+"""The GPU's kernels as operators of a traced step, in Triton's interpreter where there is no
+GPU: what the graph says of their results (number, shape, strides, dtype) is so, and their
 values are those of the same step run eagerly."""
 
 from __future__ import annotations

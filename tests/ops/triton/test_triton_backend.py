@@ -1,4 +1,4 @@
-"""Whole tiny models through TritonOps, in Triton's interpreter where there is no card, equal the
+"""Whole tiny models through TritonOps, in Triton's interpreter where there is no GPU, equal the
 reference backend."""
 
 from __future__ import annotations

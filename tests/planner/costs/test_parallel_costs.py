@@ -149,7 +149,8 @@ def test_prompts_are_decompressed() -> None:
 
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_no_work_is_lost_between_ranks(sizes: ParallelConfig) -> None:
-    """All ranks of a stage together compute what one card would, but for what is on every rank."""
+    """All ranks of a stage together compute what one device would, but for what is on every
+    rank."""
     config = published("deepseek-v3")
     tokens = 64
     work = GroupWork(BatchShape.decode(tokens // sizes.dp, 300))

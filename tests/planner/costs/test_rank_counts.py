@@ -126,7 +126,7 @@ def test_weights_of_every_rank(name: str, mtp: bool) -> None:
 
 
 def test_weights_of_four_stages_of_the_whole_model() -> None:
-    """DeepSeek-V3 on 32 cards: 16 layers with the dense ones first, then 15 each; the head makes
+    """DeepSeek-V3 on 32 devices: 16 layers with the dense ones first, then 15 each; the head makes
     the last stage the fullest."""
     config = catalog.published("deepseek-v3")
     sizes = ParallelConfig(tp=8, pp=4)

@@ -112,7 +112,7 @@ def test_drafts_that_are_taken_help() -> None:
 
 def test_home_cluster() -> None:
     """32 RTX 4090: four stages fit by a hair, the first of 16 layers with the dense ones, the
-    others of 15; so do whole layers on 29 cards with attention on the rest."""
+    others of 15; so do whole layers on 29 devices with attention on the rest."""
     found = search(question("rtx4090", 32, "roofline"))
     assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
     tight = found.question.model(ParallelConfig(tp=8, pp=4))
@@ -154,7 +154,7 @@ def test_refusals() -> None:
         Goal(tpot=-1)
 
 
-# ---- roles on cards of their own
+# ---- roles on devices of their own
 
 
 def test_batches_in_flight_hide_the_shorter_stages() -> None:

@@ -1,4 +1,4 @@
-"""Several engines behind one server: which cards each takes, and which engine a request goes to."""
+"""Several engines behind one server: which GPUs each takes, and which engine a request goes to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rorqual.serve.limits import ServerLimits
 FOLDER = Path("model")
 
 
-# ---- cards
+# ---- GPUs
 
 
 def cards(monkeypatch: pytest.MonkeyPatch, replicas: int, **engine: Any) -> list[list[str]]:

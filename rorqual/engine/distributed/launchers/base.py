@@ -28,7 +28,7 @@ class Launcher:
         raise AssertionError("launchers say how ranks are started")
 
     def card(self) -> int:
-        """Which of its host's cards rank 0 takes."""
+        """Which of its host's GPUs rank 0 takes."""
         return self.config.first_device
 
     def close(self) -> None:

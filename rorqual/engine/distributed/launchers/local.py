@@ -19,7 +19,7 @@ from rorqual.engine.distributed.worker_handle import JoinedWorker
 
 
 class LocalLauncher(Launcher):
-    """Cards are taken in order from `first_device` on. Process groups meet through a file that
+    """GPUs are taken in order from `first_device` on. Process groups meet through a file that
     only this user can read."""
 
     interface = "lo"

@@ -18,7 +18,7 @@ class Starter:
         self.process: subprocess.Popen[bytes] | None = None
 
     def place(self) -> tuple[str, list[int]]:
-        """The host's name, and the numbers of the cards that Ray gave to this actor."""
+        """The host's name, and the numbers of the GPUs that Ray gave to this actor."""
         import ray
 
         return socket.gethostname(), [int(card) for card in ray.get_gpu_ids()]

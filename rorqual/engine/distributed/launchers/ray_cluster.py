@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, sets cards or processors aside and
+"""Ranks on the hosts of a Ray cluster. Ray finds the hosts, sets GPUs or processors aside and
 starts the processes; these then come over the authenticated link like any others. Rank 0 stays in
 the process that asked, on a host of the cluster.
 """
@@ -134,7 +134,7 @@ class RayLauncher(RemoteLauncher):
     def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
         return JoinedWorker(
             channel, identity.pid, host=f"{identity.host} ({channel.peer})", card=0
-        )  # Ray shows a process its own card alone
+        )  # Ray shows a process its own GPU alone
 
     def close(self) -> None:
         # the cluster may have gone before

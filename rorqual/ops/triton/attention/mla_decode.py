@@ -41,8 +41,8 @@ ASSEMBLER = tl.constexpr(not INTERPRETED)
 @dataclass(frozen=True)
 class MlaDecodeConfig:
     """block_h rows and block_n tokens a tile; per_sm: programs a multiprocessor; min_tiles:
-    least tiles a program; tma: bulk copies; gluon: the kernel of mla_hopper.py, or
-    mla_hopper_fp8.py, where it takes the call."""
+    least tiles a program; tma: bulk copies; gluon: the kernel of mla_decode_sm90.py, or
+    mla_decode_sm90_fp8.py, where it takes the call."""
 
     block_h: int
     block_n: int
@@ -58,7 +58,7 @@ def config_for(
     q: Tensor, rows: int, fp8_cache: bool, requests: int, max_kv_len: int
 ) -> MlaDecodeConfig:
     """The configuration for `rows` = query tokens x heads of a request, and that many requests
-    of that length. Rules that ship name "hopper" where theirs would not fit an older card."""
+    of that length. Rules that ship name "hopper" where theirs would not fit an older GPU."""
     cache = "fp8" if fp8_cache else "plain"
     shape = {
         "dtype": str(q.dtype)[6:],
@@ -72,7 +72,7 @@ def config_for(
     )
 
 
-# What mla_hopper_fp8.py takes; shared memory allows no more stages and programs.
+# What mla_decode_sm90_fp8.py takes; shared memory allows no more stages and programs.
 _HOPPER_FP8 = [
     MlaDecodeConfig(16, 64, 4, 2, per_sm=2, gluon=True),
     MlaDecodeConfig(16, 64, 4, 1, per_sm=3, gluon=True),
@@ -142,7 +142,7 @@ def configs_for(rows: int, dtype: torch.dtype, fp8_cache: bool = False) -> list[
 def _workers(
     config: MlaDecodeConfig, requests: int, max_kv_len: int, row_blocks: int, device: torch.device
 ) -> int:
-    """As many as fill the card once, but none that could never find a tile."""
+    """As many as fill the GPU once, but none that could never find a tile."""
     tiles = requests * triton.cdiv(max(max_kv_len, 1), config.block_n)
     return max(
         1,

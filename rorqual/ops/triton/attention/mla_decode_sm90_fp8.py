@@ -1,7 +1,7 @@
 """MLA decode over an fp8 latent cache on Hopper, in Gluon.
 
 Tokens are the rows of both products (wgmma multiplies 64 rows whatever there is) and query rows, a
-request's heads x query tokens, are the columns; operands are made as latent_operands.py says:
+request's heads x query tokens, are the columns; operands are made as sm90_fp8_operands.py says:
 
     scores [64 tokens, rows]       = keys [64, 512 + 64] x queries^T
     sums   [512 columns, rows]    += values^T [512, 64] x weights^T

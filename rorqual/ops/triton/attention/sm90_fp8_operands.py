@@ -1,5 +1,5 @@
 """How a tile of an fp8 latent cache becomes operands of Hopper's tensor cores: in registers, for
-mla_hopper_fp8.py.
+mla_decode_sm90_fp8.py.
 
 A tile is 64 tokens of 512 e4m3 in shared memory, four blocks of 128 columns, with 128 bytes of a
 token in a block and the swizzle of bulk copies. The left operand of wgmma may come from registers,

@@ -2,7 +2,7 @@
 together again.
 
 The KV of all requests, cut into tiles of `block_n` tokens, is laid end to end; worker w takes tiles
-[w * chunk, (w + 1) * chunk). So mixed lengths load the card evenly, and no length is needed on the
+[w * chunk, (w + 1) * chunk). So mixed lengths load the GPU evenly, and no length is needed on the
 host. A worker meets whole requests, whose result it writes directly, and at most two it shares with
 neighbours: the one it inherits (partial 2w) and the one it hands on (partial 2w + 1). The same idea
 is FlashMLA's tile scheduler and "stream-K" (arXiv 2301.03598).

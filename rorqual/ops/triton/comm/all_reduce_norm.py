@@ -1,7 +1,7 @@
-"""All-reduce, residual addition and RMSNorm in one kernel, over buffers that every card of a host
+"""All-reduce, residual addition and RMSNorm in one kernel, over buffers that every GPU of a host
 can read and write.
 
-Each rank has a buffer of the same shape, addressed by `table` (peers.py):
+Each rank has a buffer of the same shape, addressed by `table` (p2p_flags.py):
 
 | part  | bytes                         | content                                                  |
 | ----- | ----------------------------- | -------------------------------------------------------- |

@@ -1,11 +1,11 @@
-"""Rows to the ranks that hold their experts, and their sums back, over buffers that every card of a
+"""Rows to the ranks that hold their experts, and their sums back, over buffers that every GPU of a
 host can read and write.
 
 Four kernels make one exchange: `dispatch` sends, `arrival` waits for what others sent,
 `send_combine` sends partial sums home, `combine` waits for them and adds. A row goes once to each
 rank that holds any of its experts; the capacity of a block of rows is that of the step's longest
 rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each
-rank's buffer (peers.py):
+rank's buffer (p2p_flags.py):
 
 | part    | bytes                          | content                                               |
 | ------- | ------------------------------ | ----------------------------------------------------- |
@@ -46,8 +46,8 @@ its last `combine`:
   its counts of one call all precede those of the next.
 
 Two exchanges under way at once take two buffers. `arrival` and `combine` wait for `dispatch` and
-`send_combine` of other cards alone, which wait for nothing: no kernel needs all its blocks on a
-card at once.
+`send_combine` of other GPUs alone, which wait for nothing: no kernel needs all its blocks on a
+GPU at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that every card of a host can read and write: where a peer's buffer lies, and flags that
+"""Memory that every GPU of a host can read and write: where a peer's buffer lies, and flags that
 count upwards.
 
 A buffer has the same shape on every rank; `table` [world + 1] int64 holds the addresses of all of
@@ -6,7 +6,7 @@ them as this rank sees them, and of its stop word last. A flag is never reset: w
 far it must have come, and compares by difference, so that it may pass 2^31.
 
 The stop word, int32 in host memory, is 0 as long as all ranks live. Anything else ends every wait,
-and what is computed then means nothing: it is how the host gets its card back when a rank has died
+and what is computed then means nothing: it is how the host gets its GPU back when a rank has died
 whose flag would never come.
 """
 

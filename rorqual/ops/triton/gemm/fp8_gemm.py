@@ -31,13 +31,13 @@ from rorqual.ops.triton.runtime.launch import (
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split:
-    at most so many programs share a tile's columns; waves: at most so many programs a
-    multiprocessor (0: one a tile); halves: the tile's weight rows in two products, so that half
-    the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no
-    split); stream: the kernel of linear_stream.py, which has weights on the M side and bulk
-    copies, a split of 1 for whole tiles and m from 8 on; tall: that of linear_tall.py, for m and
-    stages alone."""
+    """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split: at
+    most so many programs share a tile's columns; waves: at most so many programs a multiprocessor
+    (0: one a tile); halves: the tile's weight rows in two products, so that half the partial sums
+    are alive and two programs fit a multiprocessor (with bulk copies, no split); stream: the kernel
+    of fp8_gemm_sm90_streamk.py, which has weights on the M side and bulk copies, a split of 1 for
+    whole tiles and m from 8 on; tall: that of fp8_gemm_sm90_persistent.py, for m and stages
+    alone."""
 
     m: int
     n: int
@@ -296,7 +296,7 @@ def _launch_gluon(
 
 
 def _portable(plan: LinearPlan) -> LinearPlan:
-    """For cards without bulk copies, and for the interpreter."""
+    """For GPUs without bulk copies, and for the interpreter."""
     if plan.stream:
         return LinearPlan(max(16, plan.m), 64, 4, 2, split=min(8, plan.split))
     if plan.tall:

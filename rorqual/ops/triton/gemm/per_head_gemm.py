@@ -1,8 +1,8 @@
 """x [T, H, a] times matrices [H, a, b] head by head for a few tokens: MLA's absorb products, which
 only stream their matrices.
 
-One token goes by ordinary arithmetic, as in linear_small.py; a few take the tensor cores, as in
-linear_skinny.py: the matrix has the rows of the product, the tokens its 16 columns. Either has its
+One token goes by ordinary arithmetic, as in gemv.py; a few take the tensor cores, as in
+skinny_gemm.py: the matrix has the rows of the product, the tokens its 16 columns. Either has its
 matrices on their way before the kernel waits for the one that makes x, which the library's product
 does not. Where the output product behind is an fp8 one, each head's 128 columns are quantized by
 the program that made them.
@@ -177,7 +177,7 @@ def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
 
 def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
     """The same on tensor cores, T at most 16, in 16 bits. pack: `quantize` of the result, its
-    heads side by side, is made on the way (fp8.py); b is 128 then, and the result [T, H b]."""
+    heads side by side, is made on the way (quantize.py); b is 128 then, and the result [T, H b]."""
     (tokens, heads, rows) = x.shape
     columns = matrices.shape[2]
     assert tokens <= COLUMNS

@@ -3,7 +3,7 @@ the tokens its 16 columns.
 
 What the library's product costs here is not its time but that it knows nothing of dependent
 launches: this kernel has its first tile of weights on its way before the kernel that makes x is
-done. For fewer tokens linear_small.py does without the tensor cores.
+done. For fewer tokens gemv.py does without the tensor cores.
 """
 
 from __future__ import annotations

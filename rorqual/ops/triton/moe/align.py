@@ -26,7 +26,7 @@ from rorqual.ops.triton.runtime.launch import (
 # kernel. 0: never.
 BUCKET_PICKS = 4096
 BUCKET_CHUNK = 128
-ROUTER_COUNTERS = 64  # how many of a stream's counters are the router's (route.py), one a token
+ROUTER_COUNTERS = 64  # how many of a stream's counters are the router's (topk.py), one a token
 # else up to here one kernel sorts, each program scanning all picks; beyond, three kernels over
 # chunks
 ONE_KERNEL_PICKS = 8192

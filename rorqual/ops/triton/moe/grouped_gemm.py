@@ -2,11 +2,11 @@
 x_t), with e = ids[t, k].
 
 Three forms behind `experts`:
-- direct, for a handful of picks: experts_direct.py.
-- tall, for many rows an expert in fp8: experts_tall.py, between the grouped form's sorting and its
-  sum.
-- grouped: picks are sorted into blocks of rows that share an expert (picks.py), then two grouped
-  GEMMs and a weighted sum (expert_sums.py).
+- direct, for a handful of picks: small_batch.py.
+- tall, for many rows an expert in fp8: grouped_gemm_sm90_fp8.py, between the grouped form's sorting
+  and its sum.
+- grouped: picks are sorted into blocks of rows that share an expert (align.py), then two grouped
+  GEMMs and a weighted sum (combine.py).
 While an expert has few rows its weights take the M side of the tensor cores (`swap`), whose
 instructions want 64 rows there, and the tokens the N side, which may be as narrow as 16.
 
@@ -66,8 +66,8 @@ class Tile:
 @dataclass(frozen=True)
 class GroupedGemmPlan:
     """rows: picks of one expert in a block; the tiles of both GEMMs. tall: stages of
-    experts_tall.py's kernel, which takes 128 or 256 rows of fp8 in their place on Hopper; 0:
-    never."""
+    grouped_gemm_sm90_fp8.py's kernel, which takes 128 or 256 rows of fp8 in their place on Hopper;
+    0: never."""
 
     rows: int
     up: Tile
@@ -291,7 +291,7 @@ def plan_for(
     """The plan for so many picks of the experts with these weights; they matter by their mean
     number an expert. The last `shared` experts and their picks do not count: their rows are only
     more blocks. dtype: of the result. Rules that ship name "tall" where a plan would be of no
-    use without experts_tall.py's kernel."""
+    use without grouped_gemm_sm90_fp8.py's kernel."""
     slots, hidden, inner = down.data.shape
     slots -= shared
     shape = {
@@ -510,7 +510,7 @@ def _activation(x: Tensor | Quantized) -> tuple[Any, Tensor | None, tuple[int, .
 
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:
-    """Bulk copies only where the card has them and rows are whole. Older cards have less shared
+    """Bulk copies only where the GPU has them and rows are whole. Older GPUs have less shared
     memory: a shallow pipeline fits."""
     if not is_hopper(weight.data.device):
         return replace(tile, tma=False, stages=min(tile.stages, 2))

@@ -1,11 +1,11 @@
-"""Grouped block-fp8 products of many rows an expert on Hopper: linear_tall.py's, whose tiles of
-rows each have weights of their own.
+"""Grouped block-fp8 products of many rows an expert on Hopper: fp8_gemm_sm90_persistent.py's, whose
+tiles of rows each have weights of their own.
 
 Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one
-bulk copy. They are not padded: a tile begins where its block of rows does (picks.py), and its last
+bulk copy. They are not padded: a tile begins where its block of rows does (align.py), and its last
 64 may be in part the next expert's; those are not stored. Of a tile only what is there is copied.
 Chunks of 64 rows go to the two warpgroups by turns, and one that has none lets the stages pass. How
-many tiles there are the card alone knows.
+many tiles there are the GPU alone knows.
 
 The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the
 kernel that joins and quantizes them: a tile of both would hold 64 columns of either, half of what
@@ -539,7 +539,7 @@ def products(
     stages: int,
 ) -> Tensor:
     """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see
-    experts.py."""
+    grouped_gemm.py."""
     if top_k > 1 and isinstance(x, Tensor):
         x = quantize(x)  # once a token: a copy for each of its picks is half as long then
     both = product(in_order(x, blocks, top_k), gate_up, blocks, dtype, stages, False)

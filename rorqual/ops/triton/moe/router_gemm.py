@@ -4,7 +4,7 @@ multiprocessors share the reading.
 x is bf16. A bf16 gate multiplies with it exactly, and so does an fp32 gate as a sum of three bf16
 parts, whose 8 bits each are all that it has: what differs from a product in fp32 is the order of
 its sums. Each program leaves a partial sum; the choice adds them in the order of columns
-(route.py), so logits depend neither on the other tokens nor on which program is done first.
+(topk.py), so logits depend neither on the other tokens nor on which program is done first.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def kind_of(weight: Weight) -> str:
 
 
 def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
-    """Few picks want small tiles, to have programs enough for the card."""
+    """Few picks want small tiles, to have programs enough for the GPU."""
     hidden, inner = down.data.shape[1:]
     return tuning.config_for(
         "experts_direct",

@@ -2,8 +2,8 @@
 group limits: 2405.04434).
 
 For a few tokens the gate product is part of it: each program multiplies a gate row or two, and the
-last one of a token to finish chooses. For a batch of them gate.py leaves partial sums, which are
-added here. Experts' logits are sums in a fixed order whatever the other tokens are.
+last one of a token to finish chooses. For a batch of them router_gemm.py leaves partial sums, which
+are added here. Experts' logits are sums in a fixed order whatever the other tokens are.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _choose(
 ):
     """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are
     rounded to the type ROUNDED. Behind the TOP_K picks SHARED more: the experts behind the
-    routed ones, weight 1. Where ROWS is not 0 all of them are sorted on the way (picks.py)."""
+    routed ones, weight 1. Where ROWS is not 0 all of them are sorted on the way (align.py)."""
     expert = tl.arange(0, WIDTH)
     present = expert < EXPERTS
     if SIGMOID:
@@ -355,10 +355,10 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtyp
     """logits [T, E], bias [E] fp32 or None; (ids [T, K] in `dtype`, weights [T, K] fp32), best
     first, ties to the lowest expert.
 
-    logits may be partial sums [S, T, E] (gate.py), which are added in their order and rounded to
-    the type `kind`. rounded: weights are fp32 numbers that this type holds. shared: behind the
-    picks so many experts E, E + 1, ... with weight 1. into: room for the picks of all tokens,
-    sorted (picks.empty_blocks with buckets).
+    logits may be partial sums [S, T, E] (router_gemm.py), which are added in their order and
+    rounded to the type `kind`. rounded: weights are fp32 numbers that this type holds. shared:
+    behind the picks so many experts E, E + 1, ... with weight 1. into: room for the picks of all
+    tokens, sorted (picks.empty_blocks with buckets).
     """
     parts = logits if logits.dim() == 3 else logits[None]
     splits, tokens, experts = parts.shape

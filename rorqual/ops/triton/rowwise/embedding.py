@@ -1,5 +1,5 @@
 """Rows of a table, which may lie in pinned host memory: unified addressing gives it the same
-address on the card."""
+address on the GPU."""
 
 from __future__ import annotations
 

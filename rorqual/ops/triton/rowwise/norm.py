@@ -106,8 +106,9 @@ def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x
-    itself, not a copy. pack: the norm is quantized on the way, and `quantize` finds it (fp8.py);
-    the compiler then lays rows out for stores of bytes, and squares are added in another order."""
+    itself, not a copy. pack: the norm is quantized on the way, and `quantize` finds it
+    (quantize.py); the compiler then lays rows out for stores of bytes, and squares are added in
+    another order."""
     out, total = _launch(x, residual, weight, eps, pack)
     return out, x if total is None else total
 

@@ -1,4 +1,4 @@
-"""How kernels are launched: programmatic dependent launch, and what the card offers.
+"""How kernels are launched: programmatic dependent launch, and what the GPU offers.
 
 A kernel launched with `DEPENDENT` may start while the one before it on the stream is finishing;
 `wait_for_inputs` must then be its first memory operation, and stands still until everything
@@ -23,7 +23,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Let the next kernel take its place on the card, then wait for the previous one's results."""
+    """Let the next kernel take its place on the GPU, then wait for the previous one's results."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -31,7 +31,7 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
 def keep_compiled() -> None:
     """Compiled kernels go to our cache folder. Triton files them by source, its own version,
-    ptxas and compute capability, so one folder serves every card and version, and a restart
+    ptxas and compute capability, so one folder serves every GPU and version, and a restart
     compiles nothing."""
     folder = triton_cache_folder()
     if folder is not None:

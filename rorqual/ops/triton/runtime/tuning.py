@@ -2,8 +2,8 @@
 kernels --tune`.
 
 A rule names the shapes it is for and a configuration. The first rule that fits decides: of the
-user's own file for this card and these versions of torch and Triton, then of the set that ships for
-the card, else of the H200's. Nothing is timed here, ever: a shape nobody tuned takes the general
+user's own file for this GPU and these versions of torch and Triton, then of the set that ships for
+the GPU, else of the H200's. Nothing is timed here, ever: a shape nobody tuned takes the general
 rule of its kernel.
 
 Files are JSON: {"format": 1, "card", "capability", "torch", "triton", "kernels": {kernel:
@@ -144,7 +144,7 @@ def build(kind: type[C], data: Mapping[str, Any]) -> C:
 
 @cache
 def _own(card: TunedDevice | None) -> Rules:
-    """The user's rules for a card; what cannot be read is passed by, with one line in the log."""
+    """The user's rules for a GPU; what cannot be read is passed by, with one line in the log."""
     if card is None or not card.file.exists():
         return {}
     try:
@@ -156,7 +156,7 @@ def _own(card: TunedDevice | None) -> Rules:
 
 @cache
 def shipped(name: str) -> Rules:
-    """The rules that ship for a card, else those of DEFAULT_CARD."""
+    """The rules that ship for a GPU, else those of DEFAULT_CARD."""
     sets = {json.loads(path.read_text())["card"]: path for path in sorted(SHIPPED.glob("*.json"))}
     return read(sets.get(name, sets[DEFAULT_CARD]))
 
@@ -189,7 +189,7 @@ def _load(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any, us: float) -> Path:
-    """Put a rule at the head of the user's file for the card, in place of one for the same
+    """Put a rule at the head of the user's file for the GPU, in place of one for the same
     shape. The file is replaced as a whole, so a reader sees the old or the new one."""
     kernels = _load(card.file) if card.file.exists() else {}
     rule = {"shape": dict(shape), "config": asdict(config), "us": round(us, 2)}

@@ -1,5 +1,5 @@
 """The best token of each row of logits, `Ops.best`: what greedy decoding draws. torch gives a
-row one program, 38 us at one row of 129,280; here a row is cut into parts that fill the card."""
+row one program, 38 us at one row of 129,280; here a row is cut into parts that fill the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rorqual.ops.rng on a card, bit for bit: integers wrap alike everywhere, and each float
+"""rorqual.ops.rng on a GPU, bit for bit: integers wrap alike everywhere, and each float
 operation is rounded once."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROWS = 8
 
 @triton.jit
 def hash_bits(counter, key):
-    """splitmix64, as in counter.py."""
+    """splitmix64, as in rng.py."""
     z = counter * -7046029254386353131 + key
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

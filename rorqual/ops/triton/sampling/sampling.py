@@ -2,7 +2,7 @@
 random numbers of rorqual.ops.rng.
 
 A row of the vocabulary is cut into chunks of CHUNK tokens, each read once by a program of its own,
-so that few rows fill a card as well as many. Their sums give peak, mass and the chunk in which a
+so that few rows fill a GPU as well as many. Their sums give peak, mass and the chunk in which a
 draw falls; only that chunk is read again.
 
 Cuts need a threshold, and no sort finds it. A bound is known before: for top-k the k-th largest of

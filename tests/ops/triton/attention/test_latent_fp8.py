@@ -1,5 +1,5 @@
 """The fp8 latent cache: what a row holds, that every backend writes the same bytes and reads
-them alike. Interpreted without a card."""
+them alike. Interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = 8
 
 
 def backends() -> list[Ops]:
-    """On a card the two that run there; else all, the CPU's with its compiled kernels and
+    """On a GPU the two that run there; else all, the CPU's with its compiled kernels and
     without."""
     found: list[Ops] = [Ops()] if DEVICE == "cuda" else [Ops(), CpuOps(native=False), CpuOps()]
     return found if SKIP_REASON is not None else [*found, TritonOps()]

@@ -1,5 +1,5 @@
-"""Attention kernels against rorqual.ops.reference, on a card if there is one, else in Triton's
-interpreter; and compiled for cards.
+"""Attention kernels against rorqual.ops.reference, on a GPU if there is one, else in Triton's
+interpreter; and compiled for GPUs.
 
 Every cache slot that no request uses holds NaN, padding of block tables is garbage, outputs start
 poisoned.

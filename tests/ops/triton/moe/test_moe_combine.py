@@ -1,5 +1,5 @@
 """What a token's experts gave, added up by itself or in the kernel of the norm behind it: the
-same bits. Interpreted where there is no card."""
+same bits. Interpreted where there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Kernels of experts, fp8 products, routing, norms and cache epilogues against the reference,
-interpreted where there is no card."""
+interpreted where there is no GPU."""
 
 from __future__ import annotations
 
@@ -835,7 +835,7 @@ def test_plans_of_hopper_alone_run_elsewhere(form: dict[str, bool]) -> None:
 
 @pytest.mark.parametrize(("tokens", "rows", "biased"), [(70, 192, False), (20, 130, True)])
 def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
-    """Only cards with bulk copies choose this kernel: here it is launched by hand."""
+    """Only GPUs with bulk copies choose this kernel: here it is launched by hand."""
     x = random(tokens, 256, dtype=torch.bfloat16)
     w = weight("fp8", rows, 256)
     bias = random(rows) if biased else None

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: side by side, for a card that is not there; nothing runs, and what
+"""Kernels compiled ahead: side by side, for a GPU that is not there; nothing runs, and what
 would be written is zero."""
 
 from __future__ import annotations

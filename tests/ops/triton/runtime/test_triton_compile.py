@@ -1,5 +1,5 @@
 """Every kernel compiles for sm_80, sm_89 and sm_90 in the shapes of the real models, with no
-card. Run as a script it prints what the compiler made of them: registers, spills, shared memory
+GPU. Run as a script it prints what the compiler made of them: registers, spills, shared memory
 and the instructions that matter."""
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Kernels believe they are on this card."""
+    """Kernels believe they are on this GPU."""
 
     def put(card: tuning.TunedDevice = CARD) -> None:
         forget()
@@ -271,7 +271,7 @@ def test_a_field_that_is_gone_is_read_and_means_nothing(on_card: Callable[..., N
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card to time on: every option takes less than the one before it."""
+    """No GPU to time on: every option takes less than the one before it."""
     times = iter(range(10**6, 0, -1))
     monkeypatch.setattr(gemm_and_experts, "compiling", nullcontext)
     monkeypatch.setattr(gemm_and_experts, "median_us", lambda calls, replays=15: float(next(times)))

@@ -1,4 +1,4 @@
-"""The best token of a row, in kernels as torch finds it. Interpreted where there is no card."""
+"""The best token of a row, in kernels as torch finds it. Interpreted where there is no GPU."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 kernels, Triton kernels.
 
 A faster version may move a boundary between two tokens by a share of the whole mass, and may decide
-otherwise where top-p or min-p lies as close to a token's limit: 1e-6 on the card, rounding of
+otherwise where top-p or min-p lies as close to a token's limit: 1e-6 on the GPU, rounding of
 doubles on the CPU. What is checked holds for any such version.
 """
 

@@ -1,4 +1,4 @@
-"""How requests move on, in kernels as by torch's operations. Interpreted where there is no card."""
+"""How requests move on, in kernels as by torch's operations. Interpreted where there is no GPU."""
 
 from __future__ import annotations
 
