@@ -140,7 +140,7 @@ def launch_gap(clock: Clock) -> float:
 
 
 def kernel_seconds(clock: Clock) -> float:
-    """The shortest kernel in a recorded train; where nothing can be recorded it is the launch
+    """The shortest kernel in a captured train; where nothing can be captured it is the launch
     gap."""
     if not clock.platform.has_graphs:
         return launch_gap(clock)

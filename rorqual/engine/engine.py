@@ -55,7 +55,8 @@ class Engine:
     known.
 
     With several ranks this process is rank 0: it starts the others, schedules for all, and computes
-    its own share; a lone rank schedules for itself and takes the others to do the same.
+    its own share; with single_rank_bench it schedules for itself and takes the others to do the
+    same.
     """
 
     def __init__(self, config: EngineConfig):
@@ -216,7 +217,7 @@ class Engine:
 
     def expert_load(self) -> Counts:
         """How often each expert was picked, by MoE layer, for the tokens of all ranks; nothing
-        where that is not recorded. Several ranks are asked between steps, and no step waits for
+        where that is not captured. Several ranks are asked between steps, and no step waits for
         them: a call returns what all have answered to one before, at first nothing."""
         if not self.config.record_expert_load:
             return []

@@ -81,9 +81,9 @@ class DenseMLP:
 class MoE:
     """Routed experts behind an Exchange, plus shared experts.
 
-    Where `joined` is not 0, shared experts stand behind the routed ones in the same tensors, a
-    shared MLP of S times an expert's columns as S experts, and every token picks them: no
-    kernels of their own. Else they are a layer beside the exchange, computed while it is under
+    Where `fused_shared_experts` is not 0, shared experts stand behind the routed ones in the same
+    tensors, a shared MLP of S times an expert's columns as S experts, and every token picks them:
+    no kernels of their own. Else they are a layer beside the exchange, computed while it is under
     way, on rows that it gathered where these are the rows they need."""
 
     def __init__(
@@ -167,7 +167,7 @@ class MoE:
         self.gate = self.ops.prepare_router_weight(self.gate, self.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(expert ids [T, K + joined], weights [T, K + joined] fp32) of hidden states [T,
+        """(expert ids [T, K + fused], weights [T, K + fused] fp32) of hidden states [T,
         hidden]."""
         return self.ops.router(x, self.gate, self.bias, self.moe, self.fused_shared_experts)
 

@@ -202,7 +202,7 @@ class Ops:
 
     def draw_normal(self, view: Tensor, key: int, std: float, first: int, width: int) -> None:
         """Random weights for view [rows, columns], a window of a matrix `width` wide: see
-        rng.py."""
+        ops/rng.py."""
         rng.draw_normal(view, key, std, first, width)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def fp8_row_bytes(columns: int) -> int:
 
 @dataclass
 class Traffic:
-    """Counts of one axis. A captured graph counts once, when it is recorded."""
+    """Counts of one axis. A captured graph counts once, when it is captured."""
 
     calls: dict[str, int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)

@@ -75,8 +75,8 @@ class Exchange(Protocol):
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
     `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where
     these are picks like others), `load` [E] int64 counts by logical expert the picks of the tokens
-    submitted here while `record_load` is on; all are updated in place. Where ranks submit the same
-    tokens one of them counts (Layout.counted): a sum over all ranks then has each token once.
+    dispatched here while `record_load` is on; all are updated in place. Where ranks dispatch the
+    same tokens one of them counts (Layout.counted): a sum over all ranks then has each token once.
     """
 
     record_load: bool

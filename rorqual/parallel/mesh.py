@@ -39,7 +39,7 @@ from rorqual.parallel.layout import Layout, Replicated, Sharded
 from rorqual.parallel.p2p_memory import P2PAddNorm, P2PMemory, why_not_shared
 from rorqual.parallel.shard import Shard
 
-# exchanges that PeerExchange can take over
+# exchanges that P2PExchange can take over
 ON_PEERS = ("low_latency", "allgather_ep", "allgather_tp")
 PARTS = ("dense", "embed", "head")
 AXES = (
@@ -226,7 +226,7 @@ class Mesh:
 
     def abandon(self) -> None:
         """Other ranks are gone, or stand still: collectives end as well. From any thread, and
-        returns at once: NCCL tells a group's kernels to end, then waits until nothing recorded
+        returns at once: NCCL tells a group's kernels to end, then waits until nothing captured
         holds a call of the group, which may be long; so each group has a thread of its own."""
         self.let_go()
         if self.leaving:
@@ -241,7 +241,7 @@ class Mesh:
             thread.start()
 
     def left(self, seconds: float) -> bool:
-        """Whether groups that were abandoned are no more, within so many seconds. Recordings
+        """Whether groups that were abandoned are no more, within so many seconds. Captured graphs
         must be gone before."""
         deadline = time.monotonic() + seconds
         for thread in self.leaving:

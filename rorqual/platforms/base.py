@@ -14,7 +14,7 @@ class Platform:
     """A device with its memory and its way of bringing results home.
 
     default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first;
-    has_graphs: `record` works; asynchronous: what is launched runs later, else it is done when the
+    has_graphs: `capture` works; asynchronous: what is launched runs later, else it is done when the
     call returns.
     """
 
@@ -64,7 +64,7 @@ class Platform:
         return torch.empty(shape, dtype=dtype)
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Record device work; the result replays it and returns the same output tensor each
+        """Capture device work; the result replays it and returns the same output tensor each
         time, overwritten."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 

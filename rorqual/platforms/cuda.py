@@ -83,7 +83,7 @@ class CudaPlatform(Platform):
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run twice on a side stream first: kernels compile, libraries make their workspaces.
-        All recordings share one memory pool."""
+        All captured graphs share one memory pool."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):

@@ -134,7 +134,7 @@ def test_bench_offline_of_one_rank_alone(tmp_path: Path):
         assert row["tokens_per_s"] == pytest.approx(
             row["concurrency"] * row["output"] / row["seconds"]
         )
-    assert report["all2all_backend"] == "nowhere (a lone rank)"
+    assert report["all2all_backend"] == "nowhere (one rank alone)"
 
 
 def test_bench_layers_runs(tmp_path: Path):

@@ -1,5 +1,5 @@
 """An engine whose kernels are compiled ahead: its tokens, and nothing left to compile when steps
-are recorded."""
+are captured."""
 
 from __future__ import annotations
 

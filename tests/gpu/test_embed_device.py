@@ -1,4 +1,4 @@
-"""An embedding table in pinned host memory, read by a GPU's kernel: same tokens, recorded steps
+"""An embedding table in pinned host memory, read by a GPU's kernel: same tokens, captured steps
 included, and less device memory."""
 
 from __future__ import annotations

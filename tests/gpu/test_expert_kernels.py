@@ -65,7 +65,7 @@ def test_every_plan_agrees(kind: str) -> None:
 @pytest.mark.parametrize("tokens", [60, 700, 3000])
 def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
     """Skewed routing, experts without rows, absent picks: as the reference, and the same in
-    recordings whose kernels start early."""
+    captured graphs whose kernels start early."""
     if not is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
     shape = bench.ExpertShape("fp8", 16, 1024, 512, 4)

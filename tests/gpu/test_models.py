@@ -241,7 +241,7 @@ def replayed_equals_eager(
 def test_engines_give_the_same_tokens_with_sums_in_norms(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded and eager steps, in bf16, by whichever kernel a token's experts are added up: bit
+    """Captured and eager steps, in bf16, by whichever kernel a token's experts are added up: bit
     for bit, so log probabilities too."""
     folder = tiny(option, tmp_path)
     found = []

@@ -1,4 +1,4 @@
-"""Engines over several GPUs, recorded steps and all: the tokens of one GPU in fp32, whatever
+"""Engines over several GPUs, captured steps and all: the tokens of one GPU in fp32, whatever
 the layout; and a rank that dies or freezes. Run as a script it is an engine whose rank is
 struck."""
 

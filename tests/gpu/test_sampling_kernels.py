@@ -1,4 +1,4 @@
-"""Sampling on the GPU: a recorded step draws what an eager one draws, and the same twice. What
+"""Sampling on the GPU: a captured step draws what an eager one draws, and the same twice. What
 is drawn: tests/ops/triton/sampling/test_sampling.py."""
 
 from __future__ import annotations

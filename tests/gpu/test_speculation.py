@@ -1,4 +1,4 @@
-"""Drafts on a GPU, whole steps recorded, kernels compiled ahead: the bundled checkpoint's
+"""Drafts on a GPU, whole steps captured, kernels compiled ahead: the bundled checkpoint's
 tokens with and without them."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tokens(params: list[SamplingParams], **options: Any) -> list[list[int]]:
         {"num_speculative_tokens": 3},
         {"num_speculative_tokens": 2, "drafter": "ngram"},
     ],
-    ids=["one", "three", "look-up"],
+    ids=["one", "three", "ngram"],
 )
 def test_drafts_change_no_token(options: dict[str, Any]) -> None:
     for params in ([PARAMS[0]] * 4, PARAMS):
@@ -48,7 +48,7 @@ def test_drafts_change_no_token(options: dict[str, Any]) -> None:
 
 
 def test_unseeded_requests_are_drawn() -> None:
-    """Drafts of these are taken by lot; recorded steps with what that needs, and tokens that
+    """Drafts of these are taken by lot; captured steps with what that needs, and tokens that
     exist."""
     params = [SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)] * 4
     for found in tokens(params, num_speculative_tokens=2):

@@ -74,7 +74,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def run(config: ModelConfig, layout: dict[str, Any], settings: Settings) -> Lockstep:
-    """The scenes one after the other, in one engine: what one records, the next finds."""
+    """The scenes one after the other, in one engine: what one captures, the next finds."""
     loop = Lockstep.of(config, ParallelConfig(**layout), settings)
     for member in loop.members:
         member.runner.rows.grammars = Automata(GRAMMARS)

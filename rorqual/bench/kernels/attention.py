@@ -464,7 +464,7 @@ def measure(setup: AttentionSetup, config: Any) -> float:
 
 
 def measure_peers(setup: AttentionSetup, check: bool) -> dict[str, Any]:
-    """Over the same data, in the same way: see kernels_peer.best."""
+    """Over the same data, in the same way: see vllm_kernels.best."""
 
     def one(make: Callable[[], peers.Call]) -> tuple[float, float | None]:
         call = make()
@@ -479,7 +479,7 @@ def run_case(
     case: AttentionCase, device: torch.device, check: bool, tune: bool, peer: bool = False
 ) -> None:
     """Fills case.measured: us, error, config, (tune) trials, a list of (us or message, config),
-    and (peer) what kernels_peer.best says."""
+    and (peer) what vllm_kernels.best says."""
     setup = case.setup(device)
     trials: list[tuple[float, Any]] = []
     failures: list[tuple[str, Any]] = []

@@ -614,7 +614,7 @@ def cases() -> Iterator[KernelCase]:
 
 
 def measure_peers(setup: KernelSetup, check: bool) -> dict[str, Any]:
-    """Over the same data, in the same way: see kernels_peer.best."""
+    """Over the same data, in the same way: see vllm_kernels.best."""
 
     def one(make: Callable[[], peers.Call]) -> tuple[float, float | None]:
         call = make()

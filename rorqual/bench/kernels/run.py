@@ -38,7 +38,7 @@ def run(only: str | None = None, check: bool = False, tune: bool = False, json: 
         limit: float = 500, peer: bool = False) -> list[dict[str, Any]]:  # fmt: skip
     """Measure and print; start no further case after `limit` seconds. Returns one dictionary a
     case: kernel, us, floor_us, gb_s, tflop_s, peer_us, error, config, and with `peer` what
-    kernels_peer.best says; or kernel and failed."""
+    vllm_kernels.best says; or kernel and failed."""
     if peer:
         check_installed()
     began = time.monotonic()

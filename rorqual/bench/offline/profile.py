@@ -3,9 +3,9 @@ kernels.
 
 torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one
 before ends), so busy time is the union of their spans. A wait longer than WAIT_US is none between
-two kernels of a recorded step: it lies between two steps, or the step was not recorded. The host is
+two kernels of a captured step: it lies between two steps, or the step was not captured. The host is
 to blame where it launched something during the wait; otherwise the launch was there before, and the
-wait is what the GPU takes to begin a recording.
+wait is what the GPU takes to begin a captured step.
 """
 
 from __future__ import annotations

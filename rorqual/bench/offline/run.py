@@ -137,7 +137,7 @@ def run(
     # either engine
     gc.freeze()
     report.provenance["read_bandwidth_gb_s"] = round(bandwidth / 1e9, 2)
-    # a lone rank has its own requests alone
+    # a rank that runs alone has its own requests alone
     here = llm.engine.config.dp if llm.engine.config.single_rank_bench else 1
     profiled = []
     for count in concurrency:
@@ -393,7 +393,7 @@ def steady_step(llm: LLM, prompts: list[list[int]], asked: OfflineWork) -> tuple
 
 def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
     """Distinct experts a layer in one decode step of these prompts, averaged over layers.
-    Counted in a step of its own, neither recorded nor compiled. None on several ranks, each of
+    Counted in a step of its own, neither captured nor compiled. None on several ranks, each of
     which sees its own tokens alone."""
     engine = llm.engine
     layers = llm.engine.model.moe_layers()

@@ -70,7 +70,7 @@ def run(job: dict[str, Any]) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    # minutes; recording and the warm-up runs compile what the timed runs meet
+    # minutes; capturing and the warm-up runs compile what the timed runs meet
     os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
     from vllm import LLM, SamplingParams
 

@@ -25,17 +25,17 @@ PROBES = 4
 class FrameKind(IntEnum):
     HELLO = 1  # JSON: configuration, rank, GPU, where to meet
     READY = 2  # empty: the rank can compute; from rank 0: all can
-    PLAN = 3  # wire.encode_plan, numbered
-    RESULT = 4  # wire.encode_result, with the plan's number
+    PLAN = 3  # codec.encode_output, numbered
+    RESULT = 4  # codec.encode_result, with the plan's number
     ALIVE = 5  # empty, every second, both ways
     FAILED = 6  # text
     STOP = 7  # empty
-    GRAMMAR = 8  # xmatcher.GrammarSender
+    GRAMMAR = 8  # grammar_matcher.GrammarSender
     CHALLENGE = 9  # engine/distributed/handshake.py: this and the next three
     ANSWER = 10
     WELCOME = 11
     REFUSED = 12  # text
-    LOAD = 13  # numbered: a question, empty, and with the same number load.encode_load
+    LOAD = 13  # numbered: a question, empty, and with the same number expert_load.encode_load
 
 
 class FrameError(EngineError):

@@ -291,7 +291,7 @@ class DistributedExecutor:
         if self.mesh is not None:
             self.mesh.let_go()
         if hasattr(self, "rank"):
-            self.rank.runner.forget()  # NCCL leaves no group of which a recording holds a call
+            self.rank.runner.forget()  # NCCL leaves no group of which a captured graph holds a call
         if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():

@@ -2,8 +2,9 @@
 neither sends it. No torch.
 
     rank 0 -> CHALLENGE   a: 32 random bytes
-    worker -> ANSWER      HMAC(secret, "worker" + a + b + badge), b: 32 random bytes, badge: JSON
-    rank 0 -> WELCOME     HMAC(secret, "rank 0" + a + b + badge), or REFUSED with a sentence
+    worker -> ANSWER      HMAC(secret, "worker" + a + b + identity), b: 32 random bytes;
+                          identity: PeerIdentity as JSON
+    rank 0 -> WELCOME     HMAC(secret, "rank 0" + a + b + identity), or REFUSED with a sentence
 
 HMAC is that of SHA-256 (RFC 2104), compared in constant time. Nothing in an answer is looked at
 before its HMAC is right; no frame may be larger than FRAME bytes and no handshake longer than
@@ -59,7 +60,7 @@ def seal(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def challenge(channel: Channel, secret: bytes) -> tuple[PeerIdentity, bytes]:
-    """Rank 0's part: the worker's badge, and what to send it in a WELCOME. Raises
+    """Rank 0's part: the worker's identity, and what to send it in a WELCOME. Raises
     HandshakeError, having told the worker."""
     with hurried(channel):
         nonce = secrets.token_bytes(NONCE)

@@ -45,8 +45,8 @@ class Listener:
     def gather(
         self, check: Callable[[], None] = lambda: None
     ) -> dict[int, tuple[Channel, PeerIdentity]]:
-        """Links and badges by rank, once ranks 1 to world - 1 are there. `check` is called again
-        and again; what it raises ends the wait. Raises EngineError after JOIN_SECONDS."""
+        """Channels and identities by rank, once ranks 1 to world - 1 are there. `check` is called
+        again and again; what it raises ends the wait. Raises EngineError after JOIN_SECONDS."""
         deadline = time.monotonic() + JOIN_SECONDS
         self.socket.settimeout(0.1)
         while len(self.joined) < self.world - 1:

@@ -1,8 +1,8 @@
-"""Decode steps recorded once and replayed: the whole step, from reading the device rows to writing
-the sampled tokens back. Where some row needs the host's word (Variant.FULL), the forward pass
-alone.
+"""Decode steps captured once and replayed: the whole step, from reading the device rows to writing
+the sampled tokens back. Where some row needs the host's word (SamplingVariant.FULL), the forward
+pass alone.
 
-One recording a batch bucket, sampling variant and number of drafts, made before serving, or, for
+One graph a batch bucket, sampling variant and number of drafts, captured before serving, or, for
 batch sizes that `cudagraph_capture_sizes` leaves out, when one is first needed. A smaller batch is
 padded with a row whose block table is all null pages: it writes nowhere that is read.
 """
@@ -49,7 +49,7 @@ class DecodeGraphs:
         draft_counts: Iterable[int] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Record every bucket, or those that batches of `sizes` use; the largest first so that
+        """Capture every bucket, or those that batches of `sizes` use; the largest first so that
         the others fit into its memory."""
         for key in self._wanted(variants, draft_counts, sizes):
             self._capture(*key)
@@ -60,7 +60,7 @@ class DecodeGraphs:
         draft_counts: Iterable[int] = (0,),
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Every step that `record` would compute, once."""
+        """Every step that `capture` would compute, once."""
         for size, variant, num_speculative_tokens in self._wanted(variants, draft_counts, sizes):
             self.body(self._padding(size), variant, num_speculative_tokens)
 
@@ -93,14 +93,15 @@ class DecodeGraphs:
         return graph
 
     def _padding(self, size: int) -> Tensor:
-        """Recording computes a step a few times, and no request may move on by that."""
+        """Capturing computes a step a few times, and no request may move on by that."""
         self.shown = []
         return self.slots[:size].fill_(self.padding)
 
     def run(self, slots: list[int], common: StepMetadata) -> Tensor:
         """What the body returned for these slots; valid until the next run, in stream order. Ranks
-        replay the same recording, that of the rank with the most rows; and what one lacks all lack,
-        since all were asked for the same ones: so all record it, and its collectives meet."""
+        replay the same captured graph, that of the rank with the most rows; and what one lacks all
+        lack, since all were asked for the same ones: so all capture it, and its collectives
+        meet."""
         size = self.bucket(max(common.sampled))
         key = (size, common.variant, common.num_speculative_tokens)
         graph = self.graphs.get(key) or self._capture(*key)

@@ -147,7 +147,7 @@ class ModelRunner:
         sizes: Sequence[int] | None = None,
         ahead: bool = False,
     ) -> None:
-        """Compile the forward pass where asked to, and where there are graphs record those of
+        """Compile the forward pass where asked to, and where there are graphs capture those of
         every batch bucket, or of batch `sizes`. ahead: kernels are compiled side by side before."""
         if self.compiled:
             with self.platform.stream():
@@ -158,7 +158,7 @@ class ModelRunner:
                 and self.drafter.reads_hidden
                 and set(variants) != {SamplingVariant.GREEDY}
             ):
-                self.rows.keep_probs()  # recordings must not see it move
+                self.rows.keep_probs()  # captured graphs must not see it move
             if ahead:
                 with self.platform.stream(), self.model.ops.compiling():
                     self.graphs.warm_up(variants, draft_counts, sizes)
@@ -166,7 +166,7 @@ class ModelRunner:
                 self.graphs.capture(variants, draft_counts, sizes)
 
     def forget(self) -> None:
-        """Let go of recorded steps."""
+        """Let go of captured steps."""
         if self.graphs:
             self.graphs.graphs.clear()
 
@@ -203,7 +203,7 @@ class ModelRunner:
             return pending
 
     def _alone(self, plan: SchedulerOutput) -> StepMetadata:
-        """Without other ranks, or with a lone rank's, which do as this one."""
+        """Without other ranks, or with those of a single-rank benchmark, which do as this one."""
         asked = self.rows.asked(plan.sampled_slots)
         parts = [plan] * self.model.mesh.sizes.dp
         return StepMetadata.of(
@@ -223,7 +223,7 @@ class ModelRunner:
         self, graphs: DecodeGraphs, plan: SchedulerOutput, common: StepMetadata
     ) -> PendingStep:
         """The whole step; where some row needs the host, the forward pass, whose hidden states are
-        then sampled and drafted from as those of a step that nobody recorded."""
+        then sampled and drafted from as those of a step that nobody captured."""
         result = graphs.run(plan.decode_slots, common)
         if not self.model.mesh.last_stage:
             return PendingStep()
@@ -246,8 +246,8 @@ class ModelRunner:
         self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
     ) -> Tensor:
         """One decode step of padded rows, on the device alone: nothing here may depend on a value
-        the host would have to read. Returns what is drawn (see Drawn.result), or, where that needs
-        the host, the hidden states [R, num_speculative_tokens + 1, hidden]."""
+        the host would have to read. Returns what is drawn (see DecodeSamples.result), or, where
+        that needs the host, the hidden states [R, num_speculative_tokens + 1, hidden]."""
         rows = self.rows
         count = slots.shape[0]
         common = StepMetadata.padded(
@@ -265,7 +265,7 @@ class ModelRunner:
             result = drawn.result
             if self.drafter:
                 self._draft(self.drafter, batch, hidden, drawn, None, common)
-        self.model.mesh.pp.flush()  # a recording must hold the end of what it starts
+        self.model.mesh.pp.flush()  # a captured graph must hold the end of what it starts
         rows.length[rows.padding :].zero_()
         return result
 

@@ -90,7 +90,7 @@ class RequestState:
         return self.draft_probs
 
     def keep_history(self, tokens: int) -> None:
-        """Make room for the tokens of every request by position: drafting by look-up reads them."""
+        """Make room for the tokens of every request by position: the ngram drafter reads them."""
         self.history = torch.zeros(
             len(self.params), tokens, dtype=torch.int64, device=self.platform.device
         )

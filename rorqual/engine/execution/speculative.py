@@ -173,7 +173,7 @@ class Drafting:
     state predicts the newest one; max_kv_lens: host bounds of the cached entries once every draft
     is written. step, hidden [T, hidden] and following [T], the token after each row, are those of
     the step. common: what ranks, who draft together, know alike; its `sampled` is N of each
-    data-parallel rank. ends: see Part; rows of the step.
+    data-parallel rank. ends: see BatchPart; rows of the step.
     """
 
     slots: Tensor
@@ -307,7 +307,7 @@ class MTPDrafter:
 
 
 class NgramDrafter:
-    """Prompt look-up: continue as the text went on after the latest of the longest earlier
+    """Prompt n-grams: continue as the text went on after the latest of the longest earlier
     occurrences of its last tokens.
 
     At least `shortest`, at most `longest` tokens must agree. Works for every model; good where

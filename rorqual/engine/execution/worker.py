@@ -104,7 +104,7 @@ class Worker:
         )
         self.model = self._phase("weights", self._load)
         self.allreduce_backend = self.all2all_backend = (
-            "nowhere (a lone rank)" if config.single_rank_bench else "local"
+            "nowhere (one rank alone)" if config.single_rank_bench else "local"
         )
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)

@@ -32,7 +32,8 @@ from rorqual.request import FinishReason, Request, StructuredOutput
 @dataclass
 class DataParallelOutput:
     """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
-    drawing, host: see Common; they depend on settings that a rank has of its own rows alone."""
+    sampling, host: see StepMetadata; they depend on settings that a rank has of its own rows
+    alone."""
 
     parts: list[SchedulerOutput]
     sampling: SamplingVariant

@@ -39,7 +39,7 @@ class SchedulerConfig:
     """max_num_seqs requests run at once; a step computes at most max_num_batched_tokens, of one
     prompt at most chunked_prefill_size; pages hold page_size tokens. At most
     num_speculative_tokens drafts are verified for each request in a step. lookahead: see
-    PrefixCache. send_tokens: new rows carry all their tokens (drafting by look-up reads them).
+    PrefixCache. send_tokens: new rows carry all their tokens (the ngram drafter reads them).
     micro_batches: decoding requests take turns, that many steps to a round, so that the stages
     of a pipeline work on different ones."""
 

@@ -14,7 +14,7 @@ from rorqual.request import SamplingParams
 @dataclass(frozen=True)
 class NewRequest:
     """A device row to set up: sampling settings and the pages known so far. `tokens` come with
-    those requests alone that need them on the device: penalties, grammars, drafting by look-up."""
+    those requests alone that need them on the device: penalties, grammars, the ngram drafter."""
 
     slot: int
     params: SamplingParams
@@ -103,7 +103,7 @@ class StepMetadata:
     """What all ranks know of one step, the same on each of them.
 
     The rule: whatever a rank may branch on before a collective stands here, and runner and drafter
-    branch on nothing else there. Which collectives run, of what sizes, and which recorded step is
+    branch on nothing else there. Which collectives run, of what sizes, and which captured step is
     replayed, follow from this and from the configuration alone. A rank's own plan says which rows
     it computes, and decides only what stays on the ranks that hold that very plan: those of its
     own attention group and its stages. A rank that decided by its own plan what it does with the
@@ -111,8 +111,8 @@ class StepMetadata:
 
     Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
     be 0. decodes: no rank brings a chunk of prompt. num_speculative_tokens: drafts verified, and
-    made, for each request. drawing: how tokens are drawn, wide enough for every row of every rank:
-    never FULL. host: some row of some rank needs the host's word, so of a recorded step every rank
+    made, for each request. sampling: how tokens are drawn, wide enough for every row of every rank:
+    never FULL. host: some row of some rank needs the host's word, so of a captured step every rank
     replays the forward pass alone, and samples and drafts behind it.
     """
 
@@ -126,7 +126,7 @@ class StepMetadata:
 
     @staticmethod
     def of(parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool) -> StepMetadata:
-        """`parts`: the plan of each data-parallel rank; drawing, host: of the rows of all."""
+        """`parts`: the plan of each data-parallel rank; sampling, host: of the rows of all."""
         num_speculative_tokens = parts[0].num_speculative_tokens
         assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), (
             "one num_speculative_tokens for all ranks"
@@ -146,7 +146,7 @@ class StepMetadata:
     def padded(
         size: int, ranks: int, variant: SamplingVariant, num_speculative_tokens: int
     ) -> StepMetadata:
-        """Of a recorded step: so many requests decode on every rank."""
+        """Of a captured step: so many requests decode on every rank."""
         rows = (size * (num_speculative_tokens + 1),) * ranks
         host = variant is SamplingVariant.FULL
         sampling = SamplingVariant.GREEDY if host else variant
@@ -156,7 +156,7 @@ class StepMetadata:
 
     @property
     def variant(self) -> SamplingVariant:
-        """Which recorded step this one replays, where all ranks only decode."""
+        """Which captured step this one replays, where all ranks only decode."""
         return SamplingVariant.FULL if self.host else self.sampling
 
 
@@ -173,9 +173,9 @@ class TokenLogprobs:
 
 @dataclass
 class StepResult:
-    """New tokens of each of `Plan.sampled_slots`: accepted drafts, then one that the model
-    itself drew. `drafted` counts the drafts that were up for verification; `logprobs` holds one
-    entry a token for the rows that asked."""
+    """New tokens of each of `SchedulerOutput.sampled_slots`: accepted drafts, then one that the
+    model itself drew. `drafted` counts the drafts that were up for verification; `logprobs` holds
+    one entry a token for the rows that asked."""
 
     tokens: list[list[int]]
     drafted: list[int] = field(default_factory=list)

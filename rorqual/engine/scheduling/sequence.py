@@ -12,11 +12,12 @@ from rorqual.request import FinishReason, Request
 class Sequence:
     """One request under way.
 
-    tokens: prompt and outputs the host knows; pending: sampled tokens in flight; cached: entries
-    written once every launched step is done; target: the length at which the request ends; hashed:
-    full pages already offered to the prefix cache. With speculation in flight cached and pending
-    count one token a step, the least it brings; slack: what it may bring beyond. drafted, accepted:
-    drafts verified and found right, by their place behind the newest token.
+    tokens: prompt and outputs the host knows; pending: sampled tokens in flight;
+    num_computed_tokens: cache entries written once every launched step is done; max_total_len: the
+    length at which the request ends; num_hashed_pages: full pages already offered to the prefix
+    cache. With speculation in flight num_computed_tokens and pending count one token a step, the
+    least it brings; max_extra_tokens: what it may bring beyond. drafted, accepted: drafts verified
+    and found right, by their place behind the newest token.
     """
 
     __slots__ = (

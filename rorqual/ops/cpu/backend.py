@@ -39,7 +39,7 @@ NATIVE_ENTRIES = (
     "router",
 )
 NATIVE_SCORES = 32 * 2**20
-# what each byte reads as: a look-up is faster than torch's cast
+# what each byte reads as: a table is faster than torch's cast
 E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()
 
 
@@ -435,7 +435,7 @@ def _entries(plane: Tensor, index: DecodeIndex) -> Tensor:
 
 
 def _unpack_latent(rows: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """reference.unpack_latent by look-up, the same bits."""
+    """reference.unpack_latent by table, the same bits."""
     _, scales, rope = reference.latent_parts(rows, rank, dtype)
     wide = E4M3.index_select(0, rows[..., :rank].reshape(-1).int()).view(*rows.shape[:-1], rank)
     wide *= scales.repeat_interleave(reference.ACTIVATION_BLOCK, -1)[..., :rank]

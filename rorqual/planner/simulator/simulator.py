@@ -30,7 +30,7 @@ ARRIVE, LAND, END, BEGIN = range(4)  # of events at the same moment, the order i
 class Pool:
     """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `cards`
     devices. steps_in_flight 2: the next step is planned while one runs, so a request joins a step
-    later. remote and first_only: see Rank. acceptance: of drafts, by place."""
+    later. remote and first_only: see SimulatedRank. acceptance: of drafts, by place."""
 
     name: str
     scheduler: SchedulerConfig

@@ -48,7 +48,7 @@ class EngineFailure(RorqualError):
 
 
 class EngineSlot:
-    """One place in the fleet: the process now in it and its client."""
+    """One place in the pool: the process now in it and its client."""
 
     def __init__(self, index: int):
         self.index = index

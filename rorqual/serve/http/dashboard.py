@@ -206,7 +206,7 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
 
 
 def _place(engine: EngineSlot, options: dict[str, Any]) -> dict[str, Any]:
-    """One engine's place in the fleet, whether a process serves in it or not."""
+    """One engine's place in the pool, whether a process serves in it or not."""
     info = engine.client.info if engine.client is not None else None
     state = "serving" if engine.serving else "down" if info is not None else "starting"
     shown = ("dtype", "device", "max_model_len", "max_num_seqs", "num_pages", "page_size")

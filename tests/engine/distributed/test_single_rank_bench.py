@@ -68,7 +68,7 @@ def test_every_layout_runs_to_the_end(folder: Path, layout: dict[str, Any]) -> N
     assert (
         lone.engine.stats.all2all_backend
         == lone.engine.stats.allreduce_backend
-        == "nowhere (a lone rank)"
+        == "nowhere (one rank alone)"
     )
     assert weight_bytes(lone.engine.model) < weight_bytes(whole.engine.model)
     found = tokens(lone)

@@ -1,4 +1,4 @@
-"""A platform that records steps and 'replays' them by calling again, on a CPU."""
+"""A platform that captures steps and 'replays' them by calling again, on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rorqual.platforms.cpu import CpuPlatform
 
 
 class ReplayingPlatform(CpuPlatform):
-    """Takes the reference ops, as its name has none of its own; `record` warms up as a GPU does
+    """Takes the reference ops, as its name has none of its own; `capture` warms up as a GPU does
     and keeps one output tensor."""
 
     name = "replaying"

@@ -1,4 +1,4 @@
-"""Recorded decode steps on a platform that 'replays' by calling again: padding, buckets and
+"""Captured decode steps on a platform that 'replays' by calling again: padding, buckets and
 variants change no token."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict
 ):
     """Greedy, seeded and unseeded requests; verification, drafting and drawing are all in the
-    recording."""
+    capturing."""
     save_with_mtp(tmp_path, agreement=2.0)
     sizes = {
         "dtype": "float32",
@@ -248,7 +248,7 @@ def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pyt
 def test_sizes_left_out_are_recorded_when_they_are_needed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Recording computes steps of its own: they may not move the requests that wait for it."""
+    """Capturing computes steps of its own: they may not move the requests that wait for it."""
     options = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -274,7 +274,7 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(
 def test_kernels_compiled_ahead(
     num_speculative_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every step that is recorded is computed once before, inside what compiles; tokens stay
+    """Every step that is captured is computed once before, inside what compiles; tokens stay
     what they are."""
     save_with_mtp(tmp_path)
     options = {

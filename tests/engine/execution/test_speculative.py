@@ -41,7 +41,7 @@ def drafter(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    """Random prompts, and some that repeat themselves, which look-up needs."""
+    """Random prompts, and some that repeat themselves, which n-grams need."""
     return [*prompts(9), *(prompt[:9] * 4 for prompt in prompts(5))]
 
 

@@ -17,7 +17,7 @@ from tests.engine.execution.test_identity import engine, prompts
 from tests.models.checkpoints import save_with_mtp
 
 VOCAB = 8
-# repeats itself: look-up always has a draft for the second token
+# repeats itself: the ngram drafter always has a draft for the second token
 PROMPT = [3, 5, 2, 7, 3, 5, 2, 7, 3, 5]
 COUNT = 2500
 # The chi-squared statistic that a true hypothesis exceeds once in 10,000 times, by degrees of

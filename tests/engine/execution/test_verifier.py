@@ -1,4 +1,4 @@
-"""The verifier against brute force on synthetic distributions, and the look-up drafter against a
+"""The verifier against brute force on synthetic distributions, and the ngram drafter against a
 search in plain Python."""
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def test_nothing_drafted_is_plain_sampling(variant: SamplingVariant) -> None:
     assert found.drafted.tolist() == [0] * len(KINDS)
 
 
-# ---- look-up
+# ---- ngram drafts
 
 
 def looked_up(

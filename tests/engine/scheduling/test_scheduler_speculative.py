@@ -127,7 +127,7 @@ def test_pages_are_there_for_what_a_step_may_write() -> None:
 
 def test_accounts_are_put_right_when_results_come_in() -> None:
     """In flight a step counts for one token and may bring three more; once known, cached is what
-    was written and no slack is left."""
+    was written and no max_extra_tokens is left."""
     scheduler = make(num_speculative_tokens=3)
     loop = loop_of(scheduler, depth=3)
     scheduler.add(ask("a", range(10), 200))

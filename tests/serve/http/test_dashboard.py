@@ -267,6 +267,9 @@ def test_figures_of_engines(api: Api):
         dict(zip(found["latency_fields"], found["latency_rows"][-1], strict=True))["ttft_p95"]
         == 0.5
     )
+    read = re.findall(r"\bplace(?:s\[0\]\??)?\.(\w+)", PAGE.read_text())
+    assert read
+    assert set(read) <= {*found["places"][0]}, "the page reads what nobody sends"
     assert found["places"][0]["state"] == "serving"
     assert found["places"][0]["dtype"] == "bfloat16"
     assert found["expert_load"] is None

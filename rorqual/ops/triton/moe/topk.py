@@ -358,7 +358,7 @@ def route(logits: Tensor, bias: Tensor | None, moe: MoEConfig, dtype: torch.dtyp
     logits may be partial sums [S, T, E] (router_gemm.py), which are added in their order and
     rounded to the type `kind`. rounded: weights are fp32 numbers that this type holds. shared:
     behind the picks so many experts E, E + 1, ... with weight 1. into: room for the picks of all
-    tokens, sorted (picks.empty_blocks with buckets).
+    tokens, sorted (align.empty_blocks with buckets).
     """
     parts = logits if logits.dim() == 3 else logits[None]
     splits, tokens, experts = parts.shape

@@ -18,7 +18,7 @@ ROWS = 8
 
 @triton.jit
 def hash_bits(counter, key):
-    """splitmix64, as in rng.py."""
+    """splitmix64, as in rorqual/ops/rng.py."""
     z = counter * -7046029254386353131 + key
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -1,5 +1,5 @@
 """Dispatch and combine with all ranks on one device, one after the other: what arrives where,
-and what comes back. Interpreted where there is no GPU; on one, calls are also recorded and
+and what comes back. Interpreted where there is no GPU; on one, calls are also captured and
 replayed. Ranks at the same time: tests/parallel/test_exchange_p2p.py."""
 
 from __future__ import annotations
