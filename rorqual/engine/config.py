@@ -59,10 +59,10 @@ class EngineConfig:
     with a scale for each 128 columns, and the rope keys as they are. kv_cache_bytes bounds the
     cache (num_pages overrides it); chunked_prefill_size is the most prompt tokens of one request in
     a step. weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random
-    model short. exe_mode: `eager`, or `graph` (decode steps captured and replayed), or `compile`
+    model short. exe_mode: `eager`, or `graph` (decode steps recorded and replayed), or `compile`
     (the forward pass of decode steps goes through torch.compile, with a cache that survives
-    restarts; captured as well where the device has graphs), or `auto`: graph where the device has
-    it. cudagraph_capture_sizes: batch sizes whose steps are captured at the start, the others when
+    restarts; recorded as well where the device has graphs), or `auto`: graph where the device has
+    it. cudagraph_capture_sizes: batch sizes whose steps are recorded at the start, the others when
     first needed (None: all, up to max_num_seqs). precompile_kernels: kernels of these steps are
     compiled side by side before, not one after the other when they are first launched.
     steps_in_flight: launched before the first is read (None: what the device wants, and one more
@@ -70,7 +70,7 @@ class EngineConfig:
     host memory, from where the device reads rows; `auto` is the device. On a CPU both are the same.
 
     Speculation: num_speculative_tokens drafts a request and step, 0 for none, made by `drafter`:
-    `mtp` (the checkpoint's prediction modules; `auto` is the same), or `ngram` (found in the
+    `mtp` (the checkpoint's prediction modules; `auto` is the same), or `ngram` (look-up in the
     request's own text, for every model). speculative_policy `adaptive` lets a controller lower
     num_speculative_tokens by batch size. draft_window: the prediction module sees every row of a
     step, not the last alone. simulated_acceptance: probabilities by place that a draft is taken,
@@ -78,11 +78,11 @@ class EngineConfig:
 
     Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those
     of one data-parallel rank. p2p_memory: decode steps add up partial sums and reach their experts
-    through memory that the GPUs of a host share, where they can; if false, by collectives.
+    through memory that the cards of a host share, where they can; if false, by collectives.
     single_rank_bench: this process is rank 0 of the layout and no other is started; collectives
     bring copies of its own rows, or nothing. It shows what one rank computes, for benchmarks with
     random weights; max_num_seqs are its own. watchdog_seconds: a rank silent for so long, or a
-    collective that takes longer, ends the engine. first_device: the ranks of a host take its GPUs
+    collective that takes longer, ends the engine. first_device: the ranks of a host take its cards
     in order from this one on. launcher: who starts the other ranks (docs/parallelism.md).
     interface: where ranks of other hosts reach this one, an interface's name or its address;
     secret_file: what all hosts know, in place of RORQUAL_SECRET.
