@@ -288,7 +288,7 @@ class Mesh:
             flights,
         )
         return (
-            f"{layout.exchange} (memory shared by the cards, {axis.peers.nbytes / 2**20:.0f} MiB)"
+            f"{layout.exchange} (memory shared by the GPUs, {axis.peers.nbytes / 2**20:.0f} MiB)"
         )
 
     def dp_ranks(self, part: str) -> range:

@@ -88,7 +88,7 @@ def test_layouts_give_the_tokens_of_one_card(expected: list[Any], layout: dict[s
             "one kernel" if layout.get("p2p_memory", True) else "process group (as configured"
         ), stats
     if "exchange" in layout and layout["exchange"] == "low_latency":
-        assert "memory shared by the cards" in stats.all2all_backend, stats
+        assert "memory shared by the GPUs" in stats.all2all_backend, stats
     assert everything(llm, PROMPTS) == expected
 
 

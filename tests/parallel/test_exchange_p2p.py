@@ -76,7 +76,7 @@ def check(results: list[dict[str, Any]], sizes: dict[str, Any], tokens: list[lis
         for why in ("process group: cpu has no symmetric memory", "process group: as configured")
     ]
     assert all(
-        result["ways"][:2] == ways and "memory shared by the cards" in result["ways"][2]
+        result["ways"][:2] == ways and "memory shared by the GPUs" in result["ways"][2]
         for result in results
     )
 

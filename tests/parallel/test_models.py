@@ -242,7 +242,7 @@ def test_decode_steps_through_shared_memory(
     results = check(pool, sizes, saved("v3"), way="run", peers=str(tmp_path))
     assert all((result["taken"] > 0) is taken for result in results)
     words = (
-        "memory shared by the cards"
+        "memory shared by the GPUs"
         if taken
         else "process group: its rows are those of shared experts as well"
     )
