@@ -4,15 +4,14 @@ every rank knows. No torch.
 In this order:
 
 1. dp = 1 and no sequence parallelism: `local`. Every rank holds every token, so nothing is sent;
-  one all-reduce adds the parts.
+   one all-reduce adds the parts.
 2. ep = 1: `allgather_tp`. Every rank needs every token anyway.
 3. a decode step, or fewer than ALLTOALL_ROWS rows a rank: counting tokens would make the host wait.
-  Up to GATHER_RANKS ranks
-`allgather_ep`, which moves no more bytes than a padded all-to-all and adds in a fixed order; above,
-`low_latency`, which can send fp8.
+   Up to GATHER_RANKS ranks `allgather_ep`, which moves no more bytes than a padded all-to-all and
+   adds in a fixed order; above, `low_latency`, which can send fp8.
 4. a longer step: `alltoall` where a token goes to less than GATHER_SHARE of the other ranks, else
-  `allgather_ep`. Shared experts over
-   several ranks count as copies to these: only the gather brings their rows along.
+   `allgather_ep`. Shared experts over several ranks count as copies to these: only the gather
+   brings their rows along.
 
 The thresholds are estimates from published figures until they have been measured here
 (docs/parallelism.md).

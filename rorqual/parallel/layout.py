@@ -5,12 +5,11 @@ Attention takes the tokens of its data-parallel rank, replicated over tp, and re
 over tp. Between the layers there are two ways, and the way back is always part of the next norm:
 
 - `Replicated`: every rank of an attention group keeps all its tokens; the norms all-reduce.
-  Feed-forward layers return partial sums over
-  tp.
+  Feed-forward layers return partial sums over tp.
 - `Sharded`: each rank keeps its share of the tokens; before the feed-forward a reduce-scatter.
-  Attention gathers what it needs of
-all tokens: hidden states, or the latents that each rank made of its own. Feed-forward layers start
-from tokens that no other rank has, and return complete sums.
+  Attention gathers what it needs of all tokens: hidden states, or the latents that each rank made
+  of its own. Feed-forward layers start from tokens that no other rank has, and return complete
+  sums.
 
 A feed-forward layer whose weights are spread over more ranks gathers rows and scatters their sums
 (`dense`). `Layout` itself is the one device on which nothing moves.

@@ -1,7 +1,7 @@
 """Rows to the ranks that hold their experts, and their sums back, over buffers that every GPU of a
 host can read and write.
 
-Four kernels make one exchange: `dispatch` sends, `arrival` waits for what others sent,
+Four kernels make one exchange: `dispatch` sends, `recv_dispatch` waits for what others sent,
 `send_combine` sends partial sums home, `combine` waits for them and adds. A row goes once to each
 rank that holds any of its experts; the capacity of a block of rows is that of the step's longest
 rank, which the host knows, so nothing is counted on the host and everything fits into a graph. Each
@@ -36,17 +36,16 @@ make the same calls in the same order on one stream each, and a buffer's next `d
 its last `combine`:
 
 - data, scales, places, weights of rank B are written by A's next `dispatch`, which follows A's
-  `combine`, which waited for B's
-`send_combine`, which follows all that B's experts read, and itself read `places` for the last time.
-- sums of A are written by B's next `send_combine`, which follows B's `arrival`, which waited for
-  A's next `dispatch`, which follows A's
-  `combine`, their reader. For this every rank waits in `combine`, also one that has no rows.
+  `combine`, which waited for B's `send_combine`, which follows all that B's experts read, and
+  itself read `places` for the last time.
+- sums of A are written by B's next `send_combine`, which follows B's `recv_dispatch`, which waited
+  for A's next `dispatch`, which follows A's `combine`, their reader. For this every rank waits in
+  `combine`, also one that has no rows.
 - a flag that is ahead does no harm, since a waiting kernel asks for the least; it cannot stand for
-  a call whose data has not come, since
-  its counts of one call all precede those of the next.
+  a call whose data has not come, since its counts of one call all precede those of the next.
 
-Two exchanges under way at once take two buffers. `arrival` and `combine` wait for `dispatch` and
-`send_combine` of other GPUs alone, which wait for nothing: no kernel needs all its blocks on a
+Two exchanges under way at once take two buffers. `recv_dispatch` and `combine` wait for `dispatch`
+and `send_combine` of other GPUs alone, which wait for nothing: no kernel needs all its blocks on a
 GPU at once.
 """
 
