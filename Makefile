@@ -1,8 +1,8 @@
-# `make run` and `make test` need nothing installed beforehand but Python 3.11+ with venv; both build .venv on first use.
+# `make run` and `make test` need only Python 3.11+ with venv; both build .venv on first use.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The CPU build of torch where pip finds one of this exact version first; elsewhere any torch the project accepts.
+# The CPU build of torch where pip finds this exact version, else any torch the project accepts.
 TORCH ?= torch==2.13.0
 
 .PHONY: run test test-parallel lint clean
@@ -13,10 +13,12 @@ run: $(VENV)/.installed
 test: $(VENV)/.installed-test lint
 	$(BIN)/python -m pytest -n 2
 
-# Every valid combination of parallel sizes on two and four local processes: minutes. `make test` runs a choice with every pair of settings.
-# Launchers too: two hosts need root (network namespaces), Ray its package; tests without them are skipped.
+# Every valid combination of parallel sizes on two and four local processes: minutes. `make test`
+# runs a selection that covers every pair of settings. Launchers too: two hosts need root (network
+# namespaces), Ray its package; else those tests are skipped.
 test-parallel: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/parallel $(addprefix tests/engine/test_,ranks.py launchers.py hosts.py ray.py) -m "full_matrix or not full_matrix"
+	$(BIN)/python -m pytest tests/parallel tests/engine/distributed \
+		-m "full_matrix or not full_matrix"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check rorqual tests demo

@@ -287,9 +287,7 @@ class Mesh:
             dtype,
             flights,
         )
-        return (
-            f"{layout.exchange} (memory shared by the GPUs, {axis.peers.nbytes / 2**20:.0f} MiB)"
-        )
+        return f"{layout.exchange} (memory shared by the GPUs, {axis.peers.nbytes / 2**20:.0f} MiB)"
 
     def dp_ranks(self, part: str) -> range:
         """The data-parallel ranks whose tokens meet in this rank's group of dense, embed or
