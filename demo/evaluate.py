@@ -38,7 +38,7 @@ from rorqual.models.hub import model_folder
 from rorqual.models.loader import checkpoint_files
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import AttentionMetadata
-from rorqual.parallel.overlap import straight
+from rorqual.parallel.overlap import run_one
 
 SAMPLE = Path(__file__).parent / "heldout-sample.txt"
 PAGE = 16
@@ -147,7 +147,7 @@ class Reader:
             self.table[None], torch.tensor([count], device=self.device), (count,), (count,)
         )
         cos, sin = self.model.rotary.rows(positions)
-        return straight(
+        return run_one(
             self.model.forward(
                 ForwardBatch(ids, positions, slots, cos, sin, positions, self.pool, prefill=segment)
             )
