@@ -10,8 +10,7 @@ from rorqual.errors import CapacityError
 class PageAllocator:
     """Pages 1 to num_pages - 1; page 0 takes the writes of padded rows and is never handed out.
 
-    `cached` pages are held by the prefix cache alone: their content is kept, and `reclaim` asks the
-    cache to give some back.
+    A page is free again when the last of its holders (requests, the prefix cache) lets go.
     """
 
     def __init__(self, num_pages: int):
