@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
+from rorqual.config.option import option
 from rorqual.errors import RequestError
 
 MAX_LOGPROBS = 64
@@ -54,30 +56,36 @@ class StructuredOutput:
         _check(self.kind in STRUCTURES, "kind", self.kind, ", ".join(STRUCTURES))
 
 
+_sampling = partial(option, group="Sampling")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. Names and defaults follow vLLM's SamplingParams; units are tokens and
     natural-log probabilities.
 
-    temperature 0 is greedy. top_k 0 or -1 is off. seed None takes a fresh one. The random number of
-    a token depends on (seed, position) alone, so a seeded request repeats itself whatever else is
-    in the batch. max_tokens None: as many as the context, and the cache if it is smaller, have room
-    for.
+    seed None takes a fresh one. The random number of a token depends on (seed, position) alone, so
+    a seeded request repeats itself whatever else is in the batch. max_tokens None: as many as the
+    context, and the cache if it is smaller, have room for.
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = _sampling(1.0, "0 is greedy.")
+    top_p: float = _sampling(1.0, "Smallest set of most likely tokens that has this probability.")
+    top_k: int = _sampling(0, "So many most likely tokens; 0 or -1 is off.")
+    min_p: float = _sampling(0.0, "Tokens of at least this share of the likeliest's probability.")
+    seed: int | None = _sampling(None, "The same seed gives the same text.")
+    presence_penalty: float = _sampling(0.0, "Subtracted from the logits of tokens in the output.")
+    frequency_penalty: float = _sampling(0.0, "Likewise, times how often they occur there.")
+    repetition_penalty: float = _sampling(
+        1.0, "Divides the logits of tokens in prompt and output, where they are above 0."
+    )
     logit_bias: Mapping[int, float] | None = None
-    max_tokens: int | None = 16
+    max_tokens: int | None = _sampling(
+        16, "Most tokens of the answer.", flags=("--max-tokens", "-n")
+    )
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] = _sampling((), "A string that ends the text; may be repeated.")
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

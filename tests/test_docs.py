@@ -29,7 +29,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from rorqual.cli.main import app
-from rorqual.cli.options import numbers, shares
+from rorqual.cli.options import numbers
 from rorqual.config.hf import read_config_file
 from rorqual.config.parallel import check_parallel
 from rorqual.engine.config import EngineConfig
@@ -201,7 +201,7 @@ def check_engine(params: dict[str, Any]) -> None:
     for count in numbers(str(given.pop("num_speculative_tokens", 0)), least=0):
         asked = {**given, "num_speculative_tokens": count}
         if rates:
-            asked["simulated_acceptance"] = shares(rates)[:count]
+            asked["simulated_acceptance"] = rates[:count]
         config = EngineConfig.from_dict({"model": "", **asked})
         shape = shape_of(params["model"] or "")
         check_parallel(read_config_file(shape[0] if shape else BUNDLED), config.parallel)

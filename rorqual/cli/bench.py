@@ -8,33 +8,24 @@ from typing import Annotated
 
 import typer
 
+from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli.bench_comm import bench_comm
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
     Device,
-    Dp,
-    Drafter,
     Dtype,
-    Embed,
-    Ep,
-    Interface,
+    Flags,
+    Given,
     Json,
-    KvDtype,
-    Launcher,
-    Mode,
     Model,
-    Policy,
-    Pp,
     Recipe,
-    SecretFile,
     Settings,
-    Threads,
-    Tp,
-    Weights,
+    engine_options,
     load,
     numbers,
-    shares,
+    with_options,
 )
+from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
@@ -42,13 +33,25 @@ app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
 
 
+# The concurrency, the lengths and --next-n decide these where no flag does.
+DERIVED = dict.fromkeys(("max_num_seqs", "max_model_len"), "what the requests need")
+MANY_TOKENS = 8192
+
+
 @app.command("offline")
+@with_options(
+    work=OfflineWork,
+    engine=Flags(
+        EngineConfig,
+        without=("num_speculative_tokens",),
+        defaults={**DERIVED, "max_num_batched_tokens": MANY_TOKENS},
+    ),
+)
 def bench_offline(
+    work: Given,
+    engine: Given,
     model: Model = None,
     concurrency: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1,16",
-    prompt_len: Annotated[int, typer.Option()] = 128,
-    output_len: Annotated[int, typer.Option()] = 128,
-    repeats: Annotated[int, typer.Option(help="Medians are taken over this many runs.")] = 3,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -56,67 +59,17 @@ def bench_offline(
             "card, where installed): measured in the same run."
         ),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="A text file to take prompts from; random tokens if left out."),
-    ] = None,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KvDtype = "auto",
-    device: Device = "auto",
-    weights: Weights = "checkpoint",
-    threads: Threads = None,
-    max_num_batched_tokens: Annotated[int, typer.Option()] = 8192,
-    layers: Annotated[
-        int | None, typer.Option(help="Cut a random model to this many layers.")
-    ] = None,
-    exe_mode: Mode = "auto",
-    embed_device: Embed = "auto",
-    groups: Annotated[
-        int, typer.Option(help="Batches of different prompts, one after the other.")
-    ] = 1,
-    temperature: Annotated[float, typer.Option()] = 0.0,
     num_speculative_tokens: Annotated[
-        str,
-        typer.Option(
-            "--next-n", help="Speculative drafts a step; several, comma-separated, are compared."
-        ),
-    ] = "0",
-    drafter: Drafter = "auto",
-    speculative_policy: Policy = "fixed",
-    draft_window: Annotated[
-        bool,
-        typer.Option(help="The prediction module sees every row of a step, not the last alone."),
-    ] = True,
-    simulated_acceptance: Annotated[
         str | None,
         typer.Option(
-            help="Probabilities by place that a draft is taken whatever it says, for random "
-            "weights."
+            "--num-speculative-tokens",
+            "--next-n",
+            help="Speculative drafts a step; several, comma-separated, are compared.",
+            show_default="0",
         ),
     ] = None,
-    tp: Tp = 1,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    ep: Ep = 1,
-    single_rank_bench: Annotated[
-        bool,
-        typer.Option(
-            "--lone-rank",
-            help="Compute what one rank of the layout computes, without the others: nothing is "
-            "sent.",
-        ),
-    ] = False,
-    launcher: Launcher = "local",
-    interface: Interface = None,
-    secret_file: SecretFile = None,
     config: Recipe = None,
     settings: Settings = None,
-    profile: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Decode steps to look at in a profiler: time by kernel, waits between them."
-        ),
-    ] = 0,
     json_file: Json = None,
 ) -> None:
     """Tokens/s of the whole engine by batch size, beside the memory-bandwidth floor."""
@@ -128,56 +81,17 @@ def bench_offline(
     if compare == "vllm":
         vllm_baseline.check_installed()
     batches = numbers(concurrency)
-    rates = shares(simulated_acceptance)
+    _, asked = engine_options(config, settings, engine)
+    counts = _draft_counts(num_speculative_tokens, asked)
+    _check_batches(batches, asked)
+    wanted = OfflineWork(**work)
     report = offline.Report()
-    work = offline.OfflineWork(prompt_len, output_len, repeats, data, groups, temperature, profile)
-    counts = numbers(num_speculative_tokens, least=0)
-    if launcher == "torchrun" and len(counts) > 1:
-        raise typer.BadParameter(
-            f"num_speculative_tokens={num_speculative_tokens}: torchrun starts the ranks "
-            "of one engine; accepted: one number"
-        )
-    uneven = [count for count in batches if single_rank_bench and count % dp]
-    if uneven:
-        raise ConfigError(
-            f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and "
-            "needs a multiple of it"
-        )
     for count in counts:
-        most = -(-max(batches) // dp)
-        llm = load(
-            model,
-            config,
-            settings,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            device=device,
-            weights=weights,
-            threads=threads,
-            num_layers=layers,
-            exe_mode=exe_mode,
-            embed_device=embed_device,
-            tp=tp,
-            dp=dp,
-            pp=pp,
-            ep=ep,
-            single_rank_bench=single_rank_bench,
-            launcher=launcher,
-            interface=interface,
-            secret_file=secret_file,
-            max_model_len=None if weights == "checkpoint" else prompt_len + output_len + 8,
-            max_num_seqs=most,
-            max_num_batched_tokens=max(max_num_batched_tokens, most * (count + 1)),
-            skip_tokenizer_init=data is None,
-            num_speculative_tokens=count,
-            drafter=drafter,
-            speculative_policy=speculative_policy,
-            draft_window=draft_window,
-            simulated_acceptance=rates[:count],
-        )
+        options = _sized(asked, engine, count, max(batches), wanted.prompt + wanted.output)
+        llm = load(model, config, settings, options, skip_tokenizer_init=wanted.data is None)
         if compare == "vllm":
             vllm_baseline.check(llm.engine.config)
-        offline.run(report, llm, batches, work, compare if not report.rows else None)
+        offline.run(report, llm, batches, wanted, compare if not report.rows else None)
         llm.engine.close()
         platform = llm.engine.platform
         measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
@@ -186,11 +100,48 @@ def bench_offline(
         platform.release_memory()  # for the next one
     try:
         if compare == "vllm":
-            report.beside(vllm_baseline.measure(*measured, list(report.rows), work))
+            report.beside(vllm_baseline.measure(*measured, list(report.rows), wanted))
     finally:
         offline.print_report(report)
         if json_file:
             report.write(json_file)
+
+
+def _draft_counts(text: str | None, asked: Given) -> list[int]:
+    if text is None:
+        return [asked.get("num_speculative_tokens", 0)]
+    counts = numbers(text, least=0)
+    if asked.get("launcher") == "torchrun" and len(counts) > 1:
+        raise typer.BadParameter(
+            f"num_speculative_tokens={text}: torchrun starts the ranks of one engine; accepted: "
+            "one number"
+        )
+    return counts
+
+
+def _check_batches(batches: list[int], asked: Given) -> None:
+    dp = asked.get("dp", 1)
+    uneven = [count for count in batches if asked.get("single_rank_bench") and count % dp]
+    if uneven:
+        raise ConfigError(
+            f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and "
+            "needs a multiple of it"
+        )
+
+
+def _sized(asked: Given, flags: Given, count: int, concurrency: int, length: int) -> Given:
+    """`flags`, and what follows from the requests: it goes before a recipe made for others.
+    asked: flags, recipe and --set together."""
+    derived = {"max_num_seqs": -(-concurrency // asked.get("dp", 1))}
+    if asked.get("weights") == "random":
+        derived["max_model_len"] = length + 8
+    found = {**derived, **flags}
+    tokens = asked.get("max_num_batched_tokens", MANY_TOKENS)
+    found["max_num_batched_tokens"] = max(tokens, found["max_num_seqs"] * (count + 1))
+    found["num_speculative_tokens"] = count
+    if "simulated_acceptance" in asked:
+        found["simulated_acceptance"] = tuple(asked["simulated_acceptance"])[:count]
+    return found
 
 
 @app.command("kernels")

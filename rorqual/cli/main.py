@@ -12,35 +12,22 @@ import typer
 from rorqual import __version__
 from rorqual.cli import bench
 from rorqual.cli.options import (
-    Decode,
-    Device,
-    Dp,
-    Drafter,
-    Dtype,
-    Ep,
-    Ignored,
-    Interface,
-    KvDtype,
-    Launcher,
-    Length,
+    Flags,
+    Given,
     Model,
-    NextN,
-    Pp,
-    Prefill,
     Recipe,
-    SecretFile,
     Settings,
-    Threads,
     TokenizerName,
-    Tp,
-    Weights,
     load,
-    sampling,
+    with_options,
 )
 from rorqual.cli.plan import plan
 from rorqual.cli.serve import serve
 from rorqual.cli.simulate import simulate
+from rorqual.config.option import options_of
+from rorqual.engine.config import EngineConfig
 from rorqual.errors import RorqualError
+from rorqual.request import SamplingParams
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -51,6 +38,22 @@ app.command()(plan)
 app.command()(simulate)
 
 DEMO_PROMPT = "My dear Elizabeth,"
+
+# one conversation or text needs no more
+FEW = {"max_num_seqs": 8}
+ENGINE = Flags(EngineConfig, defaults=FEW)
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "stop", "seed")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _sampling(max_tokens: int) -> Flags:
+    """max_tokens: the most if no other number is given. Other defaults are the model's."""
+    defaults = dict.fromkeys((*SAMPLED, *PENALTIES), "the model's")
+    return Flags(
+        SamplingParams,
+        only=("max_tokens", *defaults),
+        defaults={**defaults, "max_tokens": max_tokens, "seed": None, "stop": None},
+    )
 
 
 def main() -> None:
@@ -74,83 +77,28 @@ def version() -> None:
 
 
 @app.command()
+@with_options(sampling=_sampling(128), engine=ENGINE)
 def generate(
+    sampling: Given,
+    engine: Given,
     model: Model = None,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "-p", help="Text to continue; '-' reads standard input."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; the model's default if left out.")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    min_p: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")
-    ] = None,
     quiet: Annotated[
         bool,
         typer.Option("--quiet", "-q", help="Print the text alone, without the line of figures."),
     ] = False,
-    dtype: Dtype = "auto",
-    kv_cache_dtype: KvDtype = "auto",
-    device: Device = "auto",
-    weights: Weights = "checkpoint",
     tokenizer: TokenizerName = None,
-    max_model_len: Length = None,
-    threads: Threads = None,
-    mla_prefill: Prefill = "CC",
-    mla_decode: Decode = "A_CC_ME",
-    num_speculative_tokens: NextN = 0,
-    drafter: Drafter = "auto",
-    tp: Tp = 1,
-    dp: Dp = 1,
-    pp: Pp = 1,
-    ep: Ep = 1,
-    launcher: Launcher = "local",
-    interface: Interface = None,
-    secret_file: SecretFile = None,
-    ignore_config_field: Ignored = None,
     config: Recipe = None,
     settings: Settings = None,
 ) -> None:
     """Continue a prompt, streaming."""
     start = time.perf_counter()
-    common = {
-        "dtype": dtype,
-        "device": device,
-        "weights": weights,
-        "max_model_len": max_model_len,
-        "threads": threads,
-    }
-    forms = {
-        "mla_prefill": mla_prefill,
-        "mla_decode": mla_decode,
-        "ignore_config_fields": ignore_config_field or (),
-    }
-    sizes = {"kv_cache_dtype": kv_cache_dtype, "tp": tp, "dp": dp, "pp": pp, "ep": ep}
-    launch = {"launcher": launcher, "interface": interface, "secret_file": secret_file}
-    chosen = {
-        "max_num_seqs": 8,
-        "num_speculative_tokens": num_speculative_tokens,
-        "drafter": drafter,
-        "tokenizer": tokenizer,
-    }
-    llm = load(model, config, settings, **chosen, **common, **forms, **sizes, **launch)
+    llm = load(model, config, settings, engine, FEW, tokenizer=tokenizer)
     text = sys.stdin.read() if prompt == "-" else DEMO_PROMPT if prompt is None else prompt
-    params = sampling(
-        llm,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-    )
+    params = llm.defaults.params(**{"max_tokens": 128, **sampling})
     loaded = time.perf_counter()
     deltas = llm.stream(text, params)
     print(text, end="", flush=True)
@@ -159,7 +107,8 @@ def generate(
     if not quiet and count > 1:
         rate = (count - 1) / (done - first)
         times = f"loaded in {loaded - start:.2f} s, first token after {first - loaded:.3f} s"
-        steps = f", {count / llm.engine.stats.steps:.2f} a step" if num_speculative_tokens else ""
+        drafts = llm.engine.config.num_speculative_tokens
+        steps = f", {count / llm.engine.stats.steps:.2f} a step" if drafts else ""
         print(f"[{times}, {count} tokens, {rate:.0f} tokens/s{steps}]", file=sys.stderr)
 
 
@@ -177,7 +126,10 @@ def _print_stream(deltas: Any) -> tuple[int, float]:
 
 
 @app.command()
+@with_options(sampling=_sampling(512), engine=ENGINE)
 def chat(
+    sampling: Given,
+    engine: Given,
     model: Model = None,
     url: Annotated[
         str | None,
@@ -186,34 +138,18 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(envvar="RORQUAL_API_KEY", help="The server's key.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 512,
-    temperature: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    weights: Weights = "checkpoint",
     tokenizer: TokenizerName = None,
-    max_model_len: Length = None,
+    config: Recipe = None,
+    settings: Settings = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or Ctrl-D ends. A base model continues the
     conversation as plain text."""
+    sampling = {"max_tokens": 512, **sampling}
     if url is not None:
-        _chat_with_server(
-            url,
-            api_key,
-            {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed},
-        )
+        _chat_with_server(url, api_key, {**sampling, "model": model})
         return
-    llm = load(
-        model,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        tokenizer=tokenizer,
-        max_model_len=max_model_len,
-        max_num_seqs=8,
-    )
-    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    llm = load(model, config, settings, engine, FEW, tokenizer=tokenizer)
+    params = llm.defaults.params(**sampling)
     base = llm.get_tokenizer().template is None
     if base:
         print(
@@ -264,7 +200,9 @@ def info(
         float | None,
         typer.Option(help="Device memory in GiB to plan for; common cards if left out."),
     ] = None,
-    ignore_config_field: Ignored = None,
+    ignore_config_field: Annotated[
+        list[str] | None, typer.Option(help=options_of(EngineConfig)["ignore_config_fields"].help)
+    ] = None,
 ) -> None:
     """Parameters, bytes, cache per token, and what fits in how much memory."""
     from rorqual.bench.info import info as show

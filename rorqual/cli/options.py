@@ -1,99 +1,32 @@
-"""Options that several commands share, and the model they name."""
+"""Commands from dataclasses: each field that is an option becomes a flag."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from rorqual.request import SamplingParams
+from rorqual.config.option import Option, by_field
 
 Model = Annotated[
     str | None,
     typer.Argument(help="A folder or a Hugging Face id; the bundled checkpoint if left out."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-KvDtype = Annotated[
-    str,
-    typer.Option(
-        "--kv-cache-dtype",
-        help="The cache's dtype: auto (the model's), or as --dtype, or fp8 (MLA models: half the "
-        "bytes).",
-    ),
-]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Weights = Annotated[str, typer.Option(help="checkpoint, or random: a config.json is enough.")]
-TOKENIZER = (
-    "A folder or a Hugging Face id; the model's own if left out, or the bundled checkpoint's "
-    "where weights are random and the folder has none."
-)
-TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help=TOKENIZER)]
-Length = Annotated[int | None, typer.Option(help="Longest sequence, prompt and output together.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
-Prefill = Annotated[
-    str,
-    typer.Option("--mla-prefill", help="MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME."),
-]
-Decode = Annotated[str, typer.Option("--mla-decode", help="MLA form for decode steps.")]
-Ignored = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ignore-config-field", help="A config.json field to disregard; may be repeated."
-    ),
-]
-Mode = Annotated[
-    str,
-    typer.Option(
-        "--exe-mode",
-        help="auto, eager, graph (also acl_graph, reduce-overhead), or compile (also "
-        "ge_graph, max-autotune): torch.compile, with a cache.",
-    ),
-]
-Embed = Annotated[
-    str,
-    typer.Option("--embed-device", help="auto, or cpu: the embedding table stays in host memory."),
-]
-NextN = Annotated[int, typer.Option("--next-n", help="Speculative drafts a step; 0 is off.")]
-Drafter = Annotated[
-    str,
-    typer.Option(
-        help="Who guesses: mtp (the checkpoint's prediction module; auto is the same) or ngram "
-        "(look-up)."
-    ),
-]
-Policy = Annotated[
-    str,
-    typer.Option(
-        "--next-n-policy",
-        help="fixed, or adaptive: fewer drafts where that is faster, by batch size.",
-    ),
-]
-Tp = Annotated[int, typer.Option(help="Ranks that split attention, and all else that follows it.")]
-Dp = Annotated[
-    int, typer.Option(help="Ranks with sequences of their own; experts are shared among them.")
-]
-Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
-Ep = Annotated[
-    int,
-    typer.Option(help="Groups of ranks with whole experts of their own; 1 splits every expert."),
-]
-Launcher = Annotated[
-    str,
-    typer.Option(
-        help="Who starts the other ranks: local (this process, on this host), torchrun or ray."
-    ),
-]
-Interface = Annotated[
-    str | None,
-    typer.Option(help="torchrun, ray: the network interface, or its address, that ranks meet on."),
-]
-SecretFile = Annotated[
+TokenizerName = Annotated[
     str | None,
     typer.Option(
-        help="torchrun, ray: a file of mode 600 on every host; else RORQUAL_SECRET is read."
+        "--tokenizer",
+        help="A folder or a Hugging Face id; the model's own if left out, or the bundled "
+        "checkpoint's where weights are random and the folder has none.",
     ),
 ]
 Recipe = Annotated[
@@ -108,64 +41,8 @@ Settings = Annotated[
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 
-# An LLM's own, of which the ranks of its engine know nothing.
-TEXT_OPTIONS = ("tokenizer", "skip_tokenizer_init")
-
-
-def load(
-    model: str | None, recipe: Path | None = None, settings: list[str] | None = None, **options: Any
-) -> Any:
-    """An LLM. `settings` go before `options`, and these, where they differ from the defaults,
-    before the recipe."""
-    from rorqual.llm.llm import LLM
-
-    text = {name: options.pop(name) for name in TEXT_OPTIONS if name in options}
-    named, found = engine_options(recipe, settings, options)
-    become_rank(model or named, found)
-    return LLM(model or named, **text, **found)
-
-
-def become_rank(model: str | None, options: dict[str, Any]) -> None:
-    """In a process that torchrun started with a rank above 0: be that rank of rank 0's engine,
-    and exit with it. Elsewhere nothing."""
-    if options.get("launcher") != "torchrun":
-        return
-    from rorqual.engine.config import EngineConfig
-    from rorqual.engine.distributed.launchers.torchrun import take_part
-
-    status = take_part(EngineConfig.from_dict({"model": "", **options}), model)
-    if status is not None:
-        sys.exit(status)
-
-
-def engine_options(
-    recipe: Path | None, settings: list[str] | None, options: dict[str, Any]
-) -> tuple[str | None, dict[str, Any]]:
-    """(the recipe's model, options by name)."""
-    from rorqual.engine.config import EngineConfig, read_recipe
-
-    defaults = {item.name: item.default for item in fields(EngineConfig)}
-    model, found = read_recipe(recipe) if recipe else (None, {})
-    for name, value in options.items():
-        if value is not None and (name not in found or value != defaults.get(name)):
-            found[name] = tuple(value) if isinstance(value, list) else value
-    return model, {**found, **_settings(settings or [])}
-
-
-def _settings(pairs: list[str]) -> dict[str, Any]:
-    import yaml
-
-    for pair in pairs:
-        if "=" not in pair:
-            raise typer.BadParameter(f"{pair!r} is no name=value")
-    return {
-        name.strip(): yaml.safe_load(value)
-        for name, value in (pair.split("=", 1) for pair in pairs)
-    }
-
-
-def sampling(llm: Any, **given: Any) -> SamplingParams:
-    return llm.defaults.params(**given)
+# What a command gets for a dataclass: values of the flags that were given, by field.
+Given = dict[str, Any]
 
 
 def numbers(text: str, least: int = 1) -> list[int]:
@@ -184,3 +61,177 @@ def shares(text: str | None) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no comma-separated list of numbers") from None
+
+
+# ---- flags of fields
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags of a dataclass. only: of these fields; none are made of those `without`. defaults:
+    what the command takes where it takes something else than the dataclass; shown, not passed."""
+
+    of: type
+    only: Sequence[str] | None = None
+    without: Sequence[str] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+    def fields(self) -> Iterator[tuple[Field[Any], Option]]:
+        for item in fields(self.of):
+            wanted = self.only is None or item.name in self.only
+            if "option" in item.metadata and wanted and item.name not in self.without:
+                yield item, item.metadata["option"]
+
+
+def with_options(**groups: type | Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A typer command out of a function: each of its parameters named here becomes the flags of a
+    dataclass, and gets the values of those that were given. Defaults stay out, so that they do not
+    go before a recipe's values."""
+    wanted = {
+        name: item if isinstance(item, Flags) else Flags(item) for name, item in groups.items()
+    }
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        made = {name: dict(_parameters(flags)) for name, flags in wanted.items()}
+
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            for name, parameters in made.items():
+                found = {
+                    target: values.pop(parameter.name) for target, parameter in parameters.items()
+                }
+                values[name] = {
+                    target: tuple(value) if isinstance(value, list) else value
+                    for target, value in found.items()
+                    if value is not None and value != []
+                }
+            function(**values)
+
+        parameters = [
+            *(item for item in own if item.name not in made),
+            *(item for group in made.values() for item in group.values()),
+        ]
+        parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {item.name: item.annotation for item in parameters}
+        del command.__wrapped__
+        return command
+
+    return decorate
+
+
+def _parameters(flags: Flags) -> Iterator[tuple[str, inspect.Parameter]]:
+    """(field, the parameter that stands for it)."""
+    hints = get_type_hints(flags.of)
+    for item, option in flags.fields():
+        default = flags.defaults.get(item.name, item.default)
+        kind, more = _kind(hints[item.name])
+        parameter = typer.Option(
+            *_declarations(item.name, option, kind is bool),
+            help=option.help,
+            envvar=option.env,
+            rich_help_panel=option.group,
+            show_default=_shown(default),
+            **more,
+        )
+        name = option.flags[0].strip("-").replace("-", "_") if option.flags else item.name
+        yield (
+            item.name,
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind | None, parameter],
+            ),
+        )
+
+
+def _declarations(name: str, option: Option, is_switch: bool) -> list[str]:
+    flags = option.flags or [f"--{it.replace('_', '-')}" for it in (name, *option.aliases)]
+    return [f"{flag}/--no-{flag[2:]}" if is_switch else flag for flag in flags]
+
+
+def _shown(default: Any) -> str | bool:
+    """In the help. None and () are told there in words."""
+    if default is None or default == ():
+        return False
+    return ("no", "yes")[default] if isinstance(default, bool) else str(default)
+
+
+def _kind(hint: Any) -> tuple[Any, dict[str, Any]]:
+    """(type of a flag's value, how it is read). Several numbers are one value, with commas; of
+    texts the flag is repeated."""
+    if get_origin(hint) in (Union, UnionType):
+        hint = next(part for part in reversed(get_args(hint)) if part is not type(None))
+    if get_origin(hint) is None:
+        return hint, {}
+    of = get_args(hint)[0]
+    if of is str:
+        return list[str], {}
+    return tuple, {"parser": shares if of is float else _counts, "metavar": "N,N,..."}
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(numbers(text))
+
+
+# ---- the engine that a command names
+
+
+def load(
+    model: str | None,
+    recipe: Path | None,
+    settings: list[str] | None,
+    engine: Given,
+    defaults: Given | None = None,
+    **text: Any,
+) -> Any:
+    """An LLM; see engine_options for what goes before what. `text` is an LLM's own, of which the
+    ranks of its engine know nothing."""
+    from rorqual.llm.llm import LLM
+
+    named, found = engine_options(recipe, settings, engine, defaults)
+    become_rank(model or named, found)
+    return LLM(model or named, **text, **found)
+
+
+def become_rank(model: str | None, options: dict[str, Any]) -> None:
+    """In a process that torchrun started with a rank above 0: be that rank of rank 0's engine,
+    and exit with it. Elsewhere nothing."""
+    if options.get("launcher") != "torchrun":
+        return
+    from rorqual.engine.config import EngineConfig
+    from rorqual.engine.distributed.launchers.torchrun import take_part
+
+    status = take_part(EngineConfig.from_dict({"model": "", **options}), model)
+    if status is not None:
+        sys.exit(status)
+
+
+def engine_options(
+    recipe: Path | None,
+    settings: list[str] | None,
+    options: dict[str, Any],
+    defaults: dict[str, Any] | None = None,
+) -> tuple[str | None, dict[str, Any]]:
+    """(the recipe's model, options by name). `settings` go before `options`, these before the
+    recipe, and that before `defaults`."""
+    from rorqual.engine.config import EngineConfig, read_recipe
+
+    model, found = read_recipe(recipe) if recipe else (None, {})
+    given = {name: value for name, value in options.items() if value is not None}
+    last = by_field(EngineConfig, _settings(settings or []))
+    return model, {**(defaults or {}), **found, **given, **last}
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    import yaml
+
+    for pair in pairs:
+        if "=" not in pair:
+            raise typer.BadParameter(f"{pair!r} is no name=value")
+    found = {
+        name.strip(): yaml.safe_load(value) for name, value in (p.split("=", 1) for p in pairs)
+    }
+    return {name: tuple(it) if isinstance(it, list) else it for name, it in found.items()}

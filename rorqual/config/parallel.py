@@ -24,37 +24,57 @@ attention group or consist of whole ones.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 from rorqual.config.model import GQAConfig, ModelConfig
+from rorqual.config.option import option
 from rorqual.errors import ConfigError
 
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
+
+_parallel = partial(option, group="Parallel")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """None follows attention: dense_tp, embed_tp and head_tp are tp, ep is 1 (experts split by
-    columns over the whole stage).
+    columns over the whole stage), micro_batches is pp."""
 
-    micro_batches: how many a pipeline keeps under way (None: pp). exchange: how tokens reach
-    experts (`auto` picks by phase and size, see parallel/exchange_policy.py). sequence_parallel:
-    between attention and feed-forward each rank of an attention group keeps its share of the tokens
-    (reduce-scatter and all-gather in place of all-reduces); implied where dense_tp is smaller than
-    tp, or a step's exchange needs it. fp8_dispatch: the low-latency exchange sends hidden states as
-    e4m3 with one scale for 128 columns, which rounds them.
-    """
-
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
-    ep: int = 1
-    dense_tp: int | None = None
-    embed_tp: int | None = None
-    head_tp: int | None = None
-    micro_batches: int | None = None
-    exchange: str = "auto"
-    sequence_parallel: bool = False
-    fp8_dispatch: bool = False
+    tp: int = _parallel(
+        1,
+        "Ranks that split attention, and all else that follows it.",
+        aliases=("tensor_parallel_size",),
+    )
+    dp: int = _parallel(
+        1,
+        "Ranks with sequences of their own; experts are shared among them.",
+        aliases=("data_parallel_size",),
+    )
+    pp: int = _parallel(1, "Pipeline stages.", aliases=("pipeline_parallel_size",))
+    ep: int = _parallel(
+        1, "Groups of ranks with whole experts of their own; 1 splits every expert."
+    )
+    dense_tp: int | None = _parallel(None, "Ranks that split a dense MLP; --tp if left out.")
+    embed_tp: int | None = _parallel(None, "Ranks that split the embedding; --tp if left out.")
+    head_tp: int | None = _parallel(None, "Ranks that split the LM head; --tp if left out.")
+    micro_batches: int | None = _parallel(
+        None, "Micro-batches a pipeline keeps under way; --pp if left out."
+    )
+    exchange: str = _parallel(
+        "auto",
+        "How tokens reach experts: auto picks by phase and size (parallel/exchange_policy.py).",
+    )
+    sequence_parallel: bool = _parallel(
+        False,
+        "Between attention and feed-forward each rank of an attention group keeps its share of the "
+        "tokens (reduce-scatter and all-gather in place of all-reduces). Implied where dense_tp is "
+        "smaller than tp, or a step's exchange needs it.",
+    )
+    fp8_dispatch: bool = _parallel(
+        False,
+        "The low-latency exchange sends hidden states as e4m3 with one scale for 128 columns, "
+        "which rounds them.",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rorqual.cache.spec import check_forms, kv_dtype
+from rorqual.config.option import by_field, check_options, check_positive, option, same_option
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
 
@@ -21,11 +23,7 @@ EXE_MODES = {
     "ge_graph": "compile",
     "max-autotune": "compile",
 }
-EMBED_DEVICES = ("auto", "cpu")
-DRAFTERS = ("auto", "mtp", "ngram")
-SPECULATIVE_POLICIES = ("fixed", "adaptive")
 MAX_SPECULATIVE_TOKENS = 8
-LAUNCHERS = ("local", "torchrun", "ray")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -45,139 +43,194 @@ def read_recipe(path: Path) -> tuple[str | None, dict[str, Any]]:
     model = data.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise ConfigError(f"model={model!r} in {path} must be a folder or a Hugging Face id")
+    data = by_field(EngineConfig, data)
     EngineConfig.from_dict({"model": "", **data})  # names the first mistake
     return model, {
         name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
     }
 
 
+_cache = partial(option, group="Cache")
+_scheduling = partial(option, group="Scheduling")
+_execution = partial(option, group="Execution")
+_speculation = partial(option, group="Speculation")
+_parallel = partial(option, group="Parallel")
+_size = partial(same_option, ParallelConfig)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """None means: derived from the model, the device or the memory at hand.
 
-    kv_cache_dtype: `fp8` (also fp8_e4m3, float8_e4m3fn) keeps the latents of MLA models as e4m3
-    with a scale for each 128 columns, and the rope keys as they are. kv_cache_bytes bounds the
-    cache (num_pages overrides it); chunked_prefill_size is the most prompt tokens of one request in
-    a step. weights: `checkpoint` or `random` (a config.json is enough); num_layers cuts a random
-    model short. exe_mode: `eager`, or `graph` (decode steps recorded and replayed), or `compile`
-    (the forward pass of decode steps goes through torch.compile, with a cache that survives
-    restarts; recorded as well where the device has graphs), or `auto`: graph where the device has
-    it. cudagraph_capture_sizes: batch sizes whose steps are recorded at the start, the others when
-    first needed (None: all, up to max_num_seqs). precompile_kernels: kernels of these steps are
-    compiled side by side before, not one after the other when they are first launched.
-    steps_in_flight: launched before the first is read (None: what the device wants, and one more
-    for each micro-batch after the first). embed_device: `cpu` keeps the embedding table in pinned
-    host memory, from where the device reads rows; `auto` is the device. On a CPU both are the same.
-
-    Speculation: num_speculative_tokens drafts a request and step, 0 for none, made by `drafter`:
-    `mtp` (the checkpoint's prediction modules; `auto` is the same), or `ngram` (look-up in the
-    request's own text, for every model). speculative_policy `adaptive` lets a controller lower
-    num_speculative_tokens by batch size. draft_window: the prediction module sees every row of a
-    step, not the last alone. simulated_acceptance: probabilities by place that a draft is taken,
-    whatever it says; for benchmarks with random weights.
-
-    Several ranks: the sizes are those of ParallelConfig; max_num_seqs and the cache are then those
-    of one data-parallel rank. p2p_memory: decode steps add up partial sums and reach their experts
-    through memory that the cards of a host share, where they can; if false, by collectives.
-    single_rank_bench: this process is rank 0 of the layout and no other is started; collectives
-    bring copies of its own rows, or nothing. It shows what one rank computes, for benchmarks with
-    random weights; max_num_seqs are its own. watchdog_seconds: a rank silent for so long, or a
-    collective that takes longer, ends the engine. first_device: the ranks of a host take its cards
-    in order from this one on. launcher: who starts the other ranks (docs/parallelism.md).
-    interface: where ranks of other hosts reach this one, an interface's name or its address;
-    secret_file: what all hosts know, in place of RORQUAL_SECRET.
+    On several ranks the sizes are those of ParallelConfig; max_num_seqs and the cache are then
+    those of one data-parallel rank.
     """
 
     model: str
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    device: str = "auto"
-    weights: str = "checkpoint"
-    seed: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    chunked_prefill_size: int | None = None
-    page_size: int | None = None
-    num_pages: int | None = None
-    kv_cache_bytes: int | None = None
-    memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    mla_prefill: str = "CC"
-    mla_decode: str = "A_CC_ME"
-    steps_in_flight: int | None = None
-    exe_mode: str = "auto"
-    cudagraph_capture_sizes: tuple[int, ...] | None = None
-    precompile_kernels: bool = True
-    embed_device: str = "auto"
-    num_layers: int | None = None
-    num_speculative_tokens: int = 0
-    drafter: str = "auto"
-    speculative_policy: str = "fixed"
-    draft_window: bool = True
-    simulated_acceptance: tuple[float, ...] = ()
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
-    ep: int = 1
-    dense_tp: int | None = None
-    embed_tp: int | None = None
-    head_tp: int | None = None
-    exchange: str = "auto"
-    micro_batches: int | None = None
-    sequence_parallel: bool = False
-    fp8_dispatch: bool = False
-    p2p_memory: bool = True
-    single_rank_bench: bool = False
-    watchdog_seconds: float = 60.0
-    first_device: int = 0
-    launcher: str = "local"
-    interface: str | None = None
-    secret_file: str | None = None
-    record_expert_load: bool = False
-    threads: int | None = None
-    ignore_config_fields: tuple[str, ...] = ()
+    dtype: str = option(
+        "auto", "auto, bfloat16, float16 or float32.", group="Model", choices=DTYPES
+    )
+    kv_cache_dtype: str = _cache(
+        "auto",
+        "The cache's dtype: auto (the model's), or as --dtype, or fp8 (also fp8_e4m3, "
+        "float8_e4m3fn; MLA models): latents as e4m3 with a scale for each 128 columns, rope keys "
+        "as they are; half the bytes.",
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:N.", group="Model")
+    weights: str = option(
+        "checkpoint",
+        "checkpoint, or random: a config.json is enough.",
+        group="Model",
+        choices=("checkpoint", "random"),
+    )
+    seed: int = option(0, "Seed of random weights.", group="Model", flags=("--engine-seed",))
+    max_model_len: int | None = _scheduling(
+        None, "Longest sequence, prompt and output together.", at_least_one=True
+    )
+    max_num_seqs: int = _scheduling(
+        256, "Sequences that run at once in one engine.", at_least_one=True
+    )
+    max_num_batched_tokens: int = _scheduling(2048, "Tokens of one step.", at_least_one=True)
+    chunked_prefill_size: int | None = _scheduling(
+        None, "Most prompt tokens of one request in a step.", at_least_one=True
+    )
+    page_size: int | None = _cache(
+        None, "Tokens of a cache page.", aliases=("block_size",), at_least_one=True
+    )
+    num_pages: int | None = _cache(
+        None, "Pages of the cache; as many as fit if left out.", at_least_one=True
+    )
+    kv_cache_bytes: int | None = _cache(
+        None, "Most bytes of the cache; --num-pages goes before it.", at_least_one=True
+    )
+    memory_utilization: float = _cache(
+        0.9, "Share of a card's memory to use.", aliases=("gpu_memory_utilization",)
+    )
+    enable_prefix_caching: bool = _cache(
+        True, "Keep and find pages of common prefixes.", aliases=("prefix_caching",)
+    )
+    mla_prefill: str = _execution("CC", "MLA form for prompts: CD, CC, A_CC, A_CC_ME or AM_CC_ME.")
+    mla_decode: str = _execution("A_CC_ME", "MLA form for decode steps.")
+    steps_in_flight: int | None = _execution(
+        None,
+        "Steps launched before the first is read: what the device wants, and one more for each "
+        "micro-batch after the first, if left out.",
+        at_least_one=True,
+    )
+    exe_mode: str = _execution(
+        "auto",
+        "eager, graph (also acl_graph, reduce-overhead: decode steps are recorded and replayed), "
+        "compile (also ge_graph, max-autotune: decode steps go through torch.compile, with a cache "
+        "that survives restarts, and are recorded where the device has graphs), or auto: graph "
+        "where the device has it.",
+        choices=tuple(EXE_MODES),
+    )
+    cudagraph_capture_sizes: tuple[int, ...] | None = _execution(
+        None,
+        "Batch sizes whose steps are recorded at the start, the others when first needed; all, up "
+        "to --max-num-seqs, if left out.",
+    )
+    precompile_kernels: bool = _execution(
+        True,
+        "Kernels of recorded steps are compiled side by side before, not one after the other when "
+        "they are first launched.",
+    )
+    embed_device: str = _execution(
+        "auto",
+        "auto (the device), or cpu: the embedding table stays in pinned host memory, from where "
+        "the device reads rows.",
+        choices=("auto", "cpu"),
+    )
+    num_layers: int | None = option(
+        None,
+        "Cut a random model to this many layers.",
+        group="Model",
+        aliases=("layers",),
+        at_least_one=True,
+    )
+    num_speculative_tokens: int = _speculation(
+        0, "Speculative drafts a request and step; 0 is off.", aliases=("next_n",)
+    )
+    drafter: str = _speculation(
+        "auto",
+        "Who guesses: mtp (the checkpoint's prediction modules; auto is the same) or ngram "
+        "(look-up in the request's own text, for every model).",
+        choices=("auto", "mtp", "ngram"),
+    )
+    speculative_policy: str = _speculation(
+        "fixed",
+        "fixed, or adaptive: fewer drafts where that is faster, by batch size.",
+        aliases=("next_n_policy",),
+        choices=("fixed", "adaptive"),
+    )
+    draft_window: bool = _speculation(
+        True, "The prediction module sees every row of a step, not the last alone."
+    )
+    simulated_acceptance: tuple[float, ...] = _speculation(
+        (),
+        "Probabilities by place that a draft is taken, whatever it says; for benchmarks with "
+        "random weights.",
+    )
+    tp: int = _size("tp")
+    dp: int = _size("dp")
+    pp: int = _size("pp")
+    ep: int = _size("ep")
+    dense_tp: int | None = _size("dense_tp")
+    embed_tp: int | None = _size("embed_tp")
+    head_tp: int | None = _size("head_tp")
+    exchange: str = _size("exchange")
+    micro_batches: int | None = _size("micro_batches")
+    sequence_parallel: bool = _size("sequence_parallel")
+    fp8_dispatch: bool = _size("fp8_dispatch")
+    p2p_memory: bool = _parallel(
+        True,
+        "Decode steps add up partial sums and reach their experts through memory that the cards "
+        "of a host share, where they can; else by collectives.",
+    )
+    single_rank_bench: bool = _parallel(
+        False,
+        "Compute what rank 0 of the layout computes, without the others: collectives bring copies "
+        "of its own rows, or nothing. For benchmarks with random weights; --max-num-seqs are its "
+        "own.",
+        aliases=("lone_rank",),
+    )
+    watchdog_seconds: float = _parallel(
+        60.0, "A rank silent for so long, or a collective that takes longer, ends the engine."
+    )
+    first_device: int = _parallel(
+        0, "The ranks of a host take its cards in order from this one on."
+    )
+    launcher: str = _parallel(
+        "local",
+        "Who starts the other ranks: local (this process, on this host), torchrun or ray.",
+        choices=("local", "torchrun", "ray"),
+    )
+    interface: str | None = _parallel(
+        None, "torchrun, ray: the network interface, or its address, that ranks meet on."
+    )
+    secret_file: str | None = _parallel(
+        None, "torchrun, ray: a file of mode 600 on every host; else RORQUAL_SECRET is read."
+    )
+    record_expert_load: bool = _execution(False, "Count tokens by layer and expert.")
+    threads: int | None = _execution(None, "CPU threads.", at_least_one=True)
+    ignore_config_fields: tuple[str, ...] = option(
+        (),
+        "A config.json field to disregard; may be repeated.",
+        group="Model",
+        aliases=("ignore_config_field",),
+    )
 
     def __post_init__(self) -> None:
         check_forms(self.mla_prefill, self.mla_decode)
-        if self.dtype not in DTYPES:
-            raise ConfigError(
-                f"dtype={self.dtype!r} is not supported; accepted: {', '.join(DTYPES)}"
-            )
+        check_options(self)
         kv_dtype(self.kv_cache_dtype)  # raises ConfigError
-        if self.exe_mode not in EXE_MODES:
-            raise ConfigError(
-                f"exe_mode={self.exe_mode!r} is not supported; accepted: {', '.join(EXE_MODES)}"
-            )
         if EXE_MODES[self.exe_mode] == "compile" and self.mla_decode == "CC":
             raise ConfigError(
                 f"exe_mode={self.exe_mode!r} does not go with mla_decode='CC'; accepted: CD, "
                 "A_CC, A_CC_ME, AM_CC_ME"
             )
-        if self.embed_device not in EMBED_DEVICES:
-            raise ConfigError(
-                f"embed_device={self.embed_device!r} is not supported; accepted: "
-                f"{', '.join(EMBED_DEVICES)}"
-            )
         if self.num_layers is not None and self.weights != "random":
             raise ConfigError(f"num_layers={self.num_layers} goes with weights='random' alone")
-        if self.weights not in ("checkpoint", "random"):
-            raise ConfigError(
-                f"weights={self.weights!r} is not supported; accepted: checkpoint, random"
-            )
-        for name in (
-            "max_model_len",
-            "page_size",
-            "num_pages",
-            "kv_cache_bytes",
-            "steps_in_flight",
-            "threads",
-            "chunked_prefill_size",
-            "num_layers",
-        ):
-            self._positive(name, getattr(self, name), optional=True)
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            self._positive(name, getattr(self, name), optional=False)
         self._check_capture_sizes()
         self._check_speculation()
         if not 1 <= self.watchdog_seconds <= 3600:
@@ -208,17 +261,13 @@ class EngineConfig:
         if not isinstance(sizes, (tuple, list)):
             raise ConfigError(f"cudagraph_capture_sizes={sizes!r} must be a list of batch sizes")
         for size in sizes:
-            self._positive("cudagraph_capture_sizes", size, optional=False)
+            check_positive("cudagraph_capture_sizes", size)
             if size > self.max_num_seqs:
                 raise ConfigError(
                     f"cudagraph_capture_sizes={size} exceeds max_num_seqs={self.max_num_seqs}"
                 )
 
     def _check_launch(self) -> None:
-        if self.launcher not in LAUNCHERS:
-            raise ConfigError(
-                f"launcher={self.launcher!r} is not supported; accepted: {', '.join(LAUNCHERS)}"
-            )
         if self.single_rank_bench and (
             self.weights != "random" or self.launcher != "local" or self.pp > 1
         ):
@@ -254,7 +303,9 @@ class EngineConfig:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> EngineConfig:
-        """From plain data: lists become tuples. Raises ConfigError for a name it does not know."""
+        """From plain data, also under aliases: lists become tuples. Raises ConfigError for a name
+        it does not know."""
+        data = by_field(EngineConfig, data)
         known = {item.name for item in fields(EngineConfig)}
         unknown = sorted(set(data) - known)
         if unknown:
@@ -267,12 +318,6 @@ class EngineConfig:
         return EngineConfig(**values)
 
     def _check_speculation(self) -> None:
-        for name, accepted in (("drafter", DRAFTERS), ("speculative_policy", SPECULATIVE_POLICIES)):
-            if getattr(self, name) not in accepted:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not supported; accepted: "
-                    f"{', '.join(accepted)}"
-                )
         if (
             isinstance(self.num_speculative_tokens, bool)
             or not isinstance(self.num_speculative_tokens, int)
@@ -290,9 +335,3 @@ class EngineConfig:
                 f"simulated_acceptance={rates!r} must hold one probability for each of "
                 f"the num_speculative_tokens={self.num_speculative_tokens} drafts"
             )
-
-    def _positive(self, name: str, value: int | None, optional: bool) -> None:
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least 1")

@@ -15,6 +15,7 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rorqual.config.option import by_field
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.errors import ConfigError, RequestError
@@ -33,14 +34,6 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 ACCEPTED = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": a list}'
 
-# vLLM spells these differently.
-ALIASES = {
-    "gpu_memory_utilization": "memory_utilization",
-    "block_size": "page_size",
-    "tensor_parallel_size": "tp",
-    "pipeline_parallel_size": "pp",
-    "data_parallel_size": "dp",
-}
 # Accepted so that scripts run: no remote code is ever run here, and the others choose nothing that
 # exists.
 WITHOUT_EFFECT = frozenset(("trust_remote_code", "disable_log_stats", "swap_space"))
@@ -50,10 +43,10 @@ class LLM:
     """A model ready to generate. `model` is a folder, a Hugging Face id, or None for the bundled
     checkpoint.
 
-    Keyword arguments are the fields of EngineConfig, or vLLM's names for them
-    (gpu_memory_utilization, block_size, load_format="dummy"). With skip_tokenizer_init prompts are
-    token ids and outputs have no text. `tokenizer` is a folder or an id, in place of the model's
-    own; see tokenizer_of.
+    Keyword arguments are the fields of EngineConfig or their aliases (next_n), among them vLLM's
+    names (gpu_memory_utilization, block_size), and load_format="dummy". With skip_tokenizer_init
+    prompts are token ids and outputs have no text. `tokenizer` is a folder or an id, in place of
+    the model's own; see tokenizer_of.
 
     Any number of calls may be open at once, in one thread or several, and each gets its own tokens.
     A step that fails ends them all: those that did not compute it raise EngineError.
@@ -196,7 +189,7 @@ class LLM:
 
 
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's names to ours; a name nobody knows is refused."""
+    """Other names to ours; a name nobody knows is refused, and an option under two names."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name == "load_format":
@@ -208,7 +201,8 @@ def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
         elif name == "enforce_eager":
             found["exe_mode"] = "eager" if value else "auto"
         elif name not in WITHOUT_EFFECT:
-            found[ALIASES.get(name, name)] = value
+            found[name] = value
+    found = by_field(EngineConfig, found)
     unknown = sorted(set(found) - set(EngineConfig.__dataclass_fields__))
     if unknown:
         raise ConfigError(f"LLM does not know the option {unknown[0]!r}")
@@ -251,6 +245,7 @@ def _grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> 
     """For structured output, where what it takes is installed (the extra `serve`)."""
     if not all(importlib.util.find_spec(name) for name in ("msgspec", "transformers", "xgrammar")):
         return None
-    from rorqual.text.grammar import GrammarLimits, XGrammars
+    from rorqual.text.grammar import XGrammars
+    from rorqual.text.grammar_limits import GrammarLimits
 
     return XGrammars.make(folder, vocab_size, eos_token_ids, GrammarLimits())

@@ -14,7 +14,6 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rorqual.config.hf import read_config_file
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, model_folder
+from rorqual.serve.config import ServeConfig
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
 from rorqual.serve.errors import drained
 from rorqual.serve.http.app import Api, create_app
@@ -33,7 +33,7 @@ from rorqual.serve.limits import ServerLimits
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import read_generation
 from rorqual.text.tokenizer import tokenizer_of
-from rorqual.text.tool_calls import FORMATS, detect
+from rorqual.text.tool_calls import detect
 
 log = logging.getLogger("rorqual.serve")
 
@@ -42,44 +42,6 @@ SAMPLE_SECONDS = 0.5
 SEND_BUFFER = 128 << 10
 # how long a server that lost its engine still answers, so that callers and probes learn of it
 RED_SECONDS = 2.0
-REASONING = ("auto", "on", "off")
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """engine: fields of EngineConfig but the model. port 0 takes a free one.
-    tool_format and reasoning: `auto` looks at the model.
-    tokenizer: a folder or an id in place of the model's own."""
-
-    model: str | None = None
-    tokenizer: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    names: tuple[str, ...] = ()
-    restart: bool = False
-    replicas: int = 1
-    stall: float = 300.0
-    tool_format: str = "auto"
-    reasoning: str = "auto"
-    structured: bool = True
-    engine: dict[str, Any] = field(default_factory=dict)
-    limits: ServerLimits = field(default_factory=ServerLimits)
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
-        if self.tool_format not in ("auto", *FORMATS):
-            raise ConfigError(
-                f"tool_format={self.tool_format!r} is not supported; accepted: auto, "
-                f"{', '.join(FORMATS)}"
-            )
-        if self.reasoning not in REASONING:
-            raise ConfigError(
-                f"reasoning={self.reasoning!r} is not supported; accepted: {', '.join(REASONING)}"
-            )
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
 
 
 class HttpServer(uvicorn.Server):

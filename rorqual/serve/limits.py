@@ -4,30 +4,42 @@ each with its flag."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
+from rorqual.config.option import option
 from rorqual.errors import ConfigError
-from rorqual.text.grammar import GrammarLimits
+from rorqual.text.grammar_limits import GrammarLimits
+
+_limit = partial(option, group="Limits")
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """body: bytes of a request; headers: bytes of all header lines; n and choices: completions
-    of one prompt and of one request; logprobs: most likely tokens to list; tools: functions of
-    one request; waiting: sequences beyond those that can run; timeout and drain: seconds;
-    buffered: tokens kept for a reader who is slow; patience: seconds a client has to send its
-    request."""
-
-    body: int = 4 << 20
-    headers: int = 64 << 10
-    n: int = 32
-    choices: int = 256
-    logprobs: int = 20
-    tools: int = 128
-    waiting: int = 1024
-    timeout: float = 600.0
-    drain: float = 30.0
-    buffered: int = 4096
-    patience: float = 30.0
+    body: int = _limit(4 << 20, "Bytes of a request's body.", flags=("--max-body-bytes",))
+    headers: int = _limit(
+        64 << 10, "Bytes of all of a request's header lines.", flags=("--max-header-bytes",)
+    )
+    n: int = _limit(32, "Completions of one prompt.", flags=("--max-n",))
+    choices: int = _limit(256, "Completions of one request.", flags=("--max-choices",))
+    logprobs: int = _limit(20, "Most likely tokens to list.", flags=("--max-logprobs",))
+    tools: int = _limit(128, "Functions of one request.", flags=("--max-tools",))
+    waiting: int = _limit(
+        1024,
+        "Sequences that may wait, beyond those that run; beyond, 429.",
+        flags=("--max-waiting",),
+    )
+    timeout: float = _limit(600.0, "Seconds a request may take.", flags=("--request-timeout",))
+    drain: float = _limit(
+        30.0, "Seconds open requests have after SIGTERM.", flags=("--drain-seconds",)
+    )
+    buffered: int = _limit(
+        4096,
+        "Tokens kept for a slow reader before its request is cancelled.",
+        flags=("--max-buffered-tokens",),
+    )
+    patience: float = _limit(
+        30.0, "Seconds a client has to send its request.", flags=("--client-seconds",)
+    )
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:

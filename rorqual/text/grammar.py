@@ -29,19 +29,7 @@ import msgspec
 from rorqual.engine.execution.grammar_matcher import XMatcher
 from rorqual.errors import RequestError
 from rorqual.request import StructuredOutput
-
-
-class GrammarLimits(msgspec.Struct, frozen=True):
-    """size: characters of a schema, grammar or list of choices; regex: of a regular expression;
-    seconds of processor time and bytes of memory to compile one; compiled: characters of the
-    compiled form; kept: compiled grammars kept for reuse."""
-
-    size: int = 65_536
-    regex: int = 4_096
-    seconds: float = 10.0
-    memory: int = 1 << 30
-    compiled: int = 64 << 20
-    kept: int = 128
+from rorqual.text.grammar_limits import GrammarLimits
 
 
 def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:

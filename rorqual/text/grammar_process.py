@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 
 from rorqual.text.child_process import die_with_parent
-from rorqual.text.grammar import GrammarLimits, tokenizer_info
+from rorqual.text.grammar import tokenizer_info
+from rorqual.text.grammar_limits import GrammarLimits
 
 
 def read(stream: BinaryIO) -> Any:
@@ -80,7 +81,7 @@ def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str,
     os.waitpid(child, 0)
     if data is None:
         return {
-            "error": f"it takes more than {limits.seconds:g} s, or {limits.memory >> 20} MiB, or "
+            "error": f"it takes more than {limits.seconds:g} s, or {limits.memory_mib} MiB, or "
             "its "
             "compiled form is too large"
         }
@@ -98,7 +99,7 @@ def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimit
         )
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
-        most = pages * resource.getpagesize() + limits.memory
+        most = pages * resource.getpagesize() + (limits.memory_mib << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         try:
             answer = {"compiled": compile_text(info, kind, text)}

@@ -51,6 +51,8 @@ def recipe(tmp_path: Path, text: str) -> Path:
         ("- tp", "no mapping"),
         ("tp: [", "cannot be read as YAML"),
         ("model: 5", "model=5"),
+        ("next_n: 1\nnum_speculative_tokens: 1", "'next_n' and 'num_speculative_tokens' are two"),
+        ("next_n: many", "num_speculative_tokens='many'"),
         ("num_speculative_tokens: many", "num_speculative_tokens='many'"),
         ("!!python/object/apply:os.getcwd []", "cannot be read as YAML"),
     ],
@@ -65,7 +67,8 @@ def test_what_goes_before_what(tmp_path: Path) -> None:
     model, options = engine_options(
         path,
         ["tp=2", "dtype=bfloat16"],
-        {"num_speculative_tokens": 0, "max_num_seqs": 7, "threads": None, "exe_mode": "eager"},
+        {"max_num_seqs": 7, "threads": None, "exe_mode": "eager"},
+        {"max_num_seqs": 8, "dtype": "auto", "page_size": 16},
     )
     assert model == "x"
     expected = {
@@ -75,5 +78,15 @@ def test_what_goes_before_what(tmp_path: Path) -> None:
         "tp": 2,
         "max_num_seqs": 7,
         "exe_mode": "eager",
+        "page_size": 16,
     }
     assert options == expected
+
+
+def test_a_flag_goes_before_a_recipe_even_with_the_default(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "next_n: 2")
+    assert engine_options(path, None, {})[1] == {"num_speculative_tokens": 2}
+    for last in (["next_n=0"], ["num_speculative_tokens=0"]):
+        assert engine_options(path, last, {})[1] == {"num_speculative_tokens": 0}
+    zero = engine_options(path, None, {"num_speculative_tokens": 0})[1]
+    assert zero == {"num_speculative_tokens": 0}

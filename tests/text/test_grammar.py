@@ -17,7 +17,8 @@ from rorqual.engine.execution.grammar import mask_words
 from rorqual.errors import RequestError
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
-from rorqual.text.grammar import GrammarLimits, XGrammars
+from rorqual.text.grammar import XGrammars
+from rorqual.text.grammar_limits import GrammarLimits
 from rorqual.text.tokenizer import Tokenizer
 
 VOCAB = 4096

@@ -22,6 +22,7 @@ from rorqual import __version__
 from rorqual.bench.offline.profile import StepProfile, check_platform, profile_steps
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.transformers_baseline import TransformersBaseline
+from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
@@ -74,26 +75,6 @@ class OfflineRow:
     @property
     def percent_of_floor(self) -> float:
         return 100 * self.floor_ms / self.step_ms
-
-
-@dataclass
-class OfflineWork:
-    """What every concurrency runs: `groups` batches of different prompts one after the other,
-    all sampled at `temperature`. Prompts are random ids, or pieces of the text file `data`.
-    profiled: so many decode steps are looked at in a profiler afterwards."""
-
-    prompt: int
-    output: int
-    repeats: int = 3
-    data: Path | None = None
-    groups: int = 1
-    temperature: float = 0.0
-    profiled: int = 0
-
-    def sampling(self, tokens: int) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
 
 
 @dataclass

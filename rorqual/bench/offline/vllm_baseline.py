@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rorqual.bench.offline.run import OfflineRow, OfflineWork, row_of
+from rorqual.bench.offline.run import OfflineRow, row_of
 from rorqual.bench.offline.vllm_process import MARK
+from rorqual.bench.offline.work import OfflineWork
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.worker import RESIDUAL_GAIN
 from rorqual.errors import ConfigError, EngineError

@@ -31,7 +31,8 @@ from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.sockets import EngineSockets
 from rorqual.text.child_process import die_with_parent
 from rorqual.text.generation_config import read_generation
-from rorqual.text.grammar import GrammarLimits, XGrammars
+from rorqual.text.grammar import XGrammars
+from rorqual.text.grammar_limits import GrammarLimits
 
 log = logging.getLogger("rorqual.engine")
 

@@ -14,7 +14,8 @@ from rorqual.serve.http.protocol import (
     Sampling,
     StructuredOutputs,
 )
-from rorqual.text.grammar import GrammarLimits, check_size
+from rorqual.text.grammar import check_size
+from rorqual.text.grammar_limits import GrammarLimits
 
 SCHEMA_DEPTH = 64
 

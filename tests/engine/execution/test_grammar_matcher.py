@@ -12,7 +12,8 @@ from rorqual.engine.execution.grammar import mask_words
 from rorqual.engine.execution.grammar_matcher import GrammarSender, ReceivedGrammars
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
-from rorqual.text.grammar import GrammarLimits, XGrammars
+from rorqual.text.grammar import XGrammars
+from rorqual.text.grammar_limits import GrammarLimits
 
 VOCAB = 4096
 

@@ -1,0 +1,84 @@
+"""Fields of a dataclass that a user may set. What an option means, its other names and what it
+accepts are said once, at the field: recipes, keyword arguments and flags are made from that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rorqual.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    """aliases: other names in recipes, keyword arguments and, with dashes, as flags. flags: all
+    the flags, where they are not made from the names. group: the heading in a command's help.
+    env: a variable read where the flag is not given. choices: the values accepted; at_least_one:
+    an integer above 0 (or None, where that is the default)."""
+
+    help: str
+    group: str | None = None
+    aliases: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    env: str | None = None
+    choices: tuple[str, ...] = ()
+    at_least_one: bool = False
+
+
+def option(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field that is an option; `more` are those of Option."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, **more)})
+
+
+def same_option(cls: type, name: str) -> Any:
+    """A field with the default and the help of another dataclass's."""
+    (found,) = (item for item in dataclasses.fields(cls) if item.name == name)
+    return dataclasses.field(default=found.default, metadata=found.metadata)
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """By field name; fields that are no options are left out."""
+    return {
+        item.name: item.metadata["option"]
+        for item in dataclasses.fields(cls)
+        if "option" in item.metadata
+    }
+
+
+def by_field(cls: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with aliases replaced by the names of fields. Other names are kept. Raises
+    ConfigError where an option is given under two names."""
+    fields = {alias: name for name, item in options_of(cls).items() for alias in item.aliases}
+    found: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for key, value in data.items():
+        name = fields.get(key, key)
+        if name in found:
+            raise ConfigError(
+                f"{given[name]!r} and {key!r} are two names of one option; accepted: one of them"
+            )
+        found[name] = value
+        given[name] = key
+    return found
+
+
+def check_options(config: Any) -> None:
+    """Raises ConfigError for the first value that its option does not accept."""
+    for item in dataclasses.fields(config):
+        accepted = item.metadata.get("option")
+        if accepted is None:
+            continue
+        value = getattr(config, item.name)
+        if accepted.choices and value not in accepted.choices:
+            raise ConfigError(
+                f"{item.name}={value!r} is not supported; accepted: {', '.join(accepted.choices)}"
+            )
+        if accepted.at_least_one and not (value is None and item.default is None):
+            check_positive(item.name, value)
+
+
+def check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")

@@ -1,0 +1,63 @@
+"""How to serve: address, names and how many engines. Needs nothing of the extra `serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rorqual.config.option import check_options, option
+from rorqual.errors import ConfigError
+from rorqual.serve.limits import ServerLimits
+from rorqual.text.tool_calls import FORMATS
+
+_server = partial(option, group="Server")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """engine: fields of EngineConfig but the model. tokenizer: a folder or an id in place of the
+    model's own."""
+
+    model: str | None = None
+    tokenizer: str | None = None
+    host: str = _server("127.0.0.1", "Address to listen on.")
+    port: int = _server(8000, "0 takes a free one.")
+    api_key: str | None = _server(
+        None, "Needed on every route but /live and /health.", env="RORQUAL_API_KEY"
+    )
+    names: tuple[str, ...] = _server(
+        (), "A name to answer to; may be repeated.", flags=("--served-model-name",)
+    )
+    restart: bool = _server(False, "Start a dead engine again; else the server ends.")
+    replicas: int = _server(1, "Engine processes behind this server, each with the whole model.")
+    stall: float = _server(
+        300.0,
+        "Seconds without a word after which a working engine counts as dead.",
+        flags=("--stall-seconds",),
+    )
+    tool_format: str = _server(
+        "auto",
+        "auto (looks at the model), hermes, deepseek_v3 or deepseek_v31.",
+        choices=("auto", *FORMATS),
+    )
+    reasoning: str = _server(
+        "auto",
+        "Split <think> off: auto (where the model has it), on or off.",
+        choices=("auto", "on", "off"),
+    )
+    structured: bool = option(
+        True,
+        "Offer grammars; needs xgrammar and a process to compile in.",
+        group="Structured output",
+        flags=("--structured-output",),
+    )
+    engine: dict[str, Any] = field(default_factory=dict)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
+        check_options(self)
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")

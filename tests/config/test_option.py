@@ -1,0 +1,62 @@
+"""Options of dataclasses: aliases, and what a field accepts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from rorqual.config.option import by_field, check_options, option, options_of, same_option
+from rorqual.config.parallel import ParallelConfig
+from rorqual.engine.config import EngineConfig
+from rorqual.errors import ConfigError
+
+
+@dataclass
+class Example:
+    plain: int = 0
+    kind: str = option("a", "Which.", choices=("a", "b"), aliases=("sort",))
+    size: int | None = option(None, "How large.", at_least_one=True)
+    count: int = option(1, "How many.", at_least_one=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def test_aliases_become_fields() -> None:
+    assert by_field(Example, {"sort": "b", "size": 1, "else": 2}) == {
+        "kind": "b",
+        "size": 1,
+        "else": 2,
+    }
+    with pytest.raises(ConfigError, match="'kind' and 'sort' are two names"):
+        by_field(Example, {"kind": "a", "sort": "a"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "c"}, "kind='c' is not supported; accepted: a, b"),
+        ({"size": 0}, "size=0 must be an integer of at least 1"),
+        ({"size": True}, "size=True"),
+        ({"count": None}, "count=None"),
+        ({"count": 1.0}, r"count=1\.0"),
+    ],
+)
+def test_what_an_option_does_not_accept(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Example(**given)  # type: ignore[arg-type]
+
+
+def test_every_field_of_an_engine_is_an_option_but_its_model() -> None:
+    names = {item.name for item in fields(EngineConfig)}
+    assert names - set(options_of(EngineConfig)) == {"model"}
+    aliases = [alias for item in options_of(EngineConfig).values() for alias in item.aliases]
+    assert len(aliases) == len(set(aliases))
+    assert not set(aliases) & names
+
+
+def test_sizes_mean_the_same_in_both() -> None:
+    ours = options_of(EngineConfig)
+    assert {name: ours[name] for name in options_of(ParallelConfig)} == options_of(ParallelConfig)
+    assert same_option(ParallelConfig, "tp").default == 1
