@@ -156,6 +156,8 @@ def _shown(default: Any) -> str | bool:
     """In the help. None and () are told there in words."""
     if default is None or default == ():
         return False
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     return ("no", "yes")[default] if isinstance(default, bool) else str(default)
 
 
@@ -167,13 +169,13 @@ def _kind(hint: Any) -> tuple[Any, dict[str, Any]]:
     if get_origin(hint) is None:
         return hint, {}
     of = get_args(hint)[0]
-    if of is str:
-        return list[str], {}
+    if of in (str, Path):
+        return list[str] if of is str else list[Path], {}
     return tuple, {"parser": shares if of is float else _counts, "metavar": "N,N,..."}
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(numbers(text))
+    return tuple(numbers(text, least=0))
 
 
 # ---- the engine that a command names

@@ -2,66 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rorqual.cli.options import Given, with_options
+from rorqual.config.option import option
 from rorqual.errors import ConfigError
 
-Seconds = Annotated[float | None, typer.Option(help="Time to first token, in seconds at most.")]
-Millis = Annotated[
-    float | None, typer.Option(help="Time per output token, in milliseconds at most.")
-]
+_question = partial(option, group="Question")
+_costs = partial(option, group="Costs")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the planner is asked, as a user says it."""
+
+    gpu: str = _question("h200", "A card that ships (list: --cards), or a YAML file of one.")
+    count: int = _question(8, "How many.")
+    prompt: int = _question(1024, "Tokens of a prompt.")
+    output: int = _question(1024, "Tokens of an answer.")
+    ttft: float | None = _question(None, "Time to first token, in seconds at most.")
+    tpot: float | None = _question(None, "Time per output token, in milliseconds at most.")
+    num_speculative_tokens: tuple[int, ...] = _question(
+        (0,), "Draft counts to try, comma-separated.", aliases=("next_n",)
+    )
+    acceptance: float = _question(0.85, "Probability that a draft is taken.")
+    routing: str = _question(
+        "uniform", "uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect."
+    )
+    network: float | None = _question(None, "Gbit/s a card between nodes, in place of the card's.")
+    memory_utilization: float = _question(0.9, "Share of a card's memory to use.")
+    splits: bool = _question(
+        True, "Also prefill and decode, attention and experts, on cards of their own."
+    )
+    profile: str = _costs(
+        "auto", "Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."
+    )
+    quant: str = _costs("auto", "auto as published, fp8 or none.")
+    kv_dtype: str | None = _costs(
+        None,
+        "The cache's dtype, say fp8; the model's if left out.",
+        flags=(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+        ),
+    )
+
+
+@with_options(asked=Asked)
 def plan(
+    asked: Given,
     model: Annotated[
         str | None,
         typer.Argument(
             help="A Hugging Face id, a shape that ships, or a folder with a config.json."
         ),
     ] = None,
-    gpu: Annotated[
-        str, typer.Option(help="A card that ships (list: --cards), or a YAML file of one.")
-    ] = "h200",
-    count: Annotated[int, typer.Option(help="How many.")] = 8,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
-    output: Annotated[int, typer.Option(help="Tokens of an answer.")] = 1024,
-    ttft: Seconds = None,
-    tpot: Millis = None,
-    num_speculative_tokens: Annotated[
-        str, typer.Option("--next-n", help="Draft counts to try, comma-separated.")
-    ] = "0",
-    acceptance: Annotated[float, typer.Option(help="Probability that a draft is taken.")] = 0.85,
-    routing: Annotated[
-        str, typer.Option(help="uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect.")
-    ] = "uniform",
-    profile: Annotated[
-        str,
-        typer.Option(
-            help="Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."
-        ),
-    ] = "auto",
-    quant: Annotated[str, typer.Option(help="auto as published, fp8 or none.")] = "auto",
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-dtype",
-            "--kv-cache-dtype",
-            help="The cache's dtype, say fp8; the model's if left out.",
-        ),
-    ] = None,
-    network: Annotated[
-        float | None, typer.Option(help="Gbit/s a card between nodes, in place of the card's.")
-    ] = None,
-    memory_utilization: Annotated[
-        float, typer.Option(help="Share of a card's memory to use.")
-    ] = 0.9,
-    splits: Annotated[
-        bool,
-        typer.Option(help="Also prefill and decode, attention and experts, on cards of their own."),
-    ] = True,
     top: Annotated[int, typer.Option(help="Deployments to print.")] = 5,
     csv: Annotated[
         Path | None, typer.Option("--csv", help="Write every costed option to this file.")
@@ -103,23 +103,7 @@ def plan(
     from rorqual.planner.search import report
     from rorqual.planner.search.planner import search
 
-    goal = (prompt, output, ttft, tpot)
-    chosen = _question(
-        model,
-        gpu,
-        count,
-        profile,
-        quant,
-        kv_dtype,
-        network,
-        routing,
-        num_speculative_tokens,
-        acceptance,
-        memory_utilization,
-        splits,
-        goal,
-    )
-    found = search(chosen)
+    found = search(_question_of(model, Asked(**asked)))
     report.show(found, model, top, console)
     for path, write in ((csv, report.write_csv), (png, report.write_png)):
         if path:
@@ -128,55 +112,41 @@ def plan(
         report.write_yaml(found, model, yaml)
 
 
-def _question(
-    model: str,
-    gpu: str,
-    count: int,
-    profile: str,
-    quant: str,
-    kv_dtype: str | None,
-    network: float | None,
-    routing: str,
-    num_speculative_tokens: str,
-    acceptance: float,
-    utilization: float,
-    splits: bool,
-    goal: tuple[int, int, float | None, float | None],
-) -> Any:
-    from rorqual.cli.options import numbers
+def _question_of(model: str, asked: Asked) -> Any:
     from rorqual.config.hardware import load_device
-    from rorqual.planner.costs.catalog import shape_of, with_quant
     from rorqual.planner.costs.costs import Format
     from rorqual.planner.costs.routing import Routing
     from rorqual.planner.search.deployments import Goal, Question
     from rorqual.planner.timing.profiles import load_profile, profile_for
     from rorqual.planner.timing.roofline import with_link
 
-    shape = shape_of(model)
-    if shape:
-        config = with_quant(shape[0], ("fp8" if shape[1] else "none") if quant == "auto" else quant)
-    else:
-        from rorqual.models.hub import model_folder
-
-        config = with_quant(model_folder(model, weights=False), quant)
-    card = with_link(load_device(gpu), network)
-    engine = profile_for(card) if profile == "auto" else load_profile(profile)
-    asked = Goal(goal[0], goal[1], goal[2], goal[3] / 1e3 if goal[3] else None)
-    drafts = tuple(numbers(num_speculative_tokens, least=0))
-    fmt = Format(kv_dtype=kv_dtype)
+    card = with_link(load_device(asked.gpu), asked.network)
+    tpot = asked.tpot / 1e3 if asked.tpot else None
     return Question(
-        config,
+        model_of(model, asked.quant),
         card,
-        count,
-        engine,
-        asked,
-        fmt,
-        Routing.parse(routing),
-        drafts,
-        acceptance,
-        utilization,
-        splits,
+        asked.count,
+        profile_for(card) if asked.profile == "auto" else load_profile(asked.profile),
+        Goal(asked.prompt, asked.output, asked.ttft, tpot),
+        Format(kv_dtype=asked.kv_dtype),
+        Routing.parse(asked.routing),
+        asked.num_speculative_tokens,
+        asked.acceptance,
+        asked.memory_utilization,
+        asked.splits,
     )
+
+
+def model_of(model: str, quant: str) -> Any:
+    """The configuration of a shape that ships, or of a folder or an id, without its weights."""
+    from rorqual.models.hub import model_folder
+    from rorqual.planner.costs.catalog import shape_of, with_quant
+
+    shape = shape_of(model)
+    if shape is None:
+        return with_quant(model_folder(model, weights=False), quant)
+    published = "fp8" if shape[1] else "none"
+    return with_quant(shape[0], published if quant == "auto" else quant)
 
 
 def _instead(

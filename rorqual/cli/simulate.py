@@ -5,175 +5,147 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rorqual.cli.options import shares
+from rorqual.cli.options import Given, with_options
+from rorqual.cli.plan import model_of
+from rorqual.config.option import option
 from rorqual.errors import ConfigError
 
 HOST = 8  # cards of one, over which a model is split by default
 LAYOUT_KEYS = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp")
 
-COUNT = "Cards in all: as many replicas as they make, in place of --replicas."
-LAYOUT = (
-    "Sizes of a replica, such as tp=8 or dp=64,ep=64; the others as `serve` has them. "
-    "Left out: tp=8, or less where that does not divide --count."
-)
-REPLICAS = "Replicas, 1 if left out; those that decode where prompts have cards of their own."
-Count = Annotated[int | None, typer.Option(help=COUNT)]
-Layout = Annotated[str | None, typer.Option(help=LAYOUT)]
-Replicas = Annotated[int | None, typer.Option(help=REPLICAS)]
+_deployment = partial(option, group="Deployment")
+_workload = partial(option, group="Workload")
+_engine = partial(option, group="Engine")
+_costs = partial(option, group="Costs")
+_report = partial(option, group="Report")
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What is simulated, and what is shown of it."""
+
+    gpu: str = _deployment(
+        "h200", "A card that ships (list: rorqual plan --cards), or a YAML file of one."
+    )
+    count: int | None = _deployment(
+        None, "Cards in all: as many replicas as they make, in place of --replicas."
+    )
+    layout: str | None = _deployment(
+        None,
+        "Sizes of a replica, such as tp=8 or dp=64,ep=64; the others as `serve` has them. "
+        "Left out: tp=8, or less where that does not divide --count.",
+    )
+    replicas: int | None = _deployment(
+        None, "Replicas, 1 if left out; those that decode where prompts have cards of their own."
+    )
+    prefill_replicas: int = _deployment(
+        0, "Replicas for prompts alone; 0 computes prompts where tokens are decoded."
+    )
+    prefill_layout: str | None = _deployment(None, "Their sizes; --layout if left out.")
+    attention: int = _deployment(
+        0, "Attention cards of a replica whose experts lie on cards of their own."
+    )
+    experts: int = _deployment(0, "Expert cards of such a replica.")
+    placement: str = _deployment(
+        "experts", "An expert card holds `experts` of every layer, or whole `layers`."
+    )
+    network: float | None = _deployment(
+        None, "Gbit/s a card between nodes, in place of the card's."
+    )
+    network_latency: float | None = _deployment(
+        None, "Microseconds of a message between nodes, likewise."
+    )
+    balancing: str = _deployment(
+        "live-tokens", "A request goes to the rank with the fewest live-tokens, or round-robin."
+    )
+    slow: tuple[str, ...] = _deployment(
+        (), "RANK=FACTOR: a rank of every replica that computes so much more slowly."
+    )
+    arrivals: str = _workload("poisson", "poisson, gamma, fixed, at-once or closed.")
+    rate: float = _workload(10.0, "Requests/s.")
+    burstiness: float = _workload(
+        1.0, "gamma: shape of the intervals; below 1 is burstier than Poisson."
+    )
+    clients: int = _workload(
+        16, "closed: how many send their next request when the last is answered."
+    )
+    requests: int | None = _workload(None, "Requests in all.")
+    seconds: float | None = _workload(None, "Requests arrive for so long; 60 if neither is given.")
+    input_len: str = _workload("1000", "Tokens in: N, uniform:LOW:HIGH or lognormal:MEAN:SPREAD.")
+    output_len: str = _workload("300", "Tokens out, likewise.")
+    prefix_groups: int = _workload(0, "Prompts begin with one of so many shared prefixes.")
+    prefix_len: int = _workload(0, "Tokens of a shared prefix, before --input-len.")
+    prefix_zipf: float = _workload(0.0, "Exponent of the prefixes' popularity; 0 is even.")
+    trace: Path | None = option(
+        None,
+        "JSON lines of timestamp (ms), input_length, output_length, hash_ids.",
+        group="Workload",
+    )
+    trace_block: int = _workload(512, "Tokens a hash_id stands for.")
+    speed: float = _workload(1.0, "2 replays a trace twice as fast.")
+    seed: int = _workload(0, "The same seed gives the same run.")
+    micro_batches: int = _engine(1, "Batches in flight: one computes while another is sent.")
+    max_num_seqs: int | None = _engine(
+        None, "Sequences at once on a rank; as many as fit, 256 at most, if left out."
+    )
+    max_num_batched_tokens: int = _engine(2048, "Tokens of a rank's step.")
+    max_model_len: int | None = _engine(
+        None, "Longest sequence; what the workload needs if left out."
+    )
+    chunked_prefill_size: int | None = _engine(None, "Most prompt tokens of one request in a step.")
+    page_size: int = _engine(64, "Tokens of a cache page.")
+    num_pages: int | None = _engine(
+        None, "Pages of a rank; as many as its memory holds if left out."
+    )
+    prefix_caching: bool = _engine(True, "Keep and find pages of common prefixes.")
+    acceptance: tuple[float, ...] = _engine(
+        (), "Speculation: probability of each of num_speculative_tokens drafts, such as 0.85,0.7."
+    )
+    steps_in_flight: int = _engine(2, "2: a step is planned while the one before runs.")
+    memory_utilization: float = _engine(0.9, "Share of a card's memory to use.")
+    routing: str = _costs(
+        "uniform", "uniform, zipf:EXPONENT (/placed, /perfect), or a JSON list of counts."
+    )
+    profile: str = _costs("auto", "Engine: auto, rorqual, sglang, or roofline for lower bounds.")
+    quant: str = _costs("auto", "auto as published, fp8 or none.")
+    kv_dtype: str | None = _costs(
+        None,
+        "The cache's dtype, say fp8; the model's if left out.",
+        flags=(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+        ),
+    )
+    warm_up: float = _report(0.0, "Latencies are of requests that arrive after so many seconds.")
+    interval: float = _report(1.0, "Seconds between two points of what is recorded over time.")
+    gantt: tuple[Path, ...] = _report(
+        (), "Draw a few steps to this .html, .svg or .png; may be repeated."
+    )
+    gantt_at: float = _report(10.0, "Seconds from which on steps are drawn.")
+    gantt_steps: int = _report(2, "How many.")
+
+    def __post_init__(self) -> None:
+        timed = self.arrivals in ("poisson", "gamma", "fixed")
+        if timed and self.requests is None and self.seconds is None and self.trace is None:
+            object.__setattr__(self, "seconds", 60.0)
+
+
+@with_options(chosen=Settings)
 def simulate(
-    context: typer.Context,
+    chosen: Given,
     model: Annotated[
         str,
         typer.Argument(
             help="A Hugging Face id, a shape that ships, or a folder with a config.json."
         ),
     ] = "deepseek-v3",
-    gpu: Annotated[
-        str,
-        typer.Option(help="A card that ships (list: rorqual plan --cards), or a YAML file of one."),
-    ] = "h200",
-    count: Count = None,
-    layout: Layout = None,
-    replicas: Replicas = None,
-    prefill_replicas: Annotated[
-        int,
-        typer.Option(
-            help="Replicas for prompts alone; 0 computes prompts where tokens are decoded."
-        ),
-    ] = 0,
-    prefill_layout: Annotated[
-        str | None, typer.Option(help="Their sizes; --layout if left out.")
-    ] = None,
-    attention: Annotated[
-        int,
-        typer.Option(help="Attention cards of a replica whose experts lie on cards of their own."),
-    ] = 0,
-    experts: Annotated[int, typer.Option(help="Expert cards of such a replica.")] = 0,
-    placement: Annotated[
-        str, typer.Option(help="An expert card holds `experts` of every layer, or whole `layers`.")
-    ] = "experts",
-    micro_batches: Annotated[
-        int, typer.Option(help="Batches in flight: one computes while another is sent.")
-    ] = 1,
-    arrivals: Annotated[
-        str, typer.Option(help="poisson, gamma, fixed, at-once or closed.")
-    ] = "poisson",
-    rate: Annotated[float, typer.Option(help="Requests/s.")] = 10.0,
-    burstiness: Annotated[
-        float, typer.Option(help="gamma: shape of the intervals; below 1 is burstier than Poisson.")
-    ] = 1.0,
-    clients: Annotated[
-        int,
-        typer.Option(help="closed: how many send their next request when the last is answered."),
-    ] = 16,
-    requests: Annotated[int | None, typer.Option(help="Requests in all.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Requests arrive for so long; 60 if neither is given.")
-    ] = None,
-    input_len: Annotated[
-        str, typer.Option(help="Tokens in: N, uniform:LOW:HIGH or lognormal:MEAN:SPREAD.")
-    ] = "1000",
-    output_len: Annotated[str, typer.Option(help="Tokens out, likewise.")] = "300",
-    prefix_groups: Annotated[
-        int, typer.Option(help="Prompts begin with one of so many shared prefixes.")
-    ] = 0,
-    prefix_len: Annotated[
-        int, typer.Option(help="Tokens of a shared prefix, before --input-len.")
-    ] = 0,
-    prefix_zipf: Annotated[
-        float, typer.Option(help="Exponent of the prefixes' popularity; 0 is even.")
-    ] = 0.0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="JSON lines of timestamp (ms), input_length, output_length, hash_ids."),
-    ] = None,
-    trace_block: Annotated[int, typer.Option(help="Tokens a hash_id stands for.")] = 512,
-    speed: Annotated[float, typer.Option(help="2 replays a trace twice as fast.")] = 1.0,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(help="Sequences at once on a rank; as many as fit, 256 at most, if left out."),
-    ] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a rank's step.")] = 2048,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence; what the workload needs if left out.")
-    ] = None,
-    chunked_prefill_size: Annotated[
-        int | None, typer.Option(help="Most prompt tokens of one request in a step.")
-    ] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens of a cache page.")] = 64,
-    num_pages: Annotated[
-        int | None, typer.Option(help="Pages of a rank; as many as its memory holds if left out.")
-    ] = None,
-    prefix_caching: Annotated[
-        bool, typer.Option(help="Keep and find pages of common prefixes.")
-    ] = True,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(
-            help="Speculation: probability of each of num_speculative_tokens drafts, such as "
-            "0.85,0.7."
-        ),
-    ] = None,
-    steps_in_flight: Annotated[
-        int, typer.Option(help="2: a step is planned while the one before runs.")
-    ] = 2,
-    balancing: Annotated[
-        str,
-        typer.Option(
-            help="A request goes to the rank with the fewest live-tokens, or round-robin."
-        ),
-    ] = "live-tokens",
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="RANK=FACTOR: a rank of every replica that computes so much more slowly."
-        ),
-    ] = None,
-    routing: Annotated[
-        str,
-        typer.Option(help="uniform, zipf:EXPONENT (/placed, /perfect), or a JSON list of counts."),
-    ] = "uniform",
-    network: Annotated[
-        float | None, typer.Option(help="Gbit/s a card between nodes, in place of the card's.")
-    ] = None,
-    network_latency: Annotated[
-        float | None, typer.Option(help="Microseconds of a message between nodes, likewise.")
-    ] = None,
-    profile: Annotated[
-        str, typer.Option(help="Engine: auto, rorqual, sglang, or roofline for lower bounds.")
-    ] = "auto",
-    quant: Annotated[str, typer.Option(help="auto as published, fp8 or none.")] = "auto",
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-dtype",
-            "--kv-cache-dtype",
-            help="The cache's dtype, say fp8; the model's if left out.",
-        ),
-    ] = None,
-    memory_utilization: Annotated[
-        float, typer.Option(help="Share of a card's memory to use.")
-    ] = 0.9,
-    warm_up: Annotated[
-        float, typer.Option(help="Latencies are of requests that arrive after so many seconds.")
-    ] = 0.0,
-    interval: Annotated[
-        float, typer.Option(help="Seconds between two points of what is recorded over time.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0,
-    gantt: Annotated[
-        list[Path] | None,
-        typer.Option(help="Draw a few steps to this .html, .svg or .png; may be repeated."),
-    ] = None,
-    gantt_at: Annotated[float, typer.Option(help="Seconds from which on steps are drawn.")] = 10.0,
-    gantt_steps: Annotated[int, typer.Option(help="How many.")] = 2,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write settings, figures and series to this file.")
     ] = None,
@@ -185,26 +157,19 @@ def simulate(
     from rorqual.planner.simulator.results import as_json, outcome
     from rorqual.planner.simulator.simulator import Simulation
 
-    given = _counted(context.params)
-    if requests is None and seconds is None and trace is None:
-        given["seconds"] = 60.0 if arrivals in ("poisson", "gamma", "fixed") else None
-    work = _workload(given)
-    deployment = _deployment(given, longest=_longest(given, work))
-    run = Simulation(
-        deployment, work, seed, interval, (gantt_at, gantt_steps if gantt else 0)
-    ).run()
-    found = outcome(run, warm_up)
+    asked = Settings(**chosen)
+    given = _counted({"model": model, **asdict(asked)})
+    work = _workload_of(given)
+    deployment = _deployment_of(given, longest=_longest(given, work))
+    drawn = (asked.gantt_at, asked.gantt_steps if asked.gantt else 0)
+    run = Simulation(deployment, work, asked.seed, asked.interval, drawn).run()
+    found = outcome(run, asked.warm_up)
     report.show(run, found)
-    for path in gantt or ():
-        chart.write(chart.gantt(run, f"{model} on {gpu}, {deployment.cards} cards"), path)
+    for path in asked.gantt:
+        chart.write(chart.gantt(run, f"{model} on {asked.gpu}, {deployment.cards} cards"), path)
     if json_file:
-        settings = {
-            name: [str(item) for item in value] if isinstance(value, list) else value
-            for name, value in given.items()
-        }
-        json_file.write_text(
-            json.dumps(as_json(run, found, settings), indent=1, default=str) + "\n"
-        )
+        written = as_json(run, found, given)
+        json_file.write_text(json.dumps(written, indent=1, default=str) + "\n")
 
 
 def _counted(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +195,7 @@ def _counted(params: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _workload(given: Mapping[str, Any]) -> Any:
+def _workload_of(given: Mapping[str, Any]) -> Any:
     from rorqual.planner.simulator.workload import (
         Arrivals,
         LengthDistribution,
@@ -260,7 +225,7 @@ def _longest(given: Mapping[str, Any], work: Any) -> tuple[int, int]:
     return math.ceil(sum(jobs) / len(jobs)), max(jobs)
 
 
-def _deployment(given: Mapping[str, Any], longest: tuple[int, int]) -> Any:
+def _deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Any:
     from rorqual.config.parallel import ParallelConfig
     from rorqual.planner.simulator import pools
 
@@ -273,10 +238,10 @@ def _deployment(given: Mapping[str, Any], longest: tuple[int, int]) -> Any:
         page_size=given["page_size"],
         num_pages=given["num_pages"],
         prefix_caching=given["prefix_caching"],
-        acceptance=shares(given["acceptance"]),
+        acceptance=given["acceptance"],
         steps_in_flight=given["steps_in_flight"],
         micro_batches=given["micro_batches"],
-        slow=_slow(given["slow"] or ()),
+        slow=_slow(given["slow"]),
     )
     attention = given["attention"]
     experts = given["experts"]
@@ -307,21 +272,11 @@ def _deployment(given: Mapping[str, Any], longest: tuple[int, int]) -> Any:
 
 
 def _model(given: Mapping[str, Any], sizes: Any) -> Any:
-    from dataclasses import replace
-
     from rorqual.config.hardware import load_device
-    from rorqual.models.hub import model_folder
-    from rorqual.planner.costs.catalog import shape_of, with_quant
     from rorqual.planner.costs.costs import Format
     from rorqual.planner.timing.profiles import load_profile, profile_for
     from rorqual.planner.timing.roofline import StepModel, with_link
 
-    shape = shape_of(given["model"])
-    quant = given["quant"]
-    if shape:
-        config = with_quant(shape[0], ("fp8" if shape[1] else "none") if quant == "auto" else quant)
-    else:
-        config = with_quant(model_folder(given["model"], weights=False), quant)
     card = with_link(load_device(given["gpu"]), given["network"])
     if given["network_latency"] is not None:
         if given["network_latency"] < 0:
@@ -330,7 +285,7 @@ def _model(given: Mapping[str, Any], sizes: Any) -> Any:
     engine = profile_for(card) if given["profile"] == "auto" else load_profile(given["profile"])
     routing = _routing(given["routing"])
     return StepModel(
-        config,
+        model_of(given["model"], given["quant"]),
         sizes,
         card,
         engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from rorqual.cli import options
 from rorqual.cli.main import app
 from rorqual.cli.options import Flags, Given, with_options
 from rorqual.config.option import Option, option, options_of
@@ -71,7 +73,7 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made("--place", "here")[0]["place"] == Path("here")
 
 
-@pytest.mark.parametrize("words", ["--hidden 1", "--rates a,b", "--counts 0", "--size x"])
+@pytest.mark.parametrize("words", ["--hidden 1", "--rates a,b", "--counts -1", "--size x"])
 def test_mistakes_end_with_two(words: str) -> None:
     assert made(*words.split())[0] == {}
 
@@ -99,3 +101,11 @@ def test_every_option_of_an_engine_is_a_flag(command: str) -> None:
     assert len(flags) == len(set(flags))
     for name, item in options_of(EngineConfig).items():
         assert set(spellings(name, item)) <= set(flags)
+
+
+def test_functions_of_commands_are_short() -> None:
+    for path in Path(options.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < 60, f"{path.name}: {node.name}"
