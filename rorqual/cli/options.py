@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from rorqual.config.option import Option, by_field
+from rorqual.config.option import FieldOption, by_field
 
 Model = Annotated[
     str | None,
@@ -76,7 +76,7 @@ class Flags:
     without: Sequence[str] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
 
-    def fields(self) -> Iterator[tuple[Field[Any], Option]]:
+    def fields(self) -> Iterator[tuple[Field[Any], FieldOption]]:
         for item in fields(self.of):
             wanted = self.only is None or item.name in self.only
             if "option" in item.metadata and wanted and item.name not in self.without:
@@ -147,7 +147,7 @@ def _parameters(flags: Flags) -> Iterator[tuple[str, inspect.Parameter]]:
         )
 
 
-def _declarations(name: str, option: Option, is_switch: bool) -> list[str]:
+def _declarations(name: str, option: FieldOption, is_switch: bool) -> list[str]:
     flags = option.flags or [f"--{it.replace('_', '-')}" for it in (name, *option.aliases)]
     return [f"{flag}/--no-{flag[2:]}" if is_switch else flag for flag in flags]
 

@@ -2,58 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rorqual.cli.options import Given, with_options
-from rorqual.config.option import option
 from rorqual.errors import ConfigError
-
-_question = partial(option, group="Question")
-_costs = partial(option, group="Costs")
+from rorqual.planner.search.settings import PlanSettings
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the planner is asked, as a user says it."""
-
-    gpu: str = _question("h200", "A card that ships (list: --cards), or a YAML file of one.")
-    count: int = _question(8, "How many.")
-    prompt: int = _question(1024, "Tokens of a prompt.")
-    output: int = _question(1024, "Tokens of an answer.")
-    ttft: float | None = _question(None, "Time to first token, in seconds at most.")
-    tpot: float | None = _question(None, "Time per output token, in milliseconds at most.")
-    num_speculative_tokens: tuple[int, ...] = _question(
-        (0,), "Draft counts to try, comma-separated.", aliases=("next_n",)
-    )
-    acceptance: float = _question(0.85, "Probability that a draft is taken.")
-    routing: str = _question(
-        "uniform", "uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect."
-    )
-    network: float | None = _question(None, "Gbit/s a card between nodes, in place of the card's.")
-    memory_utilization: float = _question(0.9, "Share of a card's memory to use.")
-    splits: bool = _question(
-        True, "Also prefill and decode, attention and experts, on cards of their own."
-    )
-    profile: str = _costs(
-        "auto", "Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."
-    )
-    quant: str = _costs("auto", "auto as published, fp8 or none.")
-    kv_dtype: str | None = _costs(
-        None,
-        "The cache's dtype, say fp8; the model's if left out.",
-        flags=(
-            "--kv-dtype",
-            "--kv-cache-dtype",
-        ),
-    )
-
-
-@with_options(asked=Asked)
+@with_options(asked=PlanSettings)
 def plan(
     asked: Given,
     model: Annotated[
@@ -101,52 +60,16 @@ def plan(
             "name a model, or ask for --validate, --questions, --question NAME or --cards"
         )
     from rorqual.planner.search import report
+    from rorqual.planner.search.from_settings import question_of
     from rorqual.planner.search.planner import search
 
-    found = search(_question_of(model, Asked(**asked)))
+    found = search(question_of(model, PlanSettings(**asked)))
     report.show(found, model, top, console)
     for path, write in ((csv, report.write_csv), (png, report.write_png)):
         if path:
             write(found, path)
     if yaml:
         report.write_yaml(found, model, yaml)
-
-
-def _question_of(model: str, asked: Asked) -> Any:
-    from rorqual.config.hardware import load_device
-    from rorqual.planner.costs.costs import Format
-    from rorqual.planner.costs.routing import Routing
-    from rorqual.planner.search.deployments import Goal, Question
-    from rorqual.planner.timing.profiles import load_profile, profile_for
-    from rorqual.planner.timing.roofline import with_link
-
-    card = with_link(load_device(asked.gpu), asked.network)
-    tpot = asked.tpot / 1e3 if asked.tpot else None
-    return Question(
-        model_of(model, asked.quant),
-        card,
-        asked.count,
-        profile_for(card) if asked.profile == "auto" else load_profile(asked.profile),
-        Goal(asked.prompt, asked.output, asked.ttft, tpot),
-        Format(kv_dtype=asked.kv_dtype),
-        Routing.parse(asked.routing),
-        asked.num_speculative_tokens,
-        asked.acceptance,
-        asked.memory_utilization,
-        asked.splits,
-    )
-
-
-def model_of(model: str, quant: str) -> Any:
-    """The configuration of a shape that ships, or of a folder or an id, without its weights."""
-    from rorqual.models.hub import model_folder
-    from rorqual.planner.costs.catalog import shape_of, with_quant
-
-    shape = shape_of(model)
-    if shape is None:
-        return with_quant(model_folder(model, weights=False), quant)
-    published = "fp8" if shape[1] else "none"
-    return with_quant(shape[0], published if quant == "auto" else quant)
 
 
 def _instead(

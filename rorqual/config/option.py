@@ -12,7 +12,7 @@ from rorqual.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Option:
+class FieldOption:
     """aliases: other names in recipes, keyword arguments and, with dashes, as flags. flags: all
     the flags, where they are not made from the names. group: the heading in a command's help.
     env: a variable read where the flag is not given. choices: the values accepted; at_least_one:
@@ -28,8 +28,8 @@ class Option:
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that is an option; `more` are those of Option."""
-    return dataclasses.field(default=default, metadata={"option": Option(help, **more)})
+    """A dataclass field that is an option; `more` are those of FieldOption."""
+    return dataclasses.field(default=default, metadata={"option": FieldOption(help, **more)})
 
 
 def same_option(cls: type, name: str) -> Any:
@@ -38,7 +38,7 @@ def same_option(cls: type, name: str) -> Any:
     return dataclasses.field(default=found.default, metadata=found.metadata)
 
 
-def options_of(cls: type) -> dict[str, Option]:
+def options_of(cls: type) -> dict[str, FieldOption]:
     """By field name; fields that are no options are left out."""
     return {
         item.name: item.metadata["option"]

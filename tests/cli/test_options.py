@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rorqual.cli import options
 from rorqual.cli.main import app
 from rorqual.cli.options import Flags, Given, with_options
-from rorqual.config.option import Option, option, options_of
+from rorqual.config.option import FieldOption, option, options_of
 from rorqual.engine.config import EngineConfig
 
 
@@ -88,7 +88,7 @@ def test_the_help_shows_the_default_of_the_command() -> None:
     assert "--size" not in made("--help", flags=Flags(Example, only=("rates",)))[1]
 
 
-def spellings(name: str, item: Option) -> tuple[str, ...]:
+def spellings(name: str, item: FieldOption) -> tuple[str, ...]:
     return item.flags or tuple(f"--{it.replace('_', '-')}" for it in (name, *item.aliases))
 
 

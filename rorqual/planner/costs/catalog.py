@@ -10,6 +10,7 @@ from typing import Any
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
 from rorqual.errors import ConfigError
+from rorqual.models.hub import model_folder
 
 SHAPES = Path(__file__).resolve().parents[2] / "shapes"
 FP8 = {
@@ -79,3 +80,12 @@ def with_quant(folder: Path, quant: str, overrides: Mapping[str, Any] | None = N
     if quant != "auto":
         changed["quantization_config"] = FP8 if quant == "fp8" else None
     return read_config_file(folder, overrides=changed)
+
+
+def model_of(model: str, quant: str) -> ModelConfig:
+    """The configuration of a shape that ships, or of a folder or an id, without its weights."""
+    shape = shape_of(model)
+    if shape is None:
+        return with_quant(model_folder(model, weights=False), quant)
+    published = "fp8" if shape[1] else "none"
+    return with_quant(shape[0], published if quant == "auto" else quant)

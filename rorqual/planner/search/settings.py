@@ -1,0 +1,48 @@
+"""What the planner is asked, as a user says it. Imports little: the command line reads the options
+whenever it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from rorqual.config.option import option
+
+_question = partial(option, group="Question")
+_costs = partial(option, group="Costs")
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Everything but the model. tpot is in milliseconds."""
+
+    gpu: str = _question("h200", "A card that ships (list: --cards), or a YAML file of one.")
+    count: int = _question(8, "How many.")
+    prompt: int = _question(1024, "Tokens of a prompt.")
+    output: int = _question(1024, "Tokens of an answer.")
+    ttft: float | None = _question(None, "Time to first token, in seconds at most.")
+    tpot: float | None = _question(None, "Time per output token, in milliseconds at most.")
+    num_speculative_tokens: tuple[int, ...] = _question(
+        (0,), "Draft counts to try, comma-separated.", aliases=("next_n",)
+    )
+    acceptance: float = _question(0.85, "Probability that a draft is taken.")
+    routing: str = _question(
+        "uniform", "uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect."
+    )
+    network: float | None = _question(None, "Gbit/s a card between nodes, in place of the card's.")
+    memory_utilization: float = _question(0.9, "Share of a card's memory to use.")
+    splits: bool = _question(
+        True, "Also prefill and decode, attention and experts, on cards of their own."
+    )
+    profile: str = _costs(
+        "auto", "Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."
+    )
+    quant: str = _costs("auto", "auto as published, fp8 or none.")
+    kv_dtype: str | None = _costs(
+        None,
+        "The cache's dtype, say fp8; the model's if left out.",
+        flags=(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+        ),
+    )

@@ -1,0 +1,180 @@
+"""A workload and a deployment from what a user says of them; see SimulationSettings. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rorqual.config.hardware import load_device
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.planner.costs.catalog import model_of
+from rorqual.planner.costs.costs import Format
+from rorqual.planner.costs.routing import Routing
+from rorqual.planner.simulator import pools
+from rorqual.planner.simulator.simulator import Deployment
+from rorqual.planner.simulator.workload import (
+    Arrivals,
+    LengthDistribution,
+    SharedPrefix,
+    Workload,
+)
+from rorqual.planner.timing.profiles import load_profile, profile_for
+from rorqual.planner.timing.roofline import StepModel, with_link
+
+HOST = 8  # cards of one, over which a model is split by default
+LAYOUT_KEYS = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp")
+
+
+def counted(params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` with layout and replicas: what was left out follows from the number of cards."""
+    given = dict(params)
+    count = given["count"]
+    wanted = given["replicas"]
+    if count is None:
+        given["layout"] = given["layout"] or f"tp={HOST}"
+        given["replicas"] = 1 if wanted is None else wanted
+        return given
+    if count < 1:
+        raise ConfigError(f"count={count} is out of range; accepted: at least 1")
+    given["layout"] = given["layout"] or f"tp={math.gcd(HOST, count)}"
+    size = given["attention"] + given["experts"] or _sizes(given["layout"]).world
+    first = given["prefill_replicas"] and _sizes(given["prefill_layout"] or given["layout"]).world
+    prompts = given["prefill_replicas"] * first
+    given["replicas"], rest = divmod(count - prompts, size)
+    if given["replicas"] < 1 or rest or wanted not in (None, given["replicas"]):
+        beside = f"{prompts} for prompts and " if prompts else ""
+        multiple = f"a multiple of {size}" if wanted is None else f"{wanted} x {size}"
+        raise ConfigError(f"count={count}: no whole replicas; accepted: {beside}{multiple}")
+    return given
+
+
+def workload_of(given: Mapping[str, Any]) -> Workload:
+    return Workload(
+        Arrivals(given["arrivals"], given["rate"], given["burstiness"], given["clients"]),
+        LengthDistribution.parse(given["input_len"]),
+        LengthDistribution.parse(given["output_len"]),
+        SharedPrefix(given["prefix_groups"], given["prefix_len"], given["prefix_zipf"]),
+        given["requests"],
+        given["seconds"],
+        str(given["trace"]) if given["trace"] else None,
+        given["trace_block"],
+        given["speed"],
+    )
+
+
+def longest_requests(given: Mapping[str, Any], work: Any) -> tuple[int, int]:
+    """(typical, longest) tokens of a request, prompt and output; drawn once more, since they
+    depend on the seed alone."""
+    jobs = [(job.prompt + job.output) for job in work.jobs(given["seed"])]
+    if not jobs:
+        raise ConfigError("the workload holds no requests")
+    return math.ceil(sum(jobs) / len(jobs)), max(jobs)
+
+
+def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deployment:
+    engine = pools.PoolSettings(
+        context=longest[0],
+        max_num_seqs=given["max_num_seqs"],
+        max_num_batched_tokens=given["max_num_batched_tokens"],
+        max_model_len=given["max_model_len"] or longest[1] + 1,
+        chunked_prefill_size=given["chunked_prefill_size"],
+        page_size=given["page_size"],
+        num_pages=given["num_pages"],
+        prefix_caching=given["prefix_caching"],
+        acceptance=given["acceptance"],
+        steps_in_flight=given["steps_in_flight"],
+        micro_batches=given["micro_batches"],
+        slow=_slow(given["slow"]),
+    )
+    attention = given["attention"]
+    experts = given["experts"]
+    prefill = given["prefill_replicas"]
+    if bool(attention) != bool(experts) or (attention and prefill):
+        raise ConfigError(
+            f"attention={attention} and experts={experts} go together, and not with "
+            f"prefill_replicas={prefill}"
+        )
+    if attention:
+        sizes = ParallelConfig()
+        return pools.split(
+            _model(given, sizes),
+            engine,
+            attention,
+            experts,
+            given["placement"],
+            given["replicas"],
+            given["balancing"],
+        )
+    model = _model(given, _sizes(given["layout"]))
+    if not prefill:
+        return pools.together(model, engine, given["replicas"], given["balancing"])
+    first = _model(given, _sizes(given["prefill_layout"] or given["layout"]))
+    return pools.disaggregated(
+        first, model, engine, (prefill, given["replicas"]), given["balancing"]
+    )
+
+
+def _model(given: Mapping[str, Any], sizes: Any) -> StepModel:
+    card = with_link(load_device(given["gpu"]), given["network"])
+    if given["network_latency"] is not None:
+        if given["network_latency"] < 0:
+            raise ConfigError(f"network_latency={given['network_latency']} us must be at least 0")
+        card = replace(card, network=replace(card.network, latency=given["network_latency"] * 1e-6))
+    engine = profile_for(card) if given["profile"] == "auto" else load_profile(given["profile"])
+    routing = _routing(given["routing"])
+    return StepModel(
+        model_of(given["model"], given["quant"]),
+        sizes,
+        card,
+        engine,
+        Format(kv_dtype=given["kv_dtype"]),
+        routing,
+        given["memory_utilization"],
+    )
+
+
+def _routing(text: str) -> Routing:
+    if not text.partition("/")[0].endswith(".json") and not text.endswith(".json"):
+        return Routing.parse(text)
+    try:
+        counts = json.loads(Path(text).read_text())
+        return Routing("recorded", counts=tuple(float(count) for count in counts))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{text}: {error}; it should be a JSON list of how often each expert was chosen"
+        ) from None
+
+
+def _sizes(text: str) -> ParallelConfig:
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in LAYOUT_KEYS or not value.isdigit():
+            raise ConfigError(
+                f"layout {text!r}: {part!r} is not understood; accepted: "
+                f"{', '.join(LAYOUT_KEYS)}, each with =N"
+            )
+        found[name] = int(value)
+    return ParallelConfig(**found)
+
+
+def _slow(given: Any) -> dict[int, float]:
+    found = {}
+    for text in given:
+        rank, _, factor = text.partition("=")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            raise ConfigError(
+                f"slow={text!r} is not understood; accepted: RANK=FACTOR, such as 3=1.2"
+            ) from None
+        if found[int(rank)] < 1 or int(rank) < 0:
+            raise ConfigError(
+                f"slow={text!r}: ranks count from 0, and a slow rank's factor is at least 1"
+            )
+    return found

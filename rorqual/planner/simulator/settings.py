@@ -1,0 +1,126 @@
+"""What a simulation is asked for, as a user says it. Imports little: the command line reads the
+options whenever it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rorqual.config.option import option
+
+_deployment = partial(option, group="Deployment")
+_workload = partial(option, group="Workload")
+_engine = partial(option, group="Engine")
+_costs = partial(option, group="Costs")
+_report = partial(option, group="Report")
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """What is simulated, and what is shown of it."""
+
+    gpu: str = _deployment(
+        "h200", "A card that ships (list: rorqual plan --cards), or a YAML file of one."
+    )
+    count: int | None = _deployment(
+        None, "Cards in all: as many replicas as they make, in place of --replicas."
+    )
+    layout: str | None = _deployment(
+        None,
+        "Sizes of a replica, such as tp=8 or dp=64,ep=64; the others as `serve` has them. "
+        "Left out: tp=8, or less where that does not divide --count.",
+    )
+    replicas: int | None = _deployment(
+        None, "Replicas, 1 if left out; those that decode where prompts have cards of their own."
+    )
+    prefill_replicas: int = _deployment(
+        0, "Replicas for prompts alone; 0 computes prompts where tokens are decoded."
+    )
+    prefill_layout: str | None = _deployment(None, "Their sizes; --layout if left out.")
+    attention: int = _deployment(
+        0, "Attention cards of a replica whose experts lie on cards of their own."
+    )
+    experts: int = _deployment(0, "Expert cards of such a replica.")
+    placement: str = _deployment(
+        "experts", "An expert card holds `experts` of every layer, or whole `layers`."
+    )
+    network: float | None = _deployment(
+        None, "Gbit/s a card between nodes, in place of the card's."
+    )
+    network_latency: float | None = _deployment(
+        None, "Microseconds of a message between nodes, likewise."
+    )
+    balancing: str = _deployment(
+        "live-tokens", "A request goes to the rank with the fewest live-tokens, or round-robin."
+    )
+    slow: tuple[str, ...] = _deployment(
+        (), "RANK=FACTOR: a rank of every replica that computes so much more slowly."
+    )
+    arrivals: str = _workload("poisson", "poisson, gamma, fixed, at-once or closed.")
+    rate: float = _workload(10.0, "Requests/s.")
+    burstiness: float = _workload(
+        1.0, "gamma: shape of the intervals; below 1 is burstier than Poisson."
+    )
+    clients: int = _workload(
+        16, "closed: how many send their next request when the last is answered."
+    )
+    requests: int | None = _workload(None, "Requests in all.")
+    seconds: float | None = _workload(None, "Requests arrive for so long; 60 if neither is given.")
+    input_len: str = _workload("1000", "Tokens in: N, uniform:LOW:HIGH or lognormal:MEAN:SPREAD.")
+    output_len: str = _workload("300", "Tokens out, likewise.")
+    prefix_groups: int = _workload(0, "Prompts begin with one of so many shared prefixes.")
+    prefix_len: int = _workload(0, "Tokens of a shared prefix, before --input-len.")
+    prefix_zipf: float = _workload(0.0, "Exponent of the prefixes' popularity; 0 is even.")
+    trace: Path | None = option(
+        None,
+        "JSON lines of timestamp (ms), input_length, output_length, hash_ids.",
+        group="Workload",
+    )
+    trace_block: int = _workload(512, "Tokens a hash_id stands for.")
+    speed: float = _workload(1.0, "2 replays a trace twice as fast.")
+    seed: int = _workload(0, "The same seed gives the same run.")
+    micro_batches: int = _engine(1, "Batches in flight: one computes while another is sent.")
+    max_num_seqs: int | None = _engine(
+        None, "Sequences at once on a rank; as many as fit, 256 at most, if left out."
+    )
+    max_num_batched_tokens: int = _engine(2048, "Tokens of a rank's step.")
+    max_model_len: int | None = _engine(
+        None, "Longest sequence; what the workload needs if left out."
+    )
+    chunked_prefill_size: int | None = _engine(None, "Most prompt tokens of one request in a step.")
+    page_size: int = _engine(64, "Tokens of a cache page.")
+    num_pages: int | None = _engine(
+        None, "Pages of a rank; as many as its memory holds if left out."
+    )
+    prefix_caching: bool = _engine(True, "Keep and find pages of common prefixes.")
+    acceptance: tuple[float, ...] = _engine(
+        (), "Speculation: probability of each of num_speculative_tokens drafts, such as 0.85,0.7."
+    )
+    steps_in_flight: int = _engine(2, "2: a step is planned while the one before runs.")
+    memory_utilization: float = _engine(0.9, "Share of a card's memory to use.")
+    routing: str = _costs(
+        "uniform", "uniform, zipf:EXPONENT (/placed, /perfect), or a JSON list of counts."
+    )
+    profile: str = _costs("auto", "Engine: auto, rorqual, sglang, or roofline for lower bounds.")
+    quant: str = _costs("auto", "auto as published, fp8 or none.")
+    kv_dtype: str | None = _costs(
+        None,
+        "The cache's dtype, say fp8; the model's if left out.",
+        flags=(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+        ),
+    )
+    warm_up: float = _report(0.0, "Latencies are of requests that arrive after so many seconds.")
+    interval: float = _report(1.0, "Seconds between two points of what is recorded over time.")
+    gantt: tuple[Path, ...] = _report(
+        (), "Draw a few steps to this .html, .svg or .png; may be repeated."
+    )
+    gantt_at: float = _report(10.0, "Seconds from which on steps are drawn.")
+    gantt_steps: int = _report(2, "How many.")
+
+    def __post_init__(self) -> None:
+        timed = self.arrivals in ("poisson", "gamma", "fixed")
+        if timed and self.requests is None and self.seconds is None and self.trace is None:
+            object.__setattr__(self, "seconds", 60.0)
