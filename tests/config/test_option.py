@@ -10,6 +10,7 @@ from rorqual.config.option import by_field, check_options, option, options_of, s
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
+from rorqual.llm.llm import _engine_options
 
 
 @dataclass
@@ -60,3 +61,18 @@ def test_sizes_mean_the_same_in_both() -> None:
     ours = options_of(EngineConfig)
     assert {name: ours[name] for name in options_of(ParallelConfig)} == options_of(ParallelConfig)
     assert same_option(ParallelConfig, "tp").default == 1
+
+
+def test_aliases_are_keywords_of_an_llm() -> None:
+    given = {"next_n": 1, "tensor_parallel_size": 2, "block_size": 16}
+    assert _engine_options(given) == {"num_speculative_tokens": 1, "tp": 2, "page_size": 16}
+    with pytest.raises(ConfigError, match="two names"):
+        _engine_options({"next_n": 1, "num_speculative_tokens": 1})
+    with pytest.raises(ConfigError, match="does not know the option 'next_m'"):
+        _engine_options({"next_m": 1})
+
+
+def test_aliases_reach_a_configuration() -> None:
+    assert EngineConfig.from_dict({"model": "", "next_n": 2}).num_speculative_tokens == 2
+    with pytest.raises(ConfigError, match="two names"):
+        EngineConfig.from_dict({"model": "", "next_n": 2, "num_speculative_tokens": 2})
