@@ -26,7 +26,7 @@ def case(queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@pytest.mark.parametrize("cuts", [[0, 20], [0, 1, 2, 19, 20], [0, 5, 10, 15, 20], [0, 13, 13, 20]])
+@pytest.mark.parametrize("filters", [[0, 20], [0, 1, 2, 19, 20], [0, 5, 10, 15, 20], [0, 13, 13, 20]])
 @pytest.mark.parametrize("queries", [1, 7, 20])
 def test_parts_joined_are_the_whole(queries: int, filters: list[int]) -> None:
     """In any order; queries see nothing of what comes after them, and a part may be empty."""
