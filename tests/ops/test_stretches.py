@@ -26,12 +26,12 @@ def case(queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-@pytest.mark.parametrize("filters", [[0, 20], [0, 1, 2, 19, 20], [0, 5, 10, 15, 20], [0, 13, 13, 20]])
+@pytest.mark.parametrize("edges", [[0, 20], [0, 1, 2, 19, 20], [0, 5, 10, 15, 20], [0, 13, 13, 20]])
 @pytest.mark.parametrize("queries", [1, 7, 20])
-def test_parts_joined_are_the_whole(queries: int, filters: list[int]) -> None:
+def test_parts_joined_are_the_whole(queries: int, edges: list[int]) -> None:
     """In any order; queries see nothing of what comes after them, and a part may be empty."""
     q, k, v = case(queries, 20)
-    for bounds in (list(pairwise(filters)), list(pairwise(filters))[::-1]):
+    for bounds in (list(pairwise(edges)), list(pairwise(edges))[::-1]):
         out = torch.zeros(queries, HEADS, 8)
         total = torch.full((queries, HEADS), -math.inf)
         for start, stop in bounds:

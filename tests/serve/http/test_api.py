@@ -121,7 +121,7 @@ def test_prompts_as_text_list_and_token_ids(client: Client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo(client: Client, stream: bool):
     plain = text(client).choices[0].text
-    out = text(client, fake=True, stream=stream)
+    out = text(client, echo=True, stream=stream)
     shown = "".join(chunk.choices[0].text for chunk in out) if stream else out.choices[0].text
     assert shown == PROMPT + plain
 
