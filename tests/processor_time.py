@@ -1,7 +1,8 @@
 """Processor time of each test file, child processes included: the suite must stay quick to run.
 
-Wall time depends on the machine and on what else it does; processor time much less. `--processor-minutes N`
-makes a run that took more fail. Linux only (it reads /proc); elsewhere nothing is counted or printed.
+Wall time depends on the machine and on what else it does; processor time much less.
+`--processor-minutes N` makes a run that took more fail. Linux only (it reads /proc); elsewhere
+nothing is counted or printed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ KEY = "processor_seconds"
 
 
 def processor_seconds(process: str = "self") -> float:
-    """Seconds that a process, the children it waited for and its living descendants have computed."""
+    """Seconds that a process, the children it waited for and its descendants have computed."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
         children = " ".join(p.read_text() for p in Path(f"/proc/{process}/task").glob("*/children"))

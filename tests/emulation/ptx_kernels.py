@@ -22,9 +22,11 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.rowwise.quantize import Quantized
 from tests.emulation.cross_compile import SHARED, compiling
 def quantized(tokens, columns):
-    return Quantized(torch.empty(tokens, columns, dtype=FP8), torch.empty(columns // 128, tokens).t())
+    return Quantized(torch.empty(tokens, columns, dtype=FP8), torch.empty(columns // 128,
+        tokens).t())
 def block_fp8(rows, columns):
-    return Weight(torch.empty(rows, columns, dtype=FP8), torch.empty(-(-rows // 128), columns // 128))
+    return Weight(torch.empty(rows, columns, dtype=FP8), torch.empty(-(-rows // 128),
+        columns // 128))
 with compiling(90) as launched:
 """
 AFTER = """

@@ -169,9 +169,11 @@ from rorqual.ops.cpu.backend import CpuOps
 from rorqual.engine.execution.worker import weight_bytes
 
 def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
-model = make_model(read_config_file(sys.argv[1]), Build(CpuOps(), torch.bfloat16, torch.device("cpu")), 64)
+model = make_model(read_config_file(sys.argv[1]), Build(CpuOps(), torch.bfloat16,
+    torch.device("cpu")), 64)
 before = peak()
 load_weights(model, Path(sys.argv[1]))
 print(before, peak(), weight_bytes(model))

@@ -31,7 +31,8 @@ class LLM:
         if os.environ.get("BROKEN"):
             raise RuntimeError("no card here")
         config = json.load(open(given["model"] + "/config.json"))
-        assert (config["num_hidden_layers"], given["load_format"], given["max_num_seqs"]) == (2, "dummy", 3), given
+        assert (config["num_hidden_layers"], given["load_format"], given["max_num_seqs"]) == (2,
+            "dummy", 3), given
         self.routing = given.get("enable_return_routed_experts", False)
         assert self.routing == given.get("enforce_eager", False)
         model_config = types.SimpleNamespace(get_vocab_size=lambda: config["vocab_size"])
@@ -49,7 +50,9 @@ class LLM:
             assert len(prompt["prompt_token_ids"]) == 6
             picks = np.zeros((6 + params.max_tokens, 2, 2), dtype=np.uint8)
             picks[:, 1] = [2 * number, 2 * number + 1]  # the first layer routes nothing
-            outs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(routed_experts=picks if self.routing else None)]))
+            routed = picks if self.routing else None
+            completion = types.SimpleNamespace(routed_experts=routed)
+            outs.append(types.SimpleNamespace(outputs=[completion]))
         return outs
 """
 

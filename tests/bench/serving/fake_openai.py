@@ -3,7 +3,9 @@ its behaviour with the body's field `fake` (see `Behaviour`), and the server kee
 which it really wrote each chunk (CLOCK_MONOTONIC, which other processes of the machine share), so
 that a measurement can be compared with what was injected rather than with what was meant.
 
-    python tests/bench/serving/fake_openai.py          prints its port, serves until its standard input closes
+    python tests/bench/serving/fake_openai.py
+
+prints its port, and serves until its standard input closes.
 """
 
 from __future__ import annotations

@@ -347,7 +347,8 @@ TILES = (
     "Object.fromEntries([...document.querySelectorAll('#tiles > div')].map(d => "
     "[d.children[0].textContent, d.children[1].innerText]))"
 )
-TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && !e.closest('.scroll')
+TOO_WIDE = """[...document.querySelectorAll('body *')]
+    .filter(e => e.checkVisibility() && !e.closest('.scroll')
     && e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 80))"""
 CUT_OFF = (
     "[...document.querySelectorAll('dt, dd, h2, td, .legend')].filter(e => e.scrollWidth > "
@@ -355,7 +356,8 @@ CUT_OFF = (
 )
 PAINTED = """(() => { const map = document.getElementById('map');
     const row = map.getContext('2d').getImageData(30, map.height / 2, map.width - 80, 1).data;
-    return new Set(Array.from({ length: row.length / 4 }, (_, i) => row.slice(4 * i, 4 * i + 4).join())).size; })()"""
+    const pixel = (_, i) => row.slice(4 * i, 4 * i + 4).join();
+    return new Set(Array.from({ length: row.length / 4 }, pixel)).size; })()"""
 
 
 @contextmanager

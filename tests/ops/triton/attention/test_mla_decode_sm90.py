@@ -147,7 +147,8 @@ m = lambda *s: torch.empty(*s, dtype=torch.bfloat16)
 i = lambda *s: torch.empty(*s, dtype=torch.int32)
 for heads, queries in ((128, 1), (128, 2), (16, 4)):
     config = mla.MlaDecodeConfig(64, 64, 8, 2, gluon=True)
-    mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=config)
+    mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 576), i(4, 9),
+        i(4), 0.1, 512, config=config)
 launched[:] = [kernel for kernel in launched if kernel.name.startswith("_mla")]
 """
 CHECKS = """
@@ -155,9 +156,11 @@ assert [kernel.name for kernel in launched] == ["_mla_hopper_kernel"] * 3
 for kernel in launched:
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] < 64, found
-    # one warpgroup all scores, two half the columns each: 36 and 2 x 4 products of a tile, none twice
+    # one warpgroup all scores, two half the columns each: 36 and 2 x 4 products of a tile, none
+    # twice
     for product, count in {"m64n64k16": 36, "m64n256k16": 8}.items():
-        assert kernel.ptx.count("wgmma.mma_async.sync.aligned." + product) == count, (product, kernel.ptx.count(product))
+        assert kernel.ptx.count("wgmma.mma_async.sync.aligned." + product) == count, (product,
+            kernel.ptx.count(product))
     assert "griddepcontrol.wait" in kernel.ptx
 """
 

@@ -290,18 +290,22 @@ i = lambda *s: torch.empty(*s, dtype=torch.int32)
 shapes = (16, 1, (16, 4, 2, 2)), (16, 1, (16, 4, 1, 3)), (128, 1, (64, 8, 2, 1))
 with compiling(90) as launched:
     for heads, queries, form in shapes:
-        mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 656, t=torch.uint8), i(4, 9), i(4), 0.1, 512,
+        mla.mla_decode(m(4 * queries, heads, 512), m(4 * queries, heads, 64), m(9, 64, 656,
+            t=torch.uint8), i(4, 9), i(4), 0.1, 512,
                        config=mla.MlaDecodeConfig(form[0], 64, *form[1:], gluon=True))
 kernels = [k for k in launched if k.name == "_mla_hopper_fp8_kernel"]
 for kernel, (heads, queries, (rows, warps, stages, per_sm)) in zip(kernels, shapes, strict=True):
     found = kernel.resources()
-    assert per_sm * (found["shared"] + 1024) <= SHARED[90] + 1024, found  # the system takes a KB of each program
+    # the system takes a KB of each program
+    assert per_sm * (found["shared"] + 1024) <= SHARED[90] + 1024, found
     assert per_sm * warps * 32 * -(-found["registers"] // 8) * 8 <= 65536, found
     assert found["stack"] < 128, found  # outside the loop over tiles
     # 4 products of ropes; 32 of keys and 32 of values, whose left operand is in registers
-    bf16, fp16 = (kernel.ptx.count(f"wgmma.mma_async.sync.aligned.m64n{4 * rows // warps}k16.f32.{t}.{t}") for t in ("bf16", "f16"))
+    product = f"wgmma.mma_async.sync.aligned.m64n{4 * rows // warps}k16.f32"
+    bf16, fp16 = (kernel.ptx.count(f"{product}.{t}.{t}") for t in ("bf16", "f16"))
     assert (bf16, fp16) == (4, 64), (bf16, fp16)
-    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in kernel.ptx
+    assert "griddepcontrol.wait" in kernel.ptx
     open("{folder}/" + f"{rows}-{per_sm}.ptx", "w").write(kernel.ptx)
     open("{folder}/" + f"{rows}-{per_sm}.cubin", "wb").write(kernel.kernel.asm["cubin"])
     open("{folder}/" + f"{rows}-{per_sm}.shared", "w").write(str(found["shared"]))

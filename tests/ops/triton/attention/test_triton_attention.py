@@ -356,20 +356,27 @@ m = lambda *s, t=torch.bfloat16: torch.empty(*s, dtype=t)
 i = lambda *s: torch.empty(*s, dtype=torch.int64)
 def everything(mla_config, gqa_config, prefill_config, fp8):
     for heads in (16, 128):
-        mla.mla_decode(m(4, heads, 512), m(4, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512, config=mla_config)
+        mla.mla_decode(m(4, heads, 512), m(4, heads, 64), m(9, 64, 576), i(4, 9), i(4), 0.1, 512,
+            config=mla_config)
     if fp8:
-        mla.mla_decode(m(4, 16, 512), m(4, 16, 64), m(9, 64, 656, t=torch.uint8), i(4, 9), i(4), 0.1, 512, config=mla_config)
+        mla.mla_decode(m(4, 16, 512), m(4, 16, 64), m(9, 64, 656, t=torch.uint8), i(4, 9), i(4),
+            0.1, 512, config=mla_config)
         latent_fp8.write(m(9, 64, 656, t=torch.uint8), i(4), m(4, 576), 512)
         latent_fp8.read(m(9, 64, 656, t=torch.uint8), i(4), 512, torch.bfloat16)
-    gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=gqa_config)
+    gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512,
+        config=gqa_config)
     joint = replace(gqa_config or gqa.GqaDecodeConfig(64, 4, 3), finish=True)
-    gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512, config=joint)
-    prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1, config=prefill_config)
+    gqa.gqa_decode(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(4, 9), i(4), 0.1, 512,
+        config=joint)
+    prefill.dense_prefill(m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1), 4096, 0.1,
+        config=prefill_config)
     so_far = prefill.SoFar(m(4, 8, 128, t=torch.float32), m(4, 8, t=torch.float32), i(1))
     packed = m(4, 8, 192), m(4, 8, 192), m(4, 8, 128), i(2), i(1), i(1)
     prefill.dense_prefill(*packed, 4096, 0.1, config=prefill_config, so_far=so_far)
-    prefill.paged_prefill(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(1, 9), i(2), i(1), 4096, 0.1, config=prefill_config)
-older = mla.MlaDecodeConfig(16, 16, 4, 2, tma=False), gqa.GqaDecodeConfig(32, 4, 2, tma=False), prefill.PrefillConfig(64, 32, 4, 2, tma=False)
+    prefill.paged_prefill(m(4, 32, 128), m(9, 64, 4, 128), m(9, 64, 4, 128), i(1, 9), i(2), i(1),
+        4096, 0.1, config=prefill_config)
+older = mla.MlaDecodeConfig(16, 16, 4, 2, tma=False), gqa.GqaDecodeConfig(32, 4, 2,
+    tma=False), prefill.PrefillConfig(64, 32, 4, 2, tma=False)
 capability = int(sys.argv[1])
 with compiling(capability) as launched:
     everything(*(older if capability < 90 else (None, None, None)), fp8=capability >= 89)

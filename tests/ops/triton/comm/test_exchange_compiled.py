@@ -25,11 +25,14 @@ from rorqual.ops.triton.comm import dispatch_combine as kernels
 for rank in range({RANKS}):
     areas = kernels.Areas({RANKS}, {ROWS}, {COLUMNS}, {TOP_K}, 2)
     i = lambda *shape: torch.empty(*shape, dtype=torch.int32)
-    buffer = kernels.DispatchBuffer(torch.empty({RANKS} + 1, dtype=torch.int64), 0, areas, rank, i(2), i({ROWS}, {RANKS}))
+    buffer = kernels.DispatchBuffer(torch.empty({RANKS} + 1, dtype=torch.int64), 0, areas, rank,
+        i(2), i({ROWS}, {RANKS}))
     x = torch.empty(3, {COLUMNS}, dtype=torch.bfloat16)
-    kernels.dispatch(buffer, x, i(3, {TOP_K}), torch.empty(3, {TOP_K}), {CAPACITY}, kernels.ExpertPlacement({EACH}))
+    kernels.dispatch(buffer, x, i(3, {TOP_K}), torch.empty(3, {TOP_K}), {CAPACITY},
+        kernels.ExpertPlacement({EACH}))
     kernels.recv_dispatch(buffer)
-    kernels.send_combine(buffer, torch.empty({RANKS} * {CAPACITY}, {COLUMNS}, dtype=torch.bfloat16), {CAPACITY})
+    kernels.send_combine(buffer, torch.empty({RANKS} * {CAPACITY}, {COLUMNS},
+        dtype=torch.bfloat16), {CAPACITY})
     kernels.combine(buffer, x)
 """
 

@@ -82,7 +82,8 @@ def test_emulated_result(
 
 PLANS = """
 from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
-PLANS = [(2112, LinearPlan(256, 128, 4, 4, tall=True)), (4096, LinearPlan(256, 128, 4, 4, tall=True)),
+PLANS = [(2112, LinearPlan(256, 128, 4, 4, tall=True)), (4096, LinearPlan(256, 128, 4, 4,
+    tall=True)),
          (4096, LinearPlan(128, 128, 4, 6, tall=True))]
 for rows, plan in PLANS:
     linear(quantized(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
@@ -93,9 +94,12 @@ for (rows, plan), kernel in zip(PLANS, launched):
     found = kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (rows, plan, found)
     # two warpgroups, one product or two of each unit, in narrow tiles too
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * plan.m // 128, plan
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n64k32") == (2 * 4 * plan.m // 128 if rows % 128 else 0), plan
-    assert "setmaxnreg.inc.sync.aligned.u32 \\t240;" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
+    product = "wgmma.mma_async.sync.aligned"
+    whole = 2 * 4 * plan.m // 128
+    assert kernel.ptx.count(product + ".m64n128k32") == whole, plan
+    assert kernel.ptx.count(product + ".m64n64k32") == (whole if rows % 128 else 0), plan
+    assert "setmaxnreg.inc.sync.aligned.u32 \\t240;" in kernel.ptx
+    assert "griddepcontrol.wait" in kernel.ptx
 """
 FORMS = [  # tokens, rows, columns, m, stages, programs, bias
     (200, 200, 256, 256, 2, 1, True),  # 72 rows in the last tile
@@ -106,7 +110,8 @@ SMALL = f"""
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import launch
 for tokens, rows, columns, m, stages, _, bias in {FORMS}:
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
-    launch(quantized(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y, m, stages)
+    launch(quantized(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y,
+        m, stages)
 """
 
 

@@ -157,8 +157,10 @@ def test_programs_share_the_units_evenly(
 
 PLANS = """
 from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
-PLANS = [(1, LinearPlan(8, 128, 8, 6, split=64, stream=True)), (64, LinearPlan(64, 64, 4, 8, split=1, stream=True)),
-         (64, LinearPlan(64, 128, 8, 4, split=64, stream=True)), (128, LinearPlan(128, 128, 8, 4, split=64, stream=True))]
+PLANS = [(1, LinearPlan(8, 128, 8, 6, split=64, stream=True)), (64, LinearPlan(64, 64, 4, 8,
+    split=1, stream=True)),
+         (64, LinearPlan(64, 128, 8, 4, split=64, stream=True)), (128, LinearPlan(128, 128, 8, 4,
+             split=64, stream=True))]
 for tokens, plan in PLANS:
     linear(quantized(tokens, 7168), block_fp8(2112, 7168), dtype=torch.bfloat16, plan=plan)
 """
@@ -167,8 +169,10 @@ assert [k.name for k in launched] == ["_stream_kernel"] * len(launched), launche
 for (tokens, plan), kernel in zip(PLANS, launched):
     found = kernel.resources()
     assert found["shared"] <= SHARED[90], (plan, found)
-    assert found["stack"] <= (8 if plan.n * plan.m == 128 * 128 else 0), (plan, found)  # outside the loop of products
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n%dk32" % plan.m) == 16 == kernel.ptx.count("wgmma.mma_async"), plan
+    # outside the loop of products
+    assert found["stack"] <= (8 if plan.n * plan.m == 128 * 128 else 0), (plan, found)
+    product = "wgmma.mma_async.sync.aligned.m64n%dk32" % plan.m
+    assert kernel.ptx.count(product) == 16 == kernel.ptx.count("wgmma.mma_async"), plan
     assert "griddepcontrol.wait" in kernel.ptx
     first = kernel.ptx.index("cp.async.bulk.tensor")
     assert first < kernel.ptx.index("griddepcontrol.wait"), "weights do not wait"
@@ -186,10 +190,12 @@ FORMS = [  # tokens, rows, columns, m, n, warps, stages, split, programs, bias
 SMALL = f"""
 from rorqual.ops.triton.gemm import fp8_gemm_sm90_streamk
 for tokens, rows, columns, m, n, warps, stages, split, programs, bias in {FORMS}:
-    fp8_gemm_sm90_streamk.multiprocessors = lambda device: programs * -(-tokens // m)  # room for their scales is a constant
+    # room for their scales is a constant
+    fp8_gemm_sm90_streamk.multiprocessors = lambda device: programs * -(-tokens // m)
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     biases = y[0].clone() if bias else None
-    fp8_gemm_sm90_streamk.launch(quantized(tokens, columns), block_fp8(rows, columns), biases, y, m, n, warps, stages, split, 1)
+    fp8_gemm_sm90_streamk.launch(quantized(tokens, columns), block_fp8(rows, columns), biases, y,
+        m, n, warps, stages, split, 1)
 """
 
 

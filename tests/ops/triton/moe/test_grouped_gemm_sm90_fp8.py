@@ -114,8 +114,10 @@ from rorqual.ops.triton.moe.align import empty_blocks
 PLANS = [(256, 4), (128, 6)]
 def launch(counts, m, rows, columns, stages, scatter, picks):
     blocks = empty_blocks(picks, len(counts), m, torch.device("cpu"), buckets=True)
-    weight = Weight(torch.empty(len(counts), rows, columns, dtype=FP8), torch.empty(len(counts), rows // 128, columns // 128))
-    grouped_gemm_sm90_fp8.product(quantized(picks, columns), weight, blocks, torch.bfloat16, stages, scatter)
+    weight = Weight(torch.empty(len(counts), rows, columns, dtype=FP8), torch.empty(len(counts),
+        rows // 128, columns // 128))
+    grouped_gemm_sm90_fp8.product(quantized(picks, columns), weight, blocks, torch.bfloat16,
+        stages, scatter)
 for m, stages in PLANS:
     launch([0] * 32, m, 4096, 7168, stages, False, 8192)
     launch([0] * 32, m, 7168, 2048, stages, True, 8192)
@@ -125,7 +127,8 @@ assert [k.name for k in launched] == ["_grouped_kernel"] * len(launched), launch
 for index, kernel in enumerate(launched[: 2 * len(PLANS)]):
     (m, stages), found = PLANS[index // 2], kernel.resources()
     assert found["shared"] <= SHARED[90] and found["stack"] == 0, (m, stages, found)
-    assert kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32") == 2 * 4 * (3 if m == 256 else 1), m
+    found = kernel.ptx.count("wgmma.mma_async.sync.aligned.m64n128k32")
+    assert found == 2 * 4 * (3 if m == 256 else 1), m
     assert "st.global.v4.b32" in kernel.ptx and "griddepcontrol.wait" in kernel.ptx
 """
 # as CASES

@@ -443,8 +443,10 @@ def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
     """Of whatever order inside an expert's rows."""
 
     def rows(out: align.ExpertBlocks) -> list[tuple[int, list[int]]]:
-        return [(slot, sorted(out.order[start + shift : stop + shift].tolist()))
-                for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist()]  # fmt: skip
+        return [
+            (slot, sorted(out.order[start + shift : stop + shift].tolist()))
+            for slot, start, stop, shift in out.blocks[:, : int(out.count)].t().tolist()
+        ]
 
     alike = torch.equal(found.blocks[:3, : int(found.count)], want.blocks[:3, : int(want.count)])
     return (

@@ -25,7 +25,8 @@ from rorqual.ops.deferred_sum import DeferredMoESum
 combine.ROW_REGISTERS = 0  # without assembler text, which changes no value
 x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 rows = x({TOKENS}, {COLUMNS})
-gave = DeferredMoESum(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None, combine.combine)
+gave = DeferredMoESum(x({TOKENS * TOP_K}, {COLUMNS}), None, torch.empty({TOKENS}, {TOP_K}), None,
+    combine.combine)
 for pack in (False, True):
     norm.add_norm(rows, rows, x({COLUMNS}), 1e-6, pack)
     combine.combine_add_norm(gave, rows, x({COLUMNS}), 1e-6, pack)

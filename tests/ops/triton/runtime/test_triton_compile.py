@@ -62,8 +62,12 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     wide = torch.float32
     v3 = capability >= 89
     for tokens in (1, 64, 256, 1024, 4096):
-        yield f"bf16 T{tokens}", lambda t=tokens: grouped_gemm.experts(
-            x(t, 2048), *picks(t, 8), Weight(x(128, 1536, 2048)), Weight(x(128, 2048, 768)))  # fmt: skip
+        yield (
+            f"bf16 T{tokens}",
+            lambda t=tokens: grouped_gemm.experts(
+                x(t, 2048), *picks(t, 8), Weight(x(128, 1536, 2048)), Weight(x(128, 2048, 768))
+            ),
+        )
         if v3:
             yield (
                 f"fp8 T{tokens}",
@@ -91,8 +95,12 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                 x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048)
             ),
         )
-        yield "fp8 one token, joined", lambda: grouped_gemm.experts(
-            x(1, 7168), *picks(1, 9), fp8(257, 4096, 7168), fp8(257, 7168, 2048), shared=1)  # fmt: skip
+        yield (
+            "fp8 one token, joined",
+            lambda: grouped_gemm.experts(
+                x(1, 7168), *picks(1, 9), fp8(257, 4096, 7168), fp8(257, 7168, 2048), shared=1
+            ),
+        )
     for tokens in (1, 64):
         yield (
             f"bf16 T{tokens}, joined",
@@ -189,8 +197,18 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
     index = x(9, dtype=torch.int64)
     for n in (0, 3):
-        yield f"rows of a step, {n} drafts", lambda n=n: spec_decode.decode_rows(
-            index, index, x(9, 3, dtype=torch.int64), x(4, 20, dtype=torch.int64), index[:4], n, 64)  # fmt: skip
+        yield (
+            f"rows of a step, {n} drafts",
+            lambda n=n: spec_decode.decode_rows(
+                index,
+                index,
+                x(9, 3, dtype=torch.int64),
+                x(4, 20, dtype=torch.int64),
+                index[:4],
+                n,
+                64,
+            ),
+        )
     tokens = x(4, 4, dtype=torch.int64)
     for taken in (None, x(4, 3, dtype=torch.bool)):
         yield (
@@ -244,12 +262,20 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     slots = x(4, dtype=torch.int64)
     angle = x(4, 32, dtype=wide)
-    yield "latent", lambda: rope_kv_write.latent_epilogue(
-        x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3)  # fmt: skip
+    yield (
+        "latent",
+        lambda: rope_kv_write.latent_epilogue(
+            x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3
+        ),
+    )
     if v3:
         rows = x(9, 64, 656, dtype=torch.uint8)
-        yield "latent to an fp8 cache", lambda: rope_kv_write.latent_epilogue(
-            x(4, 2112), x(1536), x(512), angle, angle, slots, rows, 1e-6, True, quant=True)  # fmt: skip
+        yield (
+            "latent to an fp8 cache",
+            lambda: rope_kv_write.latent_epilogue(
+                x(4, 2112), x(1536), x(512), angle, angle, slots, rows, 1e-6, True, quant=True
+            ),
+        )
         yield (
             "fp8 cache",
             lambda: (
