@@ -212,9 +212,11 @@ def test_generate_again_after_ctrl_c(llm: LLM, expected: list[list[int]], spot: 
 def test_ctrl_c_between_any_two_lines(llm: LLM, expected: list[list[int]]) -> None:
     """Python raises KeyboardInterrupt between any two instructions; here, before lines spread
     evenly over all that a run executes of the engine."""
-    folder = Path(ranks.__file__).parent
-    files = {str(folder / f"{name}.py") for name in ("engine", "scheduler", "runner", "rows")}
-    files |= {str(folder.parent / "cache" / f"{name}.py") for name in ("pages", "prefix")}
+    package = Path(ranks.__file__).parents[2]
+    names = ("engine", "scheduling/scheduler", "execution/model_runner", "execution/request_state")
+    files = {str(package / "engine" / f"{name}.py") for name in names}
+    files |= {str(package / "cache" / f"{name}.py") for name in ("pages", "prefix")}
+    assert all(Path(name).is_file() for name in files)
     count = 0
     stop = -1
 
