@@ -5,13 +5,22 @@ BIN := $(VENV)/bin
 # The CPU build of torch where pip finds this exact version, else any torch the project accepts.
 TORCH ?= torch==2.13.0
 
-.PHONY: run test test-parallel lint clean
+.PHONY: run test test-all test-exhaustive test-parallel lint clean
 
 run: $(VENV)/.installed
 	@$(BIN)/rorqual generate
 
+# What protects most, in minutes. A run that takes more processor time fails: whatever is exhaustive
+# goes to `make test-all`.
 test: $(VENV)/.installed-test lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --processor-minutes 8
+
+# Everything; and what `make test` leaves out (long emulations, compilers, matrices of cases).
+test-all: $(VENV)/.installed-test lint
+	$(BIN)/python -m pytest -n 2 --exhaustive all
+
+test-exhaustive: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --exhaustive only
 
 # Every valid combination of parallel sizes on two and four local processes: minutes. `make test`
 # runs a selection that covers every pair of settings. Launchers too: two hosts need root (network

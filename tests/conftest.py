@@ -22,16 +22,49 @@ if not torch.cuda.is_available():
 pytest_plugins = ["tests.processor_time"]
 
 
+EXHAUSTIVE = ("no", "only", "all")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        choices=EXHAUSTIVE,
+        default="no",
+        help="tests marked exhaustive: left out, run alone, or run with the others",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "full_matrix: every valid combination of parallel sizes (make test-parallel)"
     )
+    config.addinivalue_line(
+        "markers",
+        "exhaustive(but_first=False): left to `make test-all`; with but_first the first case of "
+        "each test function runs in `make test` all the same",
+    )
+
+
+def is_exhaustive(item: pytest.Item, seen: set[str]) -> bool:
+    """Whether a quick run leaves the test out. `seen`: functions whose first case was met."""
+    mark = item.get_closest_marker("exhaustive")
+    if mark is None:
+        return False
+    function = item.nodeid.partition("[")[0]
+    first = function not in seen
+    seen.add(function)
+    return not (first and mark.kwargs.get("but_first", False))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "full_matrix" in (config.option.markexpr or ""):
-        return
-    left_out = [item for item in items if item.get_closest_marker("full_matrix")]
+    left_out: list[pytest.Item] = []
+    if "full_matrix" not in (config.option.markexpr or ""):
+        left_out += [item for item in items if item.get_closest_marker("full_matrix")]
+    asked = config.option.exhaustive
+    if asked != "all":
+        seen: set[str] = set()
+        left_out += [item for item in items if is_exhaustive(item, seen) != (asked == "only")]
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        gone = set(left_out)
+        config.hook.pytest_deselected(items=list(gone))
+        items[:] = [item for item in items if item not in gone]

@@ -432,6 +432,7 @@ COMMANDS = list(commands())
 SNIPPETS = list(snippets())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
 def test_a_documented_command_works(command: Command, place: Place) -> None:
     rule_of(command)(command, place)

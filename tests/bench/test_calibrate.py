@@ -17,6 +17,8 @@ from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.platforms import make_platform
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import Request, StructuredOutput
 from tests.engine.fake_runner import check_idle
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 64,

@@ -23,6 +23,8 @@ from tests.models.checkpoints import (
 )
 from tests.models.driver import FORMS, Driver, all_logits, load
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 BOUND = 1e-4
 LENGTH = 23
 # whole prefill; chunked prefill then decode; one page-aligned chunk then decode

@@ -26,6 +26,8 @@ from rorqual.parallel.exchange import SlotMap
 from rorqual.planner.costs.costs import expected_experts
 from tests.models.driver import Driver
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "vocab_size": 512,

@@ -24,6 +24,8 @@ from rorqual.ops.interface import AttentionMetadata, Ops
 from tests.models.checkpoints import VOCAB, save
 from tests.models.driver import CPU, PAGE, Driver, all_logits, load
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 LENGTH = 23
 CUTS = [[LENGTH], [1, 9, 17], [16]]  # whole; chunked, then decode steps; a whole number of pages
 BOUND = 1e-4

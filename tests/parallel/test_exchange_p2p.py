@@ -15,7 +15,11 @@ from tests.emulation.triton_interpreter import DEVICE, needs_triton
 from tests.parallel.pool import RankPool
 from tests.parallel.test_exchange import REPLICAS, name_of
 
-pytestmark = [needs_triton, pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter")]
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter"),
+    pytest.mark.exhaustive(but_first=True),
+]
 
 LOW_LATENCY: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2, "exchange": "low_latency"},

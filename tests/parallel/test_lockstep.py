@@ -18,6 +18,8 @@ from tests.models.checkpoints import rewrite_config, save, save_with_mtp
 from tests.parallel.lockstep import Lockstep, Settings, prompt_of
 from tests.parallel.pool import RankPool
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 
 def asks(most: int = 8, **changes: Any) -> SamplingParams:
     settings = {"temperature": 0, "max_tokens": most, "ignore_eos": True, "seed": 1}

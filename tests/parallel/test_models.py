@@ -21,6 +21,8 @@ from tests.parallel import jobs, matrix
 from tests.parallel.driver import homes
 from tests.parallel.pool import RankPool
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 BOUND = 1e-4
 ARCHITECTURES = {
     "v3": "DeepseekV3ForCausalLM",

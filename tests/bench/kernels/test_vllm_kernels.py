@@ -28,6 +28,8 @@ from rorqual.errors import ConfigError
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
 
+pytestmark = pytest.mark.exhaustive
+
 CPU = torch.device("cpu")
 
 

@@ -17,6 +17,8 @@ from rorqual.bench.offline import vllm_baseline, vllm_process
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 
+pytestmark = pytest.mark.exhaustive
+
 STAND_IN = """
 import json, os, time, types
 import numpy as np

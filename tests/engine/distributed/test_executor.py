@@ -19,6 +19,8 @@ from rorqual.errors import ConfigError, EngineError
 from rorqual.request import RequestOutput, StructuredOutput
 from tests.models.checkpoints import save
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 TEXTS = [
     "The captain of the ship",
     "In the beginning",

@@ -9,6 +9,8 @@ import pytest
 
 from rorqual import LLM, SamplingParams
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "weights": "random",

@@ -34,6 +34,8 @@ from tests.engine.distributed.starting import (
     variables,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 

@@ -30,6 +30,8 @@ from tests.engine.distributed.starting import (
     start,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 try:
     import ray
 except ModuleNotFoundError:

@@ -40,9 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DRAFTER = {"v3": "mtp", "qwen": "ngram"}
 LIKE_EAGER = {"exe_mode": "eager"}
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU"
+    ),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,6 +24,8 @@ from rorqual.parallel.overlap import run_one
 from tests.gpu.device_driver import DeviceDriver, random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK, QWEN, WIDE
 
+pytestmark = pytest.mark.exhaustive
+
 
 def strides(x: torch.Tensor) -> list[int]:
     return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]

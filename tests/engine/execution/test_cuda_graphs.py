@@ -26,6 +26,8 @@ from tests.engine.execution.replaying import ReplayingPlatform
 from tests.engine.execution.test_speculative_requests import GRAMMARS, Automata
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -26,6 +26,8 @@ from tests.engine.execution.test_identity import engine, greedy, prompts
 from tests.models.checkpoints import save, save_with_mtp
 from tests.models.driver import all_logits, load
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 FP8 = {"kv_cache_dtype": "fp8"}
 BATCH = prompts(14)
 

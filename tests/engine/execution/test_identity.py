@@ -13,6 +13,8 @@ from rorqual.ops import stretch
 from rorqual.ops.cpu.backend import CpuOps
 from tests.models.checkpoints import VOCAB, save
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 OUTPUT = 24
 
 

@@ -20,6 +20,8 @@ from rorqual.request import Request
 from tests.engine.execution.test_identity import engine, prompts
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 NEXT_N = 3
 Known = tuple[int, ...]
 

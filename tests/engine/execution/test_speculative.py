@@ -19,6 +19,8 @@ from tests.engine.execution.test_identity import OUTPUT, engine, prompts
 from tests.engine.fake_runner import check_idle, check_pages
 from tests.models.checkpoints import VOCAB, save, save_with_mtp
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 HELD_OUT = Path(__file__).resolve().parents[3] / "demo" / "heldout-sample.txt"
 COUNT = 200 if os.environ.get("RORQUAL_LONG") else 12
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)

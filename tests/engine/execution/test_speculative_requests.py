@@ -18,6 +18,8 @@ from tests.engine.execution.test_identity import engine, prompts
 from tests.engine.fake_runner import check_idle
 from tests.models.checkpoints import save, save_with_mtp
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 TEXT = [
     "The old gentleman looked at her and said",
     "It is a truth",

@@ -16,6 +16,8 @@ from rorqual import LLM, SamplingParams
 from tests.engine.execution.test_identity import engine, prompts
 from tests.models.checkpoints import save_with_mtp
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 VOCAB = 8
 # repeats itself: the ngram drafter always has a draft for the second token
 PROMPT = [3, 5, 2, 7, 3, 5, 2, 7, 3, 5]

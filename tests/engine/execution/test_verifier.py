@@ -30,6 +30,8 @@ from rorqual.ops.select import ops_for
 from rorqual.platforms.cpu import CpuPlatform
 from rorqual.request import SamplingParams
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 DRAWS = 100_000
 VOCAB = 4
 # The chi-squared statistic that a true hypothesis exceeds once in 10,000 times, by degrees of

@@ -17,6 +17,8 @@ from rorqual.errors import CapacityError, ConfigError, RequestError
 from rorqual.request import Request, SamplingParams
 from tests.engine.fake_runner import FakeRunner, Loop, check_idle, check_pages, expected
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 VOCAB = 97
 
 

@@ -19,6 +19,8 @@ from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.rowwise import embedding, quantize
 from tests.gpu.device_driver import all_logits, random_model, with_ops
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 LENGTH = 11
 PAGE = 4
 CUTS = [5, 8]

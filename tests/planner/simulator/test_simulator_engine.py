@@ -19,6 +19,8 @@ from rorqual.planner.simulator.simulator import Deployment, Pool, Simulation
 from rorqual.planner.simulator.workload import Arrival, Arrivals, LengthDistribution, Workload
 from rorqual.request import Request, SamplingParams
 
+pytestmark = pytest.mark.exhaustive
+
 ROWS = (0, 1, 4, 12)
 PROMPTS = (0, 16, 64, 124)
 PIECE = 40

@@ -19,6 +19,8 @@ from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from tests.gpu.device_driver import random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 if SKIP_REASON is None:
     from rorqual.ops.triton.attention import latent_fp8
     from rorqual.ops.triton.backend import TritonOps

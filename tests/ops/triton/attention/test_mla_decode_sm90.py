@@ -21,6 +21,8 @@ from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled
 from tests.emulation.ptx_memory import TensorMap
 
+pytestmark = pytest.mark.exhaustive
+
 PAGE = 64
 CASES = [
     ([200, 64, 1, 0, 130], 16, 4, 3, 1),  # queries x heads share a block of rows

@@ -29,6 +29,8 @@ from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import caught, changes
 from tests.emulation.ptx_memory import TensorMap
 
+pytestmark = pytest.mark.exhaustive
+
 PAGE = 64
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="the card runs the kernel itself: tests/gpu")
 

@@ -25,7 +25,7 @@ if SKIP_REASON is None:
     from rorqual.ops.triton.attention import mla_decode as mla
     from rorqual.ops.triton.runtime import launch
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.exhaustive(but_first=True)]
 GARBAGE = 2147480000
 
 
@@ -388,6 +388,7 @@ print(len(launched), sum("wgmma" in k.ptx for k in launched))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_every_kernel_compiles(capability: int, tmp_path: object) -> None:
     if DEVICE == "cuda" and capability != 90:

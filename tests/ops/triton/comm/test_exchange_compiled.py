@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, changes, compiled
 
+pytestmark = pytest.mark.exhaustive
+
 # two warps a row
 COLUMNS = 528
 CAPACITY = 3

@@ -19,6 +19,8 @@ from tests.emulation import ptx_interpreter
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, caught, changes, compiled, run_time
 
+pytestmark = pytest.mark.exhaustive
+
 MOE = MoEConfig(24, 5, 8, 0, "sigmoid", "noaux_tc", 4, 2, True, scaling=1.7)
 # two warps for the router and for a row of the all-reduce
 SLOTS = 25

@@ -20,6 +20,8 @@ from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
 from tests.emulation.ptx_memory import TensorMap
 
+pytestmark = pytest.mark.exhaustive
+
 CASES = [  # tokens, rows, columns, m, stages, programs
     (300, 320, 384, 256, 3, 2),  # 64 rows in the last tile; the last half tile has no tokens
     (300, 448, 384, 128, 2, 3),

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import compiled
 
+pytestmark = pytest.mark.exhaustive
+
 TOKENS = 5
 HEADS = 2
 NOPE = 128

@@ -21,6 +21,8 @@ from tests.emulation.gluon_emulator import Descriptor
 from tests.emulation.ptx_kernels import Kernel, assembled, caught, changes, compiled, run_time
 from tests.emulation.ptx_memory import TensorMap
 
+pytestmark = pytest.mark.exhaustive
+
 SHIFT = 3  # how far behind its row a pick stands in the order
 
 

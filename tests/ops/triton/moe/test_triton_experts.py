@@ -34,6 +34,8 @@ from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.rowwise import norm, quantize
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 KINDS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -179,6 +181,7 @@ def test_expert_tiles(kind: str, swap: bool) -> None:
     assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
 
 
+@pytest.mark.exhaustive
 def test_direct_form_takes_any_number_of_picks() -> None:
     for kind in ("bf16", "fp8"):
         hidden, inner, slots = SIZES[kind]

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 from tests.emulation.ptx_interpreter import Grid, Launch
 from tests.emulation.ptx_kernels import Kernel, compiled
 
+pytestmark = pytest.mark.exhaustive
+
 TOKENS = 2
 COLUMNS = 1152
 TOP_K = 3

@@ -27,9 +27,12 @@ INSTRUCTIONS = (
     "griddepcontrol.wait",
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
 
 
 def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -12,6 +12,8 @@ if SKIP_REASON is not None:
 
 from rorqual.ops.triton.sampling.argmax import argmax
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 LEAST = float("-inf")
 
 

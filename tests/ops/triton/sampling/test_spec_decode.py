@@ -14,6 +14,8 @@ if SKIP_REASON is not None:
 from rorqual.ops import reference
 from rorqual.ops.triton.sampling import spec_decode
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 SLOTS = 9
 PAGE = 8
 MOST = 4  # drafts that rows have room for
