@@ -17,6 +17,8 @@ from rorqual.cli.main import app
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 
 def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -55,6 +57,7 @@ def test_info_names_the_parts():
         assert words in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("output", [4, 16])
 def test_bench_offline_writes_json(output: int, tmp_path: Path):
     """Long outputs have steps of all requests together, on a clock of their own."""
@@ -324,6 +327,7 @@ def bare(tmp_path: Path, **fields: object) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_shape_without_a_tokenizer_is_served(tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     from tests.serve.running import start_server
@@ -353,6 +357,7 @@ def test_a_shape_without_a_tokenizer_is_served(tmp_path: Path) -> None:
         assert server.request("POST", "/v1/chat/completions", chat)[0] == 200
 
 
+@pytest.mark.exhaustive
 def test_a_shape_without_a_tokenizer_generates(tmp_path: Path) -> None:
     options = ("--weights", "random", "-n", "4", "-q", "-p", "Once")
     done = run("generate", str(bare(tmp_path)), *options)
@@ -365,6 +370,7 @@ def test_a_shape_without_a_tokenizer_generates(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_tokenizer_may_be_named(tmp_path: Path) -> None:
     folder = bare(tmp_path)
     named = ("--weights", "random", "-n", "2", "-q", "-p", "Once", "--tokenizer")
@@ -392,6 +398,7 @@ def test_weights_from_files_need_the_model_s_own_tokenizer(broken: Path) -> None
     expect_sentence(run("generate", str(broken), "-n", "2"), "no tokenizer.json")
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_gets_the_engine_s_options_alone() -> None:
     """What an LLM has beside its engine is no option of a rank: the mistake is a missing RANK."""
     named = ("--launcher", "torchrun", "--tp", "2")

@@ -460,6 +460,7 @@ GROUP_SPOTS: list[tuple[Spot, type[BaseException]]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list[int]]) -> None:
     """One group throughout: at last its drafter fails between two collectives, and it ends."""
     llm = LLM(**OPTIONS, dp=2, ep=2, num_speculative_tokens=2, watchdog_seconds=30)

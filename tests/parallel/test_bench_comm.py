@@ -19,6 +19,8 @@ from rorqual.parallel.collectives import NullAxis
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
 from tests.parallel.pool import RankPool
 
+pytestmark = pytest.mark.exhaustive
+
 SETUP = comm.CommSetup(
     4, "cpu", rows=(1, 3), hidden=256, experts=8, top_k=2, repeats=1, dtype="float32", calls=1
 )

@@ -18,7 +18,7 @@ from tests.parallel.test_exchange import REPLICAS, name_of
 pytestmark = [
     needs_triton,
     pytest.mark.skipif(DEVICE != "cpu", reason="runs in the interpreter"),
-    pytest.mark.exhaustive(but_first=True),
+    pytest.mark.exhaustive,
 ]
 
 LOW_LATENCY: list[dict[str, Any]] = [

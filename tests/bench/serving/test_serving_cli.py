@@ -62,6 +62,7 @@ def test_failed_requests_make_the_status_1_and_are_listed(fake: Fake):
     assert re.search(r"Failed requests: +4\b", done.stdout)
 
 
+@pytest.mark.exhaustive
 @steady
 def test_a_sweep_with_an_slo_search_and_charts(fake: Fake, tmp_path: Path):
     """TPOT is 2 ms + 1 ms a request open: 100 tokens/s/user hold up to about 8."""

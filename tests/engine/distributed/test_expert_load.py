@@ -9,7 +9,7 @@ import pytest
 
 from rorqual import LLM, SamplingParams
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -19,7 +19,7 @@ from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.rowwise import embedding, quantize
 from tests.gpu.device_driver import all_logits, random_model, with_ops
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 LENGTH = 11
 PAGE = 4

@@ -35,6 +35,8 @@ from rorqual.planner.costs.shards import (
 from tests.parallel.fake_axes import place
 from tests.planner.costs.test_costs import small
 
+pytestmark = pytest.mark.exhaustive
+
 # DeepSeek-V3 (fp8) and V2-Lite, Qwen3: their sizes, with fewer layers.
 LAYERS = 7
 MODELS = ("deepseek-v3", "deepseek-v2-lite", "qwen3-235b-a22b", "biased", "qwen, biased, tied")

@@ -33,6 +33,8 @@ from rorqual.planner.timing.profiles import load_profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import split_step
 
+pytestmark = pytest.mark.exhaustive
+
 R1 = read_config_file(model_folder("deepseek-v3", weights=False))
 WIDE = ParallelConfig(dp=32, ep=32)
 

@@ -14,6 +14,8 @@ import pytest
 from tests.serve.http.test_api_faults import LONG, SMALL, gone
 from tests.serve.running import Running, start_server
 
+pytestmark = pytest.mark.exhaustive
+
 WATCHDOG = 6.0
 SLACK = 8.0  # a busy machine notices late
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.serve import soak
 from tests.serve.running import Running
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_mixed_load_leaves_nothing_behind(server: Running):

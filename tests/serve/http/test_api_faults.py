@@ -20,6 +20,8 @@ import pytest
 
 from tests.serve.running import Running, start_server
 
+pytestmark = pytest.mark.exhaustive
+
 SMALL = (
     "--dtype",
     "float32",

@@ -16,6 +16,8 @@ if SKIP_REASON is not None:
 from rorqual.ops.reference import dequantize_activation, quantize_activation
 from rorqual.ops.triton.comm import dispatch_combine as kernels
 
+pytestmark = pytest.mark.exhaustive
+
 EXPERTS = 16
 
 

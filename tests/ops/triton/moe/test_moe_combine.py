@@ -27,7 +27,7 @@ from rorqual.ops.triton.runtime.launch import takes_fp8
 from tests.gpu.device_driver import all_logits, random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK, QWEN
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 EPS = 1e-6
 NAN = float("nan")

@@ -34,7 +34,7 @@ from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.rowwise import norm, quantize
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 KINDS = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}
 

@@ -22,6 +22,8 @@ from rorqual.ops.reference import Distribution
 from rorqual.ops.rng import uniform
 from rorqual.ops.select import ops_for
 
+pytestmark = pytest.mark.exhaustive
+
 TOLERANCE = {"reference": 1e-12, "cpu": 1e-12, "triton": 1e-6}
 LOWEST = 0.0
 HIGHEST = 1 - 2.0**-53
