@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class House:
 
     sources: Mapping[str, str]
     packages: frozenset[str]
+    found: dict[str, list[str]] = field(default_factory=dict)  # imports, by module
 
     @staticmethod
     def read(root: Path) -> House:
@@ -88,9 +89,14 @@ class House:
     def modules(self) -> list[str]:
         return [name for name in self.sources if "." in name]
 
-    def imports(self, name: str) -> Iterator[str]:
+    def imports(self, name: str) -> list[str]:
         """Absolute names of all that a module imports anywhere in its text, for type checkers
         too; `from p import m` counts as p.m where m is a module."""
+        if name not in self.found:
+            self.found[name] = list(self._imports(name))
+        return self.found[name]
+
+    def _imports(self, name: str) -> Iterator[str]:
         for node in ast.walk(self.trees[name]):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)

@@ -26,6 +26,8 @@ from rorqual.layers.moe import run_stages
 from rorqual.planner.costs import costs
 from rorqual.platforms.cpu import CpuPlatform
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 TOKENS = (1, 3, 20)
 DEEPSEEK = {
