@@ -69,7 +69,7 @@ class ExpertRows(Protocol):
 
 
 class Axis(Protocol):
-    """What layers and exchanges may ask of a group of ranks. `cut` is this rank's part of an
+    """What layers and exchanges may ask of a group of ranks. `shard` is this rank's part of an
     axis split over the group."""
 
     name: str

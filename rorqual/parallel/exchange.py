@@ -105,7 +105,7 @@ class Exchange(Protocol):
 class ExpertStore:
     """The experts of this rank and how to find any expert: what all exchanges of a layer share.
 
-    `cut` is the expert-parallel part: this rank holds the slots slots.local(cut). `table` [E, R]
+    `shard` is the expert-parallel part: this rank holds slots.local(shard). `table` [E, R]
     int64 names physical slots; a token in row i of its step takes replica i mod R, so ranks that
     hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
     `shared`: so many experts that every token picks stand behind the routed ones, which are then
