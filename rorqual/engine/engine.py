@@ -1,4 +1,4 @@
-"""Engine: a scheduler, a runner, and the loop between them."""
+"""Engine: a scheduler, an executor, and the loop between them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
-from rorqual.engine.distributed.launchers import check_alone
-from rorqual.engine.distributed.worker_process import rank_device
 from rorqual.engine.execution.draft_controller import DraftController
 from rorqual.engine.execution.grammar import Grammars
-from rorqual.engine.execution.worker import Worker
+from rorqual.engine.executor import Executor, LaunchedStep, LocalExecutor
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
-from rorqual.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from rorqual.engine.scheduling.sequence import InFlight, TokenOut
+from rorqual.engine.scheduling.scheduler import SchedulerConfig
+from rorqual.engine.scheduling.sequence import TokenOut
 from rorqual.errors import RequestError
-from rorqual.parallel.mesh import Mesh
-from rorqual.platforms import make_platform
 from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompileStats
-    from rorqual.engine.execution.grammar import SharedGrammars
 
 
 @dataclass
@@ -55,63 +50,49 @@ class Engine:
     known.
 
     With several ranks this process is rank 0: it starts the others, schedules for all, and computes
-    its own share; with single_rank_bench it schedules for itself and takes the others to do the
-    same.
+    its own share. `worker`: what this process holds of the model.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        sizes = config.parallel
-        self.group = (
-            None if sizes.is_single or config.single_rank_bench else DistributedExecutor(config)
-        )
-        if self.group is None:
-            check_alone(config)
-            mesh = Mesh.fake(sizes) if config.single_rank_bench else Mesh.single()
-            self.rank = Worker(
-                config, make_platform(rank_device(config, config.first_device)), mesh
-            )
-            self.scheduler: Scheduler | DataParallelScheduler = Scheduler(self._scheduler_config())
-        else:
-            self.rank = self.group.start()
-            self.scheduler = DataParallelScheduler(self._scheduler_config(), sizes.dp)
-        rank = self.rank
-        self.platform = rank.platform
-        self.model = rank.model
-        self.model_config = rank.model_config
-        self.runner = rank.runner
-        self.dtype = rank.dtype
-        self.max_model_len = rank.max_model_len
-        self.depth = rank.depth
-        self.speculation = rank.speculation
-        self.mtp_layers = rank.mtp_layers
+        self.executor = make_executor(config)
+        worker = self.worker = self.executor.worker
+        self.scheduler = DataParallelScheduler(self._scheduler_config(), self.executor.dp)
+        self.platform = worker.platform
+        self.model = worker.model
+        self.model_config = worker.model_config
+        self.dtype = worker.dtype
+        self.max_model_len = worker.max_model_len
+        self.depth = worker.depth
+        self.speculation = worker.speculation
+        self.mtp_layers = worker.mtp_layers
         self.controller = DraftController(
             config.num_speculative_tokens, adaptive=config.speculative_policy == "adaptive"
         )
         self.stats = Stats(
-            drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=rank.startup
+            drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=worker.startup
         )
-        self.stats.allreduce_backend = rank.allreduce_backend
-        self.stats.all2all_backend = rank.all2all_backend
-        self.stats.compiled = rank.compiled.stats if rank.compiled else None
-        self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.stats.allreduce_backend = worker.allreduce_backend
+        self.stats.all2all_backend = worker.all2all_backend
+        self.stats.compiled = worker.compiled.stats if worker.compiled else None
+        self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
         self._whole = True
 
     def _scheduler_config(self) -> SchedulerConfig:
         config = self.config
-        rank = self.rank
+        worker = self.worker
         return SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=rank.max_model_len,
-            num_pages=rank.num_pages,
-            page_size=rank.spec.page_size,
+            max_model_len=worker.max_model_len,
+            num_pages=worker.num_pages,
+            page_size=worker.spec.page_size,
             prefix_caching=config.enable_prefix_caching,
             chunked_prefill_size=config.chunked_prefill_size,
             num_speculative_tokens=config.num_speculative_tokens,
-            lookahead=rank.mtp_layers,
-            send_tokens=rank.speculation is not None and rank.speculation.drafter == "ngram",
+            lookahead=worker.mtp_layers,
+            send_tokens=worker.speculation is not None and worker.speculation.drafter == "ngram",
             micro_batches=config.parallel.micro_batches or 1,
         )
 
@@ -119,13 +100,11 @@ class Engine:
     def grammars(self) -> Grammars | None:
         """Makes matchers for requests with structured output; whoever owns a tokenizer sets it.
         With several ranks: SharedGrammars."""
-        return self.runner.rows.grammars
+        return self.executor.grammars
 
     @grammars.setter
     def grammars(self, grammars: Grammars | None) -> None:
-        self.runner.rows.grammars = grammars
-        if self.group is not None:
-            self.group.grammars = cast("SharedGrammars | None", grammars)
+        self.executor.grammars = grammars
 
     # ---- serving
 
@@ -178,8 +157,7 @@ class Engine:
 
     def close(self) -> None:
         """End the other ranks. Nothing can be asked of the engine after."""
-        if self.group is not None:
-            self.group.close()
+        self.executor.close()
 
     @property
     def has_work(self) -> bool:
@@ -199,8 +177,8 @@ class Engine:
     def _restore(self) -> None:
         """Steps in flight are abandoned: what they sampled is never taken in, and requests go on
         from the tokens that `step` has returned. May itself be left midway; then it begins anew."""
-        for planned, _ in self.in_flight:
-            self.scheduler.undo(planned)
+        for step, _ in self.in_flight:
+            self.scheduler.undo(step)
         self.in_flight.clear()
         self.scheduler.restart()
         self._whole = True
@@ -216,31 +194,23 @@ class Engine:
         return self.collect() if self.in_flight else []
 
     def expert_load(self) -> Counts:
-        """How often each expert was picked, by MoE layer, for the tokens of all ranks; nothing
-        where that is not captured. Several ranks are asked between steps, and no step waits for
-        them: a call returns what all have answered to one before, at first nothing."""
-        if not self.config.record_expert_load:
-            return []
-        if self.group is not None:
-            return self.group.expert_load()
-        found: Counts = self.rank.fetch_load()().tolist()
-        return found
+        """See Executor; nothing where it is not recorded."""
+        return self.executor.expert_load() if self.config.record_expert_load else []
 
     def launch(self) -> bool:
-        """Plan a step and launch it; False when there is nothing to plan before a step in flight
+        """Schedule a step and launch it; False when there is nothing to do before a step in flight
         is taken in."""
         with self._changing():
             if self.config.num_speculative_tokens:
                 self.scheduler.num_speculative_tokens = self.controller.next_count(
-                    len(self.scheduler.decoding)
+                    self.scheduler.num_decoding
                 )
-            planned = self.scheduler.plan()
-            if planned is None:
+            step = self.scheduler.schedule()
+            if step is None:
                 return False
-            runner: Any = self.group or self.runner
-            self.in_flight.append((planned, runner.launch(planned.plan)))
+            self.in_flight.append((step, self.executor.launch(step.output)))
             self.stats.steps += 1
-            self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in planned.plan.chunks)
+            self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in step.output.chunks)
             return True
 
     def collect(self) -> list[TokenOut]:
@@ -248,25 +218,31 @@ class Engine:
         with self._changing():
             if not self.in_flight:
                 return []
-            planned, pending = self.in_flight[0]
-            runner: Any = self.group or self.runner
-            outs = self.scheduler.update(planned, runner.collect(pending))
+            step, launched = self.in_flight[0]
+            outs = self.scheduler.update(step, self.executor.collect(launched))
             if self.config.num_speculative_tokens:
-                self._observe(planned, len(outs))
+                self._observe(step, len(outs))
             self.stats.output_tokens += len(outs)
             self.in_flight.popleft()  # until here its tokens can be taken back
             return outs
 
-    def _observe(self, planned: InFlight | DataParallelInFlight, tokens: int) -> None:
+    def _observe(self, step: DataParallelInFlight, tokens: int) -> None:
         """Tell the controller what a step of decoding alone brought, and how long it took since
         the one before was read."""
         now = time.perf_counter()
         before = self._collected
         self._collected = now
-        if before and planned.plan.decode_slots and not planned.plan.chunks:
+        if before and step.output.decode_slots and not step.output.chunks:
             self.controller.observe(
-                len(planned.plan.decode_slots),
-                planned.plan.num_speculative_tokens,
+                len(step.output.decode_slots),
+                step.output.num_speculative_tokens,
                 tokens,
                 now - before,
             )
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """Starts the other ranks, where there are any, and loads the model."""
+    if config.parallel.is_single or config.single_rank_bench:
+        return LocalExecutor(config)
+    return DistributedExecutor(config)

@@ -113,33 +113,35 @@ class FakeRunner:
 
     # ---- the Runner protocol
 
-    def launch(self, plan: SchedulerOutput) -> StepResult:
-        self._check_shape(plan)
-        for row in plan.new_requests:
+    def launch(self, output: SchedulerOutput) -> StepResult:
+        self._check_shape(output)
+        for row in output.new_requests:
             self._set_up(row)
-        for slot, index, page in plan.pages:
+        for slot, index, page in output.pages:
             table = self._row(slot).table
             assert index == len(table), (
                 f"slot {slot}: page {page} put at {index} of a table of {len(table)}"
             )
             table.append(page)
-        self._check_tables(plan)
-        bounds = zip(plan.decode_slots, plan.decode_bounds, strict=True)
-        tokens = [self._decode(slot, bound, plan.num_speculative_tokens) for slot, bound in bounds]
-        for chunk in plan.chunks:
+        self._check_tables(output)
+        bounds = zip(output.decode_slots, output.decode_bounds, strict=True)
+        tokens = [
+            self._decode(slot, bound, output.num_speculative_tokens) for slot, bound in bounds
+        ]
+        for chunk in output.chunks:
             token = self._prefill(chunk)
             if chunk.sample:
                 tokens.append([token])
-        decoded = len(plan.decode_slots)
+        decoded = len(output.decode_slots)
         result = StepResult(
             tokens,
-            [plan.num_speculative_tokens * (row < decoded) for row in range(len(tokens))]
-            if plan.num_speculative_tokens
+            [output.num_speculative_tokens * (row < decoded) for row in range(len(tokens))]
+            if output.num_speculative_tokens
             else [],
         )
         self.queue.append(result)
         self.steps += 1
-        self.computed_tokens += plan.num_tokens
+        self.computed_tokens += output.num_tokens
         self.most_in_flight = max(self.most_in_flight, len(self.queue))
         return result
 
@@ -261,33 +263,33 @@ class FakeRunner:
 
     # ---- what holds for every plan
 
-    def _check_shape(self, plan: SchedulerOutput) -> None:
-        assert 0 < plan.num_tokens <= self.max_num_batched_tokens, (
-            f"{plan.num_tokens} tokens in a step"
+    def _check_shape(self, output: SchedulerOutput) -> None:
+        assert 0 < output.num_tokens <= self.max_num_batched_tokens, (
+            f"{output.num_tokens} tokens in a step"
         )
-        slots = plan.decode_slots + [chunk.slot for chunk in plan.chunks]
+        slots = output.decode_slots + [chunk.slot for chunk in output.chunks]
         assert len(set(slots)) == len(slots), "a slot stands twice in a step"
         assert all(0 <= slot < self.max_num_seqs for slot in slots)
-        fresh = [row.slot for row in plan.new_requests]
+        fresh = [row.slot for row in output.new_requests]
         assert len(set(fresh)) == len(fresh), "a slot is set up twice"
-        assert set(fresh) <= {chunk.slot for chunk in plan.chunks}, (
+        assert set(fresh) <= {chunk.slot for chunk in output.chunks}, (
             "a row is set up without a chunk"
         )
-        assert {slot for slot, _, _ in plan.pages} <= set(plan.decode_slots), (
+        assert {slot for slot, _, _ in output.pages} <= set(output.decode_slots), (
             "a page for a row that does not decode"
         )
 
-    def _check_tables(self, plan: SchedulerOutput) -> None:
+    def _check_tables(self, output: SchedulerOutput) -> None:
         """No page is written by two rows of a step, drafts and those drafted in turn included; a
         shared prefix lies before what either writes. Past its pages a row writes to the null
         page: whether it may is checked where it does."""
         written: dict[int, int] = {}
-        starts = [(slot, self._row(slot).length) for slot in plan.decode_slots]
-        starts += [(chunk.slot, chunk.start) for chunk in plan.chunks]
+        starts = [(slot, self._row(slot).length) for slot in output.decode_slots]
+        starts += [(chunk.slot, chunk.start) for chunk in output.chunks]
         stops = [
-            length + 1 + 2 * plan.num_speculative_tokens
-            for _, length in starts[: len(plan.decode_slots)]
-        ] + [chunk.stop for chunk in plan.chunks]
+            length + 1 + 2 * output.num_speculative_tokens
+            for _, length in starts[: len(output.decode_slots)]
+        ] + [chunk.stop for chunk in output.chunks]
         for (slot, start), stop in zip(starts, stops, strict=True):
             table = self._row(slot).table
             for index in range(
@@ -316,17 +318,17 @@ class Loop:
 
     def launch(self) -> None:
         while len(self.in_flight) < self.depth:
-            planned = self.scheduler.plan()
+            step = self.scheduler.schedule()
             self.plans += 1
-            if planned is None:
+            if step is None:
                 return
-            self.in_flight.append((planned, self.runner.launch(planned.plan)))
+            self.in_flight.append((step, self.runner.launch(step.output)))
 
     def collect(self) -> list[TokenOut]:
         if not self.in_flight:
             return []
-        planned, pending = self.in_flight.popleft()
-        outs = self.scheduler.update(planned, self.runner.collect(pending))
+        step, pending = self.in_flight.popleft()
+        outs = self.scheduler.update(step, self.runner.collect(pending))
         for out in outs:
             self.outputs.setdefault(out.sequence.request.id, []).append(out.token)
             if out.finish is not None:

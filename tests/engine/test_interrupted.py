@@ -24,7 +24,9 @@ from rorqual.engine.distributed.channel import Channel, FrameKind
 from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
 from rorqual.engine.distributed.worker_handle import JoinedWorker
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
-from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
+from rorqual.engine.execution.sampler import PendingStep
+from rorqual.engine.executor import LaunchedStep
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
     SamplingVariant,
@@ -144,26 +146,26 @@ def ctrl_c(owner: Any, name: str) -> Iterator[None]:
 
 
 SPOTS: list[Spot] = [
-    ("scheduler", "plan", False, 3),
-    ("scheduler", "_grow", True, 5),
-    ("scheduler", "_plan_chunk", True, 2),
-    ("scheduler", "plan", True, 4),
-    ("runner", "launch", False, 2),
-    ("runner.rows", "_set_up", True, 2),
-    ("runner.build", "prefill", True, 2),
-    ("runner.model", "logits", True, 5),
-    ("runner", "_sample_decode", True, 2),
-    ("runner.drafter", "draft", False, 3),
-    ("runner.drafter", "draft", True, 4),
-    ("runner", "launch", True, 1),
-    ("runner", "launch", True, 6),
-    ("runner", "collect", False, 3),
-    ("runner", "collect", True, 4),
-    ("scheduler", "update", False, 4),
-    ("scheduler", "_append", True, 9),
-    ("scheduler", "finish", True, 1),
+    ("scheduler.schedulers.0", "schedule", False, 3),
+    ("scheduler.schedulers.0", "_grow", True, 5),
+    ("scheduler.schedulers.0", "_schedule_chunk", True, 2),
+    ("scheduler", "schedule", True, 4),
+    ("worker.runner", "launch", False, 2),
+    ("worker.runner.rows", "_set_up", True, 2),
+    ("worker.runner.build", "prefill", True, 2),
+    ("worker.runner.model", "logits", True, 5),
+    ("worker.runner.sampler", "_sample_decode", True, 2),
+    ("worker.runner.drafter", "draft", False, 3),
+    ("worker.runner.drafter", "draft", True, 4),
+    ("worker.runner", "launch", True, 1),
+    ("worker.runner", "launch", True, 6),
+    ("worker.runner", "collect", False, 3),
+    ("worker.runner", "collect", True, 4),
+    ("scheduler.schedulers.0", "update", False, 4),
+    ("scheduler.schedulers.0", "_append", True, 9),
+    ("scheduler.schedulers.0", "finish", True, 1),
     ("scheduler", "update", True, 6),
-    ("scheduler", "_leave", False, 2),
+    ("scheduler.schedulers.0", "_leave", False, 2),
 ]
 ERRORS = (KeyboardInterrupt, MemoryError, RuntimeError)
 
@@ -199,7 +201,7 @@ def test_an_error_costs_no_request_a_token(llm: LLM, expected: list[list[int]], 
             found, raised = finished(llm)
         assert raised == 1
         assert found == expected
-        check_idle(llm.engine.scheduler)
+        check_idle(llm.engine.scheduler.schedulers[0])
 
 
 @pytest.mark.parametrize("spot", SPOTS, ids=name_of)
@@ -215,7 +217,16 @@ def test_ctrl_c_between_any_two_lines(llm: LLM, expected: list[list[int]]) -> No
     """Python raises KeyboardInterrupt between any two instructions; here, before lines spread
     evenly over all that a run executes of the engine."""
     package = Path(ranks.__file__).parents[2]
-    names = ("engine", "scheduling/scheduler", "execution/model_runner", "execution/request_state")
+    names = (
+        "engine",
+        "executor",
+        "scheduling/scheduler",
+        "scheduling/dp_scheduler",
+        "execution/model_runner",
+        "execution/sampler",
+        "execution/logits_processor",
+        "execution/request_state",
+    )
     files = {str(package / "engine" / f"{name}.py") for name in names}
     files |= {str(package / "cache" / f"{name}.py") for name in ("pages", "prefix")}
     assert all(Path(name).is_file() for name in files)
@@ -307,7 +318,7 @@ class OtherRanks:
 
     def __init__(self) -> None:
         self.ended = [threading.Event() for _ in range(3)]
-        self.plans: list[list[int]] = [[] for _ in range(3)]
+        self.steps: list[list[int]] = [[] for _ in range(3)]
 
     def start(self) -> list[JoinedWorker]:
         return [self._rank(index) for index in range(3)]
@@ -326,9 +337,9 @@ class OtherRanks:
 
     def _answer(self, index: int, channel: Channel) -> None:
         while (frame := channel.receive()) is not None and frame[0] is not FrameKind.STOP:
-            if frame[0] is FrameKind.PLAN:
+            if frame[0] is FrameKind.STEP:
                 number, data = number_of(frame[1])
-                self.plans[index].append(number)
+                self.steps[index].append(number)
                 part = decode_output(data).parts[index + 1]
                 result = answer(part, index + 1, number)
                 channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
@@ -347,7 +358,7 @@ class OwnRank:
     def __init__(self) -> None:
         self.steps = 0
 
-    def launch(self, part: SchedulerOutput, common: Any) -> StepResult:
+    def launch(self, part: SchedulerOutput, metadata: StepMetadata) -> StepResult:
         self.steps += 1
         return answer(part, 0, self.steps)
 
@@ -363,15 +374,16 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     others = OtherRanks()
     monkeypatch.setattr(ranks, "make_launcher", lambda config: others)
     monkeypatch.setattr(ranks, "VERDICT_SECONDS", 0.2)
+    monkeypatch.setattr(ranks.DistributedExecutor, "_start", lambda self: None)
     made: Any = ranks.DistributedExecutor(EngineConfig(str(BUNDLED), dp=4))
-    made.rank = SimpleNamespace(runner=OwnRank())
+    made.worker = SimpleNamespace(runner=OwnRank())
     made.leaders = [made._leader(dp) for dp in range(4)]
     made.others = others
     yield made
     made.close()
 
 
-def plan_of(slot: int) -> DataParallelOutput:
+def step_of(slot: int) -> DataParallelOutput:
     parts = [SchedulerOutput(chunks=[PrefillChunk(slot, 0, [5, 6], True)]) for _ in range(4)]
     return DataParallelOutput(parts, SamplingVariant.GREEDY, host=False)
 
@@ -381,29 +393,32 @@ def told(results: list[StepResult]) -> list[int]:
 
 
 MIDWAY = [
-    ("workers.0.channel", "send", False, 1),
-    ("workers.0.channel", "send", True, 1),
-    ("workers.1.channel", "send", True, 1),
-    ("workers.2.channel", "send", True, 1),
-    ("rank.runner", "launch", False, 1),
-    ("rank.runner", "launch", True, 1),
+    ("handles.0.channel", "send", False, 1),
+    ("handles.0.channel", "send", True, 1),
+    ("handles.1.channel", "send", True, 1),
+    ("handles.2.channel", "send", True, 1),
+    ("worker.runner", "launch", False, 1),
+    ("worker.runner", "launch", True, 1),
 ]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError, OSError])
 @pytest.mark.parametrize("spot", MIDWAY, ids=name_of)
-def test_an_error_while_others_may_have_the_plan_ends_the_group(
+def test_an_error_while_others_may_have_the_step_ends_the_group(
     group: Any,
     spot: Spot,
     error: type[BaseException],
 ) -> None:
     """Some may be in a collective that rank 0 will not enter."""
-    assert told(group.collect(group.launch(plan_of(0)))) == [10, 1010, 2010, 3010]
+    assert told(group.collect(group.launch(step_of(0)))) == [10, 1010, 2010, 3010]
     raised = KeyboardInterrupt if error is KeyboardInterrupt else EngineError
     with struck(group, spot, error), pytest.raises(raised):
-        group.launch(plan_of(1))
+        group.launch(step_of(1))
     assert all(ended.wait(5) for ended in group.others.ended)
-    for call in (lambda: group.launch(plan_of(2)), lambda: group.collect((1, None))):
+    for call in (
+        lambda: group.launch(step_of(2)),
+        lambda: group.collect(LaunchedStep(1, PendingStep())),
+    ):
         with pytest.raises(EngineError, match=f"launching step 2: ({error.__name__} )?struck"):
             call()
 
@@ -411,52 +426,52 @@ def test_an_error_while_others_may_have_the_plan_ends_the_group(
 def test_an_error_in_the_midst_of_ending_the_group_ends_it_with_the_next_call(group: Any) -> None:
     with (
         struck(group, ("", "_end", False, 1), KeyboardInterrupt),
-        struck(group, ("rank.runner", "launch", False, 1), MemoryError),
+        struck(group, ("worker.runner", "launch", False, 1), MemoryError),
         pytest.raises(KeyboardInterrupt),
     ):
-        group.launch(plan_of(0))
+        group.launch(step_of(0))
     with pytest.raises(EngineError, match="rank 0 failed while launching step 1: interrupted"):
-        group.launch(plan_of(1))
+        group.launch(step_of(1))
     assert all(ended.wait(5) for ended in group.others.ended)
 
 
-def test_a_plan_that_cannot_be_sent_has_not_been(group: Any) -> None:
-    plan = plan_of(0)
-    plan.parts[2].chunks[0] = PrefillChunk(0, 0, [object()], True)  # type: ignore[list-item]
+def test_a_step_that_cannot_be_sent_has_not_been(group: Any) -> None:
+    output = step_of(0)
+    output.parts[2].chunks[0] = PrefillChunk(0, 0, [object()], True)  # type: ignore[list-item]
     with pytest.raises(TypeError):
-        group.launch(plan)
-    assert told(group.collect(group.launch(plan_of(3)))) == [13, 1013, 2013, 3013]
-    assert group.others.plans == [[1]] * 3
+        group.launch(output)
+    assert told(group.collect(group.launch(step_of(3)))) == [13, 1013, 2013, 3013]
+    assert group.others.steps == [[1]] * 3
 
 
 def test_results_of_abandoned_steps_are_thrown_away(group: Any) -> None:
-    group.launch(plan_of(0))
-    group.launch(plan_of(1))
-    waiting = [("rank.runner", "collect", False, 1), ("workers.1.results", "get", True, 1)]
+    group.launch(step_of(0))
+    group.launch(step_of(1))
+    waiting = [("worker.runner", "collect", False, 1), ("handles.1.results", "get", True, 1)]
     for number, spot in enumerate(waiting, 3):
-        pending = group.launch(plan_of(2))
+        pending = group.launch(step_of(2))
         with struck(group, spot, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             group.collect(pending)
-        assert pending[0] == number
-    assert told(group.collect(group.launch(plan_of(3)))) == [53, 1053, 2053, 3053]
+        assert pending.number == number
+    assert told(group.collect(group.launch(step_of(3)))) == [53, 1053, 2053, 3053]
 
 
 def test_ctrl_c_while_a_step_is_launched_leaves_all_ranks_in_step(group: Any) -> None:
-    with ctrl_c(group.rank.runner, "launch"), pytest.raises(KeyboardInterrupt):
-        group.launch(plan_of(0))
-    assert told(group.collect(group.launch(plan_of(1)))) == [21, 1021, 2021, 3021]
+    with ctrl_c(group.worker.runner, "launch"), pytest.raises(KeyboardInterrupt):
+        group.launch(step_of(0))
+    assert told(group.collect(group.launch(step_of(1)))) == [21, 1021, 2021, 3021]
 
 
 GROUP_SPOTS: list[tuple[Spot, type[BaseException]]] = [
-    (("scheduler.ranks.1", "plan", True, 3), KeyboardInterrupt),
-    (("scheduler.ranks.1", "_plan_chunk", True, 2), MemoryError),
-    (("group", "launch", False, 4), RuntimeError),
-    (("group", "launch", True, 3), KeyboardInterrupt),
-    (("runner", "collect", True, 3), KeyboardInterrupt),
-    (("group", "_result", False, 3), MemoryError),
-    (("group", "_result", True, 4), KeyboardInterrupt),
-    (("scheduler.ranks.0", "_append", True, 4), MemoryError),
-    (("scheduler.ranks.1", "update", True, 4), KeyboardInterrupt),
+    (("scheduler.schedulers.1", "schedule", True, 3), KeyboardInterrupt),
+    (("scheduler.schedulers.1", "_schedule_chunk", True, 2), MemoryError),
+    (("executor", "launch", False, 4), RuntimeError),
+    (("executor", "launch", True, 3), KeyboardInterrupt),
+    (("worker.runner", "collect", True, 3), KeyboardInterrupt),
+    (("executor", "_result", False, 3), MemoryError),
+    (("executor", "_result", True, 4), KeyboardInterrupt),
+    (("scheduler.schedulers.0", "_append", True, 4), MemoryError),
+    (("scheduler.schedulers.1", "update", True, 4), KeyboardInterrupt),
 ]
 
 
@@ -464,22 +479,20 @@ GROUP_SPOTS: list[tuple[Spot, type[BaseException]]] = [
 def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list[int]]) -> None:
     """One group throughout: at last its drafter fails between two collectives, and it ends."""
     llm = LLM(**OPTIONS, dp=2, ep=2, num_speculative_tokens=2, watchdog_seconds=30)
-    group = llm.engine.group
+    group = llm.engine.executor
     engine = llm.engine
-    assert group is not None
     try:
-        assert isinstance(engine.scheduler, DataParallelScheduler)
         for spot, error in GROUP_SPOTS:
             with struck(engine, spot, error):
                 found, raised = finished(llm)
             assert (raised, found) == (1, expected), name_of(spot)
-            for scheduler in engine.scheduler.ranks:
+            for scheduler in engine.scheduler.schedulers:
                 check_idle(scheduler)
             assert not engine.scheduler.assigned_rank
-        with ctrl_c(group.rank.runner, "launch"), pytest.raises(KeyboardInterrupt):
+        with ctrl_c(group.worker.runner, "launch"), pytest.raises(KeyboardInterrupt):
             tokens_of(llm)
         assert tokens_of(llm) == expected
-        drafting = ("runner.drafter", "draft", False, 3)
+        drafting = ("worker.runner.drafter", "draft", False, 3)
         with struck(engine, drafting, ValueError), pytest.raises(EngineError, match="ValueError"):
             tokens_of(llm)
         start = time.monotonic()

@@ -175,8 +175,8 @@ def test_a_rank_that_dies_or_freezes_ends_the_engine(blow: str, named: str, shar
 def struck(blow: str, shared: bool) -> None:
     faulthandler.dump_traceback_later(STUCK, exit=True)  # tells where, before the test's own limit
     llm = LLM(**COMMON, device="cuda", tp=2, watchdog_seconds=WATCHDOG, p2p_memory=shared)
-    assert llm.engine.group is not None
-    process = llm.engine.group.workers[0].process
+    assert llm.engine.executor is not None
+    process = llm.engine.executor.handles[0].process
     llm.generate(TEXTS, params(max_tokens=40))
     start = time.monotonic()
     os.kill(process.pid, getattr(signal, blow))

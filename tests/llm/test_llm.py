@@ -154,7 +154,7 @@ def test_stream_equals_generate_and_closing_it_frees_everything(llm: LLM):
     stream = llm.stream(PROMPTS, params)
     next(stream)
     stream.close()
-    scheduler = llm.engine.scheduler
+    scheduler = llm.engine.scheduler.schedulers[0]
     assert not llm.engine.has_work
     assert scheduler.prefix.available == scheduler.allocator.capacity
 
@@ -361,7 +361,7 @@ def test_many_requests_with_random_cancels_leave_every_page_free():
         for name in chance.sample(sorted(live), min(len(live), chance.choice([0, 0, 1, 3]))):
             engine.abort(name)
             live.discard(name)
-    scheduler = engine.scheduler
+    scheduler = engine.scheduler.schedulers[0]
     assert scheduler.prefix.available == scheduler.allocator.capacity
     scheduler.prefix.clear()
     assert len(scheduler.allocator.free) == scheduler.allocator.capacity

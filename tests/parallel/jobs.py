@@ -185,7 +185,7 @@ def count_bytes(
     driver = RankDriver(model, len(prompts), max(lengths))
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     expected = {}
-    planned = {}
+    step = {}
     for turn in schedule(lengths, prompts):
         driver.turn(ids, turn, mesh.sizes.micro_batches, "chain")
         for part in split(turn, mesh.sizes.micro_batches):
@@ -207,14 +207,14 @@ def count_bytes(
             )
             messages = rank_step(model.config, mesh.sizes, work, Format("float32")).messages
             add(
-                planned,
+                step,
                 (
                     (message.axis, message.kind, message.wire_bytes * message.layers)
                     for message in messages
                 ),
             )
     calls = sum(sum(axis.traffic.calls.values()) for axis in mesh.axes.values())
-    return {"counted": traffic(mesh), "expected": expected, "planned": planned, "calls": calls}
+    return {"counted": traffic(mesh), "expected": expected, "planned": step, "calls": calls}
 
 
 def add(sums: dict[str, dict[str, int]], found: Iterable[tuple[str, str, int]]) -> None:

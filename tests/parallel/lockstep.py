@@ -22,7 +22,8 @@ from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.distributed.codec import decode_output, encode_output
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
-from rorqual.engine.execution.model_runner import ModelRunner, Speculation
+from rorqual.engine.execution.drafters import Speculation
+from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.scheduler_output import StepResult
@@ -254,27 +255,27 @@ class Lockstep:
 
     def add(self, rank: int, length: int, params: SamplingParams) -> None:
         prompt = tuple(prompt_of(self.added, length))
-        self.scheduler.ranks[rank].add(Request(f"r{self.added}", prompt, params))
+        self.scheduler.schedulers[rank].add(Request(f"r{self.added}", prompt, params))
         self.added += 1
 
     def step(self) -> None:
         if self.settings.draft_counts:
             turn = len(self.plans) % len(self.settings.draft_counts)
             self.scheduler.num_speculative_tokens = self.settings.draft_counts[turn]
-        planned = self.scheduler.plan()
-        assert planned is not None
-        plan = decode_output(encode_output(planned.plan))
-        self.plans.append(plan)
+        step = self.scheduler.schedule()
+        assert step is not None
+        output = decode_output(encode_output(step.output))
+        self.plans.append(output)
         results: Results = {}
         for member in self.members:
             mesh = member.runner.model.mesh
-            pending = member.runner.launch(plan.parts[mesh.dp_rank], plan.common())
+            pending = member.runner.launch(output.parts[mesh.dp_rank], output.metadata())
             result = member.runner.collect(pending)
             if mesh.last_stage and mesh.tp_rank == 0:
                 results[mesh.dp_rank] = result
         self.compare(f"step {len(self.plans)}")
         results = self.gather(results)
-        outs = self.scheduler.update(planned, [results[rank] for rank in range(self.sizes.dp)])
+        outs = self.scheduler.update(step, [results[rank] for rank in range(self.sizes.dp)])
         for out in outs:
             self.tokens.setdefault(out.sequence.request.id, []).append(out.token)
 

@@ -378,12 +378,12 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
     which sees its own tokens alone."""
     engine = llm.engine
     layers = llm.engine.model.moe_layers()
-    if engine.group is not None:
+    if not (engine.config.parallel.is_single or engine.config.single_rank_bench):
         return None
     with steady_state_steps(engine, prompts, greedy(enough_tokens(engine, prompts, 8))):
         while engine.in_flight:
             engine.collect()
-        runner = engine.runner
+        runner = engine.worker.runner
         graphs = runner.graphs
         compiled = runner.compiled
         runner.graphs = None

@@ -16,7 +16,7 @@ from enum import IntEnum
 from rorqual.errors import EngineError
 
 HEADER = struct.Struct("!BI")
-LARGEST = 1 << 30  # bytes of a frame; a plan of a million prompt tokens has 7 MB
+LARGEST = 1 << 30  # bytes of a frame; a step of a million prompt tokens has 7 MB
 # a host that answers nothing for PROBE_SECONDS * (PROBES + 1) is gone
 PROBE_SECONDS = 5
 PROBES = 4
@@ -25,8 +25,8 @@ PROBES = 4
 class FrameKind(IntEnum):
     HELLO = 1  # JSON: configuration, rank, GPU, where to meet
     READY = 2  # empty: the rank can compute; from rank 0: all can
-    PLAN = 3  # codec.encode_output, numbered
-    RESULT = 4  # codec.encode_result, with the plan's number
+    STEP = 3  # codec.encode_output, numbered
+    RESULT = 4  # codec.encode_result, with the step's number
     ALIVE = 5  # empty, every second, both ways
     FAILED = 6  # text
     STOP = 7  # empty
@@ -51,7 +51,7 @@ class Channel:
         self.largest = largest
         self.lock = threading.Lock()
         if connection.family == socket.AF_INET:
-            # a plan must not wait for the next
+            # a step must not wait for the next
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in (

@@ -32,9 +32,9 @@ def number_of(data: bytes) -> tuple[int, bytes]:
     return NUMBER.unpack_from(data)[0], data[NUMBER.size :]
 
 
-def encode_output(plan: DataParallelOutput) -> bytes:
-    parts = [_from_part(part) for part in plan.parts]
-    return json.dumps([parts, plan.sampling.value, plan.host], separators=(",", ":")).encode()
+def encode_output(output: DataParallelOutput) -> bytes:
+    parts = [_from_part(part) for part in output.parts]
+    return json.dumps([parts, output.sampling.value, output.host], separators=(",", ":")).encode()
 
 
 def decode_output(data: bytes) -> DataParallelOutput:

@@ -6,7 +6,7 @@ group: children are killed and links are closed, at which every other rank ends 
 collective waits for it; every later call raises EngineError with its name.
 
 Ranks stay together because all launch the same steps. An error in rank 0 alone, Ctrl-C among them,
-has three cases. Before any byte of a plan has left, nobody knows of the step. From then on until
+has three cases. Before any byte of a step has left, no other rank knows of it. From then on until
 rank 0 has launched it too, others may be in a collective of it that rank 0 never enters, or have
 half a frame: the group ends, but for Ctrl-C, which waits until the step is launched. After that the
 step runs on every rank, whether or not anybody wants its tokens: results carry its number, and
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 import torch.distributed as dist
 
@@ -39,9 +39,10 @@ from rorqual.engine.distributed.launchers import make_launcher
 from rorqual.engine.distributed.rendezvous import START_SECONDS
 from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
 from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, rank_device, send_heartbeats
-from rorqual.engine.execution.grammar import SharedGrammars
+from rorqual.engine.execution.grammar import Grammars, SharedGrammars
 from rorqual.engine.execution.grammar_matcher import GrammarSender
 from rorqual.engine.execution.worker import Worker, read_model
+from rorqual.engine.executor import LaunchedStep
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.errors import EngineError
@@ -73,12 +74,12 @@ class DistributedExecutor:
         self.launched = 0  # the number of the newest step
         self.alone = False  # rank 0 is in what all must do together, or was and did not end it
         self.doing = "starting"
-        self.grammars: SharedGrammars | None = None
+        self._grammars: SharedGrammars | None = None
         self.sender = GrammarSender(lambda data: self._send(FrameKind.GRAMMAR, data))
         self.launcher = make_launcher(config)
         try:
-            self.workers = [
-                self._member(number, joined)
+            self.handles = [
+                self._handle_of(number, joined)
                 for number, joined in enumerate(self.launcher.start(), 1)
             ]
         except BaseException:
@@ -87,24 +88,39 @@ class DistributedExecutor:
         self.stopped = threading.Event()
         threading.Thread(
             target=send_heartbeats,
-            args=([member.channel for member in self.workers], self.stopped),
+            args=([handle.channel for handle in self.handles], self.stopped),
             daemon=True,
         ).start()
         threading.Thread(target=self._watch, daemon=True).start()
         atexit.register(self.close)
+        self._start()
 
-    def _member(self, number: int, joined: JoinedWorker) -> WorkerHandle:
+    @property
+    def dp(self) -> int:
+        return self.sizes.dp
+
+    @property
+    def grammars(self) -> Grammars | None:
+        return self._grammars
+
+    @grammars.setter
+    def grammars(self, grammars: Grammars | None) -> None:
+        """Must be SharedGrammars: other ranks get what rank 0 compiled."""
+        self._grammars = cast("SharedGrammars | None", grammars)
+        self.worker.runner.rows.grammars = grammars
+
+    def _handle_of(self, number: int, joined: JoinedWorker) -> WorkerHandle:
         stage, place = divmod(number, self.sizes.stage)
         dp, tp = divmod(place, self.sizes.tp)
-        member = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
-        threading.Thread(target=member.listen, daemon=True).start()
-        return member
+        handle = WorkerHandle(number, f"rank {number} (pp {stage}, dp {dp}, tp {tp})", joined)
+        threading.Thread(target=handle.listen, daemon=True).start()
+        return handle
 
-    def start(self) -> Worker:
+    def _start(self) -> None:
         """Send every rank its configuration and make rank 0's share; returns when all can
         compute."""
         try:
-            self._start()
+            self._load()
         except (RuntimeError, OSError) as error:
             try:
                 self._fail(error)
@@ -114,45 +130,45 @@ class DistributedExecutor:
             self.close()
             raise
         self.leaders = [self._leader(dp) for dp in range(self.sizes.dp)]
-        experts = self.rank.model_config.moe.num_experts
-        self.load = ExpertLoad(self.workers, self.sizes.stage, experts)
-        return self.rank
+        experts = self.worker.model_config.moe.num_experts
+        self.load = ExpertLoad(self.handles, self.sizes.stage, experts)
 
-    def _start(self) -> None:
+    def _load(self) -> None:
         launcher = self.launcher
         config = self.config
         self.doing = "loading"
         collectives_on(launcher.interface)
-        for member in self.workers:
-            member.send_config({"config": asdict(config), "meeting": asdict(launcher.rendezvous)})
+        for handle in self.handles:
+            handle.send_config({"config": asdict(config), "meeting": asdict(launcher.rendezvous)})
         platform = make_platform(rank_device(config, launcher.card()))
         groups = launcher.rendezvous.join(platform, 0, self.sizes.world, config.watchdog_seconds)
         self.mesh = Mesh.of(self.sizes, groups=groups)
-        self.rank = Worker(config, platform, self.mesh)
+        self.worker = Worker(config, platform, self.mesh)
         self.doing = "waiting for all ranks to load"
-        while not all(member.ready.wait(0.1) for member in self.workers):
+        while not all(handle.ready.wait(0.1) for handle in self.handles):
             self._check()
-        for member in self.workers:
-            member.channel.send(FrameKind.READY)
+        for handle in self.handles:
+            handle.channel.send(FrameKind.READY)
 
     def _leader(self, dp: int) -> WorkerHandle | None:
         """Whose results are those of a data-parallel rank; None is rank 0 itself."""
         number = (self.sizes.pp - 1) * self.sizes.stage + dp * self.sizes.tp
-        return self.workers[number - 1] if number else None
+        return self.handles[number - 1] if number else None
 
     # ---- steps
 
-    def launch(self, plan: DataParallelOutput) -> Any:
-        """Of what it returns `collect` wants everything, in the same order, or nothing any more."""
+    def launch(self, output: DataParallelOutput) -> LaunchedStep:
+        """Start a step on every rank: all get the same output."""
         self._check()
-        data = encode_output(plan)
-        common = plan.common()
+        data = encode_output(output)
+        metadata = output.metadata()
         with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
             self.launched += 1
-            if self.grammars is not None:
-                self.sender.send_missing(self.grammars, plan.structures)
-            self._send(FrameKind.PLAN, numbered(self.launched, data))
-            return self.launched, self.rank.runner.launch(plan.parts[0], common)
+            if self._grammars is not None:
+                self.sender.send_missing(self._grammars, output.structures)
+            self._send(FrameKind.STEP, numbered(self.launched, data))
+            pending = self.worker.runner.launch(output.parts[0], metadata)
+            return LaunchedStep(self.launched, pending)
 
     @contextmanager
     def _together(self, doing: str) -> Iterator[None]:
@@ -177,34 +193,33 @@ class DistributedExecutor:
         return f"{reason}; the other ranks may have gone on without it and were ended"
 
     def _send(self, kind: FrameKind, data: bytes) -> None:
-        for member in self.workers:
-            member.channel.send(kind, data)
+        for handle in self.handles:
+            handle.channel.send(kind, data)
 
-    def collect(self, pending: Any) -> list[StepResult]:
+    def collect(self, step: LaunchedStep) -> list[StepResult]:
         """Results of every data-parallel rank."""
-        number, launched = pending
         self._check()
-        self.doing = f"waiting for step {number} on its own device"
+        self.doing = f"waiting for step {step.number} on its own device"
         try:
-            own = self.rank.runner.collect(launched)
+            own = self.worker.runner.collect(step.pending)
         except RuntimeError as error:
             self._fail(error)
         # what waited for a rank that is gone was ended, and drew nothing that means anything
         self._check()
-        return [self._result(leader, number) if leader else own for leader in self.leaders]
+        return [self._result(leader, step.number) if leader else own for leader in self.leaders]
 
-    def _result(self, member: WorkerHandle, wanted: int) -> StepResult:
+    def _result(self, handle: WorkerHandle, wanted: int) -> StepResult:
         """Of step `wanted`; those of steps before it are nobody's any more."""
-        self.doing = f"waiting for the results of step {wanted} from {member.name}"
+        self.doing = f"waiting for the results of step {wanted} from {handle.name}"
         while True:
             try:
-                number, data = number_of(member.results.get(timeout=0.2))
+                number, data = number_of(handle.results.get(timeout=0.2))
             except queue.Empty:
                 self._check()
                 continue
             if number == wanted:
                 return decode_result(data)
-            assert number < wanted, f"{member.name} has passed over step {wanted}"
+            assert number < wanted, f"{handle.name} has passed over step {wanted}"
 
     def expert_load(self) -> Counts:
         """Of all ranks' tokens, as of the newest step for which all have told it; asks for the
@@ -213,7 +228,9 @@ class DistributedExecutor:
         self.load.read()
         if self.load.own is None:
             with uninterrupted(), self._together("asking for the load of experts"):
-                self.load.ask(lambda data: self._send(FrameKind.LOAD, data), self.rank.fetch_load())
+                self.load.ask(
+                    lambda data: self._send(FrameKind.LOAD, data), self.worker.fetch_load()
+                )
         return self.load.newest
 
     # ---- life and death
@@ -251,25 +268,25 @@ class DistributedExecutor:
     def _verdict(self) -> str | None:
         """Which rank is to blame. A rank that failed may only have waited for one that died or
         hangs: that one is named first, and gets a moment to show."""
-        gone = first(member.gone(self._most_silent(member)) for member in self.workers)
-        failed = first(member.failed() for member in self.workers)
+        gone = first(handle.gone(self._most_silent(handle)) for handle in self.handles)
+        failed = first(handle.failed() for handle in self.handles)
         deadline = time.monotonic() + BLAME_SECONDS
         while failed and not gone and time.monotonic() < deadline and not self.closed:
             time.sleep(0.05)
             gone = first(
-                member.gone(SUSPECT_SECONDS) for member in self.workers if member.ready.is_set()
+                handle.gone(SUSPECT_SECONDS) for handle in self.handles if handle.ready.is_set()
             )
         return f"{gone}; {failed}" if gone and failed else gone or failed
 
-    def _most_silent(self, member: WorkerHandle) -> float:
-        return self.config.watchdog_seconds if member.ready.is_set() else START_SECONDS
+    def _most_silent(self, handle: WorkerHandle) -> float:
+        return self.config.watchdog_seconds if handle.ready.is_set() else START_SECONDS
 
     def _end(self, verdict: str) -> None:
         """`failed` is set before anything that waits is let go: nobody may take what it returns
         for a result."""
         self.failed = verdict
-        for member in self.workers:
-            member.end()
+        for handle in self.handles:
+            handle.end()
         if self.mesh is not None:
             self.mesh.abandon()
 
@@ -280,18 +297,19 @@ class DistributedExecutor:
         self.closed = True
         self.stopped.set()
         atexit.unregister(self.close)
-        for member in self.workers:
+        for handle in self.handles:
             try:
-                member.channel.send(FrameKind.STOP)
+                handle.channel.send(FrameKind.STOP)
             except OSError:
-                member.end()
+                handle.end()
         deadline = time.monotonic() + CLOSE_SECONDS
-        for member in self.workers:
-            member.leave(deadline)
+        for handle in self.handles:
+            handle.leave(deadline)
         if self.mesh is not None:
             self.mesh.let_go()
-        if hasattr(self, "rank"):
-            self.rank.runner.forget()  # NCCL leaves no group of which a captured graph holds a call
+        if hasattr(self, "worker"):
+            # NCCL leaves no group of which a captured graph holds a call
+            self.worker.runner.forget()
         if self.mesh is not None and not self.mesh.left(CLOSE_SECONDS):
             log.warning("a process group has not ended within %.0f s", CLOSE_SECONDS)
         if dist.is_initialized():

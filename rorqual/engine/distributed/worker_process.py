@@ -1,4 +1,4 @@
-"""A rank other than 0: it computes the plans that arrive on its link, and ends when its link does.
+"""A rank other than 0: it computes the steps that arrive on its channel, and ends when that does.
 
 Started by rank 0 on its own host (`python -m rorqual.engine.distributed.worker_process --fd FD`),
 by a launcher on another (`--connect ADDRESS PORT RANK WORLD`, the secret as one line on standard
@@ -34,6 +34,7 @@ from rorqual.engine.distributed.listener import join
 from rorqual.engine.distributed.network import interface_of, named_address
 from rorqual.engine.distributed.rendezvous import START_SECONDS, Rendezvous
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
+from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.errors import EngineError, RorqualError
@@ -94,13 +95,13 @@ class WorkerProcess:
         groups = Rendezvous(**hello["meeting"]).join(
             platform, number, config.parallel.world, config.watchdog_seconds
         )
-        self.rank = Worker(config, platform, Mesh.of(config.parallel, groups=groups))
-        mesh = self.rank.mesh
+        self.worker = Worker(config, platform, Mesh.of(config.parallel, groups=groups))
+        mesh = self.worker.mesh
         # its results are those of its data-parallel rank
         self.leads = mesh.last_stage and mesh.tp_rank == 0
         self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
         self.launched = 0  # the number of the newest step
-        self.grammars = self.rank.runner.rows.grammars = ReceivedGrammars()
+        self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
 
     def run(self) -> None:
         """Launch what arrives; while nothing does, bring home what was launched."""
@@ -115,33 +116,33 @@ class WorkerProcess:
             if kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
-                self._bring(partial(self._send_load, data, self.rank.fetch_load()))
+                self._bring(partial(self._send_load, data, self.worker.fetch_load()))
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_output(encoded))
 
-    def _launch(self, number: int, plan: DataParallelOutput) -> None:
+    def _launch(self, number: int, output: DataParallelOutput) -> None:
         if number != self.launched + 1:
             raise EngineError(f"step {number} came; accepted: {self.launched + 1}")
         self.launched = number
-        while plan.host and self.pending:
+        while output.host and self.pending:
             self._collect()  # a grammar must have heard the tokens before
-        part = plan.parts[self.rank.mesh.dp_rank]
-        pending = self.rank.runner.launch(part, plan.common())
-        self.grammars.used(plan.structures)
+        part = output.parts[self.worker.mesh.dp_rank]
+        pending = self.worker.runner.launch(part, output.metadata())
+        self.grammars.used(output.structures)
         self._bring(partial(self._send_result, number, pending))
 
     def _bring(self, answer: Callable[[], None]) -> None:
         """Answers come in the order of questions."""
         self.pending.append(answer)
-        if not self.rank.platform.asynchronous:
+        if not self.worker.platform.asynchronous:
             self._collect()  # rank 0 need not wait for the next step too
 
     def _collect(self) -> None:
         self.pending.popleft()()
 
-    def _send_result(self, number: int, pending: Any) -> None:
-        result = self.rank.runner.collect(pending)
+    def _send_result(self, number: int, pending: PendingStep) -> None:
+        result = self.worker.runner.collect(pending)
         if self.leads:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
 
@@ -182,12 +183,12 @@ def serve(
         if model is not None:
             config = replace(config, model=str(model_folder(model)))
         collectives_on(interface or "lo")
-        worker = WorkerProcess(
+        process = WorkerProcess(
             channel, {**hello, "card": hello["card"] if card is None else card}, config
         )
         channel.send(FrameKind.READY)
-        worker.run()
-        worker.rank.runner.forget()
+        process.run()
+        process.worker.runner.forget()
         dist.destroy_process_group()
         return 0
     except Exception as error:  # whatever it was, rank 0 tells the users

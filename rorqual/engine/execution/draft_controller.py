@@ -62,12 +62,12 @@ class Bucket:
 
 
 def draft_count_choices(most: int, adaptive: bool) -> tuple[int, ...]:
-    """The values a plan may carry."""
+    """The values a step may carry."""
     return tuple(range(most + 1)) if adaptive else (most,)
 
 
 class DraftController:
-    """`choose` before each plan, `observe` after each step of decoding alone. With `adaptive`
+    """`choose` before each step, `observe` after each step of decoding alone. With `adaptive`
     False the answer is always `most`."""
 
     def __init__(self, most: int, adaptive: bool = False):

@@ -1,4 +1,4 @@
-"""From a plan to what the model computes: packed tokens, their places in the cache, and the rows
+"""From a scheduler output to what the model computes: packed tokens, their places in the cache, and the rows
 that are sampled."""
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class ForwardBatchBuilder:
         logit_rows = torch.arange(positions.shape[0], device=self.platform.device)
         return BatchPart(ids, positions, mapping, logit_rows, slots, segment, bounds)
 
-    def prefill(self, plan: SchedulerOutput) -> BatchPart:
+    def prefill(self, output: SchedulerOutput) -> BatchPart:
         """Everything about prompts is known to the host: one copy brings it over."""
         rows = self.rows
-        chunks = plan.chunks
+        chunks = output.chunks
         to_device = self.platform.to_device
         host = _ChunkColumns()
         for index, chunk in enumerate(chunks):

@@ -41,11 +41,11 @@ class XMatcher:
 
 
 class Latest(OrderedDict[StructuredOutput, Any]):
-    """The entries used last. Rank 0 and the others see the same plans, so both drop the same
+    """The entries used last. Rank 0 and the others see the same steps, so both drop the same
     ones, and nothing is said about it."""
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
-        """After a plan: the structures of its new rows, in order. There may be more than KEPT of
+        """After a step: the structures of its new rows, in order. There may be more than KEPT of
         them."""
         for structure in structures:
             self.move_to_end(structure)
@@ -54,7 +54,7 @@ class Latest(OrderedDict[StructuredOutput, Any]):
 
 
 class GrammarSender:
-    """Rank 0's side: sends each compiled grammar once, before the plan that brings its first
+    """Rank 0's side: sends each compiled grammar once, before the step that brings its first
     request, and again where it was dropped."""
 
     def __init__(self, send: Callable[[bytes], None]):
@@ -65,7 +65,7 @@ class GrammarSender:
     def send_missing(
         self, grammars: SharedGrammars, structures: Sequence[StructuredOutput]
     ) -> None:
-        """`structures`: those of a plan's new rows, in order."""
+        """`structures`: those of a step's new rows, in order."""
         for structure in structures:
             if structure not in self.sent:
                 packed = grammars.packed(structure)
@@ -98,9 +98,9 @@ class ReceivedGrammars:
         )
 
     def matcher(self, structure: StructuredOutput) -> XMatcher:
-        # rank 0 sends a grammar before the plan that needs it
+        # rank 0 sends a grammar before the step that needs it
         return XMatcher(self.latest[structure])
 
     def used(self, structures: Iterable[StructuredOutput]) -> None:
-        """The structures of a plan's new rows, in order, once their matchers are made."""
+        """The structures of a step's new rows, in order, once their matchers are made."""
         self.latest.used(structures)

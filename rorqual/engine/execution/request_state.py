@@ -95,13 +95,13 @@ class RequestState:
             len(self.params), tokens, dtype=torch.int64, device=self.platform.device
         )
 
-    def apply(self, plan: SchedulerOutput) -> None:
+    def apply(self, output: SchedulerOutput) -> None:
         """Set up new rows and write new pages into block tables, before the step that needs
         them."""
-        for row in plan.new_requests:
+        for row in output.new_requests:
             self._set_up(row)
-        if plan.pages:
-            slots, indices, pages = self.platform.to_device(torch.tensor(plan.pages).T)
+        if output.pages:
+            slots, indices, pages = self.platform.to_device(torch.tensor(output.pages).T)
             self.tables[slots, indices] = pages
 
     def _set_up(self, row: NewRequest) -> None:

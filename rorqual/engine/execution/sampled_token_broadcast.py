@@ -2,7 +2,7 @@
 same requests.
 
 Nobody waits for it when the step ends: a stage goes on with other requests, and takes the tokens
-over when a plan names theirs again.
+over when a step names theirs again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SampledTokenBroadcast:
         self.travelling.append(BroadcastInFlight(frozenset(slots), on_device, pending))
 
     def settle(self, slots: Iterable[int]) -> None:
-        """Before a plan reads, or sets up anew, the rows `slots`: whatever is on its way to them
+        """Before a step reads, or sets up anew, the rows `slots`: whatever is on its way to them
         has arrived, and all sent before it."""
         named = set(slots)
         last = max(

@@ -1,142 +1,251 @@
-"""From logits to token ids. A segment of its own after the forward pass, in three variants: greedy,
-plain, full.
+"""Sampler: from the hidden states of a step to its tokens. A segment of its own after the forward
+pass, in four variants: greedy, plain and filtered, which graphs hold, and those with some row that
+needs the host (logits_processor.py).
 
-A token is drawn by inverting the cumulative distribution at one uniform number, which depends on
-(seed, position) alone: the same request gives the same tokens whatever else is in the batch. Cuts
-(top-k, top-p, min-p) only lower probabilities to zero in vocabulary order, so a request without
-cuts is drawn alike in a batch with cuts. Tokens tied with the last one kept are kept too.
+Tokens stay in the device rows, where the next step reads them; the host gets a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rorqual.engine.execution.drafters import Drafter, Drafting
+from rorqual.engine.execution.forward_batch_builder import BatchPart, BuiltBatch, join
+from rorqual.engine.execution.logits_processor import HostSampling
 from rorqual.engine.execution.request_state import RequestState
-from rorqual.engine.scheduling.scheduler_output import NewRequest, SamplingVariant, TokenLogprobs
-from rorqual.ops.reference import Distribution
-from rorqual.request import SamplingParams
-
-NEVER = float("-inf")
-# Streams of random numbers: the token itself, whether its draft is accepted, the draft, and
-# simulated acceptance.
-TOKEN, ACCEPT, DRAFT, SIMULATE = range(4)
-
-
-def sample(
-    logits: Tensor, variant: SamplingVariant, slots: Tensor, positions: Tensor, rows: RequestState
-) -> Tensor:
-    """Token ids [M] for logits [M, vocabulary] fp32 of the rows `slots` [M]; `positions` [M] of
-    the tokens to be drawn."""
-    if variant is SamplingVariant.GREEDY:
-        return rows.ops.argmax(logits)
-    return sample_from(distribution(logits, variant, slots, rows), slots, positions, rows)
-
-
-def distribution(
-    logits: Tensor, variant: SamplingVariant, slots: Tensor, rows: RequestState
-) -> Distribution:
-    """After temperature and cuts."""
-    return rows.ops.distribution(
-        logits, rows.settings.index_select(0, slots), variant is SamplingVariant.FILTERED
-    )
-
-
-def sample_from(
-    given: Distribution, slots: Tensor, positions: Tensor, rows: RequestState
-) -> Tensor:
-    """One token a row. Rows with temperature 0 take the best logit."""
-    return rows.ops.sample_from(
-        given, rows.ops.uniform(rows.seed.index_select(0, slots), positions, TOKEN)
-    )
-
-
-# ---- what needs the host's word
+from rorqual.engine.execution.sampling import sample
+from rorqual.engine.execution.verifier import Verifier
+from rorqual.engine.scheduling.scheduler_output import (
+    SamplingVariant,
+    SchedulerOutput,
+    StepMetadata,
+    StepResult,
+)
+from rorqual.models.transformer import Transformer
 
 
 @dataclass
-class LogitRow:
-    """One row of logits as the host knows it: whose it is, and the drafts [j] that stand between
-    its request's newest token and it."""
+class PendingStep:
+    """A launched step. tokens: waits for those it drew, as `Sampler` packs them; None on pipeline
+    stages that draw none, and where no request of this rank drew. host: what is left to do with
+    them there."""
 
-    slot: int
-    ahead: Tensor | None = None
-
-
-def apply_logits_processors(
-    logits: Tensor, places: list[LogitRow], positions: Tensor, rows: RequestState
-) -> Tensor:
-    """Penalties, bias and the minimum length, for the rows that ask for them."""
-    logits = logits.clone()
-    for i, place in enumerate(places):
-        row = rows.params[place.slot]
-        if row is not None and row.params.edits_logits:
-            _edit_row(logits[i], row, place, positions[i], rows)
-    return logits
-
-
-def _edit_row(
-    logits: Tensor, row: NewRequest, place: LogitRow, position: Tensor, rows: RequestState
-) -> None:
-    assert rows.counts is not None
-    assert rows.in_prompt is not None
-    counts = rows.counts[place.slot]
-    if place.ahead is not None and place.ahead.numel():
-        counts = counts.index_add(0, place.ahead, torch.ones_like(place.ahead, dtype=counts.dtype))
-    penalize(logits, counts, rows.in_prompt[place.slot], row.params)
-    for token, bias in (row.params.logit_bias or {}).items():
-        logits[token] += bias
-    if row.stop_ids and row.params.min_tokens:
-        banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
-        early = position - row.prompt_len < row.params.min_tokens
-        logits[banned] = torch.where(early, NEVER, logits[banned])
-
-
-def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: SamplingParams) -> None:
-    """In place on one row. Repetition after arXiv 1909.05858 (prompt and output), frequency and
-    presence on the output alone."""
-    if params.repetition_penalty != 1.0:
-        seen = in_prompt | (counts > 0)
-        scaled = torch.where(
-            logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
-        )
-        logits.copy_(torch.where(seen, scaled, logits))
-    logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-
-
-def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
-    """Keep the tokens whose bit is set in mask [M, words] int32: bit i % 32 of word i // 32."""
-    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
-    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, NEVER)
+    tokens: Callable[[], Tensor] | None = None
+    host: HostSampling | None = None
 
 
 @dataclass
-class Logprobs:
-    """Of M drawn tokens under the unmodified distribution: logprob and rank [M], the best ids
-    and their values [M, most]."""
+class DecodeSamples:
+    """What decoding requests got. result: what the host gets, [R] tokens, or with speculation [R,
+    num_speculative_tokens + 2]: tokens and the number of drafts. tokens [R, num_speculative_tokens
+    + 1]. With speculation, for who drafts: following [R (num_speculative_tokens + 1)], the token
+    after each row, and last [R], each request's last row that stands."""
 
-    logprob: Tensor
-    rank: Tensor
-    top_ids: Tensor
-    top: Tensor
+    result: Tensor
+    tokens: Tensor
+    following: Tensor | None = None
+    last: Tensor | None = None
 
-    def tensors(self) -> list[Tensor]:
-        return [self.logprob, self.rank, self.top_ids, self.top]
 
-    @staticmethod
-    def of(raw: Tensor, token_ids: Tensor, most: int) -> Logprobs:
-        logprobs = raw.log_softmax(-1)
-        chosen = logprobs.gather(1, token_ids[:, None])
-        rank = (logprobs > chosen).sum(-1) + 1
-        top, top_ids = logprobs.topk(min(most, raw.shape[1]), -1)
-        return Logprobs(chosen.squeeze(1), rank, top_ids, top)
+class Sampler:
+    """verifier and drafter: where there is speculation, which goes on in the same segment.
+    max_len: positions a request may reach."""
 
-    def row(self, row: int, count: int) -> TokenLogprobs:
-        """One row, on the host, with `count` of the best."""
-        ids = self.top_ids[row, :count].tolist()
-        values = self.top[row, :count].tolist()
-        return TokenLogprobs(
-            float(self.logprob[row]), int(self.rank[row]), tuple(ids), tuple(values)
+    def __init__(
+        self,
+        model: Transformer,
+        rows: RequestState,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        max_len: int,
+    ):
+        self.model = model
+        self.rows = rows
+        self.verifier = verifier
+        self.drafter = drafter
+        self.max_len = max_len
+        self.nothing = torch.zeros(0, dtype=torch.int64, device=rows.platform.device)
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the forward pass must give the hidden states of all rows, not those of logits
+        alone."""
+        return self.drafter is not None and self.drafter.reads_hidden
+
+    # ---- on the device
+
+    def sample_captured(self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata) -> Tensor:
+        """Of a step of decoding alone, whose rows do not need the host: what a graph may hold.
+        Returns `DecodeSamples.result`."""
+        assert batch.decode is not None
+        wide = metadata.sampling is not SamplingVariant.GREEDY
+        logits = self._logits(batch, hidden, metadata, wide)
+        decoded = self._sample_decode(logits, batch.decode, metadata)
+        self._draft(batch, hidden, decoded, None, metadata)
+        return decoded.result
+
+    def sample(
+        self, output: SchedulerOutput, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata
+    ) -> PendingStep:
+        """Of any step, launched operation by operation. Where some row needs the host, it may wait
+        for the device."""
+        decode = batch.decode
+        prefill = batch.prefill
+        logits = raw = self._logits(batch, hidden, metadata) if any(metadata.logit_rows) else hidden
+        host = None
+        if any(params.needs_host for params in self.rows.asked(output.sampled_slots)):
+            host = HostSampling(output, self.rows)
+            positions = batch.step.positions.index_select(0, batch.step.logit_rows) + 1
+            logits = host.process(raw, positions)
+        split = output.logit_row(len(output.decode_slots))
+        decoded = self._sample_decode(logits[:split], decode, metadata) if decode else None
+        first = None
+        if prefill and prefill.slots.shape[0]:
+            first = self._sample_prefill(logits[split:], metadata.sampling, prefill)
+        self._draft(batch, hidden, decoded, first, metadata)
+        if decoded is None and first is None:
+            return PendingStep()
+        if host is not None:
+            drawn = [decoded.tokens.flatten() if decoded else None, first]
+            host.record(raw, join([part for part in drawn if part is not None]))
+        return PendingStep(self.rows.platform.fetch(self._packed(decoded, first, metadata)), host)
+
+    def _logits(
+        self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata, wide: bool = True
+    ) -> Tensor:
+        """wide: in fp32, see Transformer.logits."""
+        if self.reads_hidden and not metadata.decodes:
+            # of a decode step every row is wanted
+            hidden = hidden.index_select(0, batch.step.logit_rows)
+        return self.model.logits(hidden, metadata.logit_rows, wide)
+
+    def _sample_decode(
+        self, logits: Tensor, decode: BatchPart, metadata: StepMetadata
+    ) -> DecodeSamples:
+        """Draw and verify; each request's row moves on to its newest token."""
+        rows = self.rows
+        slots = decode.slots
+        variant = metadata.sampling
+        num_speculative_tokens = metadata.num_speculative_tokens
+        if self.drafter is None:
+            tokens = sample(logits, variant, slots, decode.segment.kv_lens, rows)
+            rows.last_token.index_copy_(0, slots, tokens)
+            rows.length.index_copy_(0, slots, decode.segment.kv_lens)
+            return DecodeSamples(tokens, tokens[:, None])
+        verified = self.verifier.verify(
+            logits, variant, slots, decode.positions + 1, num_speculative_tokens
         )
+        following, last = rows.ops.commit_tokens(
+            rows.last_token,
+            rows.length,
+            slots,
+            decode.segment.kv_lens,
+            verified.tokens,
+            verified.num_accepted,
+        )
+        if rows.history is not None:
+            positions = decode.positions.view(-1, num_speculative_tokens + 1) + 1
+            rows.history[slots[:, None], positions] = verified.tokens.clamp(min=0)
+        return DecodeSamples(
+            torch.cat((verified.tokens, verified.drafted[:, None]), 1),
+            verified.tokens,
+            following,
+            last,
+        )
+
+    def _sample_prefill(
+        self, logits: Tensor, variant: SamplingVariant, prefill: BatchPart
+    ) -> Tensor:
+        """First tokens [S] of the prompts that are complete."""
+        rows = self.rows
+        slots = prefill.slots
+        length = rows.length.index_select(0, slots)
+        tokens = sample(logits, variant, slots, length, rows)
+        rows.last_token.index_copy_(0, slots, tokens)
+        if rows.history is not None:
+            rows.history[slots, length] = tokens
+        return tokens
+
+    def _draft(
+        self,
+        batch: BuiltBatch,
+        hidden: Tensor,
+        decoded: DecodeSamples | None,
+        first: Tensor | None,
+        metadata: StepMetadata,
+    ) -> None:
+        """Hand the drafter every row of the step with the token after it."""
+        if self.drafter is None:
+            return
+        following = []
+        last = []
+        slots = []
+        ends = None
+        bounds: tuple[int, ...] = ()
+        count = 0
+        num_drafts = metadata.num_speculative_tokens
+        decode = batch.decode
+        prefill = batch.prefill
+        if decode and decoded and decoded.following is not None and decoded.last is not None:
+            count = decode.ids.shape[0]
+            following.append(decoded.following)
+            last.append(decoded.last)
+            slots.append(decode.slots)
+            bounds = tuple(min(bound + num_drafts, self.max_len) for bound in decode.bounds)
+        if prefill and prefill.following is not None:
+            after = prefill.following
+            if first is not None:
+                after = after.index_copy(0, prefill.logit_rows, first)
+                last.append(prefill.logit_rows + count)
+                slots.append(prefill.slots)
+                bounds += tuple(bound + num_drafts for bound in prefill.bounds)
+            following.append(after)
+            if prefill.ends is not None:
+                ends = prefill.ends[0] + count, prefill.ends[1]
+        work = Drafting(
+            join(slots or [self.nothing]),
+            join(last or [self.nothing]),
+            bounds,
+            batch.step,
+            hidden,
+            join(following or [self.nothing]),
+            metadata,
+            ends,
+        )
+        self.drafter.draft(work)
+
+    def _packed(
+        self, decoded: DecodeSamples | None, first: Tensor | None, metadata: StepMetadata
+    ) -> Tensor:
+        """Results of decoding and of finished prompts in one tensor, for a single copy to the
+        host."""
+        if self.drafter is not None and first is not None:
+            columns = metadata.num_speculative_tokens + 2
+            row = torch.full((first.shape[0], columns), -1, dtype=first.dtype, device=first.device)
+            row[:, 0] = first
+            row[:, -1] = 0
+            first = row
+        parts = [decoded.result if decoded else None, first]
+        return join([part for part in parts if part is not None])
+
+    # ---- on the host
+
+    def collect(self, pending: PendingStep) -> StepResult:
+        """Wait for a step's tokens."""
+        if pending.tokens is None:
+            return StepResult([])
+        drawn = pending.tokens().tolist()
+        if self.drafter is None:
+            result = StepResult([[token] for token in drawn])
+        else:
+            result = StepResult(
+                [[token for token in row[:-1] if token >= 0] for row in drawn],
+                [row[-1] for row in drawn],
+            )
+        if pending.host is not None:
+            pending.host.finish(result)
+        return result

@@ -21,7 +21,8 @@ from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
-from rorqual.engine.execution.model_runner import ModelRunner, Speculation
+from rorqual.engine.execution.drafters import Speculation
+from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights

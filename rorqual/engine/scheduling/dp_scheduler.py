@@ -1,15 +1,15 @@
 """Scheduling for several data-parallel ranks: each has its own pages and its own requests; all step
-together. No torch.
+together. One rank is a group of one. No torch.
 
 A request lives on one rank from its first token to its last. Every rank computes in every step, if
-only to take part in the collectives of the others, so one plan holds a part for each rank, and says
-what all must agree on.
+only to take part in the collectives of the others, so one output holds a part for each rank, and
+says what all must agree on.
 """
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -39,7 +39,7 @@ class DataParallelOutput:
     sampling: SamplingVariant
     host: bool
 
-    def common(self) -> StepMetadata:
+    def metadata(self) -> StepMetadata:
         return StepMetadata.of(self.parts, self.sampling, self.host)
 
     @property
@@ -67,7 +67,7 @@ class DataParallelOutput:
 
 @dataclass
 class DataParallelInFlight:
-    plan: DataParallelOutput
+    output: DataParallelOutput
     parts: list[InFlight | None] = field(default_factory=list)
 
 
@@ -98,20 +98,30 @@ class DataParallelScheduler:
 
     def __init__(self, config: SchedulerConfig, ranks: int):
         self.config = config
-        self.ranks = [Scheduler(config) for _ in range(ranks)]
+        self.schedulers = [Scheduler(config) for _ in range(ranks)]
         self.assigned_rank: dict[str, Scheduler] = {}
-        self.sequences = self._view(rank.sequences for rank in self.ranks)
-        self.decoding = self._view(rank.decoding for rank in self.ranks)
-        self.prefilling = self._view(rank.prefilling for rank in self.ranks)
-        self.prefix = PrefixCaches(self.ranks)
+        self.prefix = PrefixCaches(self.schedulers)
         self.num_speculative_tokens = config.num_speculative_tokens
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
 
-    @staticmethod
-    def _view(kept: Iterable[dict[str, Sequence]]) -> Mapping[str, Sequence]:
-        """What the ranks keep, as one mapping that follows every change of theirs."""
-        return ChainMap(*kept)
+    # Views, made anew each time: `restart` gives the ranks new mappings.
+
+    @property
+    def sequences(self) -> Mapping[str, Sequence]:
+        return ChainMap(*(rank.sequences for rank in self.schedulers))
+
+    @property
+    def decoding(self) -> Mapping[str, Sequence]:
+        return ChainMap(*(rank.decoding for rank in self.schedulers))
+
+    @property
+    def prefilling(self) -> Mapping[str, Sequence]:
+        return ChainMap(*(rank.prefilling for rank in self.schedulers))
+
+    @property
+    def num_decoding(self) -> int:
+        return sum(len(rank.decoding) for rank in self.schedulers)
 
     # ---- requests in and out
 
@@ -120,12 +130,14 @@ class DataParallelScheduler:
         own that are not cached there."""
         if request.id in self.assigned_rank:
             raise RequestError(f"request id {request.id!r} is already in use")
-        assigned_rank = min(
-            self.ranks,
-            key=lambda rank: rank.live_tokens + len(request.prompt) - self._cached(rank, request),
-        )
+        assigned_rank = self.schedulers[0]
+        if len(self.schedulers) > 1:
+            assigned_rank = min(self.schedulers, key=lambda rank: self._load_with(rank, request))
         assigned_rank.add(request)
         self.assigned_rank[request.id] = assigned_rank
+
+    def _load_with(self, rank: Scheduler, request: Request) -> int:
+        return rank.live_tokens + len(request.prompt) - self._cached(rank, request)
 
     def _cached(self, rank: Scheduler, request: Request) -> int:
         if not rank.prefix.pages:
@@ -145,45 +157,45 @@ class DataParallelScheduler:
 
     @property
     def has_work(self) -> bool:
-        return any(rank.sequences for rank in self.ranks)
+        return any(rank.sequences for rank in self.schedulers)
 
     @property
     def num_running(self) -> int:
-        return sum(rank.num_running for rank in self.ranks)
+        return sum(rank.num_running for rank in self.schedulers)
 
     @property
     def live_tokens(self) -> int:
-        return sum(rank.live_tokens for rank in self.ranks)
+        return sum(rank.live_tokens for rank in self.schedulers)
 
     def usage(self) -> Usage:
-        return reduce(add, (rank.usage() for rank in self.ranks))
+        return reduce(add, (rank.usage() for rank in self.schedulers))
 
     # ---- steps
 
-    def plan(self) -> DataParallelInFlight | None:
+    def schedule(self) -> DataParallelInFlight | None:
         """The next step of all ranks, or None when none of them can launch anything."""
         parts = []
-        for rank in self.ranks:
+        for rank in self.schedulers:
             rank.num_speculative_tokens = self.num_speculative_tokens
-            parts.append(rank.plan())
+            parts.append(rank.schedule())
         if not any(parts):
             return None
         asked = [sequence.request.params for part in parts if part for sequence in part.sampled]
         host = any(params.needs_host for params in asked)
-        plans = [
-            part.plan
+        outputs = [
+            part.output
             if part
             else SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
             for part in parts
         ]
         return DataParallelInFlight(
-            DataParallelOutput(plans, sampling_variant_of(asked), host), parts
+            DataParallelOutput(outputs, sampling_variant_of(asked), host), parts
         )
 
     def update(self, step: DataParallelInFlight, results: list[StepResult]) -> list[TokenOut]:
         """Take in what every rank sampled."""
         outs: list[TokenOut] = []
-        for rank, part, result in zip(self.ranks, step.parts, results, strict=True):
+        for rank, part, result in zip(self.schedulers, step.parts, results, strict=True):
             if part is not None:
                 outs += rank.update(part, result)
         for out in outs:
@@ -193,17 +205,17 @@ class DataParallelScheduler:
             mine = getattr(self, name)
             mine[:] = [
                 sum(counts)
-                for counts in zip(*(getattr(rank, name) for rank in self.ranks), strict=True)
+                for counts in zip(*(getattr(rank, name) for rank in self.schedulers), strict=True)
             ]
         return outs
 
     def undo(self, step: DataParallelInFlight) -> None:
         """See Scheduler; of every rank."""
-        for rank, part in zip(self.ranks, step.parts, strict=True):
+        for rank, part in zip(self.schedulers, step.parts, strict=True):
             if part is not None:
                 rank.undo(part)
 
     def restart(self) -> None:
-        for rank in self.ranks:
+        for rank in self.schedulers:
             rank.restart()
-        self.assigned_rank = {name: rank for rank in self.ranks for name in rank.sequences}
+        self.assigned_rank = {name: rank for rank in self.schedulers for name in rank.sequences}

@@ -97,7 +97,7 @@ class Scheduler:
         self.prefix = PrefixCache(
             self.allocator, config.page_size, config.prefix_caching, config.lookahead
         )
-        # of the next plan: a controller may lower it
+        # of the next step: a controller may lower it
         self.num_speculative_tokens = config.num_speculative_tokens
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
@@ -159,7 +159,7 @@ class Scheduler:
         return max_total_len
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Forget a request at any point; its pages and slot are free before the next plan."""
+        """Forget a request at any point; its pages and slot are free before the next step."""
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self.finish(sequence, FinishReason.ABORT)
@@ -206,36 +206,36 @@ class Scheduler:
         counts = (prefix.queries, prefix.hits, self.num_preemptions)
         return Usage(self.num_running, len(self.waiting), pages, used, len(prefix.idle), *counts)
 
-    # ---- planning
+    # ---- scheduling
 
-    def plan(self) -> InFlight | None:
+    def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
-        plan = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
-        sampled = self._plan_decode(plan)
+        output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
+        sampled = self._schedule_decode(output)
         computed: list[tuple[Sequence, int]] = []
-        budget = self.config.max_num_batched_tokens - plan.num_tokens
+        budget = self.config.max_num_batched_tokens - output.num_tokens
         for sequence in list(self.prefilling.values()):
             if budget > 0:
-                budget -= self._plan_chunk(plan, sequence, budget, sampled, computed)
+                budget -= self._schedule_chunk(output, sequence, budget, sampled, computed)
         while budget > 0 and self.waiting and self.free_slots:
-            admitted = self._admit(plan)
+            admitted = self._admit(output)
             if admitted is None:
                 break
-            budget -= self._plan_chunk(plan, admitted, budget, sampled, computed)
-        if not plan.decode_slots and not plan.chunks:
+            budget -= self._schedule_chunk(output, admitted, budget, sampled, computed)
+        if not output.decode_slots and not output.chunks:
             return None
-        step = InFlight(plan, sampled, computed)
+        step = InFlight(output, sampled, computed)
         if self.config.micro_batches > 1:
             self.in_flight.append(step)
         return step
 
-    def _plan_decode(self, plan: SchedulerOutput) -> list[Sequence]:
+    def _schedule_decode(self, output: SchedulerOutput) -> list[Sequence]:
         """A token, and drafts, for every decoding request that is not yet at its target. This
         loop bounds the host's time a step."""
         needy: list[Sequence] = []
         sampled: list[Sequence] = []
-        num_speculative_tokens = plan.num_speculative_tokens
+        num_speculative_tokens = output.num_speculative_tokens
         for sequence in self._turn():
             length = sequence.num_computed_tokens + 1
             if length >= sequence.max_total_len:
@@ -246,10 +246,10 @@ class Scheduler:
                 needy.append(sequence)
             sampled.append(sequence)
         if needy:
-            self._extend(plan, needy, num_speculative_tokens)
+            self._extend(output, needy, num_speculative_tokens)
             sampled = [sequence for sequence in sampled if sequence.slot >= 0]
-        slots = plan.decode_slots
-        bounds = plan.decode_bounds
+        slots = output.decode_slots
+        bounds = output.decode_bounds
         for sequence in sampled:
             sequence.num_computed_tokens = length = sequence.num_computed_tokens + 1
             sequence.pending += 1
@@ -288,7 +288,7 @@ class Scheduler:
         )
 
     def _extend(
-        self, plan: SchedulerOutput, needy: Iterable[Sequence], num_speculative_tokens: int
+        self, output: SchedulerOutput, needy: Iterable[Sequence], num_speculative_tokens: int
     ) -> None:
         before = self.num_preemptions
         for sequence in needy:
@@ -297,12 +297,12 @@ class Scheduler:
                 and self._reach(sequence, num_speculative_tokens) > sequence.capacity
             ):
                 if self.prefix.available:
-                    plan.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
+                    output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
                 else:
                     self._preempt()
         if self.num_preemptions > before:
             vacant = frozenset(self.free_slots)
-            plan.pages[:] = [entry for entry in plan.pages if entry[0] not in vacant]
+            output.pages[:] = [entry for entry in output.pages if entry[0] not in vacant]
 
     def _grow(self, sequence: Sequence) -> int:
         page = self.prefix.take()
@@ -320,7 +320,7 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
 
-    def _admit(self, plan: SchedulerOutput) -> Sequence | None:
+    def _admit(self, output: SchedulerOutput) -> Sequence | None:
         """Start the oldest waiting request if its tokens are all known and their pages can be
         had, with one page spare for each running request so that it is not sent back at the next
         page boundary."""
@@ -342,7 +342,7 @@ class Scheduler:
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
         self.waiting.popleft()
-        self._start(plan, sequence, pages, key, need)
+        self._start(output, sequence, pages, key, need)
         return sequence
 
     def _still_blocked(self, sequence: Sequence) -> bool:
@@ -356,7 +356,7 @@ class Scheduler:
         )
 
     def _start(
-        self, plan: SchedulerOutput, sequence: Sequence, pages: list[int], key: bytes, need: int
+        self, output: SchedulerOutput, sequence: Sequence, pages: list[int], key: bytes, need: int
     ) -> None:
         size = self.config.page_size
         self._blocked = None
@@ -380,7 +380,7 @@ class Scheduler:
             if params.edits_logits or params.structured or self.config.send_tokens
             else ()
         )
-        plan.new_requests.append(
+        output.new_requests.append(
             NewRequest(
                 sequence.slot,
                 params,
@@ -392,9 +392,9 @@ class Scheduler:
             )
         )
 
-    def _plan_chunk(
+    def _schedule_chunk(
         self,
-        plan: SchedulerOutput,
+        output: SchedulerOutput,
         sequence: Sequence,
         budget: int,
         sampled: list[Sequence],
@@ -409,7 +409,7 @@ class Scheduler:
             stop = max(start + 1, known - ahead)
         last = stop == known
         following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
-        plan.chunks.append(
+        output.chunks.append(
             PrefillChunk(sequence.slot, start, sequence.tokens[start:stop], last, following)
         )
         sequence.num_computed_tokens = stop
@@ -493,8 +493,8 @@ class Scheduler:
         self, step: InFlight, sequence: Sequence, row: int, drafted: int, accepted: int
     ) -> None:
         """The host learns how far a request came."""
-        if row < len(step.plan.decode_slots):
-            sequence.max_extra_tokens -= step.plan.num_speculative_tokens
+        if row < len(step.output.decode_slots):
+            sequence.max_extra_tokens -= step.output.num_speculative_tokens
         if sequence.slot >= 0:
             sequence.num_computed_tokens += accepted
         if drafted > len(sequence.drafted):

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
 
 from rorqual.request import SamplingParams
 
@@ -104,9 +103,9 @@ class StepMetadata:
 
     The rule: whatever a rank may branch on before a collective stands here, and runner and drafter
     branch on nothing else there. Which collectives run, of what sizes, and which captured step is
-    replayed, follow from this and from the configuration alone. A rank's own plan says which rows
-    it computes, and decides only what stays on the ranks that hold that very plan: those of its
-    own attention group and its stages. A rank that decided by its own plan what it does with the
+    replayed, follow from this and from the configuration alone. A rank's own output says which rows
+    it computes, and decides only what stays on the ranks that hold that very output: those of its
+    own attention group and its stages. A rank that decided by its own output what it does with the
     others would wait for them in a call that they never make.
 
     Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
@@ -126,7 +125,7 @@ class StepMetadata:
 
     @staticmethod
     def of(parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool) -> StepMetadata:
-        """`parts`: the plan of each data-parallel rank; sampling, host: of the rows of all."""
+        """`parts`: the output for each data-parallel rank; sampling, host: of the rows of all."""
         num_speculative_tokens = parts[0].num_speculative_tokens
         assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), (
             "one num_speculative_tokens for all ranks"
@@ -180,12 +179,3 @@ class StepResult:
     tokens: list[list[int]]
     drafted: list[int] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-
-
-class Runner(Protocol):
-    """Executes plans. `launch` never waits for the device; `collect` waits for one launched
-    step, oldest first."""
-
-    def launch(self, plan: SchedulerOutput) -> Any: ...
-
-    def collect(self, pending: Any) -> StepResult: ...

@@ -91,7 +91,7 @@ class InFlight:
     """A planned step and whose tokens it samples, in order. before: how many tokens each of these
     had as its result was taken in, -1 where the request had ended by then; empty until then."""
 
-    plan: SchedulerOutput
+    output: SchedulerOutput
     sampled: list[Sequence]
     computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
     before: list[int] = field(default_factory=list)

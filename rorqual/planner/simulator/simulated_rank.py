@@ -77,7 +77,7 @@ class SimulatedRank:
         self.inbox: list[tuple[float, RequestTimeline]] = []
         self.live = self.emitted = self.owed = self.left = self.rows = self.entries = 0
         self.accepted: list[list[int]] = []
-        self.planned: InFlight | None = None
+        self.step: InFlight | None = None
         self._params: dict[int, SamplingParams] = {}
 
     # ---- requests
@@ -140,13 +140,11 @@ class SimulatedRank:
         if self.left:
             return self._count_step()
         before = self.scheduler.num_preemptions
-        self.planned = self.scheduler.plan()
+        self.step = self.scheduler.schedule()
         if self.scheduler.num_preemptions > before:
             self._note_preempted(now)
-        assert self.planned or not self.scheduler.has_work, (
-            "work is there, and none of it is planned"
-        )
-        return self._load(self.planned, now) if self.planned else IDLE
+        assert self.step or not self.scheduler.has_work, "work is there, and none of it is planned"
+        return self._load(self.step, now) if self.step else IDLE
 
     def _start_run(self) -> None:
         self.left = decode_run(self.scheduler)
@@ -195,15 +193,15 @@ class SimulatedRank:
                 if record.first is not None and record.paused is None:
                     record.paused = now
 
-    def _load(self, planned: InFlight, now: float) -> StepLoad:
-        plan = planned.plan
-        decoded = len(plan.decode_slots)
+    def _load(self, step: InFlight, now: float) -> StepLoad:
+        output = step.output
+        decoded = len(output.decode_slots)
         rows = decoded
-        entries = sum(len(sequence.tokens) for sequence in planned.sampled[:decoded])
+        entries = sum(len(sequence.tokens) for sequence in step.sampled[:decoded])
         prompts = tokens = pairs = 0
-        fresh = len(plan.chunks) - len(plan.new_requests)
+        fresh = len(output.chunks) - len(output.new_requests)
         for index, (chunk, (sequence, stop)) in enumerate(
-            zip(plan.chunks, planned.computed, strict=True)
+            zip(output.chunks, step.computed, strict=True)
         ):
             record = self.records[sequence.request.id]
             new = len(chunk.tokens)
@@ -229,26 +227,26 @@ class SimulatedRank:
 
     def end(self, now: float) -> StepEvents:
         """The step that began last is over."""
-        if self.planned is None:
+        if self.step is None:
             self.live += self.rows + sum(right[-1] for right in self.accepted)
             return StepEvents(rows=self.rows)
-        planned = self.planned
-        self.planned = None
-        decoded = len(planned.plan.decode_slots)
+        step = self.step
+        self.step = None
+        decoded = len(step.output.decode_slots)
         found = StepEvents(rows=decoded)
-        rights = [self._right() if row < decoded else 0 for row in range(len(planned.sampled))]
+        rights = [self._right() if row < decoded else 0 for row in range(len(step.sampled))]
         tokens = [
             filler(len(sequence.tokens), len(sequence.tokens) + right + 1)
-            for sequence, right in zip(planned.sampled, rights, strict=True)
+            for sequence, right in zip(step.sampled, rights, strict=True)
         ]
-        num_speculative_tokens = planned.plan.num_speculative_tokens
+        num_speculative_tokens = step.output.num_speculative_tokens
         drafted = (
             [num_speculative_tokens * (row < decoded) for row in range(len(rights))]
             if num_speculative_tokens
             else []
         )
-        prompts = planned.sampled[decoded:]
-        outs = self.scheduler.update(planned, StepResult(tokens, drafted))
+        prompts = step.sampled[decoded:]
+        outs = self.scheduler.update(step, StepResult(tokens, drafted))
         self.emitted += len(outs)
         self.live += len(outs)
         for sequence in prompts:

@@ -170,7 +170,7 @@ def test_an_answer_heard_once_cannot_be_sent_again(door: Door) -> None:
     [
         HEADER.pack(FrameKind.ANSWER, handshake.FRAME + 1),
         HEADER.pack(FrameKind.ANSWER, 1 << 31) + b"x" * 4096,
-        HEADER.pack(FrameKind.PLAN, 2) + b"[]",
+        HEADER.pack(FrameKind.STEP, 2) + b"[]",
         HEADER.pack(FrameKind.ANSWER, 0),
         HEADER.pack(99, 0),
         b"GET / HTTP/1.1\r\n\r\n",

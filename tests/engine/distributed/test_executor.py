@@ -203,8 +203,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_engine_with_its_name(
     blow: signal.Signals, named: str
 ) -> None:
     llm = LLM(**COMMON, tp=2, watchdog_seconds=6)
-    assert llm.engine.group is not None
-    process = llm.engine.group.workers[0].process
+    assert llm.engine.executor is not None
+    process = llm.engine.executor.handles[0].process
     llm.generate(TEXTS[:1], params(max_tokens=2))
     os.kill(process.pid, blow)
     start = time.monotonic()

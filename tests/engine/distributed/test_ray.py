@@ -159,7 +159,7 @@ def test_nothing_is_left_of_a_group_with_a_dead_rank(
 import json, sys
 from rorqual import LLM, SamplingParams
 llm = LLM(**{ENGINE!r}, tp=2, dp=2, ep=4, launcher="ray", watchdog_seconds=5)
-print(json.dumps([member.pid for member in llm.engine.group.workers]), flush=True)
+print(json.dumps([member.pid for member in llm.engine.executor.handles]), flush=True)
 while True:
     llm.generate([{TEXT!r}] * 4, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
 """

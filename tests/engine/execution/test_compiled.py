@@ -190,7 +190,7 @@ def test_compiled_steps_are_recorded_where_there_are_graphs(
 ) -> None:
     """Over the reference ops: whatever can be traced is."""
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     options = {"max_num_seqs": 3, "num_speculative_tokens": 1, "drafter": "ngram"}
     llm = engine(folder, **options)
     assert generate(llm) == generate(engine(folder, **LIKE_EAGER, **options))

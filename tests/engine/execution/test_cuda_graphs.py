@@ -17,8 +17,13 @@ from torch import Tensor
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.execution.cuda_graphs import bucket_sizes
-from rorqual.engine.execution.model_runner import ModelRunner, PendingStep
-from rorqual.engine.scheduling.scheduler_output import SamplingVariant, SchedulerOutput
+from rorqual.engine.execution.model_runner import ModelRunner
+from rorqual.engine.execution.sampler import PendingStep
+from rorqual.engine.scheduling.scheduler_output import (
+    SamplingVariant,
+    SchedulerOutput,
+    StepMetadata,
+)
 from rorqual.errors import ConfigError
 from rorqual.ops.interface import Ops
 from rorqual.request import Logprob, StructuredOutput
@@ -62,7 +67,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
     prompts, params = batch()
     eager = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     llm = LLM(folder, **options)
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == eager
     assert platform.replays > 5
@@ -105,12 +110,12 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(
         params = [replace(p, seed=None) if i % 3 == 1 else p for i, p in enumerate(params)]
     eager = LLM(tmp_path, num_speculative_tokens=2, steps_in_flight=2, **sizes, **options)
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     llm = LLM(tmp_path, num_speculative_tokens=2, **sizes, **options)
     assert llm.engine.depth == 2
     found = []
     for each in (eager, llm):
-        each.engine.scheduler._seeds = random.Random(0)
+        each.engine.scheduler.schedulers[0]._seeds = random.Random(0)
         found.append(
             [out.outputs[0].token_ids for _ in range(2) for out in each.generate(prompts, params)]
         )
@@ -121,12 +126,13 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(
         assert llm.engine.stats.drafted == eager.engine.stats.drafted
     assert sum(llm.engine.stats.accepted) > 0
     recorded = {
-        num_speculative_tokens for _, _, num_speculative_tokens in llm.engine.runner.graphs.graphs
+        num_speculative_tokens
+        for _, _, num_speculative_tokens in llm.engine.worker.runner.graphs.graphs
     }
     assert recorded == ({0, 1, 2} if "speculative_policy" in options else {2}), (
         "nothing was recorded while serving"
     )
-    assert int(llm.engine.runner.rows.length[-1]) == 0
+    assert int(llm.engine.worker.runner.rows.length[-1]) == 0
 
 
 HOST: list[dict[str, Any]] = [
@@ -170,23 +176,23 @@ def test_steps_that_need_the_host_replay_the_forward_pass(
     params = [SamplingParams(max_tokens=6 + 2 * i, **asks) for i, asks in enumerate(asked)]
     eager = LLM(tmp_path, **sizes, **options)
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     llm = LLM(tmp_path, **sizes, **options)
-    plans = []
-    launch = llm.engine.runner.launch
+    launches = []
+    launch = llm.engine.worker.runner.launch
 
-    def launched(plan: SchedulerOutput) -> PendingStep:
-        plans.append(plan)
-        return launch(plan)
+    def launched(output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
+        launches.append(output)
+        return launch(output, metadata)
 
-    monkeypatch.setattr(llm.engine.runner, "launch", launched)
+    monkeypatch.setattr(llm.engine.worker.runner, "launch", launched)
     found = []
     for each in (eager, llm):
         each.engine.grammars = Automata(GRAMMARS)
         outs = [out.outputs[0] for _ in range(2) for out in each.generate(prompts, params)]
         found.append([(out.token_ids, told(out.logprobs), out.finish_reason) for out in outs])
     assert found[0] == found[1]
-    assert platform.replays == sum(not plan.chunks for plan in plans) > 20
+    assert platform.replays == sum(not output.chunks for output in launches) > 20
     if "num_speculative_tokens" in options and "speculative_policy" not in options:
         assert llm.engine.stats.accepted == eager.engine.stats.accepted
         assert llm.engine.stats.drafted == eager.engine.stats.drafted
@@ -204,7 +210,7 @@ def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(
 ):
     save_with_mtp(tmp_path)
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     llm = LLM(
         tmp_path,
         dtype="float32",
@@ -214,7 +220,7 @@ def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(
         page_size=8,
         num_speculative_tokens=3,
     )
-    runner = llm.engine.runner
+    runner = llm.engine.worker.runner
     before = [layer["latent"].clone() for layer in runner.pool.layers]
     with torch.inference_mode():
         for variant in (SamplingVariant.GREEDY, SamplingVariant.FILTERED, SamplingVariant.FULL):
@@ -229,7 +235,7 @@ def test_a_padded_row_with_drafts_writes_nowhere_that_is_read(
 
 def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     llm = LLM(
         folder,
         dtype="float32",
@@ -238,7 +244,7 @@ def test_a_padded_row_writes_nowhere_that_is_read(folder: Path, monkeypatch: pyt
         max_model_len=64,
         page_size=8,
     )
-    runner = llm.engine.runner
+    runner = llm.engine.worker.runner
     plane = runner.pool.layers[0]["latent"]
     before = plane.clone()
     with torch.inference_mode():
@@ -264,9 +270,9 @@ def test_sizes_left_out_are_recorded_when_they_are_needed(
         out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)
     ]
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     llm = LLM(folder, **options, cudagraph_capture_sizes=(1, 7))
-    graphs = llm.engine.runner.graphs
+    graphs = llm.engine.worker.runner.graphs
     assert {size for size, _, _ in graphs.graphs} == {1, 8}
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
     assert {size for size, _, _ in graphs.graphs} == {1, 4, 8}
@@ -293,7 +299,8 @@ def test_kernels_compiled_ahead(
         out.outputs[0].token_ids for out in LLM(tmp_path, **options).generate(prompts, params)
     ]
     monkeypatch.setattr(
-        "rorqual.engine.engine.make_platform", lambda device: ReplayingPlatform(torch.device("cpu"))
+        "rorqual.engine.executor.make_platform",
+        lambda device: ReplayingPlatform(torch.device("cpu")),
     )
     inside = [False]
     computed = []
@@ -317,7 +324,7 @@ def test_kernels_compiled_ahead(
     llm = LLM(tmp_path, **options, precompile_kernels=True)
     ahead = [key for before, key in computed if before]
     assert len(ahead) == len(set(ahead))
-    assert set(ahead) == set(llm.engine.runner.graphs.graphs)
+    assert set(ahead) == set(llm.engine.worker.runner.graphs.graphs)
     assert all(before for before, _ in computed[: len(ahead)])
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == expected
 
@@ -357,14 +364,14 @@ LONE: dict[str, Any] = {
 def test_an_exchange_that_no_graph_can_hold(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Graphs that were asked for are not left out in silence; left to the engine, they are."""
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     for mode in ("graph", "acl_graph"):
         message = f"{mode}.*exchange='alltoall'.*: exchange auto, allgather_ep, low_latency, or exe"
         with pytest.raises(ConfigError, match=message):
             LLM(folder, **LONE, exe_mode=mode, exchange="alltoall")
-    assert LLM(folder, **LONE, exchange="alltoall").engine.runner.graphs is None
-    assert LLM(folder, **LONE, exe_mode="graph", exchange="low_latency").engine.runner.graphs
-    assert LLM(folder, **LONE, exe_mode="graph").engine.runner.graphs
+    assert LLM(folder, **LONE, exchange="alltoall").engine.worker.runner.graphs is None
+    assert LLM(folder, **LONE, exe_mode="graph", exchange="low_latency").engine.worker.runner.graphs
+    assert LLM(folder, **LONE, exe_mode="graph").engine.worker.runner.graphs
 
 
 def test_it_is_refused_before_ranks_are_started(folder: Path, monkeypatch: pytest.MonkeyPatch):

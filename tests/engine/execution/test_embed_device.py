@@ -50,7 +50,7 @@ class Card(CpuPlatform):
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(platform: Card, folder: Path, **options: Any) -> LLM:
-        monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+        monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
         return LLM(folder, **{**OPTIONS, **options})
 
     return make

@@ -97,13 +97,13 @@ def test_tokens_do_not_depend_on_how_they_were_computed(
     folder: Path, expected: list[list[int]], options: dict[str, Any]
 ) -> None:
     llm = engine(folder, **{**FP8, **options})
-    assert {plane.dtype for layer in llm.engine.runner.pool.layers for plane in layer.values()} == {
-        torch.uint8
-    }
+    assert {
+        plane.dtype for layer in llm.engine.worker.runner.pool.layers for plane in layer.values()
+    } == {torch.uint8}
     assert_same(greedy(llm, BATCH), expected)
     assert_same(greedy(llm, BATCH), expected)  # the prefix cache holds these very prompts now
     if "num_pages" in options:
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.schedulers[0].num_preemptions > 0
     cached = llm.generate(BATCH[0], SamplingParams(temperature=0, max_tokens=1))[
         0
     ].num_cached_tokens
@@ -133,7 +133,7 @@ def test_recorded_steps(
     drafting: Path, expected_drafting: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = ReplayingPlatform(torch.device("cpu"))
-    monkeypatch.setattr("rorqual.engine.engine.make_platform", lambda device: platform)
+    monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
     assert_same(
         greedy(engine(drafting, max_num_seqs=5, num_speculative_tokens=1, **FP8), BATCH),
         expected_drafting,
@@ -220,7 +220,7 @@ def test_a_cache_of_another_width_than_the_activations(tmp_path: Path, option: s
 
 def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
     llm = engine(drafting, num_pages=40, num_speculative_tokens=1, **FP8)
-    pool = llm.engine.runner.pool
+    pool = llm.engine.worker.runner.pool
     config = llm.engine.model_config
     held = sum(plane.nbytes for layer in pool.layers for plane in layer.values())
     each = costs.kv_bytes_per_token(config, costs.Format("float32", "fp8"))
@@ -233,7 +233,8 @@ def test_the_planner_counts_the_engines_bytes(drafting: Path) -> None:
 def test_the_same_memory_holds_more_tokens(folder: Path) -> None:
     room = {"kv_cache_bytes": 2**19, "max_num_seqs": 32}
     plain, quantized = (
-        engine(folder, **room, **more).engine.scheduler.allocator.capacity for more in ({}, FP8)
+        engine(folder, **room, **more).engine.scheduler.schedulers[0].allocator.capacity
+        for more in ({}, FP8)
     )
     assert quantized > 1.8 * plain
 

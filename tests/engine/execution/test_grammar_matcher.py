@@ -45,16 +45,16 @@ def test_a_grammar_goes_out_once_and_again_where_it_was_dropped(
     # frames by plan; the last but one names more than are kept
     expected = {"a": 1, "ab": 1, "aa": 0, "bcd": 2, "aba": 2}
     for words, count in expected.items():
-        plan = [choice(f"{word}+[x-z]{{2}}") for word in words]
+        output = [choice(f"{word}+[x-z]{{2}}") for word in words]
         frames.clear()
-        sender.send_missing(grammars, plan)
+        sender.send_missing(grammars, output)
         for frame in frames:
             received.receive(frame)
-        for structure in plan:
+        for structure in output:
             assert torch.equal(
                 first_mask(received.matcher(structure)), first_mask(grammars.matcher(structure))
             )
-        received.used(plan)
+        received.used(output)
         assert len(frames) == count, words
         assert list(received.latest) == list(sender.sent)
         assert len(sender.sent) <= 2

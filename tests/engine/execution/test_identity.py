@@ -100,7 +100,7 @@ def test_batch_of_32_gives_the_tokens_of_one(
 ):
     llm = engine(folder, **options)
     assert_same(folder, greedy(llm, prompts()), expected)
-    scheduler = llm.engine.scheduler
+    scheduler = llm.engine.scheduler.schedulers[0]
     if "num_pages" in options:
         assert scheduler.num_preemptions > 0
     assert scheduler.prefix.available == scheduler.allocator.capacity

@@ -102,9 +102,9 @@ def test_the_planner_reserves_what_the_engine_does(longest: int) -> None:
 def test_an_engine_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("v3", tmp_path)
     model = read_config_file(tmp_path)
-    planned = workspace_bytes(model.attention, 4, "cpu", 8, 200, 256, 256)
+    step = workspace_bytes(model.attention, 4, "cpu", 8, 200, 256, 256)
     left = 2**24
-    monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: planned + left)
+    monkeypatch.setattr(CpuPlatform, "available_memory", lambda self: step + left)
     llm = engine(tmp_path, max_num_seqs=200, max_num_batched_tokens=256)
     page = kv_spec(model, 8, "auto", activations="float32").bytes_per_page
-    assert llm.engine.runner.pool.num_pages == int(left * CPU_CACHE_SHARE) // page + 1
+    assert llm.engine.worker.runner.pool.num_pages == int(left * CPU_CACHE_SHARE) // page + 1

@@ -66,7 +66,7 @@ def watch(llm: LLM, batch: list[list[int]], most: int = 24) -> dict[Known, Seen]
             ):
                 continue  # sure to be seen again
             tokens = tuple(sequence.tokens)
-            rows = engine.runner.rows
+            rows = engine.worker.runner.rows
             assert int(rows.num_drafts[sequence.slot]) == engine.scheduler.num_speculative_tokens
             drafted = rows.drafts[sequence.slot].tolist()
             seen[sequence.request.id] = Seen(
@@ -76,7 +76,7 @@ def watch(llm: LLM, batch: list[list[int]], most: int = 24) -> dict[Known, Seen]
 
 
 def entries_of(llm: LLM, sequence: Sequence) -> Tensor:
-    pool = llm.engine.runner.pool
+    pool = llm.engine.worker.runner.pool
     depth = llm.engine.model_config.num_layers
     planes = torch.stack([layer["latent"] for layer in pool.layers[depth:]])
     return planes[:, sequence.pages].flatten(1, 2)[:, : len(sequence.tokens) - 1]
@@ -178,7 +178,7 @@ def test_the_copies_of_embedding_and_head_are_not_loaded(folder: Path):
     )
     llm = engine(folder)
     assert not llm.engine.model.mtp
-    assert len(llm.engine.runner.pool.layers) == 3
+    assert len(llm.engine.worker.runner.pool.layers) == 3
 
 
 def test_a_checkpoint_that_lacks_its_modules_is_refused(tmp_path: Path):
@@ -216,7 +216,7 @@ def test_what_a_module_sees_does_not_depend_on_how_it_was_computed(folder: Path,
             assert {text: seen.drafts for text, seen in found.items()} == {
                 text: seen.drafts for text, seen in wanted.items()
             }
-    assert "num_pages" not in settings or llm.engine.scheduler.num_preemptions > 0
+    assert "num_pages" not in settings or llm.engine.scheduler.schedulers[0].num_preemptions > 0
 
 
 def assert_first_module_same(found: dict[Known, Seen], wanted: dict[Known, Seen]) -> None:

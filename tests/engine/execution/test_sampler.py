@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rorqual.engine.execution.request_state import RequestState
-from rorqual.engine.execution.sampler import (
+from rorqual.engine.execution.logits_processor import (
     LogitRow,
     Logprobs,
     apply_bitmask,
     apply_logits_processors,
-    sample,
 )
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.execution.sampling import sample
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
     SamplingVariant,

@@ -63,7 +63,7 @@ def check_idle_pages(llm: LLM) -> None:
     """Nothing runs: let the steps in flight land; every page is free or the prefix cache's."""
     while llm.engine.has_work:
         llm.engine.step()
-    scheduler = llm.engine.scheduler
+    scheduler = llm.engine.scheduler.schedulers[0]
     assert not scheduler.sequences
     check_pages(scheduler)
     assert scheduler.prefix.available == scheduler.allocator.capacity
@@ -139,7 +139,7 @@ def test_no_setting_changes_a_token(
     llm = engine(folder, **{"num_speculative_tokens": 3, "drafter": drafter, **settings})
     assert tokens_of(llm, texts) == expected
     assert told(llm)[1] > 0
-    assert "num_pages" not in settings or llm.engine.scheduler.num_preemptions > 0
+    assert "num_pages" not in settings or llm.engine.scheduler.schedulers[0].num_preemptions > 0
 
 
 def test_every_step_may_ask_for_another_next_n(
@@ -313,8 +313,8 @@ def test_simulated_acceptance(
             drafted,
             accepted,
         )
-    assert llm.engine.scheduler.num_preemptions > 0
-    check_idle(llm.engine.scheduler)
+    assert llm.engine.scheduler.schedulers[0].num_preemptions > 0
+    check_idle(llm.engine.scheduler.schedulers[0])
 
 
 # ---- refusals

@@ -117,7 +117,7 @@ def test_counts_survive_preemption(drafter: str, plain: LLM):
         steps_in_flight=2,
     )
     assert [out.outputs[0].token_ids for out in llm.generate(texts, params)] == wanted
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.schedulers[0].num_preemptions > 0
 
 
 def test_a_token_said_twice_in_one_run_counts_twice(repeating: Path, drafter: str):
@@ -224,7 +224,7 @@ def test_a_request_cancelled_while_steps_are_in_flight(plain: LLM, fast: LLM):
 def check_done(llm: LLM) -> None:
     while llm.engine.has_work:
         llm.engine.step()
-    check_idle(llm.engine.scheduler)
+    check_idle(llm.engine.scheduler.schedulers[0])
 
 
 # ---- grammars
@@ -352,7 +352,7 @@ def test_grammars_hold_place_by_place(tiny: Path, drafter: str):
                 or out.outputs[0].token_ids[-1] == 1
             )
         assert sum(llm.engine.stats.accepted) > 0
-        assert "num_pages" not in options or llm.engine.scheduler.num_preemptions > 0
+        assert "num_pages" not in options or llm.engine.scheduler.schedulers[0].num_preemptions > 0
         check_done(llm)
 
 

@@ -82,7 +82,7 @@ def test_the_joint_distribution_of_the_first_tokens_is_unchanged(
     """Thousands of unseeded requests, some with more to say than others, so that the batch is
     never the same twice."""
     llm = engine(folder, max_num_seqs=256, max_num_batched_tokens=2048, **options)
-    llm.engine.scheduler._seeds = random.Random(0)
+    llm.engine.scheduler.schedulers[0]._seeds = random.Random(0)
     params = [
         SamplingParams(temperature=1.0, top_k=top_k, max_tokens=length + i % 3, ignore_eos=True)
         for i in range(COUNT)

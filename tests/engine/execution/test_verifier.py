@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rorqual.engine.execution.drafters import Drafting, NgramDrafter
 from rorqual.engine.execution.request_state import RequestState
-from rorqual.engine.execution.sampler import DRAFT, TOKEN
-from rorqual.engine.execution.speculative import Drafting, NgramDrafter, Verification, Verifier
+from rorqual.engine.execution.sampling import DRAFT, TOKEN
+from rorqual.engine.execution.verifier import Verification, Verifier
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
     SamplingVariant,
@@ -244,13 +245,13 @@ KINDS: list[dict[str, Any]] = [
 def mixed(kinds: list[dict[str, Any]], first: int = 0) -> tuple[RequestState, Tensor, Tensor]:
     """One row a kind at its slot's own position; logits [R * 3, vocabulary]."""
     rows = make_rows(len(KINDS), 2, 16)
-    plan = SchedulerOutput(
+    output = SchedulerOutput(
         new_requests=[
             NewRequest(s, SamplingParams(**k), k.get("seed", 900 + s), (), 1, (), frozenset())
             for s, k in enumerate(KINDS)
         ]
     )
-    rows.apply(plan)
+    rows.apply(output)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(KINDS), 3, 16, generator=generator)
     q = (logits[:, :2] + 0.7 * torch.randn(len(KINDS), 2, 16, generator=generator)).softmax(-1)

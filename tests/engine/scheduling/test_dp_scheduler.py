@@ -58,34 +58,34 @@ class GroupLoop:
     def __init__(self, scheduler: DataParallelScheduler, depth: int):
         self.scheduler = scheduler
         self.depth = depth
-        self.runners = [FakeRunner.of(rank, VOCAB) for rank in scheduler.ranks]
+        self.runners = [FakeRunner.of(rank, VOCAB) for rank in scheduler.schedulers]
         self.in_flight: deque = deque()
         self.outputs: dict[str, list[int]] = {}
         self.steps = 0
 
     def step(self) -> None:
         while len(self.in_flight) < self.depth:
-            planned = self.scheduler.plan()
-            if planned is None:
+            step = self.scheduler.schedule()
+            if step is None:
                 break
-            parts = decode_output(encode_output(planned.plan)).parts
-            assert parts == planned.plan.parts
+            parts = decode_output(encode_output(step.output)).parts
+            assert parts == step.output.parts
             self.in_flight.append(
                 (
-                    planned,
+                    step,
                     [
                         r.launch(p) if p.num_tokens else None
                         for r, p in zip(self.runners, parts, strict=True)
                     ],
                 )
             )
-        planned, launched = self.in_flight.popleft()
+        step, launched = self.in_flight.popleft()
         results = [
             r.collect(p) if p else StepResult([])
             for r, p in zip(self.runners, launched, strict=True)
         ]
         results = [decode_result(encode_result(result)) for result in results]
-        for out in self.scheduler.update(planned, results):
+        for out in self.scheduler.update(step, results):
             self.outputs.setdefault(out.sequence.request.id, []).append(out.token)
         self.steps += 1
 
@@ -111,19 +111,21 @@ def test_outputs_do_not_depend_on_the_rank(
     assert loop.outputs == {item.id: expected(item, LONGEST, VOCAB) for item in asked}
     assert not scheduler.assigned_rank
     assert all(runner.steps for runner in loop.runners)
-    for rank in scheduler.ranks:
+    for rank in scheduler.schedulers:
         check_idle(rank)
     if num_speculative_tokens:
-        assert sum(scheduler.drafted) == sum(sum(rank.drafted) for rank in scheduler.ranks) > 0
+        assert sum(scheduler.drafted) == sum(sum(rank.drafted) for rank in scheduler.schedulers) > 0
 
 
 def test_requests_go_where_fewest_tokens_live() -> None:
     scheduler = DataParallelScheduler(config(), 2)
     for name, length in (("long", 60), ("a", 20), ("b", 20), ("c", 15), ("d", 30)):
         scheduler.add(request(name, length, 4, length))
-    homes = {name: scheduler.ranks.index(home) for name, home in scheduler.assigned_rank.items()}
+    homes = {
+        name: scheduler.schedulers.index(home) for name, home in scheduler.assigned_rank.items()
+    }
     assert homes == {"long": 0, "a": 1, "b": 1, "c": 1, "d": 1}
-    assert abs(scheduler.ranks[0].live_tokens - scheduler.ranks[1].live_tokens) <= 30
+    assert abs(scheduler.schedulers[0].live_tokens - scheduler.schedulers[1].live_tokens) <= 30
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
@@ -132,12 +134,14 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     first = request("first", 40, 2, 1)
     scheduler.add(first)
     loop.drain()
-    holder = next(i for i, rank in enumerate(scheduler.ranks) if rank.prefix.pages)
-    other = scheduler.ranks[1 - holder]
-    scheduler.ranks[holder].add(request("busy", 30, 2, 2))  # busier, yet the prefix outweighs it
+    holder = next(i for i, rank in enumerate(scheduler.schedulers) if rank.prefix.pages)
+    other = scheduler.schedulers[1 - holder]
+    scheduler.schedulers[holder].add(
+        request("busy", 30, 2, 2)
+    )  # busier, yet the prefix outweighs it
     again = Request("again", (*first.prompt, 1, 2), SamplingParams(max_tokens=2))
     scheduler.add(again)
-    assert scheduler.assigned_rank["again"] is scheduler.ranks[holder]
+    assert scheduler.assigned_rank["again"] is scheduler.schedulers[holder]
     scheduler.add(request("fresh", 40, 2, 3))
     assert scheduler.assigned_rank["fresh"] is other
 
@@ -153,7 +157,7 @@ def test_live_tokens_are_counted_exactly_whatever_happens(seed: int) -> None:
     scheduler = loop.scheduler
 
     def check() -> None:
-        for rank in scheduler.ranks:
+        for rank in scheduler.schedulers:
             assert rank.live_tokens == sum(sequence.known for sequence in rank.sequences.values())
         assert scheduler.live_tokens == sum(s.known for s in scheduler.sequences.values())
         assert set(scheduler.assigned_rank) == set(scheduler.sequences)
@@ -197,7 +201,7 @@ def test_the_work_of_adding_a_request_does_not_grow_with_those_there() -> None:
             scheduler.add(item)
     finally:
         sys.setprofile(before)
-    assert [len(rank.sequences) for rank in scheduler.ranks] == [5_000] * 4
+    assert [len(rank.sequences) for rank in scheduler.schedulers] == [5_000] * 4
     assert scheduler.live_tokens == 80_000
 
 
@@ -217,7 +221,7 @@ def test_an_aborted_request_leaves_its_rank() -> None:
         "r5",
         "r7",
     }
-    for rank in scheduler.ranks:
+    for rank in scheduler.schedulers:
         check_idle(rank)
 
 
@@ -231,11 +235,11 @@ def test_an_id_in_use_is_refused_whatever_its_rank() -> None:
 def test_one_idle_rank_has_an_empty_part() -> None:
     scheduler = DataParallelScheduler(config(), 2)
     scheduler.add(request("x", 5, 5, 0))
-    planned = scheduler.plan()
-    common = planned.plan.common()
+    step = scheduler.schedule()
+    common = step.output.metadata()
     assert (common.tokens, common.logit_rows, common.sampled) == ((5, 0), (1, 0), (1, 0))
     assert not common.decodes
-    assert planned.parts[1] is None
+    assert step.parts[1] is None
 
 
 def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
@@ -243,13 +247,15 @@ def test_the_ranks_of_a_step_know_alike_how_all_rows_draw() -> None:
     scheduler = DataParallelScheduler(config(chunked_prefill_size=10), 2)
     loop = GroupLoop(scheduler, 1)
     found = []
-    scheduler.ranks[0].add(request("greedy", 5, 8, 0, temperature=0))
-    scheduler.ranks[1].add(request("filtered", 15, 2, 1, top_p=0.9))
-    scheduler.ranks[1].add(request("logprobs", 25, 2, 2, temperature=0, logprobs=1))
-    plan = scheduler.plan
-    scheduler.plan = lambda: found.append(plan()) or found[-1]  # type: ignore[method-assign]
+    scheduler.schedulers[0].add(request("greedy", 5, 8, 0, temperature=0))
+    scheduler.schedulers[1].add(request("filtered", 15, 2, 1, top_p=0.9))
+    scheduler.schedulers[1].add(request("logprobs", 25, 2, 2, temperature=0, logprobs=1))
+    schedule = scheduler.schedule
+    scheduler.schedule = lambda: found.append(schedule()) or found[-1]  # type: ignore[method-assign]
     loop.drain()
-    seen = [(step.plan.sampling, step.plan.host, step.plan.common().variant) for step in found]
+    seen = [
+        (step.output.sampling, step.output.host, step.output.metadata().variant) for step in found
+    ]
     greedy = SamplingVariant.GREEDY
     filtered = SamplingVariant.FILTERED
     full = SamplingVariant.FULL
@@ -278,12 +284,12 @@ def test_plans_and_results_survive_as_bytes() -> None:
         for i, p in enumerate(params)
     ]
     chunks = [PrefillChunk(1, 0, [4, 5, 6], True), PrefillChunk(3, 8, (1,), False, (77, 78))]
-    plan = SchedulerOutput([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
+    output = SchedulerOutput([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
     whole = DataParallelOutput(
-        [plan, SchedulerOutput(num_speculative_tokens=2)], SamplingVariant.FILTERED, host=True
+        [output, SchedulerOutput(num_speculative_tokens=2)], SamplingVariant.FILTERED, host=True
     )
     back = decode_output(encode_output(whole))
-    assert back.common() == whole.common()
+    assert back.metadata() == whole.metadata()
     assert (back.sampling, back.host) == (SamplingVariant.FILTERED, True)
     back = back.parts
     assert back[1] == SchedulerOutput(num_speculative_tokens=2)

@@ -129,7 +129,7 @@ def test_prefill_chunk_bounds_each_prompt_in_a_step() -> None:
     sizes: list[list[int]] = []
     while scheduler.prefilling or scheduler.waiting:
         loop.launch()
-        sizes.append([len(chunk.tokens) for chunk in loop.in_flight[-1][0].plan.chunks])
+        sizes.append([len(chunk.tokens) for chunk in loop.in_flight[-1][0].output.chunks])
         loop.collect()
     assert sizes == [[5, 5], [5, 5], [5, 5], [5, 5], [3, 1]]
 
@@ -145,7 +145,7 @@ def test_a_step_fills_its_token_budget() -> None:
         loop.launch()
         if not (scheduler.waiting or scheduler.prefilling):
             break
-        assert loop.in_flight[-1][0].plan.num_tokens == 32
+        assert loop.in_flight[-1][0].output.num_tokens == 32
         loop.collect()
 
 
@@ -673,11 +673,11 @@ def test_planning_time(running: int, limit_ms: float) -> None:
     loop.step()
     assert len(scheduler.decoding) == running
 
-    def plan() -> None:
-        assert scheduler.plan() is not None
+    def schedule() -> None:
+        assert scheduler.schedule() is not None
 
-    found = best_median(plan, rounds=5, repeats=40)
-    print(f"plan() with {running} decoding: {found:.3f} ms")
+    found = best_median(schedule, rounds=5, repeats=40)
+    print(f"schedule() with {running} decoding: {found:.3f} ms")
     assert found <= limit_ms
 
 
@@ -704,12 +704,12 @@ def test_planning_time_while_a_long_cached_prompt_waits_for_pages() -> None:
     loop.step()
     assert [s.request.id for s in scheduler.waiting] == ["head"]
 
-    def plan() -> None:
-        assert scheduler.plan() is not None
+    def schedule() -> None:
+        assert scheduler.schedule() is not None
 
-    found = best_median(plan, rounds=3, repeats=11)
+    found = best_median(schedule, rounds=3, repeats=11)
     assert scheduler.waiting[0].request.id == "head"
-    print(f"plan() with a blocked head of {length} cached tokens: {found:.3f} ms")
+    print(f"schedule() with a blocked head of {length} cached tokens: {found:.3f} ms")
     assert found <= 1.0
 
 

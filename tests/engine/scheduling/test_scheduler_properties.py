@@ -97,16 +97,16 @@ class History(RuleBasedStateMachine):
             default=None,
         )
         before = oldest.preemptions if oldest else 0
-        planned = self.scheduler.plan()
+        step = self.scheduler.schedule()
         assert oldest is None or oldest.preemptions == before, (
             "the oldest running request was preempted"
         )
-        if planned is None:
+        if step is None:
             assert self.loop.in_flight or not self.scheduler.has_work, (
                 "nothing is in flight and nothing can be planned"
             )
         else:
-            self.loop.in_flight.append((planned, self.loop.runner.launch(planned.plan)))
+            self.loop.in_flight.append((step, self.loop.runner.launch(step.output)))
 
     @precondition(lambda self: self.loop.in_flight)
     @rule()

@@ -117,7 +117,7 @@ def test_pages_are_there_for_what_a_step_may_write() -> None:
     scheduler.add(ask("a", range(8), 30))
     while scheduler.has_work:
         loop.launch()
-        if (sequence := scheduler.sequences.get("a")) and loop.in_flight[-1][0].plan.decode_slots:
+        if (sequence := scheduler.sequences.get("a")) and loop.in_flight[-1][0].output.decode_slots:
             reach = min(sequence.num_computed_tokens + 6, sequence.max_total_len - 1)
             assert reach <= sequence.capacity < reach + 2 * 8
             assert sequence.capacity <= 40
@@ -135,7 +135,9 @@ def test_accounts_are_put_right_when_results_come_in() -> None:
         loop.launch()
         sequence = scheduler.sequences["a"]
         decoding = [
-            step.plan.num_speculative_tokens for step, _ in loop.in_flight if step.plan.decode_slots
+            step.output.num_speculative_tokens
+            for step, _ in loop.in_flight
+            if step.output.decode_slots
         ]
         assert sequence.max_extra_tokens == sum(decoding)
         assert sequence.num_computed_tokens == len(sequence.tokens) - 1 + len(loop.in_flight)
@@ -174,9 +176,9 @@ def test_drafts_count_by_their_place() -> None:
     scheduler.add(ask("a", range(5), 50))
     loop.step()
     for tokens, drafted in (([1, 2, 3, 4], 3), ([5], 3), ([6, 7], 1), ([8], 0), ([9, 10], 2)):
-        planned = scheduler.plan()
-        assert planned is not None
-        scheduler.update(planned, StepResult([tokens], [drafted]))
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.update(step, StepResult([tokens], [drafted]))
     assert scheduler.drafted == scheduler.sequences["a"].drafted == [4, 3, 2]
     assert scheduler.accepted == scheduler.sequences["a"].accepted == [3, 1, 1]
 

@@ -55,10 +55,10 @@ def state(scheduler: Scheduler) -> dict[str, Any]:
 
 def round_of(scheduler: Scheduler, right: list[int], rng: random.Random) -> bool:
     """One plan and update; `right` drafts of each decoding row are accepted."""
-    step = scheduler.plan()
+    step = scheduler.schedule()
     if step is None:
         return False
-    decoded = len(step.plan.decode_slots)
+    decoded = len(step.output.decode_slots)
     tokens = [[rng.randrange(3) for _ in range(right[row] + 1)] for row in range(decoded)]
     tokens += [[rng.randrange(3)] for _ in step.sampled[decoded:]]
     drafted = (
@@ -134,10 +134,10 @@ def test_k_steps_at_once_equal_k_single_steps(
         new = [[draw.randrange(3) for _ in range(count + sum(right))] for right in accepted]
         todo = [list(tokens) for tokens in new]
         for index in range(count):
-            step = slow.plan()
+            step = slow.schedule()
             assert step is not None
-            assert not step.plan.chunks
-            assert step.plan.decode_slots == [s.slot for s in fast.decoding.values()]
+            assert not step.output.chunks
+            assert step.output.decode_slots == [s.slot for s in fast.decoding.values()]
             tokens = [
                 [todo[row].pop(0) for _ in range(right[index] + 1)]
                 for row, right in enumerate(accepted)
@@ -191,7 +191,7 @@ def test_no_run_where_the_next_step_may_differ() -> None:
     full.add(Request("late", (1,), SamplingParams(max_tokens=2)))
     assert decode_run(full) == 18, "no slot is free until the run ends"
     flying = started(scheduler_of(), 20)
-    flying.plan()
+    flying.schedule()
     assert decode_run(flying) == 0, "a step is in flight"
 
 
@@ -229,7 +229,7 @@ def test_no_run_where_a_request_may_bring_the_page_a_blocked_head_waits_for() ->
         say(alone, [[1]])
         assert alone._blocked == before
     assert len(alone.sequences["r0"].tokens) == 13, "its third page is full"
-    assert alone.plan() is not None
+    assert alone.schedule() is not None
     assert alone._blocked != before, "the plan looked at the head again"
     both = blocked("", "other")
     assert decode_run(both) == 0
@@ -238,6 +238,6 @@ def test_no_run_where_a_request_may_bring_the_page_a_blocked_head_waits_for() ->
 
 
 def say(scheduler: Scheduler, tokens: list[list[int]]) -> None:
-    step = scheduler.plan()
+    step = scheduler.schedule()
     assert step is not None
     scheduler.update(step, StepResult(tokens))

@@ -68,7 +68,7 @@ class Driver:
     def measure(self, rows: int, prompt: int, times: int = 3) -> list[float]:
         """Seconds of steps in which `rows` requests decode and `prompt` prompt tokens are
         computed, in pieces as long as WORK's prompts."""
-        scheduler = self.engine.scheduler
+        (scheduler,) = self.engine.scheduler.schedulers
         for _ in range(rows):
             self.add(PIECE, 200)
         while scheduler.waiting or scheduler.prefilling:

@@ -1,5 +1,5 @@
 """What runs inside a Ray actor: it starts one rank as a child and says where. No torch, and no
-weights or plans through Ray."""
+weights or steps through Ray."""
 
 from __future__ import annotations
 

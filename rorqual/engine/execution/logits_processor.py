@@ -1,0 +1,197 @@
+"""Sampling that needs the host: penalties, bias and minimum length on the logits, masks of
+grammars, counts of what was said, log probabilities.
+
+Done row by row and outside captured graphs, for the rows that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rorqual.engine.execution.grammar import Matcher, mask_words
+from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.scheduling.scheduler_output import (
+    NewRequest,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+)
+from rorqual.request import SamplingParams
+
+NEVER = float("-inf")
+
+
+@dataclass
+class LogitRow:
+    """One row of logits as the host knows it: whose it is, and the drafts [j] that stand between
+    its request's newest token and it."""
+
+    slot: int
+    ahead: Tensor | None = None
+
+
+def apply_logits_processors(
+    logits: Tensor, places: list[LogitRow], positions: Tensor, rows: RequestState
+) -> Tensor:
+    """Penalties, bias and the minimum length, for the rows that ask for them."""
+    logits = logits.clone()
+    for i, place in enumerate(places):
+        row = rows.params[place.slot]
+        if row is not None and row.params.edits_logits:
+            _edit_row(logits[i], row, place, positions[i], rows)
+    return logits
+
+
+def _edit_row(
+    logits: Tensor, row: NewRequest, place: LogitRow, position: Tensor, rows: RequestState
+) -> None:
+    assert rows.counts is not None
+    assert rows.in_prompt is not None
+    counts = rows.counts[place.slot]
+    if place.ahead is not None and place.ahead.numel():
+        counts = counts.index_add(0, place.ahead, torch.ones_like(place.ahead, dtype=counts.dtype))
+    penalize(logits, counts, rows.in_prompt[place.slot], row.params)
+    for token, bias in (row.params.logit_bias or {}).items():
+        logits[token] += bias
+    if row.stop_ids and row.params.min_tokens:
+        banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
+        early = position - row.prompt_len < row.params.min_tokens
+        logits[banned] = torch.where(early, NEVER, logits[banned])
+
+
+def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, params: SamplingParams) -> None:
+    """In place on one row. Repetition after arXiv 1909.05858 (prompt and output), frequency and
+    presence on the output alone."""
+    if params.repetition_penalty != 1.0:
+        seen = in_prompt | (counts > 0)
+        scaled = torch.where(
+            logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+        )
+        logits.copy_(torch.where(seen, scaled, logits))
+    logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
+    """Keep the tokens whose bit is set in mask [M, words] int32: bit i % 32 of word i // 32."""
+    bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, NEVER)
+
+
+@dataclass
+class Logprobs:
+    """Of M drawn tokens under the unmodified distribution: logprob and rank [M], the best ids
+    and their values [M, most]."""
+
+    logprob: Tensor
+    rank: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [self.logprob, self.rank, self.top_ids, self.top]
+
+    @staticmethod
+    def of(raw: Tensor, token_ids: Tensor, most: int) -> Logprobs:
+        logprobs = raw.log_softmax(-1)
+        chosen = logprobs.gather(1, token_ids[:, None])
+        rank = (logprobs > chosen).sum(-1) + 1
+        top, top_ids = logprobs.topk(min(most, raw.shape[1]), -1)
+        return Logprobs(chosen.squeeze(1), rank, top_ids, top)
+
+    def row(self, row: int, count: int) -> TokenLogprobs:
+        """One row, on the host, with `count` of the best."""
+        ids = self.top_ids[row, :count].tolist()
+        values = self.top[row, :count].tolist()
+        return TokenLogprobs(
+            float(self.logprob[row]), int(self.rank[row]), tuple(ids), tuple(values)
+        )
+
+
+class HostSampling:
+    """One step's rows of logits where some request needs the host. Use in this order: `process`
+    before tokens are drawn, `record` after, and `finish` once they are on the host."""
+
+    def __init__(self, output: SchedulerOutput, rows: RequestState):
+        self.output = output
+        self.rows = rows
+        self.params = rows.asked(output.sampled_slots)
+        self.logit_rows = self._logit_rows()
+        matchers = rows.matchers
+        self.matchers: dict[int, Matcher] = {
+            row: matchers[slot] for row, slot in enumerate(output.sampled_slots) if slot in matchers
+        }
+        self.logprobs: list[Callable[[], Tensor]] = []
+
+    def _logit_rows(self) -> list[LogitRow]:
+        output = self.output
+        found = []
+        if output.decode_slots:
+            slots = torch.tensor(output.decode_slots)
+            drafts = self.rows.drafts.index_select(0, self.rows.platform.to_device(slots))
+            num_drafts = output.num_speculative_tokens
+            for row, slot in enumerate(output.decode_slots):
+                found += [
+                    LogitRow(slot, drafts[row, :j] if num_drafts else None)
+                    for j in range(num_drafts + 1)
+                ]
+        return found + [LogitRow(chunk.slot) for chunk in output.chunks if chunk.sample]
+
+    def process(self, raw: Tensor, positions: Tensor) -> Tensor:
+        """The logits to draw from, for raw [M, vocabulary] and the positions [M] of the tokens to
+        be drawn; `raw` stays as it is."""
+        logits = apply_logits_processors(raw, self.logit_rows, positions, self.rows)
+        if not self.matchers:
+            return logits
+        return apply_bitmask(logits, self.rows.platform.to_device(self._bitmask()))
+
+    def _bitmask(self) -> Tensor:
+        """[logit rows, words]: what each grammar allows next, along the drafts as far as it
+        allows them. Waits for the drafts."""
+        output = self.output
+        rows = self.rows
+        mask = torch.full((len(self.logit_rows), mask_words(rows.vocab)), -1, dtype=torch.int32)
+        slots = torch.tensor(output.decode_slots, dtype=torch.int64)
+        drafts = rows.drafts[rows.platform.to_device(slots)].tolist()
+        for row, matcher in self.matchers.items():
+            decoding = row < len(output.decode_slots)
+            ahead = drafts[row][: output.num_speculative_tokens] if decoding else []
+            first = output.logit_row(row)
+            moved = 0
+            matcher.fill(mask, first)
+            for draft in ahead:
+                if not matcher.accept(draft):
+                    break
+                moved += 1
+                if matcher.done:
+                    break
+                matcher.fill(mask, first + moved)
+            matcher.rollback(moved)
+        return mask
+
+    def record(self, raw: Tensor, tokens: Tensor) -> None:
+        """Count tokens [M] (-1: none) for penalties, and start to copy log probabilities."""
+        platform = self.rows.platform
+        slots = torch.tensor([row.slot for row in self.logit_rows])
+        self.rows.count(platform.to_device(slots), tokens)
+        most = max((p.logprobs for p in self.params if p.logprobs is not None), default=None)
+        if most is not None:
+            found = Logprobs.of(raw, tokens.clamp(min=0), most)
+            self.logprobs = [platform.fetch(tensor) for tensor in found.tensors()]
+
+    def finish(self, result: StepResult) -> None:
+        """Tell grammars what was drawn, and add log probabilities to the result."""
+        for row, matcher in self.matchers.items():
+            for token in result.tokens[row]:
+                matcher.accept(token)
+        if not self.logprobs:
+            return
+        found = Logprobs(*(fetch() for fetch in self.logprobs))
+        for row, params in enumerate(self.params):
+            if params.logprobs is not None:
+                first = self.output.logit_row(row)
+                result.logprobs[row] = [
+                    found.row(first + i, params.logprobs) for i in range(len(result.tokens[row]))
+                ]

@@ -1,0 +1,100 @@
+"""Executor: launches the steps of an engine on all of its ranks and brings their results back.
+
+The engine knows this protocol alone. `LocalExecutor` is one process with one rank,
+`DistributedExecutor` (distributed/executor.py) one that starts the other ranks and leads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from rorqual.engine.config import EngineConfig
+from rorqual.engine.distributed.expert_load import Counts
+from rorqual.engine.distributed.launchers import check_alone
+from rorqual.engine.distributed.worker_process import rank_device
+from rorqual.engine.execution.grammar import Grammars
+from rorqual.engine.execution.sampler import PendingStep
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
+from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.parallel.mesh import Mesh
+from rorqual.platforms import make_platform
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """number: of the step, from 1. pending: what this process' own rank has to collect."""
+
+    number: int
+    pending: PendingStep
+
+
+class Executor(Protocol):
+    """worker: this process' own rank. grammars: makes matchers for structured output, None without
+    a tokenizer."""
+
+    worker: Worker
+    grammars: Grammars | None
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks that are scheduled: the parts of a step."""
+
+    def launch(self, output: DataParallelOutput) -> LaunchedStep:
+        """Start a step on every rank, without waiting for a device. Raises EngineError when a
+        rank has died or hangs."""
+
+    def collect(self, step: LaunchedStep) -> list[StepResult]:
+        """Wait for a step, oldest first: the result of every data-parallel rank. Steps may be left
+        out for good, after which later ones can be collected all the same. Raises EngineError when
+        a rank has died or hangs."""
+
+    def expert_load(self) -> Counts:
+        """How often each expert was chosen, by MoE layer, for the tokens of all ranks. Several
+        ranks are asked between steps, and no step waits for them: a call returns what all have
+        answered to an earlier one, at first nothing."""
+
+    def close(self) -> None:
+        """End the other ranks, if any. Nothing can be asked of the executor after."""
+
+
+class LocalExecutor:
+    """One rank in this process: all there is, or with single_rank_bench the one of many whose
+    step is timed. The latter computes as if every data-parallel rank had the same requests."""
+
+    def __init__(self, config: EngineConfig):
+        check_alone(config)
+        mesh = Mesh.fake(config.parallel) if config.single_rank_bench else Mesh.single()
+        platform = make_platform(rank_device(config, config.first_device))
+        self.worker = Worker(config, platform, mesh)
+        self.copies = config.parallel.dp
+        self.launched = 0
+
+    @property
+    def dp(self) -> int:
+        return 1
+
+    @property
+    def grammars(self) -> Grammars | None:
+        return self.worker.runner.rows.grammars
+
+    @grammars.setter
+    def grammars(self, grammars: Grammars | None) -> None:
+        self.worker.runner.rows.grammars = grammars
+
+    def launch(self, output: DataParallelOutput) -> LaunchedStep:
+        (part,) = output.parts
+        metadata = replace(output, parts=[part] * self.copies).metadata()
+        self.launched += 1
+        return LaunchedStep(self.launched, self.worker.runner.launch(part, metadata))
+
+    def collect(self, step: LaunchedStep) -> list[StepResult]:
+        return [self.worker.runner.collect(step.pending)]
+
+    def expert_load(self) -> Counts:
+        found: Counts = self.worker.fetch_load()().tolist()
+        return found
+
+    def close(self) -> None:
+        """Nothing else runs."""
