@@ -52,6 +52,14 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 2, "num_speculative_tokens": 1},
     {"dp": 2, "ep": 2, "exchange": "low_latency", "num_speculative_tokens": 2},
     {"dp": 2, "ep": 2, "exchange": "alltoall"},
+    # steps captured when first needed, and drafters that skip the window: all ranks must agree
+    {
+        "dp": 2,
+        "ep": 2,
+        "num_speculative_tokens": 2,
+        "draft_window": False,
+        "cudagraph_capture_sizes": (1,),
+    },
     {"pp": 2, "num_speculative_tokens": 2},
     {"pp": 2, "micro_batches": 1},
     {"tp": 2, "dp": 2, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2},

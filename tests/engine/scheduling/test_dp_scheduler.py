@@ -302,3 +302,20 @@ def test_plans_and_results_survive_as_bytes() -> None:
     assert [chunk.following for chunk in back[0].chunks] == [(), (77, 78)]
     result = StepResult([[1, 2], [3]], [2, 0], {1: [TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))]})
     assert decode_result(encode_result(result)) == result
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_after_a_restart_requests_are_shown_as_they_are(ranks: int) -> None:
+    """Each rank starts over with mappings of its own; nobody may go on looking at the old ones."""
+    scheduler = DataParallelScheduler(config(), ranks)
+    for index in range(2 * ranks):
+        scheduler.add(request(str(index), 9, 5, index))
+    step = scheduler.schedule()
+    assert step is not None
+    assert scheduler.num_decoding == len(scheduler.decoding) == 2 * ranks
+    scheduler.undo(step)
+    scheduler.restart()
+    assert not scheduler.decoding
+    assert not scheduler.prefilling
+    scheduler.abort("0")
+    assert set(scheduler.sequences) == {str(index) for index in range(1, 2 * ranks)}
