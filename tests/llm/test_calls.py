@@ -29,7 +29,7 @@ def llm(model: LLM) -> Iterator[LLM]:
     assert not model.engine.has_work
     yield model
     engine = model.engine
-    scheduler = model.engine.scheduler
+    (scheduler,) = model.engine.scheduler.schedulers
     left = list(scheduler.sequences)
     for name in left:
         engine.abort(name)

@@ -1,5 +1,5 @@
-"""From a scheduler output to what the model computes: packed tokens, their slots in the cache, and the
-rows that are sampled."""
+"""From a scheduler output to what the model computes: packed tokens, their slots in the cache, and
+the rows that are sampled."""
 
 from __future__ import annotations
 
