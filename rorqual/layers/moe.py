@@ -14,7 +14,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
 from rorqual.ops.deferred_sum import NormInput
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
 from rorqual.parallel.exchange_policy import possible_exchanges
 from rorqual.parallel.exchange_select import make_exchange
@@ -94,10 +94,14 @@ class MoE:
         self.prefix = prefix
         self.hidden = hidden
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
-        self.gate = build.empty(moe.num_experts, hidden, dtype=gate_dtype)
-        self.bias = build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None
         self.block = build.quant.block if build.quant else (128, 128)
         self.fused_shared_experts = self._fused_shared(build, slots)
+        self.router = RouterWeights(
+            build.empty(moe.num_experts, hidden, dtype=gate_dtype),
+            build.empty(moe.num_experts, dtype=torch.float32) if moe.has_bias else None,
+            moe,
+            self.fused_shared_experts,
+        )
         shared = 0 if self.fused_shared_experts else moe.num_shared * moe.intermediate_size
         self.shared = (
             DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
@@ -105,22 +109,13 @@ class MoE:
         self.slots = slots or SlotMap.identity(moe.num_experts)
         self.held = self.slots.local(build.mesh.axes["ep"].shard)
         self.columns = range(*build.mesh.axes["expert_tp"].shard.span(moe.intermediate_size))
-        gate_up, down = self._expert_weights(build, hidden)
-        shard = build.mesh.axes["ep"].shard
-        compute = self.ops.experts
-        compute_fp8 = self.ops.experts_fp8
-        if shard.count > 1:
-            compute = partial(compute, share=1 / shard.count)
-            compute_fp8 = partial(compute_fp8, share=1 / shard.count)
         store = ExpertStore(
             self.slots,
-            gate_up,
-            down,
-            compute,
+            self._expert_weights(build, hidden),
+            self.ops.experts,
             build.device,
-            shard,
-            compute_fp8,
-            self.fused_shared_experts,
+            build.mesh.axes["ep"].shard,
+            self.ops.experts_fp8,
         )
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.dtype = build.dtype
@@ -154,22 +149,26 @@ class MoE:
             else 0
         )
 
-    def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
+    def _expert_weights(self, build: Build, hidden: int) -> ExpertWeights:
         stack = (len(self.held) + self.fused_shared_experts,)
         size = len(self.columns)
         quantized = build.is_quantized(f"{self.prefix}.experts")
         aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
-        gate_up = empty_weight(build, 2 * size, hidden, quantized, aligned, stack)
-        return gate_up, empty_weight(build, hidden, size, quantized, stack=stack)
+        return ExpertWeights(
+            empty_weight(build, 2 * size, hidden, quantized, aligned, stack),
+            empty_weight(build, hidden, size, quantized, stack=stack),
+            self.fused_shared_experts,
+            1 / build.mesh.axes["ep"].shard.count,
+        )
 
     def finalize(self) -> None:
         """Once the weights are there."""
-        self.gate = self.ops.prepare_router_weight(self.gate, self.dtype)
+        self.router.gate = self.ops.prepare_router_weight(self.router.gate, self.dtype)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(expert ids [T, K + fused], weights [T, K + fused] fp32) of hidden states [T,
         hidden]."""
-        return self.ops.router(x, self.gate, self.bias, self.moe, self.fused_shared_experts)
+        return self.ops.router(x, self.router)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
         """What a layer chains, with a hand-over between two stages: others may compute there while
@@ -194,18 +193,9 @@ class MoE:
         the layout says that one does."""
         if not x.shape[0]:
             return x
-        exchange = self.exchange
         experts = self.ops.experts_deferred if layout.norm_sums else self.ops.routed_experts
-        return experts(
-            x,
-            self.gate,
-            self.bias,
-            self.moe,
-            exchange.gate_up,
-            exchange.down,
-            self.shared.partial(x) if self.shared else None,
-            self.fused_shared_experts,
-        )
+        shared = self.shared.partial(x) if self.shared else None
+        return experts(x, self.router, self.exchange.experts, shared)
 
     def dispatch(self, x: Tensor, layout: Layout) -> MoEInFlight:
         ids, weights = self.route(x)
@@ -227,16 +217,16 @@ class MoE:
         return y if work.shared is None else y + work.shared
 
     def targets(self) -> Iterator[Target]:
-        yield Target(f"{self.prefix}.gate.weight", self.gate, std=self.std[0])
-        if self.bias is not None:
-            yield Target(f"{self.prefix}.gate.e_score_correction_bias", self.bias)
+        yield Target(f"{self.prefix}.gate.weight", self.router.gate, std=self.std[0])
+        if self.router.bias is not None:
+            yield Target(f"{self.prefix}.gate.e_score_correction_bias", self.router.bias)
         if self.shared:
             yield from self.shared.targets()
         yield from self._expert_targets()
 
     def _expert_targets(self) -> Iterator[Target]:
-        gate_up = self.exchange.gate_up
-        down = self.exchange.down
+        gate_up = self.exchange.experts.gate_up
+        down = self.exchange.experts.down
         names = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
         for place, slot in enumerate(self.held):
             yield from self._slot_targets(
@@ -300,7 +290,7 @@ class MoE:
         return rows_of(gate_up, index * size, (index + 1) * size)
 
     def _absent(self, name: str) -> Iterator[Target]:
-        weight = self.exchange.gate_up
+        weight = self.exchange.experts.gate_up
         empty = weight.data.new_empty(0)
         block = self.block if weight.quantized else None
         size = self.moe.intermediate_size
@@ -315,7 +305,8 @@ class MoE:
         total = self.moe.intermediate_size
         first = self.held.start
         gate_up, down = (
-            weight.data[: len(self.held)] for weight in (self.exchange.gate_up, self.exchange.down)
+            weight.data[: len(self.held)]
+            for weight in (self.exchange.experts.gate_up, self.exchange.experts.down)
         )
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))
         halves = (

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 # Whose operators run: torch calls them with tensors and numbers alone.
@@ -221,13 +221,13 @@ class TracedOps(Ops):
     # ---- experts
 
     @entry
-    def router(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        if not self.inner.opaque("router", gate):
-            return super().router(x, gate, bias, moe, shared)
-        assert moe == self.moe, "one router configuration a model"
-        return torch.ops.rorqual.router(x, gate, bias, moe.top_k, shared)
+    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+        if not self.inner.opaque("router", w.gate):
+            return super().router(x, w)
+        assert w.config == self.moe, "one router configuration a model"
+        return torch.ops.rorqual.router(
+            x, w.gate, w.bias, w.config.top_k, w.num_fused_shared_experts
+        )
 
     @property
     def fuses_shared_experts(self) -> bool:
@@ -239,13 +239,12 @@ class TracedOps(Ops):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
+        w: ExpertWeights,
         base: Tensor | None = None,
-        shared: int = 0,
-        share: float = 1.0,
     ) -> Tensor:
-        y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down), shared)
+        y = torch.ops.rorqual.experts(
+            x, ids, weights, *_parts(w.gate_up), *_parts(w.down), w.num_fused_shared_experts
+        )
         return y if base is None else y + base
 
 
@@ -403,19 +402,19 @@ def _latent_attention(q_latent: Tensor, q_rope: Tensor, plane: Tensor, scale: fl
     return _table().inner.latent_attention(q_latent, q_rope, plane, _segment(), scale).contiguous()
 
 
-def _picks(x: Tensor, each: int) -> tuple[Tensor, Tensor]:
+def _empty_topk(x: Tensor, each: int) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], each)
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)
 
 
 @_operator(
     "(Tensor x, Tensor gate, Tensor? bias, int top_k, int shared) -> (Tensor, Tensor)",
-    lambda x, gate, bias, top_k, shared: _picks(x, top_k + shared),
+    lambda x, gate, bias, top_k, shared: _empty_topk(x, top_k + shared),
 )
 def _router(
     x: Tensor, gate: Tensor, bias: Tensor | None, top_k: int, shared: int
 ) -> tuple[Tensor, Tensor]:
-    return _table().inner.router(x, gate, bias, _table().moe, shared)
+    return _table().inner.router(x, RouterWeights(gate, bias, _table().moe, shared))
 
 
 @_operator(
@@ -424,9 +423,8 @@ def _router(
     lambda x, ids, weights, *experts: torch.empty_like(x),
 )
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, *experts: Any) -> Tensor:
-    return _table().inner.experts(
-        x, ids, weights, _weight(*experts[:3]), _weight(*experts[3:6]), shared=experts[6]
-    )
+    w = ExpertWeights(_weight(*experts[:3]), _weight(*experts[3:6]), experts[6])
+    return _table().inner.experts(x, ids, weights, w)
 
 
 def _weight(data: Tensor, scale: Tensor | None, block: list[int]) -> Weight:

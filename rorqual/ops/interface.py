@@ -19,7 +19,7 @@ from torch import Tensor
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference, rng
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
-from rorqual.ops.reference import Distribution, Weight
+from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
 
 
@@ -470,21 +470,19 @@ class Ops:
         in a type that holds all its values."""
         return gate
 
-    def router(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Gate product and choice: x [T, hidden], gate [E, hidden] to (ids [T, K + shared] int64,
-        weights [T, K + shared] fp32). Logits are fp32, or where the router is not kept in fp32 of
+    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+        """Gate product and choice: x [T, hidden] to (ids [T, K + fused shared experts] int64,
+        weights of that shape, fp32). Logits are fp32, or where the router is not kept in fp32 of
         the gate's type.
 
         Where the router is not kept in fp32 (Qwen3), the weights are rounded to x's dtype.
-        `shared`: so many experts stand behind the routed ones; every token picks them last, with
-        weight 1.
         """
-        kind = torch.float32 if moe.router_fp32 else gate.dtype
-        ids, weights = self.route(torch.nn.functional.linear(x.to(kind), gate.to(kind)), bias, moe)
+        moe = w.config
+        dtype = torch.float32 if moe.router_fp32 else w.gate.dtype
+        logits = torch.nn.functional.linear(x.to(dtype), w.gate.to(dtype))
+        ids, weights = self.route(logits, w.bias, moe)
         weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
-        return reference.with_shared(ids, weights, moe.num_experts, shared)
+        return reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
@@ -500,51 +498,28 @@ class Ops:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
+        w: ExpertWeights,
         base: Tensor | None = None,
-        shared: int = 0,
-        share: float = 1.0,
     ) -> Tensor:
         """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden]
-        added to it: what shared experts gave.
-
-        `shared`: so many of the last experts, and of the last columns of ids and weights, are
-        those that every token picks with weight 1, in this order; a backend may compute them
-        apart. `share`: how many of the picks are here, about; for the choice of a kernel."""
-        y = reference.experts(x, ids, weights, gate_up, down)
+        added to it: what shared experts gave."""
+        y = reference.experts(x, ids, weights, w)
         return y if base is None else y + base
 
     def routed_experts(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        bias: Tensor | None,
-        moe: MoEConfig,
-        gate_up: Weight,
-        down: Weight,
-        base: Tensor | None = None,
-        shared: int = 0,
+        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> Tensor:
         """`router` and `experts` in one, where all experts are here, by their logical number,
-        and nobody else asks for the picks."""
-        ids, weights = self.router(x, gate, bias, moe, shared)
-        return self.experts(x, ids, weights, gate_up, down, base, shared)
+        and nobody else asks for ids and weights."""
+        ids, weights = self.router(x, router)
+        return self.experts(x, ids, weights, w, base)
 
     def experts_deferred(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        bias: Tensor | None,
-        moe: MoEConfig,
-        gate_up: Weight,
-        down: Weight,
-        base: Tensor | None = None,
-        shared: int = 0,
+        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
-        """`routed_experts` for whoever hands it to `sum_add_norm`: a backend may leave the sum
-        to that."""
-        return self.routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
+        """`routed_experts` where `sum_add_norm` reads the result: a backend may leave the sum to
+        that."""
+        return self.routed_experts(x, router, w, base)
 
     def experts_fp8(
         self,
@@ -553,21 +528,12 @@ class Ops:
         dtype: torch.dtype,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        share: float = 1.0,
+        w: ExpertWeights,
     ) -> Tensor:
         """`experts` of hidden states that travelled as e4m3, scale [T, hidden/128]; returns [T,
         hidden] in `dtype`. Where they meet fp8 weights a backend may take them as they are,
         instead of widening and rounding them again."""
-        return self.experts(
-            reference.dequantize_activation(x, scale, dtype),
-            ids,
-            weights,
-            gate_up,
-            down,
-            share=share,
-        )
+        return self.experts(reference.dequantize_activation(x, scale, dtype), ids, weights, w)
 
     # ---- requests by slot
 

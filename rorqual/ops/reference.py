@@ -42,6 +42,36 @@ class Weight:
         )
 
 
+@dataclass
+class RouterWeights:
+    """What one layer chooses experts by: gate [E, hidden], correction bias [E] fp32 or None, and
+    the rules in `config`.
+
+    num_fused_shared_experts: so many shared experts stand behind the routed ones; every token
+    picks them last, with weight 1."""
+
+    gate: Tensor
+    bias: Tensor | None
+    config: MoEConfig
+    num_fused_shared_experts: int = 0
+
+
+@dataclass
+class ExpertWeights:
+    """One layer's experts that this rank holds: gate_up [slots, 2 I, hidden], down [slots, hidden,
+    I].
+
+    num_fused_shared_experts: so many of the last slots, and of the last columns of ids and
+    weights, are those that every token picks with weight 1, in this order; a backend may compute
+    them apart. local_fraction: about how many of all picks are in these slots; for the choice of a
+    kernel."""
+
+    gate_up: Weight
+    down: Weight
+    num_fused_shared_experts: int = 0
+    local_fraction: float = 1.0
+
+
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """fp8 data times its block's scale, in `dtype`; other weights are only cast."""
     if weight.scale is None:
@@ -276,15 +306,15 @@ def with_shared(ids: Tensor, weights: Tensor, first: int, shared: int) -> tuple[
     return torch.cat((ids, slots), 1), torch.cat((weights, weights.new_ones(slots.shape)), 1)
 
 
-def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def experts(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
     """The weighted sum of each token's experts. x [T, hidden], ids and weights [T, K] by
-    physical slot (-1: not here; a token may name a slot several times), gate_up [slots, 2 I,
-    hidden], down [slots, hidden, I]. Sums in fp32; returns [T, hidden] in x's dtype."""
+    physical slot (-1: not here; a token may name a slot several times). Sums in fp32; returns [T,
+    hidden] in x's dtype."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for slot in ids.unique().tolist():
         if slot >= 0:
             token, pick = (ids == slot).nonzero(as_tuple=True)
-            y = mlp(x[token], gate_up[slot], down[slot])
+            y = mlp(x[token], w.gate_up[slot], w.down[slot])
             total.index_add_(0, token, y.float() * weights[token, pick, None])
     return total.to(x.dtype)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rorqual.errors import ConfigError
-from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.reference import FP8, ExpertWeights
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.shard import WHOLE, Shard
 
@@ -73,19 +72,16 @@ class Exchange(Protocol):
     gathering its own, and gives run_experts its partial sums of them, which then come back with
     the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
-    `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where
-    these are picks like others), `load` [E] int64 counts by logical expert the picks of the tokens
-    dispatched here while `record_load` is on; all are updated in place. Where ranks dispatch the
-    same tokens one of them counts (Layout.counted): a sum over all ranks then has each token once.
+    `experts` are the weights by physical slot, `load` [E] int64 counts by logical expert the picks
+    of the tokens dispatched here while `record_load` is on; all are updated in place. Where ranks
+    dispatch the same tokens one of them counts (Layout.counted): a sum over all ranks then has each
+    token once.
     """
 
     record_load: bool
 
     @property
-    def gate_up(self) -> Weight: ...
-
-    @property
-    def down(self) -> Weight: ...
+    def experts(self) -> ExpertWeights: ...
 
     @property
     def load(self) -> Tensor: ...
@@ -108,26 +104,23 @@ class ExpertStore:
     `shard` is the expert-parallel part: this rank holds slots.local(shard). `table` [E, R]
     int64 names physical slots; a token in row i of its step takes replica i mod R, so ranks that
     hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
-    `shared`: so many experts that every token picks stand behind the routed ones, which are then
-    all here; they are not counted.
+    Shared experts may stand among them only where all routed ones are here; they are not counted.
     """
 
     def __init__(
         self,
         slots: SlotMap,
-        gate_up: Weight,
-        down: Weight,
+        experts: ExpertWeights,
         compute: ExpertsFn,
         device: torch.device,
         shard: Shard = WHOLE,
         compute_fp8: ExpertsFp8Fn | None = None,
-        shared: int = 0,
     ):
-        self.gate_up = gate_up
-        self.down = down
+        shared = experts.num_fused_shared_experts
+        self.experts = experts
+        self.compute = compute
         self.compute_fp8 = compute_fp8
         self.shard = shard
-        self.compute = partial(compute, shared=shared) if shared else compute
         self.mine = slots.local(shard)
         self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
         self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
@@ -175,7 +168,7 @@ class ExpertStore:
         K] (-1: not here). `base` is added."""
         if not x.shape[0]:
             return x
-        return self.compute(x, places, weights, self.gate_up, self.down, base)
+        return self.compute(x, places, weights, self.experts, base)
 
     def run_sent(
         self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor
@@ -184,9 +177,8 @@ class ExpertStore:
         if len(parts) == 1:
             return self.run(parts[0], places, weights)
         assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
-        return self.compute_fp8(
-            parts[0].view(FP8), parts[1], dtype, places, weights, self.gate_up, self.down
-        )
+        rows, scales = parts
+        return self.compute_fp8(rows.view(FP8), scales, dtype, places, weights, self.experts)
 
 
 class StoreExchange:
@@ -198,12 +190,8 @@ class StoreExchange:
         self.store = store
 
     @property
-    def gate_up(self) -> Weight:
-        return self.store.gate_up
-
-    @property
-    def down(self) -> Weight:
-        return self.store.down
+    def experts(self) -> ExpertWeights:
+        return self.store.experts
 
     def dense_rows(self, ticket: Any) -> Tensor | None:
         return None

@@ -16,7 +16,7 @@ from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.bench.kernels import moe as moe_bench
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm, topk
@@ -47,17 +47,17 @@ def test_against_fp64(name: str) -> None:
 def test_every_plan_agrees(kind: str) -> None:
     """Skewed routing, absent picks and each plan of the table: the same function."""
     shape = bench.ExpertShape(kind, 16, 1024, 512, 4)
-    gate_up, down = bench.expert_weights(shape, DEVICE)
+    w = bench.expert_weights(shape, DEVICE)
     x = torch.randn(300, 1024, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.rand(300, 16, device=DEVICE).topk(4).indices
     ids[:, 0] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5)
     ids[:, 3] = -1
     weights = torch.rand(300, 4, device=DEVICE)
-    expected = reference.experts(x, ids, weights, gate_up, down)
+    expected = reference.experts(x, ids, weights, w)
     for mean in (0.4, 1, 5, 15, 90, 1000):
-        plan = grouped_gemm.plan_for(down, int(16 * mean))
+        plan = grouped_gemm.plan_for(w.down, int(16 * mean))
         with bench.poisoned():
-            got = grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan)
+            got = grouped_gemm.grouped_experts(x, ids, weights, w, plan)
         assert bench.difference(got, expected) < (1e-3 if kind == "fp8" else 1e-4)
 
 
@@ -69,23 +69,21 @@ def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
     if not is_hopper(DEVICE):
         pytest.skip("needs compute capability 9")
     shape = bench.ExpertShape("fp8", 16, 1024, 512, 4)
-    gate_up, down = bench.expert_weights(shape, DEVICE)
+    w = bench.expert_weights(shape, DEVICE)
     x = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.rand(tokens, 12, device=DEVICE).topk(4).indices
     ids[:, 0] = torch.where(ids[:, 1:].eq(5).any(1), -1, 5)
     ids[:, 3] = -1
     weights = torch.rand(tokens, 4, device=DEVICE)
-    plan = replace(grouped_gemm.plan_for(down, tokens * 3), rows=rows, tall=stages)
+    plan = replace(grouped_gemm.plan_for(w.down, tokens * 3), rows=rows, tall=stages)
     torch.cuda.synchronize()
     with bench.poisoned():
-        first = grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan)
-    assert bench.difference(first, reference.experts(x, ids, weights, gate_up, down)) < 1e-3
+        first = grouped_gemm.grouped_experts(x, ids, weights, w, plan)
+    assert bench.difference(first, reference.experts(x, ids, weights, w)) < 1e-3
     outs: list[torch.Tensor] = []
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs += [
-            grouped_gemm.grouped_experts(x, ids, weights, gate_up, down, plan) for _ in range(4)
-        ]
+        outs += [grouped_gemm.grouped_experts(x, ids, weights, w, plan) for _ in range(4)]
     for _ in range(3):
         for out in outs:
             out.fill_(float("nan"))
@@ -94,17 +92,17 @@ def test_products_of_many_rows(rows: int, stages: int, tokens: int) -> None:
 
 
 def test_experts_in_fp32() -> None:
-    gate_up = Weight(torch.randn(8, 192, 160, device=DEVICE) * 160**-0.5)
-    down = Weight(torch.randn(8, 160, 96, device=DEVICE) * 96**-0.5)
+    gate_up = torch.randn(8, 192, 160, device=DEVICE) * 160**-0.5
+    down = torch.randn(8, 160, 96, device=DEVICE) * 96**-0.5
+    w = ExpertWeights(Weight(gate_up), Weight(down))
+    wide = ExpertWeights(Weight(gate_up.double()), Weight(down.double()))
     for tokens in (1, 70):
         x = torch.randn(tokens, 160, device=DEVICE)
         weights = torch.rand(tokens, 3, device=DEVICE)
         ids = torch.rand(tokens, 8, device=DEVICE).topk(3).indices
-        truth = reference.experts(
-            x.double(), ids, weights, Weight(gate_up.data.double()), Weight(down.data.double())
-        )
+        truth = reference.experts(x.double(), ids, weights, wide)
         torch.testing.assert_close(
-            grouped_gemm.experts(x, ids, weights, gate_up, down),
+            grouped_gemm.experts(x, ids, weights, w),
             truth.float(),
             rtol=1e-4,
             atol=1e-4,
@@ -126,14 +124,14 @@ def test_routers_repeat_bit_for_bit(model: str) -> None:
     gate = torch.randn(moe.num_experts, 2048, device=DEVICE) * 2048**-0.5
     bias = torch.randn(moe.num_experts, device=DEVICE) * 0.05 if moe.has_bias else None
     x = torch.randn(tokens, 2048, device=DEVICE, dtype=torch.bfloat16)
-    ids, weights = topk.router(x, gate, bias, moe)
+    ids, weights = topk.router(x, RouterWeights(gate, bias, moe))
     expected_ids, expected = reference.route((x.double() @ gate.double().t()).float(), bias, moe)
     zero = torch.zeros(tokens, moe.num_experts, device=DEVICE)
     torch.testing.assert_close(
         zero.scatter(1, ids, weights), zero.scatter(1, expected_ids, expected), rtol=1e-4, atol=1e-5
     )
     for _ in range(100):
-        again = topk.router(x, gate, bias, moe)
+        again = topk.router(x, RouterWeights(gate, bias, moe))
         assert torch.equal(again[0], ids)
         assert torch.equal(again[1], weights)
 
@@ -146,14 +144,14 @@ def test_layers_repeat_bit_for_bit(kind: str, tokens: int) -> None:
     shape = bench.ExpertShape(kind, 66, 1024, 256, 8, 2)
     moe = MoEConfig(64, 6, 256)
     ops = TritonOps()
-    gate_up, down = bench.expert_weights(shape, DEVICE)
+    w = bench.expert_weights(shape, DEVICE)
     x = torch.randn(tokens, 1024, device=DEVICE, dtype=torch.bfloat16)
-    gate = torch.randn(64, 1024, device=DEVICE) / 32
-    first = ops.routed_experts(x, gate, None, moe, gate_up, down, shared=2)
-    truth = reference.experts(x, *ops.router(x, gate, None, moe, 2), gate_up, down)
+    router = RouterWeights(torch.randn(64, 1024, device=DEVICE) / 32, None, moe, 2)
+    first = ops.routed_experts(x, router, w)
+    truth = reference.experts(x, *ops.router(x, router), w)
     assert bench.difference(first, truth) < (1e-3 if kind == "fp8" else 1e-4)
     for _ in range(100):
-        assert torch.equal(ops.routed_experts(x, gate, None, moe, gate_up, down, shared=2), first)
+        assert torch.equal(ops.routed_experts(x, router, w), first)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])

@@ -23,7 +23,7 @@ from rorqual.models.registry import make_model
 from rorqual.ops import reference
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import Ops
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.mesh import SINGLE_LAYOUT, Mesh
 from rorqual.parallel.overlap import run_one
@@ -47,24 +47,13 @@ class Deferring(Ops):
         self.left = self.taken = 0
 
     def experts_deferred(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        bias: Tensor | None,
-        moe: Any,
-        gate_up: Weight,
-        down: Weight,
-        base: Tensor | None = None,
-        shared: int = 0,
+        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
         self.left += 1
-        ids, weights = self.router(x, gate, bias, moe, shared)
+        ids, weights = self.router(x, router)
         one = torch.ones_like(weights[:, :1])
         y = torch.stack(
-            [
-                reference.experts(x, ids[:, k : k + 1], one, gate_up, down)
-                for k in range(ids.shape[1])
-            ],
+            [reference.experts(x, ids[:, k : k + 1], one, w) for k in range(ids.shape[1])],
             1,
         )
         return DeferredMoESum(y.flatten(0, 1), None, weights, base, plain_sum)

@@ -103,8 +103,8 @@ def joined_mlp(moe: MoE) -> tuple[Tensor, Tensor]:
     """(gate and up, down) of the shared experts of a joined layer as one MLP."""
     first = moe.moe.num_experts
     size = len(moe.columns)
-    ups = [wide(moe.exchange.gate_up[first + n]) for n in range(moe.fused_shared_experts)]
-    downs = [wide(moe.exchange.down[first + n]) for n in range(moe.fused_shared_experts)]
+    ups = [wide(moe.exchange.experts.gate_up[first + n]) for n in range(moe.fused_shared_experts)]
+    downs = [wide(moe.exchange.experts.down[first + n]) for n in range(moe.fused_shared_experts)]
     return torch.cat([up[:size] for up in ups] + [up[size:] for up in ups]), torch.cat(downs, 1)
 
 
@@ -123,7 +123,8 @@ def test_random_weights_are_the_same_numbers(fields: dict[str, Any]) -> None:
         ):
             assert torch.equal(found, wide(want))
         assert torch.equal(
-            wide(one.exchange.gate_up)[: one.moe.num_experts], wide(other.exchange.gate_up)
+            wide(one.exchange.experts.gate_up)[: one.moe.num_experts],
+            wide(other.exchange.experts.gate_up),
         )
     assert weight_bytes(joined) == weight_bytes(apart)
 
@@ -200,11 +201,13 @@ def test_columns_are_cut_with_those_of_routed_experts(fields: dict[str, Any]) ->
         part = random_model(fields, Joining(), place(ParallelConfig(tp=2), rank)).moe_layers()[0]
         assert part.fused_shared_experts == 2
         columns = slice(rank * size, (rank + 1) * size)
-        gate, up = wide(whole.exchange.gate_up).chunk(2, 1)
+        gate, up = wide(whole.exchange.experts.gate_up).chunk(2, 1)
         assert torch.equal(
-            wide(part.exchange.gate_up), torch.cat((gate[:, columns], up[:, columns]), 1)
+            wide(part.exchange.experts.gate_up), torch.cat((gate[:, columns], up[:, columns]), 1)
         )
-        assert torch.equal(wide(part.exchange.down), wide(whole.exchange.down)[:, :, columns])
+        assert torch.equal(
+            wide(part.exchange.experts.down), wide(whole.exchange.experts.down)[:, :, columns]
+        )
 
 
 @pytest.mark.parametrize(

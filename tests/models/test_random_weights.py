@@ -152,7 +152,9 @@ def test_replicas_hold_their_experts_weights():
                 fill_normal(
                     target.view, target.name, 0, target.std
                 ) if target.std else target.view.zero_()
-    assert torch.equal(layers[1].exchange.gate_up.data[64], layers[0].exchange.gate_up.data[5])
+    assert torch.equal(
+        layers[1].exchange.experts.gate_up.data[64], layers[0].exchange.experts.gate_up.data[5]
+    )
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         plain, replicated = (summed(run_stages(layer.stages(), x)) for layer in layers)
@@ -217,6 +219,6 @@ def test_a_router_kept_in_fp32_has_values_of_the_models_dtype():
     for dtype in (torch.bfloat16, torch.float32):
         model = make_model(read_config(V3), Build(CpuOps(), dtype, torch.device("cpu")), 64)
         random_weights(model, 0)
-        gate = next(iter(model.moe_layers())).gate
+        gate = next(iter(model.moe_layers())).router.gate
         assert gate.dtype == torch.float32
         assert torch.equal(gate, gate.to(torch.bfloat16).float()) == (dtype == torch.bfloat16)

@@ -27,7 +27,7 @@ from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.comm_volume import step_messages
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
@@ -258,8 +258,7 @@ def exchange(
     ops = CpuOps()
     store = ExpertStore(
         slot_map,
-        gate_up,
-        Weight(down[held][:, :, columns].contiguous()),
+        ExpertWeights(gate_up, Weight(down[held][:, :, columns].contiguous())),
         ops.experts,
         CPU,
         mesh.axes["ep"].shard,
@@ -280,7 +279,7 @@ def exchange(
         made.run_experts(ticket)
         y = gathered(mesh, layout, made.combine(ticket))
         if len(x):
-            want = ops.experts(x, ids, weights, Weight(up), Weight(down))
+            want = ops.experts(x, ids, weights, ExpertWeights(Weight(up), Weight(down)))
             worst = max(worst, float((y - want).abs().max() / want.abs().max()))
             rows = rows + len(x)
     return {

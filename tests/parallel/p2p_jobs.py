@@ -17,7 +17,7 @@ from torch import Tensor
 import tests.emulation.triton_interpreter  # noqa: F401  asks for the interpreter before kernels are defined
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel import mesh as mesh_module
 from rorqual.parallel.exchange import Exchange, ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
@@ -127,15 +127,15 @@ def expert_layer(mesh: Mesh, slots: list[int] | None, dtype: torch.dtype, late: 
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
+        w: ExpertWeights,
         base: Tensor | None = None,
     ) -> Tensor:
         assert base is None, "an exchange between ranks adds no rows of its own"
         time.sleep(late)
-        return reference.experts(x, ids, weights, gate_up, down)
+        return reference.experts(x, ids, weights, w)
 
-    store = ExpertStore(slot_map, gate_up, part, compute, CPU, mesh.axes["ep"].shard, compute_fp8)
+    experts = ExpertWeights(gate_up, part)
+    store = ExpertStore(slot_map, experts, compute, CPU, mesh.axes["ep"].shard, compute_fp8)
     return make_exchange(mesh.sizes, MoEConfig(EXPERTS, TOP_K, INNER), store)
 
 

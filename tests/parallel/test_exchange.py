@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import ConfigError
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_policy import (
     ALLTOALL_ROWS,
@@ -174,7 +174,8 @@ def test_destinations() -> None:
 
 def store_of(slots: tuple[int, ...]) -> ExpertStore:
     weight = Weight(torch.zeros(len(slots), 2, 2))
-    return ExpertStore(SlotMap(slots, 3), weight, weight, lambda x, *_: x, torch.device("cpu"))
+    experts = ExpertWeights(weight, weight)
+    return ExpertStore(SlotMap(slots, 3), experts, lambda x, *_: x, torch.device("cpu"))
 
 
 def test_rows_take_replicas_in_turn() -> None:
@@ -214,8 +215,7 @@ def go_round(name: str) -> torch.Tensor:
     with FakeTensorMode():
         store = ExpertStore(
             SlotMap(tuple(REPLICAS), 8),
-            nothing,
-            nothing,
+            ExpertWeights(nothing, nothing),
             lambda x, *_: x,
             torch.device("cpu"),
             mesh.axes["ep"].shard,

@@ -22,7 +22,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.errors import EngineError
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.comm_counters import PICK_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import ExpertStore, SlotMap
@@ -92,7 +92,12 @@ class ExchangeLayer:
         cut = self.mesh.axes["ep"].shard
         slots = SlotMap.identity(sizes.experts)
         self.store = ExpertStore(
-            slots, nothing, nothing, self._experts, x.device, cut, self._experts_fp8
+            slots,
+            ExpertWeights(nothing, nothing),
+            self._experts,
+            x.device,
+            cut,
+            self._experts_fp8,
         )
         self.exchange = make_exchange(parallel, self.moe, self.store)
         self.layout = self.mesh.layout([x.shape[0]] * sizes.ranks, True, self.moe)

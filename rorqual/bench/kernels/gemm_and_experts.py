@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rorqual.bench.kernels import vllm_kernels as peers
 from rorqual.ops import reference
-from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.reference import FP8, ExpertWeights, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm as ex
@@ -169,7 +169,7 @@ EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
     (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
     (QWEN3_235B_TP8, "experts bf16 Qwen3-235B tp8", {1: None, 64: None}),
 ]
-_weights: dict[ExpertShape, tuple[Weight, Weight]] = {}
+_weights: dict[ExpertShape, ExpertWeights] = {}
 
 
 def random_weight(kind: str, device: torch.device, *shape: int) -> Weight:
@@ -186,16 +186,16 @@ def random_weight(kind: str, device: torch.device, *shape: int) -> Weight:
     return Weight((data * 100).to(FP8), scale)
 
 
-def expert_weights(shape: ExpertShape, device: torch.device) -> tuple[Weight, Weight]:
+def expert_weights(shape: ExpertShape, device: torch.device) -> ExpertWeights:
     key = replace(shape, top_k=0)
     if key not in _weights:
         _weights.clear()  # one set at a time
-        gate_up = random_weight(shape.kind, device, shape.slots, 2 * shape.inner, shape.hidden)
-        _weights[key] = (
-            gate_up,
+        _weights[key] = ExpertWeights(
+            random_weight(shape.kind, device, shape.slots, 2 * shape.inner, shape.hidden),
             random_weight(shape.kind, device, shape.slots, shape.hidden, shape.inner),
+            shape.shared,
         )
-    return _weights[key]
+    return replace(_weights[key], local_fraction=1 / 8 if shape is V3_RANK else 1)
 
 
 Draw = tuple[Tensor, Tensor, Tensor]
@@ -227,49 +227,45 @@ def expert_cost(shape: ExpertShape, picked: list[Draw]) -> tuple[float, float]:
     return active * matrices * width + picked[0][0].numel() * 4, 2 * present * matrices
 
 
-def expert_truth(draw: Draw, rows: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+def expert_truth(draw: Draw, rows: Tensor, w: ExpertWeights) -> Tensor:
     """fp64, activations rounded to fp8 where the kernel rounds them."""
     x, ids, weights = draw
-    rounded = reference.rounded_to_fp8 if gate_up.quantized else (lambda t: t)
+    rounded = reference.rounded_to_fp8 if w.gate_up.quantized else (lambda t: t)
     total = torch.zeros(len(rows), x.shape[1], dtype=torch.float64, device=x.device)
     for slot in ids[rows].unique().tolist():
         if slot < 0:
             continue
         at, pick = (ids[rows] == slot).nonzero(as_tuple=True)
-        up = reference.dequantize(gate_up[slot], torch.float64)
+        up = reference.dequantize(w.gate_up[slot], torch.float64)
         gate, value = (rounded(x[rows][at]).double() @ up.t()).chunk(2, -1)
         h = rounded(
             (torch.nn.functional.silu(gate) * value)
             .float()
-            .to(x.dtype if not gate_up.quantized else torch.float32)
+            .to(x.dtype if not w.gate_up.quantized else torch.float32)
         ).double()
-        total.index_add_(
-            0,
-            at,
-            h @ reference.dequantize(down[slot], torch.float64).t() * weights[rows][at, pick, None],
-        )
+        out = h @ reference.dequantize(w.down[slot], torch.float64).t()
+        total.index_add_(0, at, out * weights[rows][at, pick, None])
     return total
 
 
 def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> KernelSetup:
-    gate_up, down = expert_weights(shape, device)
+    w = expert_weights(shape, device)
     picked = draws(shape, tokens, device)
-    expected = tokens if shape is V3_RANK else None
 
     def call(draw: Draw) -> Tensor:
-        return ex.experts(*draw, gate_up, down, expected, shared=shape.shared)
+        return ex.experts(*draw, w)
 
     def judge(out: Tensor) -> float:
         rows = torch.randperm(tokens, device=device)[:CHECKED]
         assert not out.isnan().any(), "output left unwritten"
-        return difference(out[rows], expert_truth(picked[0], rows, gate_up, down))
+        return difference(out[rows], expert_truth(picked[0], rows, w))
 
     calls: list[Call] = [partial(call, draw) for draw in picked]
     size, flops = expert_cost(shape, picked)
     others = (
         {}
         if shape is V3_RANK or shape.shared
-        else {"vLLM": partial(peers.fused_experts, picked, gate_up, down)}
+        else {"vLLM": partial(peers.fused_experts, picked, w)}
     )
     return KernelSetup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
 

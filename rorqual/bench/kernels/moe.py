@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from rorqual.bench.kernels.gemm_and_experts import Call, ExpertShape, KernelCase
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.deferred_sum import DeferredMoESum
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.moe import align, combine, topk
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
@@ -52,7 +53,7 @@ ROUTERS = {
     "V2-Lite": MoEConfig(64, 6, 1408),
 }
 SHARED = {"V3": 1, "Qwen3": 0, "V2-Lite": 2}
-Routing = Callable[[Tensor, Tensor, Tensor | None, MoEConfig], tuple[Tensor, Tensor]]
+Routing = Callable[[Tensor, RouterWeights], tuple[Tensor, Tensor]]
 
 
 def route_setup(model: str, tokens: int, device: torch.device) -> KernelSetup:
@@ -91,21 +92,18 @@ def gate_data(
     )
 
 
-def joint(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    return topk.router(x, gate, bias, moe)
+def joint(x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    return topk.router(x, w)
 
 
-def split(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    return topk.route(
-        gating.partial_logits(x, gate),
-        bias,
-        moe,
-        kind=torch.float32 if moe.router_fp32 else gate.dtype,
-    )
+def split(x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    dtype = torch.float32 if w.config.router_fp32 else w.gate.dtype
+    return topk.route(gating.partial_logits(x, w.gate), w.bias, w.config, kind=dtype)
 
 
-def apart(x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    return topk.route(torch.nn.functional.linear(x.to(gate.dtype), gate), bias, moe)
+def apart(x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+    logits = torch.nn.functional.linear(x.to(w.gate.dtype), w.gate)
+    return topk.route(logits, w.bias, w.config)
 
 
 def router_setup(
@@ -117,9 +115,10 @@ def router_setup(
     moe = ROUTERS[model]
     bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
     gates, x = gate_data(model, tokens, device, kind)
+    routers = [RouterWeights(gate, bias, moe) for gate in gates]
 
     def error() -> float:
-        _, weights = way(x, gates[0], bias, moe)
+        _, weights = way(x, routers[0])
         exact = x.double() @ gates[0].double().t()
         _, expected = reference.route(
             exact.float() if moe.router_fp32 else exact.to(gates[0].dtype), bias, moe
@@ -127,7 +126,7 @@ def router_setup(
         return base.difference(weights.sort(-1).values, expected.sort(-1).values)
 
     size = gates[0].numel() * gates[0].element_size() + x.numel() * 2
-    return KernelSetup([partial(way, x, gate, bias, moe) for gate in gates], error, size)
+    return KernelSetup([partial(way, x, w) for w in routers], error, size)
 
 
 # --- the sort ---
@@ -167,8 +166,10 @@ def sort_setup(model: str, tokens: int, buckets: bool, device: torch.device) -> 
 # --- shared experts ---
 
 
-def as_layer(shape: ExpertShape, gate_up: Weight, down: Weight) -> tuple[Weight, Weight]:
+def as_layer(shape: ExpertShape, w: ExpertWeights) -> tuple[Weight, Weight]:
     """The shared experts of a stack as one MLP: a copy."""
+    gate_up = w.gate_up
+    down = w.down
 
     def halves(part: Tensor) -> Tensor:
         return torch.cat([half.flatten(0, 1) for half in part[shape.routed :].chunk(2, 1)])
@@ -182,10 +183,14 @@ def as_layer(shape: ExpertShape, gate_up: Weight, down: Weight) -> tuple[Weight,
     return Weight(up, halves(gate_up.scale)), Weight(out, side_by_side(down.scale))
 
 
-def routed_of(shape: ExpertShape, weight: Weight) -> Weight:
-    return Weight(
-        weight.data[: shape.routed], None if weight.scale is None else weight.scale[: shape.routed]
-    )
+def routed_of(shape: ExpertShape, w: ExpertWeights) -> ExpertWeights:
+    """The stack without its shared experts."""
+
+    def part(weight: Weight) -> Weight:
+        scale = None if weight.scale is None else weight.scale[: shape.routed]
+        return Weight(weight.data[: shape.routed], scale)
+
+    return ExpertWeights(part(w.gate_up), part(w.down))
 
 
 def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> KernelSetup:
@@ -193,19 +198,19 @@ def beside_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Kerne
     from rorqual.ops.triton.backend import TritonOps
 
     ops = TritonOps()
-    (gate_up, down) = base.expert_weights(shape, device)
-    shared = as_layer(shape, gate_up, down)
-    routed = (routed_of(shape, gate_up), routed_of(shape, down))
+    whole = base.expert_weights(shape, device)
+    shared = as_layer(shape, whole)
+    routed = routed_of(shape, whole)
     picked = base.draws(shape, tokens, device)
     own = [tuple(part[:, : -shape.shared].contiguous() for part in draw[1:]) for draw in picked]
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return ex.experts(x, ids, weights, *routed, base=ops.mlp(x, *shared))
+        return ex.experts(x, ids, weights, routed, ops.mlp(x, *shared))
 
     def error() -> float:
         rows = torch.randperm(tokens, device=device)[: base.CHECKED]
         return base.difference(
-            call(picked[0][0], *own[0])[rows], base.expert_truth(picked[0], rows, gate_up, down)
+            call(picked[0][0], *own[0])[rows], base.expert_truth(picked[0], rows, whole)
         )
 
     calls: list[Call] = [
@@ -293,36 +298,36 @@ def layer_setup(model: str, tokens: int, way: str, device: torch.device) -> Kern
     shape = LAYERS[model]
     whole = base.expert_weights(shape, device)
     joined = way in ("", "sorted apart ") or not shape.shared
-    gate_up, down = whole if joined else (routed_of(shape, whole[0]), routed_of(shape, whole[1]))
-    layer = None if joined else as_layer(shape, *whole)
+    experts = whole if joined else routed_of(shape, whole)
+    layer = None if joined else as_layer(shape, whole)
     bias = torch.randn(moe.num_experts, device=device) * 0.05 if moe.has_bias else None
     gates, _ = gate_data(model, 1, device)
+    fused = shape.shared if joined else 0
+    routers = [RouterWeights(gate, bias, moe, fused) for gate in gates]
     inputs = [
         torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16)
         for _ in range(8 if tokens <= 16 else 2)
     ]
 
-    def call(x: Tensor, gate: Tensor) -> Tensor:
+    def call(x: Tensor, router: RouterWeights) -> Tensor:
         with contextlib.ExitStack() as stack:
             for patch in constants(way):
                 stack.enter_context(patch)
             beside = ops.mlp(x, *layer) if layer else None
-            return ops.routed_experts(
-                x, gate, bias, moe, gate_up, down, beside, shape.shared if joined else 0
-            )
+            return ops.routed_experts(x, router, experts, beside)
+
+    def all_picks(x: Tensor, router: RouterWeights) -> base.Draw:
+        """The layer's choice, shared experts behind it whether or not they are fused."""
+        return (x, *ops.router(x, replace(router, num_fused_shared_experts=shape.shared)))
 
     def error() -> float:
         rows = torch.randperm(tokens, device=device)[: base.CHECKED]
-        draw = inputs[0], *ops.router(inputs[0], gates[0], bias, moe, shape.shared)
-        return base.difference(
-            call(inputs[0], gates[0])[rows], base.expert_truth(draw, rows, *whole)
-        )
+        truth = base.expert_truth(all_picks(inputs[0], routers[0]), rows, whole)
+        return base.difference(call(inputs[0], routers[0])[rows], truth)
 
-    calls: list[Call] = [partial(call, x, gate) for x, gate in zip(inputs, gates, strict=False)]
-    picked = [
-        (x, *ops.router(x, gate, bias, moe, shape.shared))
-        for x, gate in zip(inputs, gates, strict=False)
-    ]
+    given = list(zip(inputs, routers, strict=False))
+    calls: list[Call] = [partial(call, x, router) for x, router in given]
+    picked = [all_picks(x, router) for x, router in given]
     return KernelSetup(calls, error, *base.expert_cost(shape, picked))
 
 

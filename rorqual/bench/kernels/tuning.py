@@ -23,7 +23,7 @@ from rorqual.bench.kernels import gemm_and_experts as cases
 from rorqual.bench.kernels import moe
 from rorqual.bench.kernels.gemm_and_experts import Call, Draw, ExpertShape
 from rorqual.config.model import MoEConfig
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
@@ -130,21 +130,21 @@ def row_candidates(picks: float, slots: int) -> list[int]:
 def tune_experts(shape: ExpertShape, tokens: int, device: torch.device) -> None:
     """The best tiles of both products for each number of rows, then the whole layer with each of
     these plans."""
-    gate_up, down = cases.expert_weights(shape, device)
+    w = cases.expert_weights(shape, device)
     picked = cases.draws(shape, tokens, device)
     picks = shape.routed_picks(tokens)
     if picked[0][1].numel() <= 16:
-        tune_direct(shape, picks, picked, gate_up, down, device)
+        tune_direct(shape, picks, picked, w, device)
 
     def whole(plan: ex.GroupedGemmPlan) -> list[Call]:
-        return [partial(ex.grouped_experts, *draw, gate_up, down, plan) for draw in picked]
+        return [partial(ex.grouped_experts, *draw, w, plan) for draw in picked]
 
-    used = ex.plan_for(down, picks, shape.shared)
+    used = ex.plan_for(w.down, picks, shape.shared)
     plans = [used, *tall_plans(used, shape, picks, device)]
     plans += [
         plan
         for rows in row_candidates(picks, shape.routed)
-        if (plan := best_tiles(shape, picked, gate_up, down, rows))
+        if (plan := best_tiles(shape, picked, w, rows))
     ]
     named = {
         "kind": shape.kind,
@@ -182,14 +182,14 @@ def tall_plans(
 
 
 def best_tiles(
-    shape: ExpertShape, picked: list[Draw], gate_up: Weight, down: Weight, rows: int
+    shape: ExpertShape, picked: list[Draw], w: ExpertWeights, rows: int
 ) -> ex.GroupedGemmPlan | None:
     """The plan of the tiles that are fastest by themselves, with so many rows a block."""
     pairs = [(draw[0], moe_align_block_size(draw[1], shape.slots, rows)) for draw in picked]
 
     def first(tile: ex.Tile) -> list[Call]:
         return [
-            partial(ex.gate_up_product, x, gate_up, blocks, shape.top_k, tile)
+            partial(ex.gate_up_product, x, w.gate_up, blocks, shape.top_k, tile)
             for x, blocks in pairs
         ]
 
@@ -200,7 +200,7 @@ def best_tiles(
 
     def second(tile: ex.Tile) -> list[Call]:
         return [
-            partial(ex.down_product, h, down, blocks, torch.bfloat16, tile)
+            partial(ex.down_product, h, w.down, blocks, torch.bfloat16, tile)
             for h, (_, blocks) in zip(hidden, pairs, strict=True)
         ]
 
@@ -212,8 +212,7 @@ def tune_direct(
     shape: ExpertShape,
     picks: int,
     picked: list[Draw],
-    gate_up: Weight,
-    down: Weight,
+    w: ExpertWeights,
     device: torch.device,
 ) -> None:
     """Both kernels alike, then each varied beside the best of these."""
@@ -222,10 +221,10 @@ def tune_direct(
         direct.DirectPlan(rows, columns, rows, columns, warps, stages)
         for rows, columns, warps, stages in options
     ]
-    used = direct.direct_plan_for(down, picks)
+    used = direct.direct_plan_for(w.down, picks)
 
     def both(plan: direct.DirectPlan) -> list[Call]:
-        return [partial(direct.direct_experts, *draw, gate_up, down, plan) for draw in picked]
+        return [partial(direct.direct_experts, *draw, w, plan) for draw in picked]
 
     results = timed("direct, both", [used, *plans], both)
     for name, fields in (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 
 Call = Callable[[int], Tensor]
 
@@ -169,26 +169,24 @@ def fa3_dense(q: Tensor, k: Tensor, v: Tensor, requests: int, scale: float) -> C
 # ---- experts and products
 
 
-def fused_experts(
-    draws: list[tuple[Tensor, Tensor, Tensor]], gate_up: Weight, down: Weight
-) -> Call:
+def fused_experts(draws: list[tuple[Tensor, Tensor, Tensor]], w: ExpertWeights) -> Call:
     """draws: (x [T, hidden], ids [T, K], weights [T, K] fp32) by number; every id names an
     expert of this stack."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
 
     options: dict[str, Any] = {}
-    if gate_up.quantized:
+    if w.gate_up.quantized:
         options = {
             "use_fp8_w8a8": True,
-            "w1_scale": gate_up.scale,
-            "w2_scale": down.scale,
+            "w1_scale": w.gate_up.scale,
+            "w2_scale": w.down.scale,
             "block_shape": [128, 128],
         }
     picked = [(x, weights, ids.int()) for x, ids, weights in draws]
 
     def call(i: int) -> Tensor:
         x, weights, ids = picked[i]
-        return fused_experts_impl(x, gate_up.data, down.data, weights, ids, **options)
+        return fused_experts_impl(x, w.gate_up.data, w.down.data, weights, ids, **options)
 
     return call
 

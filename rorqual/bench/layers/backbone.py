@@ -14,7 +14,7 @@ from rorqual.layers.parameter import Build, Target
 from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
 from rorqual.models.transformer import Transformer
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.layout import Layout
 
@@ -26,7 +26,8 @@ class NowhereExchange:
     capturable = True
 
     def __init__(self, device: torch.device):
-        self.gate_up = self.down = Weight(torch.empty(0, device=device))
+        nothing = Weight(torch.empty(0, device=device))
+        self.experts = ExpertWeights(nothing, nothing)
         self.load = torch.empty(0, device=device)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
@@ -48,8 +49,8 @@ class ExpertlessMoE(MoE):
     def _joined(self, build: Build, slots: SlotMap | None) -> int:
         return 0
 
-    def _expert_weights(self, build: Build, hidden: int) -> tuple[Weight, Weight]:
-        return Weight(build.empty(0, 2, hidden)), Weight(build.empty(0, hidden, 1))
+    def _expert_weights(self, build: Build, hidden: int) -> ExpertWeights:
+        return ExpertWeights(Weight(build.empty(0, 2, hidden)), Weight(build.empty(0, hidden, 1)))
 
     def _expert_targets(self) -> Iterator[Target]:
         return iter(())

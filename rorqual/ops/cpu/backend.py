@@ -12,7 +12,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
-from rorqual.ops.reference import Distribution, Weight
+from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is
 # cheaper.
@@ -261,16 +261,15 @@ class CpuOps(Ops):
 
     # ---- experts
 
-    def router(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        known = gate.dtype in (x.dtype, torch.float32) and gate.numel() <= NATIVE_ELEMENTS
+    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+        moe = w.config
+        known = w.gate.dtype in (x.dtype, torch.float32) and w.gate.numel() <= NATIVE_ELEMENTS
         native = self._native(x, rows=MANY_ROWS) if known else None
         if native is None:
-            return super().router(x, gate, bias, moe, shared)
-        ids, weights = native.router(x, gate, bias, moe)
+            return super().router(x, w)
+        ids, weights = native.router(x, w)
         weights = weights if moe.router_fp32 else weights.to(x.dtype).float()
-        return reference.with_shared(ids, weights, moe.num_experts, shared)
+        return reference.with_shared(ids, weights, moe.num_experts, w.num_fused_shared_experts)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return reference.route(logits, bias, moe)
@@ -280,45 +279,42 @@ class CpuOps(Ops):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
+        w: ExpertWeights,
         base: Tensor | None = None,
-        shared: int = 0,
-        share: float = 1.0,
     ) -> Tensor:
-        y = self._experts(x, ids, weights, gate_up, down)
+        y = self._experts(x, ids, weights, w)
         return y if base is None else y + base
 
-    def _experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
-    ) -> Tensor:
+    def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
         """Three forms of the same sum: gather the chosen experts, let every expert see every
         token, or the reference's loop over experts. A token may pick one expert several times."""
+        gate_up = w.gate_up
+        down = w.down
         slots = gate_up.data.shape[0]
-        picks = ids.numel()
+        num_picks = ids.numel()
         native = None
         if not gate_up.quantized:
             native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
         if native:
-            return native.experts(x, ids, weights, gate_up, down)
+            return native.experts(x, ids, weights, w)
         ids = ids.long()
         low = high = 0
-        if picks:
+        if num_picks:
             low, high = (int(end) for end in ids.aminmax())
         if low < -1 or high >= slots:
             raise unknown_expert(low if low < -1 else high, slots)
         # picks of experts that are elsewhere: the loop alone passes them by
         if gate_up.quantized or low < 0:
-            return reference.experts(x, ids, weights, gate_up, down)
+            return reference.experts(x, ids, weights, w)
         if (
-            2 * picks >= slots
+            2 * num_picks >= slots
             and x.shape[0] <= DENSE_TOKENS
             and _bytes(gate_up.data) <= 4 * GATHER_BYTES
         ):
             return _dense_experts(x, ids, weights, gate_up.data, down.data)
-        if picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
+        if num_picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
             return _gathered_experts(x, ids, weights, gate_up.data, down.data)
-        return reference.experts(x, ids, weights, gate_up, down)
+        return reference.experts(x, ids, weights, w)
 
     # ---- sampling
 

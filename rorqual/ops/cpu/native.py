@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rorqual.config.model import MoEConfig, cache_folder, compiler
+from rorqual.config.model import cache_folder, compiler
 from rorqual.ops.interface import MLAWeights
-from rorqual.ops.reference import Distribution, Weight
+from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 PARTS = (Path(__file__).with_name("sampling.h"),)
@@ -337,35 +337,34 @@ class Native:
         )
         return out
 
-    def router(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig
-    ) -> tuple[Tensor, Tensor]:
+    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+        """The routed experts alone; their weights are not rounded."""
+        moe = w.config
         ids = torch.empty(x.shape[0], moe.top_k, dtype=torch.int64)
         weights = torch.empty(x.shape[0], moe.top_k)
         grouped = moe.method != "greedy" and moe.n_group > 1
         kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
         flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
         sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
-        settings = _Router(*sizes, *map(int, flags), moe.scaling, self.weight(gate), _pointer(bias))
+        matrices = (self.weight(w.gate), _pointer(w.bias))
+        settings = _Router(*sizes, *map(int, flags), moe.scaling, *matrices)
         at = ctypes.addressof(settings)
         self.lib.rq_route(
-            _wide(x), _wide(gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape
+            _wide(x), _wide(w.gate), at, _pointer(x), ids.data_ptr(), weights.data_ptr(), *x.shape
         )
         return ids, weights
 
-    def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
-    ) -> Tensor:
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:
         """Ids may repeat within a token; one that is neither a slot nor -1 is an IndexError, and
         nothing is computed."""
         y = torch.empty_like(x)
-        slots, hidden, size = down.data.shape
+        slots, hidden, size = w.down.data.shape
         assert x.shape == (ids.shape[0], hidden)
         assert weights.shape == ids.shape
         assert weights.dtype == torch.float32
-        assert gate_up.data.shape == (slots, 2 * size, hidden)
-        packed = (self.weight(gate_up.data), self.weight(down.data))
-        ids = ids.long()  # int32 as well, which is how picks travel
+        assert w.gate_up.data.shape == (slots, 2 * size, hidden)
+        packed = (self.weight(w.gate_up.data), self.weight(w.down.data))
+        ids = ids.long()  # int32 as well, in which they travel between ranks
         unknown = self.lib.rq_experts(
             _wide(x),
             *_pointers(x, ids, weights),

@@ -29,6 +29,7 @@ logits.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops, Share, Stretch
-from rorqual.ops.reference import FP8, Distribution, Weight
+from rorqual.ops.reference import FP8, Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
 from rorqual.ops.triton.attention import mla_decode as mla
@@ -352,10 +353,8 @@ class TritonOps(Ops):
     def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         return gating.held(gate, dtype)
 
-    def router(
-        self, x: Tensor, gate: Tensor, bias: Tensor | None, moe: MoEConfig, shared: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        return _router(x, gate, bias, moe, shared)
+    def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
+        return _router(x, w)
 
     def route(self, logits: Tensor, bias: Tensor | None, moe: MoEConfig) -> tuple[Tensor, Tensor]:
         return routing.route(logits, bias, moe)
@@ -369,73 +368,49 @@ class TritonOps(Ops):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
+        w: ExpertWeights,
         base: Tensor | None = None,
-        shared: int = 0,
-        share: float = 1.0,
     ) -> Tensor:
-        if not _fits_experts(gate_up, down):
-            return super().experts(x, ids, weights, gate_up, down, base)
-        expected = None if share == 1 else round(ids.numel() * share)
-        if (
-            shared
-            and x.shape[0] > experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(down)]
-        ):
-            ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
-            base = self._beside(x, gate_up, down, base, shared)
-            shared = 0
-        return experts_kernels.experts(x, ids, weights, gate_up, down, expected, base, shared)
+        if not _fits_experts(w):
+            return super().experts(x, ids, weights, w, base)
+        shared = w.num_fused_shared_experts
+        most = experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(w.down)]
+        if shared and x.shape[0] > most:
+            ids, weights = (topk[:, :-shared].contiguous() for topk in (ids, weights))
+            base = self._add_fused_shared(x, w, base)
+            w = replace(w, num_fused_shared_experts=0)
+        return experts_kernels.experts(x, ids, weights, w, base)
 
     def routed_experts(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        bias: Tensor | None,
-        moe: MoEConfig,
-        gate_up: Weight,
-        down: Weight,
-        base: Tensor | None = None,
-        shared: int = 0,
+        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> Tensor:
-        return summed(self.experts_deferred(x, gate, bias, moe, gate_up, down, base, shared))
+        return summed(self.experts_deferred(x, router, w, base))
 
     def experts_deferred(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        bias: Tensor | None,
-        moe: MoEConfig,
-        gate_up: Weight,
-        down: Weight,
-        base: Tensor | None = None,
-        shared: int = 0,
+        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
-        """The grouped products of a moderate number of tokens leave the sum; the kernel that
-        chooses picks sorts them, up to so many."""
-        fits = x.shape[0] and _fits_experts(gate_up, down)
-        plan = (
-            experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared, x.dtype)
-            if fits
-            else None
-        )
+        """For a moderate number of tokens the grouped products leave the sum to the norm. Up to
+        a number of picks the router's kernel sorts them by expert as well."""
+        plan = None
+        if x.shape[0] and _fits_experts(w):
+            plan = experts_kernels.grouped_plan(w, x.shape[0], router.config.top_k, x.dtype)
         if plan is None:
-            return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
-        picks = x.shape[0] * (moe.top_k + shared)
+            return super().routed_experts(x, router, w, base)
+        num_picks = x.shape[0] * (router.config.top_k + w.num_fused_shared_experts)
         blocks = None
-        if experts_kernels.sorts_while_routing(down, picks):
-            blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
-        ids, weights = _router(x, gate, bias, moe, shared, blocks)
-        gave = experts_kernels.experts_deferred(x, ids, weights, gate_up, down, plan, base, blocks)
+        if experts_kernels.sorts_while_routing(w.down, num_picks):
+            slots = w.down.data.shape[0]
+            blocks = empty_blocks(num_picks, slots, plan.rows, x.device, buckets=True)
+        ids, weights = _router(x, router, blocks)
+        gave = experts_kernels.experts_deferred(x, ids, weights, w, plan, base, blocks)
         return gave if x.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
 
-    def _beside(
-        self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int
-    ) -> Tensor | None:
-        """What the last `shared` experts give for all tokens, each as a layer of its own, and
-        `base`."""
-        for slot in range(down.data.shape[0] - shared, down.data.shape[0]):
-            y = self.mlp(x, gate_up[slot], down[slot])
+    def _add_fused_shared(self, x: Tensor, w: ExpertWeights, base: Tensor | None) -> Tensor | None:
+        """`base` and what the fused shared experts give for all tokens, each as a layer of its
+        own."""
+        slots = w.down.data.shape[0]
+        for slot in range(slots - w.num_fused_shared_experts, slots):
+            y = self.mlp(x, w.gate_up[slot], w.down[slot])
             base = y if base is None else base + y
         return base
 
@@ -446,19 +421,15 @@ class TritonOps(Ops):
         dtype: torch.dtype,
         ids: Tensor,
         weights: Tensor,
-        gate_up: Weight,
-        down: Weight,
-        share: float = 1.0,
+        w: ExpertWeights,
     ) -> Tensor:
         """As they are where the grouped kernels meet fp8 weights; the direct ones for a few
         picks take wide rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
-        if direct or not gate_up.quantized or not _fits_experts(gate_up, down):
-            return super().experts_fp8(x, scale, dtype, ids, weights, gate_up, down, share)
-        plan = experts_kernels.plan_for(down, round(ids.numel() * share), dtype=dtype)
-        return experts_kernels.grouped_experts(
-            Quantized(x, scale), ids, weights, gate_up, down, plan, dtype
-        )
+        if direct or not w.gate_up.quantized or not _fits_experts(w):
+            return super().experts_fp8(x, scale, dtype, ids, weights, w)
+        plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
+        return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, w, plan, dtype)
 
     # ---- requests by slot
 
@@ -526,31 +497,23 @@ class TritonOps(Ops):
         sampling.write_probs(given, plane, rows)
 
 
-def _router(
-    x: Tensor,
-    gate: Tensor,
-    bias: Tensor | None,
-    moe: MoEConfig,
-    shared: int,
-    into: ExpertBlocks | None = None,
-) -> tuple[Tensor, Tensor]:
+def _router(x: Tensor, w: RouterWeights, into: ExpertBlocks | None = None) -> tuple[Tensor, Tensor]:
     """Weights come rounded as the model wants them: to the activations' dtype where the router
     is no fp32 one."""
-    rounded, kind = (torch.float32, torch.float32) if moe.router_fp32 else (x.dtype, gate.dtype)
-    if routing.joint(x, gate):
-        return routing.router(x, gate, bias, moe, rounded=rounded, shared=shared, into=into)
-    if gating.chosen(x, gate, kind):
-        return routing.route(
-            gating.partial_logits(x, gate),
-            bias,
-            moe,
-            rounded=rounded,
-            shared=shared,
-            kind=kind,
-            into=into,
-        )
+    fp32 = w.config.router_fp32
+    rounded, dtype = (torch.float32, torch.float32) if fp32 else (x.dtype, w.gate.dtype)
+    if routing.joint(x, w.gate):
+        return routing.router(x, w, rounded=rounded, into=into)
+    split = gating.chosen(x, w.gate, dtype)
+    logits = gating.partial_logits(x, w.gate) if split else F.linear(x.to(dtype), w.gate.to(dtype))
     return routing.route(
-        F.linear(x.to(kind), gate.to(kind)), bias, moe, rounded=rounded, shared=shared, into=into
+        logits,
+        w.bias,
+        w.config,
+        rounded=rounded,
+        shared=w.num_fused_shared_experts,
+        kind=dtype,
+        into=into,
     )
 
 
@@ -562,9 +525,9 @@ def _fits_fp8(weight: Weight) -> bool:
     return fp8_gemm.supported(weight) and takes_fp8(weight.data.device)
 
 
-def _fits_experts(gate_up: Weight, down: Weight) -> bool:
-    return experts_kernels.supported(gate_up, down) and (
-        takes_fp8(down.data.device) or not gate_up.quantized
+def _fits_experts(w: ExpertWeights) -> bool:
+    return experts_kernels.supported(w) and (
+        takes_fp8(w.down.data.device) or not w.gate_up.quantized
     )
 
 

@@ -26,7 +26,7 @@ from rorqual.bench.kernels.attention import attend
 from rorqual.bench.kernels.gemm_and_experts import ExpertShape
 from rorqual.errors import ConfigError
 from rorqual.ops import reference
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 
 pytestmark = pytest.mark.exhaustive
 
@@ -96,11 +96,8 @@ def fused_experts_impl(
 ):
     assert topk_ids.dtype == torch.int32
     assert (block_shape == [128, 128]) == use_fp8_w8a8
-    w1 = Weight(w1, w1_scale)
-    w2 = Weight(w2, w2_scale)
-    return experts.expert_truth(
-        (x, topk_ids.long(), topk_weights), torch.arange(x.shape[0]), w1, w2
-    )
+    w = ExpertWeights(Weight(w1, w1_scale), Weight(w2, w2_scale))
+    return experts.expert_truth((x, topk_ids.long(), topk_weights), torch.arange(x.shape[0]), w)
 
 
 def fp8_gemm_nt(

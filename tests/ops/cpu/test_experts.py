@@ -11,7 +11,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.cpu import backend
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
 SLOTS = 6
 HIDDEN = 40
@@ -36,11 +36,11 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuO
     return made
 
 
-def layer(dtype: torch.dtype) -> tuple[Weight, Weight]:
+def layer(dtype: torch.dtype) -> ExpertWeights:
     generator = torch.Generator().manual_seed(5)
     gate_up = torch.randn(SLOTS, 2 * SIZE, HIDDEN, generator=generator) * HIDDEN**-0.5
     down = torch.randn(SLOTS, HIDDEN, SIZE, generator=generator) * SIZE**-0.5
-    return Weight(gate_up.to(dtype)), Weight(down.to(dtype))
+    return ExpertWeights(Weight(gate_up.to(dtype)), Weight(down.to(dtype)))
 
 
 def inputs(tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -70,10 +70,10 @@ def test_repeated_picks_give_the_reference_sums(
 ) -> None:
     x, weights = inputs(tokens, top_k, dtype)
     ids = picks(kind, tokens, top_k)
-    gate_up, down = layer(dtype)
-    got = ops.experts(x, ids.to(ids_dtype), weights, gate_up, down)
-    wide = [Weight(weight.data.float()) for weight in (gate_up, down)]
-    want = reference.experts(x.float(), ids, weights, *wide).to(dtype)
+    w = layer(dtype)
+    got = ops.experts(x, ids.to(ids_dtype), weights, w)
+    wide = ExpertWeights(*(Weight(weight.data.float()) for weight in (w.gate_up, w.down)))
+    want = reference.experts(x.float(), ids, weights, wide).to(dtype)
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -84,7 +84,7 @@ def test_unknown_picks_are_refused(ops: CpuOps, dtype: torch.dtype, unknown: int
     ids = picks("pairs", 3, 4)
     ids[1, 2] = unknown
     with pytest.raises(IndexError, match=f"expert id {unknown} is neither a slot, 0 to 5, nor -1"):
-        ops.experts(x, ids, weights, *layer(dtype))
+        ops.experts(x, ids, weights, layer(dtype))
 
 
 @DTYPES
@@ -92,9 +92,9 @@ def test_the_weight_of_a_pick_elsewhere_counts_for_nothing(ops: CpuOps, dtype: t
     x, weights = inputs(3, 4, dtype)
     ids = picks("pairs", 3, 4)
     ids[:, 1] = -1
-    want = ops.experts(x, ids, weights, *layer(dtype))
+    want = ops.experts(x, ids, weights, layer(dtype))
     weights[:, 1] = float("nan")
-    assert torch.equal(ops.experts(x, ids, weights, *layer(dtype)), want)
+    assert torch.equal(ops.experts(x, ids, weights, layer(dtype)), want)
     assert want.isfinite().all()
 
 
@@ -111,9 +111,9 @@ def test_a_token_that_is_no_number_spoils_itself_alone(
     bias = torch.zeros(SLOTS) if moe.has_bias else None
 
     def run() -> Tensor:
-        ids, weights = ops.router(x, gate, bias, moe)
+        ids, weights = ops.router(x, RouterWeights(gate, bias, moe))
         assert ((ids >= 0) & (ids < SLOTS)).all()
-        return ops.experts(x, ids, weights, *layer(dtype))
+        return ops.experts(x, ids, weights, layer(dtype))
 
     want = run()
     x[1] = float("nan")

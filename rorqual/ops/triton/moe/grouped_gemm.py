@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.deferred_sum import DeferredMoESum
-from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.reference import FP8, ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size, takes_buckets
 from rorqual.ops.triton.moe.combine import combine
 from rorqual.ops.triton.moe.small_batch import (
@@ -310,53 +310,45 @@ def plan_for(
     )
 
 
-def supported(gate_up: Weight, down: Weight) -> bool:
+def supported(w: ExpertWeights) -> bool:
     """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights
     have no limits."""
-    sizes = down.data.shape[1:]
-    return not gate_up.quantized or (
-        gate_up.block == down.block == (128, 128) and all(size % 128 == 0 for size in sizes)
+    sizes = w.down.data.shape[1:]
+    return not w.gate_up.quantized or (
+        w.gate_up.block == w.down.block == (128, 128) and all(size % 128 == 0 for size in sizes)
     )
 
 
 def experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    expected: int | None = None,
-    base: Tensor | None = None,
-    shared: int = 0,
+    x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, base: Tensor | None = None
 ) -> Tensor:
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
-    -1: not here; weights [T, K] fp32.
+    -1: not here; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded.
 
-    expected: how many picks are here, if the caller knows it better than T K (an expert-parallel
-    rank holds a share of them). base [T, hidden] is added before the sum is rounded. shared: so
-    many of the last experts are every token's last picks; what is chosen by the number of picks is
-    chosen by that of the others.
+    Forms and plans are chosen by the number of picks of routed experts: those of fused shared
+    experts do not count. Of the grouped form's, by how many are in this rank's slots.
     """
-    kind = kind_of(gate_up)
-    picks = ids.numel() - ids.shape[0] * shared
+    shared = w.num_fused_shared_experts
+    num_picks = ids.numel() - ids.shape[0] * shared
     if ids.numel() == 0:
         return torch.zeros_like(x) if base is None else base.clone()
-    if picks <= DIRECT_PICKS[kind]:
-        return direct_experts(x, ids, weights, gate_up, down, direct_plan_for(down, picks), base)
-    plan = plan_for(down, picks if expected is None else expected, shared, x.dtype)
-    return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
+    if num_picks <= DIRECT_PICKS[kind_of(w.gate_up)]:
+        return direct_experts(x, ids, weights, w, direct_plan_for(w.down, num_picks), base)
+    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared, x.dtype)
+    return grouped_experts(x, ids, weights, w, plan, base=base)
 
 
 def grouped_plan(
-    down: Weight, tokens: int, top_k: int, shared: int, dtype: torch.dtype = torch.bfloat16
+    w: ExpertWeights, tokens: int, top_k: int, dtype: torch.dtype = torch.bfloat16
 ) -> GroupedGemmPlan | None:
-    """The plan for tokens of which each picks top_k routed experts and the `shared` ones. None
-    where another form takes them."""
-    kind = kind_of(down)
-    picks = tokens * top_k
-    if picks <= DIRECT_PICKS[kind] or (shared and tokens > FUSED_SHARED_TOKENS[kind]):
+    """The plan for tokens of which each picks top_k routed experts and the fused shared ones.
+    None where another form takes them."""
+    kind = kind_of(w.down)
+    shared = w.num_fused_shared_experts
+    num_picks = tokens * top_k
+    if num_picks <= DIRECT_PICKS[kind] or (shared and tokens > FUSED_SHARED_TOKENS[kind]):
         return None
-    return plan_for(down, picks, shared, dtype)
+    return plan_for(w.down, num_picks, shared, dtype)
 
 
 def sorts_while_routing(down: Weight, picks: int) -> bool:
@@ -368,8 +360,7 @@ def grouped_experts(
     x: Tensor | Quantized,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    w: ExpertWeights,
     plan: GroupedGemmPlan,
     dtype: torch.dtype | None = None,
     base: Tensor | None = None,
@@ -379,38 +370,29 @@ def grouped_experts(
     kind = x.dtype if isinstance(x, Tensor) else dtype
     assert kind is not None
     assert dtype in (None, kind)
-    blocks = moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
-    return combine(
-        _products(x, gate_up, down, plan, blocks, ids.shape[1], kind), ids, weights, base
-    )
+    blocks = moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
+    return combine(_products(x, w, plan, blocks, ids.shape[1], kind), ids, weights, base)
 
 
 def experts_deferred(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    w: ExpertWeights,
     plan: GroupedGemmPlan,
     base: Tensor | None = None,
     blocks: ExpertBlocks | None = None,
 ) -> DeferredMoESum:
     """Everything but the sum, where all picks are here. blocks: they are sorted, into rows of
     plan.rows."""
-    blocks = blocks or moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
-    return DeferredMoESum(
-        _products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype),
-        None,
-        weights,
-        base,
-        combine,
-    )
+    blocks = blocks or moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
+    y = _products(x, w, plan, blocks, ids.shape[1], x.dtype)
+    return DeferredMoESum(y, None, weights, base, combine)
 
 
 def _products(
     x: Tensor | Quantized,
-    gate_up: Weight,
-    down: Weight,
+    w: ExpertWeights,
     plan: GroupedGemmPlan,
     blocks: ExpertBlocks,
     top_k: int,
@@ -420,10 +402,9 @@ def _products(
     if plan.tall:
         from rorqual.ops.triton.moe import grouped_gemm_sm90_fp8
 
-        return grouped_gemm_sm90_fp8.products(x, gate_up, down, blocks, top_k, dtype, plan.tall)
-    return down_product(
-        gate_up_product(x, gate_up, blocks, top_k, plan.up), down, blocks, dtype, plan.down
-    )
+        return grouped_gemm_sm90_fp8.products(x, w, blocks, top_k, dtype, plan.tall)
+    h = gate_up_product(x, w.gate_up, blocks, top_k, plan.up)
+    return down_product(h, w.down, blocks, dtype, plan.down)
 
 
 def gate_up_product(

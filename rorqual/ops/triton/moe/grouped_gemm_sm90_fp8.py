@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import REGISTERS, SHARED, share, sums, tile_of
 from rorqual.ops.triton.moe.align import ExpertBlocks
 from rorqual.ops.triton.rowwise.quantize import Quantized, quantize, store_fp8
@@ -531,8 +531,7 @@ def product(
 
 def products(
     x: Tensor | Quantized,
-    gate_up: Weight,
-    down: Weight,
+    w: ExpertWeights,
     blocks: ExpertBlocks,
     top_k: int,
     dtype: torch.dtype,
@@ -542,5 +541,5 @@ def products(
     grouped_gemm.py."""
     if top_k > 1 and isinstance(x, Tensor):
         x = quantize(x)  # once a token: a copy for each of its picks is half as long then
-    both = product(in_order(x, blocks, top_k), gate_up, blocks, dtype, stages, False)
-    return product(joined(both, blocks), down, blocks, dtype, stages, True)
+    both = product(in_order(x, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
+    return product(joined(both, blocks), w.down, blocks, dtype, stages, True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
@@ -288,25 +288,24 @@ def direct_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
+    w: ExpertWeights,
     plan: DirectPlan | None = None,
     base: Tensor | None = None,
 ) -> Tensor:
     """Two kernels; every pick reads its expert's weights by itself."""
     (tokens, top_k) = ids.shape
     hidden = x.shape[1]
-    inner = down.data.shape[2]
-    quant = gate_up.quantized
-    plan = plan or direct_plan_for(down, tokens * top_k)
+    inner = w.down.data.shape[2]
+    quant = w.gate_up.quantized
+    plan = plan or direct_plan_for(w.down, tokens * top_k)
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     late = dependent(x.device)
     _direct_gate_up_kernel[triton.cdiv(inner, plan.up_rows), tokens * top_k](
         x,
         ids,
-        gate_up.data,
-        gate_up.scale,
+        w.gate_up.data,
+        w.gate_up.scale,
         h,
         hidden,
         inner,
@@ -324,8 +323,8 @@ def direct_experts(
         h,
         ids,
         weights,
-        down.data,
-        down.scale,
+        w.down.data,
+        w.down.scale,
         base,
         out,
         hidden,

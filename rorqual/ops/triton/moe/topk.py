@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
+from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.moe.align import (
     ROUTER_COUNTERS,
     ExpertBlocks,
@@ -393,17 +394,17 @@ def joint(x: Tensor, gate: Tensor) -> bool:
 
 def router(
     x: Tensor,
-    gate: Tensor,
-    bias: Tensor | None,
-    moe: MoEConfig,
+    w: RouterWeights,
     dtype: torch.dtype = torch.int64,
     rounded: torch.dtype = torch.float32,
-    shared: int = 0,
     into: ExpertBlocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden states x [T, hidden], rows evenly spaced, and gate [E, hidden]
-    contiguous. A few tokens."""
+    """The same from hidden states x [T, hidden], rows evenly spaced, and a contiguous gate. A few
+    tokens."""
     (tokens, hidden) = x.shape
+    gate = w.gate
+    moe = w.config
+    shared = w.num_fused_shared_experts
     experts = gate.shape[0]
     assert x.stride(1) == 1
     assert gate.is_contiguous()
@@ -416,7 +417,7 @@ def router(
             gate,
             logits,
             zeroed_counters(x.device, ROUTER_COUNTERS),
-            bias,
+            w.bias,
             ids,
             weights,
             x.stride(0),
@@ -426,7 +427,7 @@ def router(
             STAGES=3,
             LOGITS=KINDS[torch.float32 if moe.router_fp32 else gate.dtype],
             **_sorting(into, ids, experts + shared),
-            **_options(moe, experts, bias, rounded, shared),
+            **_options(moe, experts, w.bias, rounded, shared),
             num_warps=1 if hidden <= 2048 and experts <= 256 else 2,
             **dependent(x.device),
         )

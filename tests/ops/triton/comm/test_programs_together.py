@@ -31,14 +31,15 @@ COLUMNS = 528
 RANKS = 2
 LAUNCHES = f"""
 from rorqual.config.model import MoEConfig
+from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.comm import all_reduce_norm
 from rorqual.ops.triton.moe import align, topk
 bf16 = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 into = lambda tokens: align.empty_blocks(tokens * 6, {SLOTS}, {ROWS}, torch.device("cpu"), True)
 align.moe_align_block_size(torch.empty({PICKS}, 1, dtype=torch.int32), {SLOTS}, {ROWS})
 topk.route(torch.empty(9, 24), torch.empty(24), {MOE}, torch.int32, shared=1, into=into(9))
-topk.router(bf16(2, {HIDDEN}), bf16(24, {HIDDEN}), torch.empty(24), {MOE}, torch.int32, shared=1,
-    into=into(2))
+router = RouterWeights(bf16(24, {HIDDEN}), torch.empty(24), {MOE}, 1)
+topk.router(bf16(2, {HIDDEN}), router, torch.int32, into=into(2))
 for two_shot in (False, True):
     for rank in range({RANKS}):
         x, table, epochs = bf16(2, {COLUMNS}), torch.empty({RANKS} + 1,

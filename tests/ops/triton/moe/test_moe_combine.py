@@ -18,7 +18,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.deferred_sum import DeferredMoESum, summed
 from rorqual.ops.interface import Ops
-from rorqual.ops.reference import Weight
+from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.moe import combine, grouped_gemm
 from rorqual.ops.triton.rowwise import norm
@@ -210,27 +210,24 @@ def test_steps_of_many_tokens_are_summed_at_once(
 ) -> None:
     monkeypatch.setattr(combine, "NORM_SUMS_TOKENS", most)
     x = torch.randn(4, 64, device=DEVICE)
-    gate = torch.randn(8, 64, device=DEVICE)
-    weights = (
+    router = RouterWeights(torch.randn(8, 64, device=DEVICE), None, MoEConfig(8, 2, 32))
+    w = ExpertWeights(
         Weight(torch.randn(8, 64, 64, device=DEVICE)),
         Weight(torch.randn(8, 64, 32, device=DEVICE)),
     )
-    arguments = (x, gate, None, MoEConfig(8, 2, 32), *weights)
-    found = TritonOps().experts_deferred(*arguments)
+    found = TritonOps().experts_deferred(x, router, w)
     assert isinstance(found, kind)
-    assert torch.equal(summed(found), TritonOps().routed_experts(*arguments))
+    assert torch.equal(summed(found), TritonOps().routed_experts(x, router, w))
 
 
 def test_a_token_whose_picks_take_the_direct_kernels_is_summed_there() -> None:
     x = torch.randn(1, 64, device=DEVICE)
-    gate = torch.randn(8, 64, device=DEVICE)
-    weights = (
+    router = RouterWeights(torch.randn(8, 64, device=DEVICE), None, MoEConfig(8, 2, 32))
+    w = ExpertWeights(
         Weight(torch.randn(8, 64, 64, device=DEVICE)),
         Weight(torch.randn(8, 64, 32, device=DEVICE)),
     )
-    assert isinstance(
-        TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights), Tensor
-    )
+    assert isinstance(TritonOps().experts_deferred(x, router, w), Tensor)
 
 
 @pytest.mark.parametrize("sorts", [True, False])
@@ -238,14 +235,13 @@ def test_whoever_sorts_the_picks(sorts: bool, monkeypatch: pytest.MonkeyPatch) -
     """The sum stays with the norm where sorting is a kernel of its own."""
     monkeypatch.setattr(grouped_gemm, "SORTS_WHILE_ROUTING", sorts)
     x = torch.randn(4, 64, device=DEVICE)
-    gate = torch.randn(8, 64, device=DEVICE)
-    weights = (
+    router = RouterWeights(torch.randn(8, 64, device=DEVICE), None, MoEConfig(8, 2, 32))
+    w = ExpertWeights(
         Weight(torch.randn(8, 64, 64, device=DEVICE)),
         Weight(torch.randn(8, 64, 32, device=DEVICE)),
     )
-    found = TritonOps().experts_deferred(x, gate, None, MoEConfig(8, 2, 32), *weights)
+    found = TritonOps().experts_deferred(x, router, w)
     assert isinstance(found, DeferredMoESum)
-    ids, chosen = TritonOps().router(x, gate, None, MoEConfig(8, 2, 32))
-    torch.testing.assert_close(
-        found.total(), reference.experts(x, ids, chosen, *weights), rtol=1e-4, atol=1e-3
-    )
+    ids, chosen = TritonOps().router(x, router)
+    want = reference.experts(x, ids, chosen, w)
+    torch.testing.assert_close(found.total(), want, rtol=1e-4, atol=1e-3)

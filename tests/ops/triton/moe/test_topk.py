@@ -14,6 +14,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
+from rorqual.ops.reference import RouterWeights
 
 EXPERTS = 24
 TOP_K = 5
@@ -63,7 +64,7 @@ def test_choice_and_weights(ops: Ops, scoring: str, method: str, norm: bool):
     gate = torch.randn(EXPERTS, HIDDEN, generator=generator) * HIDDEN**-0.5
     # A bias that decides: it must move the choice and stay out of the weights.
     bias = 0.3 * torch.randn(EXPERTS, generator=generator) if moe.has_bias else None
-    ids, weights = ops.router(x, gate, bias, moe)
+    ids, weights = ops.router(x, RouterWeights(gate, bias, moe))
     logits = (x.double() @ gate.double().T).tolist()
     for row, chosen, given in zip(logits, ids.tolist(), weights.tolist(), strict=True):
         want = expected(row, bias.tolist() if bias is not None else [0.0] * EXPERTS, moe)
@@ -85,7 +86,7 @@ def test_logits_of_a_router_not_kept_in_fp32_are_rounded(ops: Ops, rows: int, no
     logits = (x.double() @ gate.double().T).bfloat16()
     best = logits.sort(-1, descending=True).values
     assert rows == 1 or bool((best[:, 7] == best[:, 8]).any())
-    ids, weights = ops.router(x, gate, None, moe)
+    ids, weights = ops.router(x, RouterWeights(gate, None, moe))
     want_ids, want = reference.route(logits, None, moe)
     assert torch.equal(ids, want_ids)
     assert torch.allclose(weights, want, rtol=2**-7)
@@ -99,8 +100,8 @@ def test_a_gate_of_another_type_than_the_hidden_states(types: tuple[str, str], f
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(9, HIDDEN, generator=generator).to(x_type)
     gate = torch.randn(EXPERTS, HIDDEN, generator=generator).to(gate_type)
-    ids, weights = CpuOps().router(x, gate, None, moe)
-    want_ids, want = Ops().router(x, gate, None, moe)
+    ids, weights = CpuOps().router(x, RouterWeights(gate, None, moe))
+    want_ids, want = Ops().router(x, RouterWeights(gate, None, moe))
     assert torch.equal(ids, want_ids)
     assert torch.allclose(weights, want, rtol=2**-7)
 
@@ -112,8 +113,8 @@ def test_ties_between_groups_and_experts_are_broken_alike(method: str):
     x = torch.zeros(2, HIDDEN)
     gate = torch.randn(EXPERTS, HIDDEN)
     bias = torch.zeros(EXPERTS)
-    ids, _ = CpuOps().router(x, gate, bias, moe)
-    assert torch.equal(ids, Ops().router(x, gate, bias, moe)[0])
+    ids, _ = CpuOps().router(x, RouterWeights(gate, bias, moe))
+    assert torch.equal(ids, Ops().router(x, RouterWeights(gate, bias, moe))[0])
 
 
 def test_v2_scales_only_what_it_does_not_normalize():

@@ -18,7 +18,7 @@ if SKIP_REASON is not None:
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.interface import Ops
-from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
@@ -75,6 +75,14 @@ def weight(kind: str, *shape: int) -> Weight:
     return Weight((data * 20).to(FP8), scale)
 
 
+def expert_weights(
+    kind: str, slots: int, hidden: int, inner: int, shared: int = 0
+) -> ExpertWeights:
+    return ExpertWeights(
+        weight(kind, slots, 2 * inner, hidden), weight(kind, slots, hidden, inner), shared
+    )
+
+
 def difference(got: Tensor, expected: Tensor) -> float:
     """DeepGEMM's criterion: 1 - 2 sum(xy) / sum(x^2 + y^2), in fp64. NaN fails every comparison."""
     x = got.double()
@@ -96,20 +104,16 @@ SIZES = {"bf16": (72, 40, 8), "fp32": (48, 40, 5), "fp8": (256, 128, 6)}
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (3, 3), (37, 3)])
 def test_experts(kind: str, tokens: int, top_k: int) -> None:
     hidden, inner, slots = SIZES[kind]
-    gate_up = weight(kind, slots, 2 * inner, hidden)
-    down = weight(kind, slots, hidden, inner)
+    w = expert_weights(kind, slots, hidden, inner)
     x = random(tokens, hidden, dtype=KINDS[kind])
     (ids, weights) = draw(tokens, top_k, slots)
-    expected = reference.experts(x, ids, weights, gate_up, down)
-    assert difference(experts.experts(x, ids, weights, gate_up, down), expected) < LIMITS[kind]
-    assert (
-        difference(experts.experts(x, ids.int(), weights, gate_up, down, expected=1), expected)
-        < LIMITS[kind]
-    )
+    expected = reference.experts(x, ids, weights, w)
+    assert difference(experts.experts(x, ids, weights, w), expected) < LIMITS[kind]
+    few = replace(w, local_fraction=1 / ids.numel())
+    assert difference(experts.experts(x, ids.int(), weights, few), expected) < LIMITS[kind]
     base = random(tokens, hidden, dtype=KINDS[kind])
     assert (
-        difference(experts.experts(x, ids, weights, gate_up, down, base=base), expected + base)
-        < LIMITS[kind]
+        difference(experts.experts(x, ids, weights, w, base=base), expected + base) < LIMITS[kind]
     )
 
 
@@ -124,17 +128,13 @@ def test_experts_that_every_token_picks(
     hidden = SIZES[kind][0]
     inner = SIZES[kind][1]
     slots = 9
-    gate_up = weight(kind, slots + shared, 2 * inner, hidden)
-    down = weight(kind, slots + shared, hidden, inner)
+    w = expert_weights(kind, slots + shared, hidden, inner, shared)
     ids, weights = reference.with_shared(*draw(tokens, top_k, slots, absent=0), slots, shared)
     x = random(tokens, hidden, dtype=KINDS[kind])
-    expected = reference.experts(x, ids, weights, gate_up, down)
+    expected = reference.experts(x, ids, weights, w)
     for most in (0, 1024):
         monkeypatch.setattr(experts, "FUSED_SHARED_TOKENS", dict.fromkeys(KINDS, most))
-        assert (
-            difference(TritonOps().experts(x, ids, weights, gate_up, down, shared=shared), expected)
-            < LIMITS[kind]
-        )
+        assert difference(TritonOps().experts(x, ids, weights, w), expected) < LIMITS[kind]
 
 
 def test_every_tokens_picks_do_not_change_the_configuration(
@@ -166,36 +166,34 @@ def test_widths_of_a_tokens_picks(top_k: int, widths: tuple[int, int]) -> None:
 def test_expert_tiles(kind: str, swap: bool) -> None:
     """Both sides of the tensor cores."""
     hidden, inner, slots = SIZES[kind]
-    gate_up = weight(kind, slots, 2 * inner, hidden)
-    down = weight(kind, slots, hidden, inner)
+    w = expert_weights(kind, slots, hidden, inner)
     x = random(19, hidden, dtype=KINDS[kind])
     (ids, weights) = draw(19, 2, slots)
-    plan = experts.plan_for(down, 1)
+    plan = experts.plan_for(w.down, 1)
     plan = replace(
         plan,
         rows=16,
         up=replace(plan.up, swap=swap),
         down=replace(plan.down, swap=swap),
     )
-    got = experts.grouped_experts(x, ids, weights, gate_up, down, plan)
-    assert difference(got, reference.experts(x, ids, weights, gate_up, down)) < LIMITS[kind]
+    got = experts.grouped_experts(x, ids, weights, w, plan)
+    assert difference(got, reference.experts(x, ids, weights, w)) < LIMITS[kind]
 
 
 @pytest.mark.exhaustive
 def test_direct_form_takes_any_number_of_picks() -> None:
     for kind in ("bf16", "fp8"):
         hidden, inner, slots = SIZES[kind]
-        gate_up = weight(kind, slots, 2 * inner, hidden)
-        down = weight(kind, slots, hidden, inner)
+        w = expert_weights(kind, slots, hidden, inner)
         x = random(5, hidden, dtype=KINDS[kind])
         (ids, weights) = draw(5, 3, slots)
-        got = small_batch.direct_experts(x, ids, weights, gate_up, down)
+        got = small_batch.direct_experts(x, ids, weights, w)
         base = random(5, hidden, dtype=KINDS[kind])
-        expected = reference.experts(x, ids, weights, gate_up, down)
+        expected = reference.experts(x, ids, weights, w)
         assert difference(got, expected) < LIMITS[kind]
         assert (
             difference(
-                small_batch.direct_experts(x, ids, weights, gate_up, down, base=base),
+                small_batch.direct_experts(x, ids, weights, w, base=base),
                 expected + base,
             )
             < LIMITS[kind]
@@ -208,25 +206,23 @@ def test_experts_of_rows_that_travelled_in_fp8(kind: str, tokens: int) -> None:
     """With fp8 weights the grouped form is that of the rows before they were quantized, bit for
     bit: nothing is rounded twice."""
     hidden, inner, slots = SIZES[kind]
-    gate_up = weight(kind, slots, 2 * inner, hidden)
-    down = weight(kind, slots, hidden, inner)
+    w = expert_weights(kind, slots, hidden, inner)
     x = random(tokens, hidden, dtype=torch.bfloat16)
     (ids, weights) = draw(tokens, 3, slots)
     data, scale = reference.quantize_activation(x)
-    got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, gate_up, down)
+    got = TritonOps().experts_fp8(data, scale, torch.bfloat16, ids, weights, w)
     wide = reference.dequantize_activation(data, scale, torch.bfloat16)
-    assert difference(got, reference.experts(wide, ids, weights, gate_up, down)) < LIMITS[kind]
+    assert difference(got, reference.experts(wide, ids, weights, w)) < LIMITS[kind]
     if kind == "fp8" and ids.numel() > small_batch.DIRECT_PICKS["fp8"]:
-        assert torch.equal(got, experts.experts(x, ids, weights, gate_up, down))
+        assert torch.equal(got, experts.experts(x, ids, weights, w))
 
 
 def test_all_picks_elsewhere() -> None:
-    gate_up = weight("bf16", 4, 64, 32)
-    down = weight("bf16", 4, 32, 32)
+    w = expert_weights("bf16", 4, 32, 32)
     for tokens in (2, 40):
         ids = torch.full((tokens, 3), -1, device=DEVICE)
         weights = torch.rand(tokens, 3, device=DEVICE)
-        out = experts.experts(random(tokens, 32, dtype=torch.bfloat16), ids, weights, gate_up, down)
+        out = experts.experts(random(tokens, 32, dtype=torch.bfloat16), ids, weights, w)
         assert out.eq(0).all()
 
 
@@ -403,9 +399,9 @@ def test_router_of_a_batch(moe: MoEConfig, shared: int, monkeypatch: pytest.Monk
         moe = replace(moe, router_fp32=fp32)
         gate = random(moe.num_experts, 160).mul(0.1).to(torch.float32 if fp32 else torch.bfloat16)
         monkeypatch.setattr(gating, "TOKENS", EVERY)
-        ids, weights = TritonOps().router(x, gate, bias, moe, shared)
+        ids, weights = TritonOps().router(x, RouterWeights(gate, bias, moe, shared))
         monkeypatch.setattr(gating, "TOKENS", {})
-        expected_ids, expected = TritonOps().router(x, gate, bias, moe, shared)
+        expected_ids, expected = TritonOps().router(x, RouterWeights(gate, bias, moe, shared))
         same = (ids == expected_ids).all(1)
         # rounded logits tie, or fall to the other side
         assert same.all() if fp32 else same.float().mean() > 0.6
@@ -424,11 +420,11 @@ def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     x = random(tokens, 160, dtype=torch.bfloat16)
     narrow = ops.prepare_router_weight(exact, torch.bfloat16)
     assert narrow.dtype == torch.bfloat16
+    in_bf16 = RouterWeights(narrow, None, moe)
+    in_fp32 = RouterWeights(exact, None, moe)
     for most in (EVERY, {}):
         monkeypatch.setattr(gating, "TOKENS", most)
-        assert all(
-            map(torch.equal, ops.router(x, narrow, None, moe), ops.router(x, exact, None, moe))
-        )
+        assert all(map(torch.equal, ops.router(x, in_bf16), ops.router(x, in_fp32)))
     for gate, dtype in (
         (exact + 2.0**-20, torch.bfloat16),
         (exact, torch.float32),
@@ -436,10 +432,9 @@ def test_gates_that_bf16_holds(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
         (exact.to("meta"), torch.bfloat16),
     ):
         assert ops.prepare_router_weight(gate, dtype) is gate
-    ids, _ = Ops().router(x, narrow, None, moe)
-    assert torch.equal(ids.sort(1).values, Ops().router(x, exact, None, moe)[0].sort(1).values), (
-        "logits are fp32"
-    )
+    ids, _ = Ops().router(x, in_bf16)
+    want, _ = Ops().router(x, in_fp32)
+    assert torch.equal(ids.sort(1).values, want.sort(1).values), "logits are fp32"
 
 
 def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
@@ -478,14 +473,11 @@ def test_picks_are_sorted_as_they_are_chosen(tokens: int, moe: MoEConfig, shared
         into = align.empty_blocks(
             tokens * (moe.top_k + shared), slots, 16, down.data.device, buckets=True
         )
-        way = (
-            routing.router
-            if tokens <= 8
-            else lambda x, gate, *rest, **more: routing.route(
-                gating.partial_logits(x, gate), *rest, **more
-            )
-        )
-        ids, _ = way(x, gate, bias, moe, shared=shared, into=into)
+        if tokens <= 8:
+            ids, _ = routing.router(x, RouterWeights(gate, bias, moe, shared), into=into)
+        else:
+            logits = gating.partial_logits(x, gate)
+            ids, _ = routing.route(logits, bias, moe, shared=shared, into=into)
         assert same_sorting(into, align.moe_align_block_size(ids, slots, 16))
     assert align.zeroed_counters(ids.device, 512).eq(0).all()
 
@@ -500,24 +492,23 @@ def test_router_and_experts_in_one(
     moe = replace(ROUTERS[0], top_k=3)
     (hidden, inner, _) = SIZES[kind]
     slots = moe.num_experts + shared
-    gate_up = weight(kind, slots, 2 * inner, hidden)
-    down = weight(kind, slots, hidden, inner)
+    w = expert_weights(kind, slots, hidden, inner)
     x = random(tokens, hidden, dtype=KINDS[kind])
     base = random(tokens, hidden, dtype=KINDS[kind])
-    router = (random(moe.num_experts, hidden) * 0.3, None, moe)
+    router = RouterWeights(random(moe.num_experts, hidden) * 0.3, None, moe, shared)
     ops = TritonOps()
     made = []
     plain = experts.moe_align_block_size
     monkeypatch.setattr(
         experts, "moe_align_block_size", lambda *arguments: made.append(1) or plain(*arguments)
     )
-    got = ops.routed_experts(x, *router, gate_up, down, base, shared)
+    got = ops.routed_experts(x, router, w, base)
     assert not made
     monkeypatch.setattr(experts, "SORTS_WHILE_ROUTING", False)
-    expected = ops.routed_experts(x, *router, gate_up, down, base, shared)
+    expected = ops.routed_experts(x, router, w, base)
     assert bool(made) == (tokens * moe.top_k > small_batch.DIRECT_PICKS[kind])
     assert torch.equal(got, expected)
-    truth = reference.experts(x, *ops.router(x, *router, shared), gate_up, down) + base
+    truth = reference.experts(x, *ops.router(x, router), w) + base
     assert difference(got, truth) < LIMITS[kind]
 
 
@@ -529,7 +520,7 @@ def test_picks_that_every_token_makes(shared: int) -> None:
     gate = random(moe.num_experts, 72) * 0.3
     for choose in (
         lambda n: routing.route(random(3, moe.num_experts), None, moe, shared=n),
-        lambda n: routing.router(x, gate, None, moe, shared=n),
+        lambda n: routing.router(x, RouterWeights(gate, None, moe, n)),
     ):
         torch.manual_seed(1)
         ids, weights = choose(0)
@@ -596,7 +587,7 @@ def test_router(moe: MoEConfig, dtype: torch.dtype) -> None:
     logits = (x.double() @ gate.double().t()).to(dtype)
     expected_ids, expected = routing.route(logits, bias, moe, rounded=torch.bfloat16)
     for _ in range(2):
-        ids, weights = routing.router(x, gate, bias, moe, rounded=torch.bfloat16)
+        ids, weights = routing.router(x, RouterWeights(gate, bias, moe), rounded=torch.bfloat16)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-2, atol=1e-6)
     assert torch.equal(weights, weights.bfloat16().float())

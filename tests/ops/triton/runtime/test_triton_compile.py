@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config.model import MoEConfig
     from rorqual.ops.deferred_sum import DeferredMoESum
-    from rorqual.ops.reference import FP8, Weight
+    from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
     from rorqual.ops.triton.moe import align as picks_kernels
@@ -61,6 +62,15 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     def picks(tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         return x(tokens, top_k, dtype=torch.int64), x(tokens, top_k, dtype=torch.float32)
 
+    def experts(
+        make: Callable[..., Any], slots: int, hidden: int, inner: int, shared: int = 0
+    ) -> ExpertWeights:
+        gate_up, down = make(slots, 2 * inner, hidden), make(slots, hidden, inner)
+        quantized = isinstance(down, Weight)
+        return ExpertWeights(
+            gate_up if quantized else Weight(gate_up), down if quantized else Weight(down), shared
+        )
+
     # sm_80 has no fp8 products
     wide = torch.float32
     v3 = capability >= 89
@@ -68,14 +78,14 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             f"bf16 T{tokens}",
             lambda t=tokens: grouped_gemm.experts(
-                x(t, 2048), *picks(t, 8), Weight(x(128, 1536, 2048)), Weight(x(128, 2048, 768))
+                x(t, 2048), *picks(t, 8), experts(x, 128, 2048, 768)
             ),
         )
         if v3:
             yield (
                 f"fp8 T{tokens}",
                 lambda t=tokens: grouped_gemm.experts(
-                    x(t, 7168), *picks(t, 1), fp8(32, 4096, 7168), fp8(32, 7168, 2048)
+                    x(t, 7168), *picks(t, 1), experts(fp8, 32, 7168, 2048)
                 ),
             )
             yield f"linear T{tokens}", lambda t=tokens: fp8_gemm.linear(x(t, 7168), fp8(2112, 7168))
@@ -94,34 +104,25 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     if v3:
         yield (
             "fp8 one token",
-            lambda: grouped_gemm.experts(
-                x(1, 7168), *picks(1, 8), fp8(256, 4096, 7168), fp8(256, 7168, 2048)
-            ),
+            lambda: grouped_gemm.experts(x(1, 7168), *picks(1, 8), experts(fp8, 256, 7168, 2048)),
         )
         yield (
             "fp8 one token, joined",
             lambda: grouped_gemm.experts(
-                x(1, 7168), *picks(1, 9), fp8(257, 4096, 7168), fp8(257, 7168, 2048), shared=1
+                x(1, 7168), *picks(1, 9), experts(fp8, 257, 7168, 2048, shared=1)
             ),
         )
     for tokens in (1, 64):
         yield (
             f"bf16 T{tokens}, joined",
             lambda t=tokens: grouped_gemm.experts(
-                x(t, 2048),
-                *picks(t, 8),
-                Weight(x(66, 2816, 2048)),
-                Weight(x(66, 2048, 1408)),
-                shared=2,
+                x(t, 2048), *picks(t, 8), experts(x, 66, 2048, 1408, shared=2)
             ),
         )
     yield (
         "fp32",
         lambda: grouped_gemm.experts(
-            x(9, 64, dtype=wide),
-            *picks(9, 2),
-            Weight(x(8, 64, 64, dtype=wide)),
-            Weight(x(8, 64, 32, dtype=wide)),
+            x(9, 64, dtype=wide), *picks(9, 2), experts(partial(x, dtype=wide), 8, 64, 32)
         ),
     )
     moe = MoEConfig(
@@ -148,7 +149,9 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             )
     yield (
         "router fp32",
-        lambda: topk.router(x(1, 7168), x(256, 7168, dtype=wide), x(256, dtype=wide), moe),
+        lambda: topk.router(
+            x(1, 7168), RouterWeights(x(256, 7168, dtype=wide), x(256, dtype=wide), moe)
+        ),
     )
 
     def sorting(tokens: int, each: int, slots: int) -> picks_kernels.ExpertBlocks:
@@ -166,17 +169,15 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         "router and sort",
         lambda: topk.router(
             x(8, 2048),
-            x(64, 2048, dtype=wide),
-            None,
-            MoEConfig(64, 6, 1408),
-            shared=2,
+            RouterWeights(x(64, 2048, dtype=wide), None, MoEConfig(64, 6, 1408), 2),
             into=sorting(8, 8, 66),
         ),
     )
     yield (
         "router bf16",
         lambda: topk.router(
-            x(1, 2048), x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True)
+            x(1, 2048),
+            RouterWeights(x(128, 2048), None, MoEConfig(128, 8, 768, norm_topk_prob=True)),
         ),
     )
     for tokens in (1, 4, 8):
