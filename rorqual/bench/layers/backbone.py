@@ -46,7 +46,7 @@ class ExpertlessMoE(MoE):
         super().__init__(build, prefix, config.hidden_size, config.moe)
         self.exchange = NowhereExchange(build.device)
 
-    def _joined(self, build: Build, slots: SlotMap | None) -> int:
+    def _fused_shared(self, build: Build, slots: SlotMap | None) -> int:
         return 0
 
     def _expert_weights(self, build: Build, hidden: int) -> ExpertWeights:

@@ -172,10 +172,14 @@ def test_cases_compute(name: str, requests: int) -> None:
                 assert out.abs().sum() > 0
 
 
-def test_the_backbone_is_the_model_without_experts() -> None:
+@pytest.mark.parametrize("fuses", [False, True])
+def test_the_backbone_is_the_model_without_experts(
+    fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With routed experts that return their input, which is what a token sent nowhere amounts
     to."""
     bench = bench_of(config_of("deepseek-v3"))
+    monkeypatch.setattr(type(bench.build.ops), "fuses_shared_experts", fuses)
     model = make_backbone(replace(bench.config, vocab_size=1), bench.build)
     cases.fill(model)
     model.finalize()
