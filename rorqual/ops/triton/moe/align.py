@@ -36,16 +36,18 @@ CHUNK = 256
 
 @dataclass
 class ExpertBlocks:
-    """A row is a place among `picks` rows, expert after expert; rows beyond the last present
-    pick are nobody's. blocks [4, limit] int32: each block's expert, first row, end row of that
-    expert, and how far behind its row a pick stands in order [...] int32; count [1] int32: how
-    many blocks there are; rows: of a block."""
+    """Picks sorted by expert, in blocks of up to `rows` rows of one expert. A row is a position in
+    that order, of num_picks; those of picks that are not here stay unused at its end.
+
+    blocks [4, limit] int32: each block's expert, its first row, the end of that expert's rows, and
+    a shift: row r holds pick order[r + shift]. order [...] int32; count [1] int32: how many blocks
+    there are."""
 
     order: Tensor
     blocks: Tensor
     count: Tensor
     rows: int
-    picks: int
+    num_picks: int
 
     @property
     def limit(self) -> int:
@@ -53,9 +55,9 @@ class ExpertBlocks:
 
 
 @triton.jit
-def _histogram(ids, first, picks, SIZE: tl.constexpr, BINS: tl.constexpr):
+def _histogram(ids, first, num_picks, SIZE: tl.constexpr, BINS: tl.constexpr):
     index = first + tl.arange(0, SIZE)
-    slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
+    slot = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32)
     return index, slot, tl.histogram(tl.maximum(slot, 0), BINS, mask=slot >= 0)
 
 
@@ -68,16 +70,16 @@ def _store_block(block, limit, slot, start, end, shift, mask):
 
 
 @triton.jit
-def take_places(slot, index, here, order, counts, picks):
-    """Each pick `index` that is `here` takes the next place in its slot's bucket, which has room
-    for all."""
-    place = tl.atomic_add(counts + slot, 1, mask=here, sem="relaxed")
-    tl.store(order + slot * picks + place, index, mask=here)
+def append_to_buckets(slot, index, here, order, counts, num_picks):
+    """Picks `index` that are `here` go to the ends of their slots' buckets, each of which has room
+    for all picks."""
+    position = tl.atomic_add(counts + slot, 1, mask=here, sem="relaxed")
+    tl.store(order + slot * num_picks + position, index, mask=here)
 
 
 @triton.jit
 def plan_if_last(
-    programs, blocks, count, counts, picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr
+    programs, blocks, count, counts, num_picks, limit, ROWS: tl.constexpr, BINS: tl.constexpr
 ):
     """The last of `programs` to come here knows how many picks each slot has, plans the blocks,
     and leaves `counts` [BINS + 1] zero."""
@@ -97,7 +99,7 @@ def plan_if_last(
                 bins,
                 start + number * ROWS,
                 start + found,
-                bins * picks - start,
+                bins * num_picks - start,
                 number < needed,
             )
         tl.store(count, tl.sum(needed, 0))
@@ -106,14 +108,14 @@ def plan_if_last(
         tl.store(counts + BINS, 0)
 
 
-@triton.jit(do_not_specialize=["picks", "limit"])
+@triton.jit(do_not_specialize=["num_picks", "limit"])
 def _bucket_kernel(
     ids,
     order,
     blocks,
     count,
     counts,
-    picks,
+    num_picks,
     limit,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -123,18 +125,18 @@ def _bucket_kernel(
     """A chunk of picks a program."""
     wait_for_inputs(DEPENDENT)
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
-    take_places(slot, index, slot >= 0, order, counts, picks)
-    plan_if_last(tl.num_programs(0), blocks, count, counts, picks, limit, ROWS, BINS)
+    slot = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32)
+    append_to_buckets(slot, index, slot >= 0, order, counts, num_picks)
+    plan_if_last(tl.num_programs(0), blocks, count, counts, num_picks, limit, ROWS, BINS)
 
 
-@triton.jit(do_not_specialize=["picks", "limit"])
+@triton.jit(do_not_specialize=["num_picks", "limit"])
 def _sort_kernel(
     ids,
     order,
     blocks,
     count,
-    picks,
+    num_picks,
     limit,
     slots,
     ROWS: tl.constexpr,
@@ -142,13 +144,13 @@ def _sort_kernel(
     BINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a slot: counts everything, then places its own picks."""
+    """One program a slot: counts all picks, then writes the indices of its own in order."""
     wait_for_inputs(DEPENDENT)
     mine = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
-    for first in range(0, picks, SIZE):
-        _, _, found = _histogram(ids, first, picks, SIZE, BINS)
+    for first in range(0, num_picks, SIZE):
+        _, _, found = _histogram(ids, first, num_picks, SIZE, BINS)
         counts += found
     needed = (counts + ROWS - 1) // ROWS
     start = tl.sum(tl.where(bins < mine, counts, 0))
@@ -161,23 +163,23 @@ def _sort_kernel(
     if mine == slots - 1:
         tl.store(count, tl.sum(needed))
     if rows > 0:
-        for first in range(0, picks, SIZE):
+        for first in range(0, num_picks, SIZE):
             index = first + tl.arange(0, SIZE)
-            here = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32) == mine
+            here = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32) == mine
             tl.store(order + start + tl.cumsum(here.to(tl.int32), 0) - 1, index, mask=here)
             start += tl.sum(here.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["picks"])
+@triton.jit(do_not_specialize=["num_picks"])
 def _count_kernel(
-    ids, totals, before, picks, SIZE: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr
+    ids, totals, before, num_picks, SIZE: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
     """before [chunks, BINS]: how many picks of each slot other chunks have put in front of this
     chunk's."""
     wait_for_inputs(DEPENDENT)
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    _, _, found = _histogram(ids, chunk * SIZE, picks, SIZE, BINS)
+    _, _, found = _histogram(ids, chunk * SIZE, num_picks, SIZE, BINS)
     tl.store(before + chunk * BINS + bins, tl.atomic_add(totals + bins, found, sem="relaxed"))
 
 
@@ -221,13 +223,13 @@ def _plan_kernel(
         tl.store(count, tl.sum(needed))
 
 
-@triton.jit(do_not_specialize=["picks"])
-def _place_kernel(
+@triton.jit(do_not_specialize=["num_picks"])
+def _scatter_kernel(
     ids,
     starts,
     before,
     order,
-    picks,
+    num_picks,
     SIZE: tl.constexpr,
     BINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -236,12 +238,12 @@ def _place_kernel(
     chunk = tl.program_id(0)
     within = tl.arange(0, SIZE)
     index = chunk * SIZE + within
-    slot = tl.load(ids + index, mask=index < picks, other=-1).to(tl.int32)
+    slot = tl.load(ids + index, mask=index < num_picks, other=-1).to(tl.int32)
     rank = tl.zeros((SIZE,), tl.int32)
     for first in range(0, SIZE, 32):  # how many earlier picks of the chunk chose the same slot
         nearby = first + tl.arange(0, 32)
         other = tl.load(
-            ids + chunk * SIZE + nearby, mask=chunk * SIZE + nearby < picks, other=-1
+            ids + chunk * SIZE + nearby, mask=chunk * SIZE + nearby < num_picks, other=-1
         ).to(tl.int32)
         rank += tl.sum(
             ((other[None, :] == slot[:, None]) & (nearby[None, :] < within[:, None])).to(tl.int32),
@@ -254,21 +256,21 @@ def _place_kernel(
 
 
 def empty_blocks(
-    picks: int, slots: int, rows: int, device: torch.device, buckets: bool
+    num_picks: int, slots: int, rows: int, device: torch.device, buckets: bool
 ) -> ExpertBlocks:
-    """Room for `picks` picks among `slots` slots. buckets: every slot has room for all of them
+    """Room for num_picks picks among `slots` slots. buckets: every slot has room for all of them
     in the order."""
-    limit = -(-((picks + min(picks, slots) * (rows - 1)) // rows) // 4) * 4
-    order = slots * picks if buckets else picks
+    limit = -(-((num_picks + min(num_picks, slots) * (rows - 1)) // rows) // 4) * 4
+    order = slots * num_picks if buckets else num_picks
     # each part 16-byte aligned
     work = torch.empty(4 + 4 * limit + order, dtype=torch.int32, device=device)
     return ExpertBlocks(
-        work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, picks
+        work[4 + 4 * limit :], work[4 : 4 + 4 * limit].view(4, limit), work[:1], rows, num_picks
     )
 
 
-def takes_buckets(picks: int, slots: int) -> bool:
-    return picks <= BUCKET_PICKS and ROUTER_COUNTERS + next_power(slots) < COUNTERS
+def takes_buckets(num_picks: int, slots: int) -> bool:
+    return num_picks <= BUCKET_PICKS and ROUTER_COUNTERS + next_power(slots) < COUNTERS
 
 
 def bucket_counts(device: torch.device, bins: int) -> Tensor:
@@ -279,19 +281,19 @@ def bucket_counts(device: torch.device, bins: int) -> Tensor:
 def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
     """ids [T, K] int32 or int64 by slot, negative: not here. Blocks hold up to `rows` picks of
     one slot."""
-    picks = ids.numel()
+    num_picks = ids.numel()
     device = ids.device
     bins = next_power(slots)
-    buckets = takes_buckets(picks, slots)
-    out = empty_blocks(picks, slots, rows, device, buckets)
+    buckets = takes_buckets(num_picks, slots)
+    out = empty_blocks(num_picks, slots, rows, device, buckets)
     if buckets:
-        _bucket_kernel[triton.cdiv(picks, BUCKET_CHUNK),](
+        _bucket_kernel[triton.cdiv(num_picks, BUCKET_CHUNK),](
             ids,
             out.order,
             out.blocks,
             out.count,
             bucket_counts(device, bins),
-            picks,
+            num_picks,
             out.limit,
             ROWS=rows,
             SIZE=BUCKET_CHUNK,
@@ -299,14 +301,14 @@ def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
             num_warps=4,
             **dependent(device),
         )
-    elif picks <= ONE_KERNEL_PICKS:
-        size = min(SCAN, max(128, next_power(picks)))
+    elif num_picks <= ONE_KERNEL_PICKS:
+        size = min(SCAN, max(128, next_power(num_picks)))
         _sort_kernel[slots,](
             ids,
             out.order,
             out.blocks,
             out.count,
-            picks,
+            num_picks,
             out.limit,
             slots,
             ROWS=rows,
@@ -321,14 +323,16 @@ def moe_align_block_size(ids: Tensor, slots: int, rows: int) -> ExpertBlocks:
 
 
 def _sort_in_chunks(ids: Tensor, out: ExpertBlocks, bins: int) -> None:
-    picks = ids.numel()
+    num_picks = ids.numel()
     device = ids.device
-    chunks = triton.cdiv(picks, CHUNK)
+    chunks = triton.cdiv(num_picks, CHUNK)
     totals = torch.zeros(bins, dtype=torch.int32, device=device)
     starts = torch.empty_like(totals)
     before = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     late = dependent(device)
-    _count_kernel[chunks,](ids, totals, before, picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late)
+    _count_kernel[chunks,](
+        ids, totals, before, num_picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late
+    )
     _plan_kernel[triton.cdiv(out.limit, 32),](
         totals,
         starts,
@@ -341,6 +345,6 @@ def _sort_in_chunks(ids: Tensor, out: ExpertBlocks, bins: int) -> None:
         num_warps=4,
         **late,
     )
-    _place_kernel[chunks,](
-        ids, starts, before, out.order, picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late
+    _scatter_kernel[chunks,](
+        ids, starts, before, out.order, num_picks, SIZE=CHUNK, BINS=bins, num_warps=4, **late
     )

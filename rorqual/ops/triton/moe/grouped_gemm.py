@@ -414,7 +414,7 @@ def gate_up_product(
     weights are."""
     slots, rows, hidden = weight.data.shape
     inner = rows // 2
-    picks = blocks.picks
+    picks = blocks.num_picks
     packed = quantize(x) if weight.quantized and isinstance(x, Tensor) else x
     data, scale, strides = _activation(packed)
     device = weight.data.device
@@ -459,7 +459,7 @@ def down_product(
     """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not
     here stay unwritten."""
     slots, hidden, inner = weight.data.shape
-    y = torch.empty(blocks.picks, hidden, dtype=dtype, device=weight.data.device)
+    y = torch.empty(blocks.num_picks, hidden, dtype=dtype, device=weight.data.device)
     data, scale, strides = _activation(h)
     tile = _fitting(tile, weight)
     w: Any = weight.data

@@ -435,7 +435,7 @@ def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantiz
     data = x.data if isinstance(x, Quantized) else x
     columns = x.shape[1]
     device = blocks.order.device
-    out = Quantized.empty(blocks.picks, columns, device)
+    out = Quantized.empty(blocks.num_picks, columns, device)
     scale, strides = (x.scale, x.scale.stride()) if isinstance(x, Quantized) else (None, (0, 0))
     size = min(4096, max(128, next_power(columns)))
     _order_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
@@ -502,7 +502,7 @@ def product(
     assert dtype.itemsize == 2, dtype
     assert rows % 128 == columns % 128 == 0, (rows, columns)
     assert (m + 128) * 128 * stages + 4 * 64 * 128 <= SHARED, (m, stages)
-    y = torch.empty(blocks.picks, rows, dtype=dtype, device=device)
+    y = torch.empty(blocks.num_picks, rows, dtype=dtype, device=device)
     layout: Any = gl.NVMMASharedLayout(128, 8, rank=2)
     flat = weight.data.view(experts * rows, columns)
     _grouped_kernel[min(blocks.limit * (rows // 128), multiprocessors(device)),](

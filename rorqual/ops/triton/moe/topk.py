@@ -8,7 +8,7 @@ are added here. Experts' logits are sums in a fixed order whatever the other tok
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,9 @@ from rorqual.ops.reference import RouterWeights
 from rorqual.ops.triton.moe.align import (
     ROUTER_COUNTERS,
     ExpertBlocks,
+    append_to_buckets,
     bucket_counts,
     plan_if_last,
-    take_places,
 )
 from rorqual.ops.triton.runtime.launch import (
     dependent,
@@ -80,14 +80,14 @@ def _kept_groups(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
     KEEP: tl.constexpr,
     BEST_TWO: tl.constexpr,
 ):
     """choice with the experts outside the KEEP best groups set to -inf."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
-    group = tl.arange(0, GROUP_PAD)
-    if EXPERTS == WIDTH and GROUPS == GROUP_PAD:
+    group = tl.arange(0, GROUP_WIDTH)
+    if EXPERTS == WIDTH and GROUPS == GROUP_WIDTH:
         worth = _group_worth(tl.reshape(choice, (GROUPS, SIZE)), SIZE, BEST_TWO)
     else:
         member = (expert // SIZE)[None, :] == group[:, None]
@@ -95,84 +95,103 @@ def _kept_groups(
     keys = tl.where(group < GROUPS, _ordered(worth), NOBODY)
     kept = expert < 0
     for _ in tl.static_range(KEEP):
-        _, chosen = _best(keys, group, GROUP_PAD)
+        _, chosen = _best(keys, group, GROUP_WIDTH)
         kept = kept | (expert // SIZE == chosen)
         keys = tl.where(group == chosen, NOBODY, keys)
     return tl.where(kept, choice, float("-inf"))
 
 
+class Sorting(NamedTuple):
+    """Where picks are sorted as they are chosen (align.py)."""
+
+    order: Any
+    blocks: Any
+    count: Any
+    counts: Any
+    num_picks: Any
+    limit: Any
+
+
+class Rules(NamedTuple):
+    """How a router chooses, and the sizes of its kernels: constants. WIDTH, K_WIDTH and GROUP_WIDTH
+    are the powers of 2 that hold experts, a token's picks and groups. ROUNDED: the type to which
+    weights are rounded. ROWS of a block and BINS of the sort; ROWS is 0 where it is not done."""
+
+    EXPERTS: Any
+    WIDTH: Any
+    TOP_K: Any
+    SHARED: Any
+    K_WIDTH: Any
+    SIGMOID: Any
+    BIAS: Any
+    GROUPS: Any
+    GROUP_WIDTH: Any
+    KEEP: Any
+    BEST_TWO: Any
+    NORM: Any
+    ROUNDED: Any
+    ROWS: Any
+    BINS: Any
+
+
 @triton.jit
-def _choose(
-    x,
-    bias,
-    ids,
-    weights,
-    token,
-    scaling,
-    order,
-    blocks,
-    count,
-    counts,
-    picks,
-    limit,
-    ROWS: tl.constexpr,
-    BINS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    PICKS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    KEEP: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-    NORM: tl.constexpr,
-    ROUNDED: tl.constexpr,
-):
-    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Weights are
-    rounded to the type ROUNDED. Behind the TOP_K picks SHARED more: the experts behind the
-    routed ones, weight 1. Where ROWS is not 0 all of them are sorted on the way (align.py)."""
-    expert = tl.arange(0, WIDTH)
-    present = expert < EXPERTS
-    if SIGMOID:
+def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
+    """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Behind the TOP_K
+    picks SHARED more: the experts behind the routed ones, weight 1. `sorting` and `rules` are
+    written out in the call: assigned to a name first, constants would become tensors."""
+    expert = tl.arange(0, rules.WIDTH)
+    present = expert < rules.EXPERTS
+    if rules.SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-x))
     else:
         scores = tl.exp(x - tl.max(x, 0))
         scores = scores / tl.sum(scores, 0)
     choice = scores
-    if BIAS:
+    if rules.BIAS:
         choice += tl.load(bias + expert, mask=present, other=0.0)
     choice = tl.where(present, choice, float("-inf"))
-    if GROUPS > 1:
-        choice = _kept_groups(choice, expert, EXPERTS, WIDTH, GROUPS, GROUP_PAD, KEEP, BEST_TWO)
-    slot = tl.arange(0, PICKS)
+    if rules.GROUPS > 1:
+        choice = _kept_groups(
+            choice,
+            expert,
+            rules.EXPERTS,
+            rules.WIDTH,
+            rules.GROUPS,
+            rules.GROUP_WIDTH,
+            rules.KEEP,
+            rules.BEST_TWO,
+        )
+    slot = tl.arange(0, rules.K_WIDTH)
     keys = _ordered(choice)
-    chosen = tl.zeros((PICKS,), tl.int32)
-    weight = tl.zeros((PICKS,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        top, best = _best(keys, expert, WIDTH)
+    chosen = tl.zeros((rules.K_WIDTH,), tl.int32)
+    weight = tl.zeros((rules.K_WIDTH,), tl.float32)
+    for k in tl.static_range(rules.TOP_K):
+        top, best = _best(keys, expert, rules.WIDTH)
         chosen = tl.where(slot == k, best, chosen)
         # without a bias it is what it was chosen by
-        score = tl.sum(tl.where(expert == best, scores, 0.0), 0) if BIAS else _value(top)
+        score = tl.sum(tl.where(expert == best, scores, 0.0), 0) if rules.BIAS else _value(top)
         weight = tl.where(slot == k, score, weight)
         keys = tl.where(expert == best, NOBODY, keys)
-    if NORM:
+    if rules.NORM:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    weight = (weight * scaling).to(ROUNDED).to(tl.float32)
-    if SHARED > 0:
-        chosen = tl.where(slot < TOP_K, chosen, EXPERTS - TOP_K + slot)
-        weight = tl.where(slot < TOP_K, weight, 1.0)
-    out = token * (TOP_K + SHARED) + slot
-    tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < TOP_K + SHARED)
-    tl.store(weights + out, weight, mask=slot < TOP_K + SHARED)
-    if ROWS > 0:
-        take_places(chosen, out.to(tl.int32), slot < TOP_K + SHARED, order, counts, picks)
-        plan_if_last(picks // (TOP_K + SHARED), blocks, count, counts, picks, limit, ROWS, BINS)
+    weight = (weight * scaling).to(rules.ROUNDED).to(tl.float32)
+    if rules.SHARED > 0:
+        chosen = tl.where(slot < rules.TOP_K, chosen, rules.EXPERTS - rules.TOP_K + slot)
+        weight = tl.where(slot < rules.TOP_K, weight, 1.0)
+    out = token * (rules.TOP_K + rules.SHARED) + slot
+    tl.store(ids + out, chosen.to(ids.dtype.element_ty), mask=slot < rules.TOP_K + rules.SHARED)
+    tl.store(weights + out, weight, mask=slot < rules.TOP_K + rules.SHARED)
+    if rules.ROWS > 0:
+        s = sorting
+        mine = slot < rules.TOP_K + rules.SHARED
+        append_to_buckets(chosen, out.to(tl.int32), mine, s.order, s.counts, s.num_picks)
+        tokens = s.num_picks // (rules.TOP_K + rules.SHARED)
+        plan_if_last(
+            tokens, s.blocks, s.count, s.counts, s.num_picks, s.limit, rules.ROWS, rules.BINS
+        )
 
 
-@triton.jit(do_not_specialize=["picks", "limit"])
+@triton.jit(do_not_specialize=["num_picks", "limit"])
 def _route_kernel(
     logits,
     bias,
@@ -185,7 +204,7 @@ def _route_kernel(
     blocks,
     count,
     counts,
-    picks,
+    num_picks,
     limit,
     SPLITS: tl.constexpr,
     LOGITS: tl.constexpr,
@@ -195,11 +214,11 @@ def _route_kernel(
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    PICKS: tl.constexpr,
+    K_WIDTH: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
     KEEP: tl.constexpr,
     BEST_TWO: tl.constexpr,
     NORM: tl.constexpr,
@@ -225,27 +244,24 @@ def _route_kernel(
         weights,
         token,
         scaling,
-        order,
-        blocks,
-        count,
-        counts,
-        picks,
-        limit,
-        ROWS,
-        BINS,
-        EXPERTS,
-        WIDTH,
-        TOP_K,
-        SHARED,
-        PICKS,
-        SIGMOID,
-        BIAS,
-        GROUPS,
-        GROUP_PAD,
-        KEEP,
-        BEST_TWO,
-        NORM,
-        ROUNDED,
+        Sorting(order, blocks, count, counts, num_picks, limit),
+        Rules(
+            EXPERTS,
+            WIDTH,
+            TOP_K,
+            SHARED,
+            K_WIDTH,
+            SIGMOID,
+            BIAS,
+            GROUPS,
+            GROUP_WIDTH,
+            KEEP,
+            BEST_TWO,
+            NORM,
+            ROUNDED,
+            ROWS,
+            BINS,
+        ),
     )
 
 
@@ -257,7 +273,7 @@ def _part(pointers, column, columns, EVEN: tl.constexpr, WIDTH: tl.constexpr):
         return tl.load(pointers + column, mask=column + tl.arange(0, WIDTH) < columns, other=0.0)
 
 
-@triton.jit(do_not_specialize=["picks", "limit"])
+@triton.jit(do_not_specialize=["num_picks", "limit"])
 def _router_kernel(
     x,
     gate,
@@ -272,7 +288,7 @@ def _router_kernel(
     blocks,
     count,
     counts,
-    picks,
+    num_picks,
     limit,
     HIDDEN: tl.constexpr,
     K: tl.constexpr,
@@ -284,11 +300,11 @@ def _router_kernel(
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    PICKS: tl.constexpr,
+    K_WIDTH: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
     KEEP: tl.constexpr,
     BEST_TWO: tl.constexpr,
     NORM: tl.constexpr,
@@ -304,19 +320,19 @@ def _router_kernel(
     # weights: no kernel of a step writes them
     first = _part(w_row, 0, HIDDEN, EVEN, K).to(tl.float32)
     wait_for_inputs(DEPENDENT)
-    x_place = x + token.to(tl.int64) * x_row + columns
-    acc = first * _part(x_place, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
+    x_columns = x + token.to(tl.int64) * x_row + columns
+    acc = first * _part(x_columns, 0, HIDDEN, EVEN, K).to(LOGITS).to(tl.float32)
     for k in tl.range(K, HIDDEN, K, num_stages=STAGES):
         acc += _part(w_row, k, HIDDEN, EVEN, K).to(tl.float32) * _part(
-            x_place, k, HIDDEN, EVEN, K
+            x_columns, k, HIDDEN, EVEN, K
         ).to(LOGITS).to(tl.float32)
-    held = logits + token * EXPERTS
-    tl.store(held + row, tl.sum(acc, 0).to(LOGITS).to(tl.float32), cache_modifier=".cg")
+    token_logits = logits + token * EXPERTS
+    tl.store(token_logits + row, tl.sum(acc, 0).to(LOGITS).to(tl.float32), cache_modifier=".cg")
     tl.debug_barrier()  # the logit is stored before this program is counted in
     if tl.atomic_add(counters + token, 1, sem="acq_rel") == EXPERTS - 1:
         expert = tl.arange(0, WIDTH)
         values = tl.load(
-            held + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg"
+            token_logits + expert, mask=expert < EXPERTS, other=float("-inf"), cache_modifier=".cg"
         )
         tl.store(counters + token, 0)
         _choose(
@@ -326,27 +342,24 @@ def _router_kernel(
             weights,
             token,
             scaling,
-            order,
-            blocks,
-            count,
-            counts,
-            picks,
-            limit,
-            ROWS,
-            BINS,
-            EXPERTS,
-            WIDTH,
-            TOP_K,
-            SHARED,
-            PICKS,
-            SIGMOID,
-            BIAS,
-            GROUPS,
-            GROUP_PAD,
-            KEEP,
-            BEST_TWO,
-            NORM,
-            ROUNDED,
+            Sorting(order, blocks, count, counts, num_picks, limit),
+            Rules(
+                EXPERTS,
+                WIDTH,
+                TOP_K,
+                SHARED,
+                K_WIDTH,
+                SIGMOID,
+                BIAS,
+                GROUPS,
+                GROUP_WIDTH,
+                KEEP,
+                BEST_TWO,
+                NORM,
+                ROUNDED,
+                ROWS,
+                BINS,
+            ),
         )
 
 
@@ -449,12 +462,12 @@ def _sorting(into: ExpertBlocks | None, ids: Tensor, slots: int) -> dict[str, An
             "blocks": ids,
             "count": ids,
             "counts": ids,
-            "picks": 0,
+            "num_picks": 0,
             "limit": 0,
             "ROWS": 0,
             "BINS": 1,
         }
-    assert into.picks == ids.numel()
+    assert into.num_picks == ids.numel()
     bins = next_power(slots)
     counts = bucket_counts(ids.device, bins)
     return {
@@ -462,7 +475,7 @@ def _sorting(into: ExpertBlocks | None, ids: Tensor, slots: int) -> dict[str, An
         "blocks": into.blocks,
         "count": into.count,
         "counts": counts,
-        "picks": into.picks,
+        "num_picks": into.num_picks,
         "limit": into.limit,
         "ROWS": into.rows,
         "BINS": bins,
@@ -478,11 +491,11 @@ def _options(
         "WIDTH": next_power(experts),
         "TOP_K": moe.top_k,
         "SHARED": shared,
-        "PICKS": next_power(moe.top_k + shared),
+        "K_WIDTH": next_power(moe.top_k + shared),
         "SIGMOID": moe.scoring == "sigmoid",
         "BIAS": bias is not None,
         "GROUPS": groups,
-        "GROUP_PAD": next_power(groups),
+        "GROUP_WIDTH": next_power(groups),
         "KEEP": moe.topk_group,
         "BEST_TWO": moe.method == "noaux_tc",
         "NORM": moe.norm_topk_prob,

@@ -17,6 +17,8 @@ Weights are fp32 (base-2 exponentials of differences, the factor in two parts), 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -230,16 +232,26 @@ def _gather_kernel(
     tl.store(counts + place, count)
 
 
+class Candidates(NamedTuple):
+    """The logits of a row that reach its bound: where they are read from, and how. most: no chunk
+    has more candidates."""
+
+    logits: Any
+    held: Any
+    counts: Any
+    row: Any
+    peak: Any
+    most: Any
+    temperature: Any
+    row_stride: Any
+    vocab: Any
+    chunks: Any
+
+
 @triton.jit
-def _found(
-    logits,
-    held,
-    counts,
-    row,
+def _candidates_from(
+    c,
     start,
-    row_stride,
-    vocab,
-    chunks,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -249,32 +261,23 @@ def _found(
     none."""
     chunk = tl.arange(0, CHUNKS)
     index = start + tl.arange(0, WIDTH)
-    count = tl.load(counts + row * chunks + chunk, mask=chunk < chunks, other=0)
+    count = tl.load(c.counts + c.row * c.chunks + chunk, mask=chunk < c.chunks, other=0)
     held_here = (index[None, :] < count[:, None]) & (count <= HELD)[:, None]
-    places = (row.to(tl.int64) * chunks + chunk)[:, None] * HELD + index[None, :]
-    x = tl.load(held + places, mask=held_here, other=NEVER)
+    offsets = (c.row.to(tl.int64) * c.chunks + chunk)[:, None] * HELD + index[None, :]
+    x = tl.load(c.held + offsets, mask=held_here, other=NEVER)
     token = chunk[:, None] * CHUNK + index[None, :]
-    lies = (count > HELD)[:, None] & (token < vocab) & (index < CHUNK)[None, :]
-    y = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=lies, other=NEVER).to(
+    unheld = (count > HELD)[:, None] & (token < c.vocab) & (index < CHUNK)[None, :]
+    y = tl.load(c.logits + c.row.to(tl.int64) * c.row_stride + token, mask=unheld, other=NEVER).to(
         tl.float32
     )
     return tl.maximum(x, y)
 
 
 @triton.jit
-def _reaching(
-    logits,
-    held,
-    counts,
-    row,
+def _threshold(
+    c,
     low,
-    peak,
     goal,
-    most,
-    temperature,
-    row_stride,
-    vocab,
-    chunks,
     WEIGHED: tl.constexpr,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -285,30 +288,17 @@ def _reaching(
     number; `low` if none above it does."""
     # the answer is at least lower, and below upper
     lower = _key(low)
-    upper = _key(peak) + 1
+    upper = _key(c.peak) + 1
     while upper - lower > 1:
         at = lower + (upper - lower) // 2
         middle = _value(at)
         amount = tl.zeros((CHUNKS, WIDTH), tl.float64)
         above = tl.full((CHUNKS, WIDTH), float("inf"), tl.float32)
         below = tl.full((CHUNKS, WIDTH), NEVER, tl.float32)
-        for start in range(0, most, WIDTH):
-            x = _found(
-                logits,
-                held,
-                counts,
-                row,
-                start,
-                row_stride,
-                vocab,
-                chunks,
-                CHUNKS,
-                WIDTH,
-                CHUNK,
-                HELD,
-            )
+        for start in range(0, c.most, WIDTH):
+            x = _candidates_from(c, start, CHUNKS, WIDTH, CHUNK, HELD)
             reaches = x >= middle
-            worth = _weights(x, peak, temperature) if WEIGHED else 1.0
+            worth = _weights(x, c.peak, c.temperature) if WEIGHED else 1.0
             amount += tl.where(reaches, worth, 0.0)
             above = tl.minimum(above, tl.where(reaches, x, float("inf")))
             below = tl.maximum(below, tl.where(reaches, NEVER, x))
@@ -320,18 +310,9 @@ def _reaching(
 
 
 @triton.jit
-def _kept(
-    logits,
-    held,
-    counts,
-    row,
+def _kept_masses(
+    c,
     floor,
-    peak,
-    most,
-    temperature,
-    row_stride,
-    vocab,
-    chunks,
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -339,12 +320,10 @@ def _kept(
 ):
     """[CHUNKS] fp64: weights of the candidates that reach `floor`."""
     masses = tl.zeros((CHUNKS,), tl.float64)
-    for start in range(0, most, WIDTH):
-        x = _found(
-            logits, held, counts, row, start, row_stride, vocab, chunks, CHUNKS, WIDTH, CHUNK, HELD
-        )
+    for start in range(0, c.most, WIDTH):
+        x = _candidates_from(c, start, CHUNKS, WIDTH, CHUNK, HELD)
         masses += tl.sum(
-            tl.where(x >= floor, _weights(x, peak, temperature), 0.0).to(tl.float64), 1
+            tl.where(x >= floor, _weights(x, c.peak, c.temperature), 0.0).to(tl.float64), 1
         )
     return masses
 
@@ -377,87 +356,21 @@ def _cut_kernel(
         temperature, top_p, floor, top_k = _limits(settings, row, peak, vocab)
         longest = tl.max(tl.load(counts + row * chunks + chunk, mask=chunk < chunks, other=0), 0)
         most = tl.where(longest > HELD, CHUNK, longest)
+        c = Candidates(
+            logits, held, counts, row, peak, most, temperature,
+            row_stride, vocab, chunks,
+        )  # fmt: skip
         low = bound
         all_kept = tl.load(summary + row * 4 + 3)
         if top_k > 0:
-            low = _reaching(
-                logits,
-                held,
-                counts,
-                row,
-                bound,
-                peak,
-                top_k,
-                most,
-                temperature,
-                row_stride,
-                vocab,
-                chunks,
-                False,
-                CHUNKS,
-                WIDTH,
-                CHUNK,
-                HELD,
-            )
-            all_kept = tl.sum(
-                _kept(
-                    logits,
-                    held,
-                    counts,
-                    row,
-                    low,
-                    peak,
-                    most,
-                    temperature,
-                    row_stride,
-                    vocab,
-                    chunks,
-                    CHUNKS,
-                    WIDTH,
-                    CHUNK,
-                    HELD,
-                ),
-                0,
-            )
+            low = _threshold(c, bound, top_k, False, CHUNKS, WIDTH, CHUNK, HELD)
+            all_kept = tl.sum(_kept_masses(c, low, CHUNKS, WIDTH, CHUNK, HELD), 0)
             floor = tl.maximum(floor, low)
         if top_p < 1:
-            by_p = _reaching(
-                logits,
-                held,
-                counts,
-                row,
-                low,
-                peak,
-                top_p * all_kept,
-                most,
-                temperature,
-                row_stride,
-                vocab,
-                chunks,
-                True,
-                CHUNKS,
-                WIDTH,
-                CHUNK,
-                HELD,
-            )
+            goal = top_p * all_kept
+            by_p = _threshold(c, low, goal, True, CHUNKS, WIDTH, CHUNK, HELD)
             floor = tl.maximum(floor, by_p)
-        masses = _kept(
-            logits,
-            held,
-            counts,
-            row,
-            floor,
-            peak,
-            most,
-            temperature,
-            row_stride,
-            vocab,
-            chunks,
-            CHUNKS,
-            WIDTH,
-            CHUNK,
-            HELD,
-        )
+        masses = _kept_masses(c, floor, CHUNKS, WIDTH, CHUNK, HELD)
         tl.store(summary + row * 4 + 2, floor.to(tl.float64))
         tl.store(summary + row * 4 + 3, tl.sum(masses, 0))
         tl.store(parts + row * chunks + chunk, masses, mask=chunk < chunks)
@@ -601,40 +514,30 @@ def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distributio
     width = next_power(chunks)
     subsets = max(1, SETS // width)
     new = lambda kind, *shape: torch.empty(*shape, dtype=kind, device=device)  # noqa: E731
-    summary = new(torch.float64, rows, 4)
-    parts = new(torch.float64, rows, chunks)
-    best = new(torch.int64, rows)
+    out = Distribution(
+        logits,
+        new(torch.float64, rows, 4),
+        new(torch.int64, rows),
+        new(torch.float64, rows, chunks),
+    )
     if not rows:
-        return Distribution(logits, summary, best, parts)
+        return out
     peaks = new(torch.float32, rows, chunks)
     sums = new(torch.float64, rows, chunks)
     firsts = new(torch.int32, rows, chunks)
     sets = new(torch.float32, rows, chunks, subsets) if filters else peaks
     bounds = new(torch.float32, rows)
-    where = logits.stride(0), vocab, chunks
+    sizes = logits.stride(0), vocab, chunks
+    found = peaks, sums, firsts, sets
     _chunk_kernel[rows, chunks](
-        logits,
-        settings,
-        peaks,
-        sums,
-        firsts,
-        sets,
-        *where,
-        filters,
-        subsets,
-        chunk,
-        num_warps=8,
-        **late,
+        logits, settings, *found, *sizes, filters, subsets, chunk, num_warps=8, **late
     )
     _summary_kernel[rows,](
         settings,
-        peaks,
-        sums,
-        firsts,
-        sets,
-        summary,
-        parts,
-        best,
+        *found,
+        out.summary,
+        out.scratch,
+        out.best,
         bounds,
         vocab,
         chunks,
@@ -646,28 +549,41 @@ def distribution(logits: Tensor, settings: Tensor, filters: bool) -> Distributio
         **late,
     )
     if filters:
-        held = new(torch.float32, rows, chunks, HELD)
-        counts = new(torch.int32, rows, chunks)
-        _gather_kernel[rows, chunks](
-            logits, peaks, bounds, held, counts, *where, chunk, HELD, num_warps=8, **late
-        )
-        _cut_kernel[rows,](
-            logits,
-            settings,
-            held,
-            counts,
-            bounds,
-            summary,
-            parts,
-            *where,
-            width,
-            max(1, SEARCHED // width),
-            chunk,
-            HELD,
-            num_warps=8,
-            **late,
-        )
-    return Distribution(logits, summary, best, parts)
+        _cut(out, settings, peaks, bounds)
+    return out
+
+
+def _cut(given: Distribution, settings: Tensor, peaks: Tensor, bounds: Tensor) -> None:
+    """Floor and masses of each row that is cut, into what `given` holds so far. peaks [M, chunks]
+    and bounds [M] fp32 from _summary_kernel and the one before it."""
+    logits = given.logits
+    rows, chunks = peaks.shape
+    vocab = logits.shape[1]
+    chunk = _chunk_size(vocab)
+    width = next_power(chunks)
+    late = dependent(logits.device)
+    held = torch.empty(rows, chunks, HELD, dtype=torch.float32, device=logits.device)
+    counts = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    sizes = logits.stride(0), vocab, chunks
+    _gather_kernel[rows, chunks](
+        logits, peaks, bounds, held, counts, *sizes, chunk, HELD, num_warps=8, **late
+    )
+    _cut_kernel[rows,](
+        logits,
+        settings,
+        held,
+        counts,
+        bounds,
+        given.summary,
+        given.scratch,
+        *sizes,
+        width,
+        max(1, SEARCHED // width),
+        chunk,
+        HELD,
+        num_warps=8,
+        **late,
+    )
 
 
 def _chunk_size(vocab: int) -> int:

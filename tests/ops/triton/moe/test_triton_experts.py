@@ -449,7 +449,7 @@ def same_sorting(found: align.ExpertBlocks, want: align.ExpertBlocks) -> bool:
     alike = torch.equal(found.blocks[:3, : int(found.count)], want.blocks[:3, : int(want.count)])
     return (
         alike
-        and (found.picks, found.rows) == (want.picks, want.rows)
+        and (found.num_picks, found.rows) == (want.num_picks, want.rows)
         and sorted(rows(found)) == sorted(rows(want))
     )
 
@@ -492,7 +492,7 @@ def test_router_and_experts_in_one(
     moe = replace(ROUTERS[0], top_k=3)
     (hidden, inner, _) = SIZES[kind]
     slots = moe.num_experts + shared
-    w = expert_weights(kind, slots, hidden, inner)
+    w = expert_weights(kind, slots, hidden, inner, shared)
     x = random(tokens, hidden, dtype=KINDS[kind])
     base = random(tokens, hidden, dtype=KINDS[kind])
     router = RouterWeights(random(moe.num_experts, hidden) * 0.3, None, moe, shared)
@@ -860,7 +860,7 @@ def test_rows_in_the_order_of_their_experts(
     found = grouped_gemm_sm90_fp8.in_order(given, blocks, 2)
     expected = quantize.quantize(x)
     here = int((ids >= 0).sum())
-    both = random(blocks.picks, 2 * inner, dtype=torch.bfloat16)
+    both = random(blocks.num_picks, 2 * inner, dtype=torch.bfloat16)
     joined = grouped_gemm_sm90_fp8.joined(both, blocks)
     truth = quantize.quantize(
         torch.nn.functional.silu(both[:, :inner].float()) * both[:, inner:].float()
