@@ -146,6 +146,33 @@ def _wants(
     return tl.max((holder[:, :, None] == part[None, None, :]).to(tl.int32), 1)
 
 
+@triton.jit
+def _rows_by_peer(
+    slots,
+    block,
+    tokens,
+    part,
+    TOP_K: tl.constexpr,
+    PICKS: tl.constexpr,
+    EACH: tl.constexpr,
+    PEERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """By peer: how many tokens before `block` go there, whether token `block` does, and how many
+    of all."""
+    none = tl.full([PEERS], 0, tl.int32)
+    before = none
+    goes = none
+    count = none
+    for start in range(0, tokens, CHUNK):
+        token = start + tl.arange(0, CHUNK)
+        wants = _wants(slots, token, tokens, part, TOP_K, PICKS, EACH)
+        count += tl.sum(wants, 0)
+        before += tl.sum(tl.where((token < block)[:, None], wants, 0), 0)
+        goes += tl.sum(tl.where((token == block)[:, None], wants, 0), 0)
+    return before, goes, count
+
+
 @triton.jit(do_not_specialize=["tokens", "capacity"])
 def _dispatch_kernel(
     table,
@@ -187,22 +214,12 @@ def _dispatch_kernel(
     real = peer < WORLD
     mine = pick < TOP_K
     inside = offsets < columns
-    kind: tl.constexpr = x.dtype.element_ty
     # on its way meanwhile
     values = tl.load(
         x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0
     )
     part = tl.where(real, (peer * stride + first) // SHARE, -2)
-    none = tl.full([PEERS], 0, tl.int32)
-    before = none
-    goes = none
-    count = none
-    for start in range(0, tokens, CHUNK):
-        token = start + tl.arange(0, CHUNK)
-        wants = _wants(slots, token, tokens, part, TOP_K, PICKS, EACH)
-        count += tl.sum(wants, 0)
-        before += tl.sum(tl.where((token < block)[:, None], wants, 0), 0)
-        goes += tl.sum(tl.where((token == block)[:, None], wants, 0), 0)
+    before, goes, count = _rows_by_peer(slots, block, tokens, part, TOP_K, PICKS, EACH, PEERS, CHUNK)
     tl.store(
         rows + block * WORLD + peer, tl.where(goes > 0, peer * capacity + before, -1), mask=real
     )
@@ -227,30 +244,26 @@ def _dispatch_kernel(
         mask=(real & (count <= block))[:, None] & mine[None, :],
     )
 
+    scale_blocks = 0
+    scale_columns = 0
+    scales = values
     if QUANT:
-        blocks = tl.arange(0, SIZE // 128)
+        scale_blocks = tl.arange(0, SIZE // 128)
         scale_columns = (columns + 127) // 128
-        rounded, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
-        rounded = tl.reshape(rounded, (SIZE,))
+        values, scales = to_fp8(values.to(tl.float32), SIZE // 128, True)
+        values = tl.reshape(values, (SIZE,))
     for step in tl.static_range(WORLD):
         to = (rank + block + step) % WORLD  # ranks and blocks begin with different peers
-        place = tl.sum(tl.where(peer == to, tl.where(goes > 0, before, -1), 0)).to(tl.int64)
-        if place >= 0:
+        slot_there = tl.sum(tl.where(peer == to, tl.where(goes > 0, before, -1), 0)).to(tl.int64)
+        if slot_there >= 0:
             base = tl.load(table + to)
-            place = rank * capacity + place
+            row = rank * capacity + slot_there
+            data = (base + data_at).to(tl.pointer_type(values.dtype))
+            data = tl.multiple_of(data, 16) + row * columns
+            tl.store(data + offsets, values, mask=inside)
             if QUANT:
-                data = (
-                    tl.multiple_of((base + data_at).to(tl.pointer_type(tl.float8e4nv)), 16)
-                    + place * columns
-                )
-                tl.store(data + offsets, rounded, mask=inside)
-                factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + place * scale_columns
-                tl.store(factors + blocks, scales, mask=blocks < scale_columns)
-            else:
-                data = (
-                    tl.multiple_of((base + data_at).to(tl.pointer_type(kind)), 16) + place * columns
-                )
-                tl.store(data + offsets, values, mask=inside)
+                factors = (base + scales_at).to(tl.pointer_type(tl.float32)) + row * scale_columns
+                tl.store(factors + scale_blocks, scales, mask=scale_blocks < scale_columns)
     tl.debug_barrier()  # every thread's stores come before the flags
     flags = (bases + flags_at).to(tl.pointer_type(tl.int32)) + rank
     tl.atomic_add(flags, tl.full([PEERS], 1, tl.int32), mask=real, sem="release", scope="sys")

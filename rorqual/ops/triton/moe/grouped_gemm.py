@@ -178,35 +178,17 @@ def _gate_up_kernel(
                 uk = tl.load(up_scale + k)
                 xt = tl.load(x_tile + k * K)
                 zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
-                partial = _product(
-                    zero,
-                    tile_of(w, gate_tile, gate_row, k * K, HIDDEN, True, TMA, K),
-                    xt,
-                    SWAP,
-                    PRECISION,
-                )
-                gate = _scaled(gate, partial, xk, gk, SWAP)
-                partial = _product(
-                    zero,
-                    tile_of(w, up_tile, up_row, k * K, HIDDEN, True, TMA, K),
-                    xt,
-                    SWAP,
-                    PRECISION,
-                )
-                up = _scaled(up, partial, xk, uk, SWAP)
+                gt = tile_of(w, gate_tile, gate_row, k * K, HIDDEN, True, TMA, K)
+                gate = _scaled(gate, _product(zero, gt, xt, SWAP, PRECISION), xk, gk, SWAP)
+                ut = tile_of(w, up_tile, up_row, k * K, HIDDEN, True, TMA, K)
+                up = _scaled(up, _product(zero, ut, xt, SWAP, PRECISION), xk, uk, SWAP)
         else:
             for k in tl.range(0, HIDDEN, K):
                 xt = tile_of(x, x_tile, 0, k, HIDDEN, EVEN_K, False, K)
-                gate = _product(
-                    gate,
-                    tile_of(w, gate_tile, gate_row, k, HIDDEN, EVEN_K, TMA, K),
-                    xt,
-                    SWAP,
-                    PRECISION,
-                )
-                up = _product(
-                    up, tile_of(w, up_tile, up_row, k, HIDDEN, EVEN_K, TMA, K), xt, SWAP, PRECISION
-                )
+                gt = tile_of(w, gate_tile, gate_row, k, HIDDEN, EVEN_K, TMA, K)
+                gate = _product(gate, gt, xt, SWAP, PRECISION)
+                ut = tile_of(w, up_tile, up_row, k, HIDDEN, EVEN_K, TMA, K)
+                up = _product(up, ut, xt, SWAP, PRECISION)
         y = gate / (1.0 + tl.exp(-gate)) * up
         columns = first + tl.arange(0, N)
         if QUANT:  # N is 128 here: the tile is one block of the activation
@@ -269,16 +251,13 @@ def _down_kernel(
                 wk = tl.load(scale + k)
                 ht = tile_of(h, h_tile, start, k * K, INNER, True, TMA, K)
                 zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
-                partial = _product(
-                    zero, tile_of(w, w_tile, w_row, k * K, INNER, True, TMA, K), ht, SWAP, PRECISION
-                )
-                acc = _scaled(acc, partial, hk, wk, SWAP)
+                wt = tile_of(w, w_tile, w_row, k * K, INNER, True, TMA, K)
+                acc = _scaled(acc, _product(zero, wt, ht, SWAP, PRECISION), hk, wk, SWAP)
         else:
             for k in tl.range(0, INNER, K):
                 ht = tile_of(h, h_tile, start, k, INNER, EVEN_K, TMA, K)
-                acc = _product(
-                    acc, tile_of(w, w_tile, w_row, k, INNER, EVEN_K, TMA, K), ht, SWAP, PRECISION
-                )
+                wt = tile_of(w, w_tile, w_row, k, INNER, EVEN_K, TMA, K)
+                acc = _product(acc, wt, ht, SWAP, PRECISION)
         columns = first + tl.arange(0, N)
         out = (acc.T if SWAP else acc).to(y.dtype.element_ty)
         target = y + pick.to(tl.int64)[:, None] * HIDDEN + columns[None, :]

@@ -19,7 +19,7 @@ again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -143,17 +143,31 @@ def _join_kernel(
         )
 
 
+class PipelineBuffers(NamedTuple):
+    """The buffers between the copying warp and the two warpgroups that multiply: tiles of both
+    sides, and barriers that tell when a stage is full and when it is empty."""
+
+    inputs: Any
+    weights: Any
+    full: Any
+    empty: Any
+
+
+class RowBlocks(NamedTuple):
+    """Which rows go to which expert: fields of align.ExpertBlocks."""
+
+    order: Any
+    blocks: Any
+    count: Any
+    limit: Any
+
+
 @gluon.jit
 def _copy_rows(
     x_tma,
     w_tma,
-    inputs,
-    weights,
-    full,
-    empty,
-    blocks,
-    count,
-    limit,
+    ring,
+    rows,
     M: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -161,29 +175,31 @@ def _copy_rows(
     DEPENDENT: gl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
-    high = gl.load(count)
+    high = gl.load(rows.count)
     turns, rounds = share(high, ROWS)
     stage = 0
     phase = 1
     for turn in range(turns):
         m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        first = gl.load(blocks + limit + m_tile)
-        w_row = gl.load(blocks + m_tile) * ROWS + n_tile * 128
-        chunks = gl.minimum((gl.load(blocks + 2 * limit + m_tile) - first + 63) // 64, M // 64)
+        first = gl.load(rows.blocks + rows.limit + m_tile)
+        w_row = gl.load(rows.blocks + m_tile) * ROWS + n_tile * 128
+        chunks = gl.minimum(
+            (gl.load(rows.blocks + 2 * rows.limit + m_tile) - first + 63) // 64, M // 64
+        )
         for block in range(BLOCKS):
-            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.wait(ring.empty.index(stage), phase)
             for chunk in gl.static_range(M // 64):
                 mbarrier.expect(
-                    full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1
+                    ring.full.index(stage), (64 * chunk + 192) * 128, pred=chunks == chunk + 1
                 )
             for chunk in gl.static_range(M // 64):
-                place = [first + 64 * chunk, block * 128]
-                part = inputs.index(stage).slice(64 * chunk, 64)
+                corner = [first + 64 * chunk, block * 128]
+                part = ring.inputs.index(stage).slice(64 * chunk, 64)
                 tma.async_copy_global_to_shared(
-                    x_tma, place, full.index(stage), part, pred=chunk < chunks
+                    x_tma, corner, ring.full.index(stage), part, pred=chunk < chunks
                 )
             tma.async_copy_global_to_shared(
-                w_tma, [w_row, block * 128], full.index(stage), weights.index(stage)
+                w_tma, [w_row, block * 128], ring.full.index(stage), ring.weights.index(stage)
             )
             stage, phase = next_stage(stage, phase, STAGES)
 
@@ -199,9 +215,9 @@ def _let_pass(full, empty, stage, phase, BLOCKS: gl.constexpr, STAGES: gl.conste
 
 
 @gluon.jit
-def _places(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
-    """Where 64 rows from `first` on go: to their own places or, with SCATTER, those that `order`
-    says; -1 from `end` on."""
+def _targets(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
+    """The rows of the result to which 64 rows from `first` on go: the same or, with SCATTER, those
+    that `order` says; -1 from `end` on."""
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LINE))
     if SCATTER:
         return gl.load(order + row, mask=row < end, other=-1)
@@ -210,16 +226,16 @@ def _places(order, first, end, LINE: gl.constexpr, SCATTER: gl.constexpr):
 
 
 @gluon.jit
-def _put(y, out, acc, place, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
+def _put(y, out, acc, target, n_tile, ROWS: gl.constexpr, LINE: gl.constexpr):
     """64 rows of sums, by way of `out`."""
     gl.thread_barrier()  # all have read what was there
     out.store(acc.to(out.dtype))
     gl.thread_barrier()
     column = n_tile * 128 + gl.arange(0, 128, gl.SliceLayout(0, LINE))
     gl.store(
-        y + place.to(gl.int64)[:, None] * ROWS + column[None, :],
+        y + target.to(gl.int64)[:, None] * ROWS + column[None, :],
         out.load(LINE),
-        mask=(place >= 0)[:, None],
+        mask=(target >= 0)[:, None],
     )
 
 
@@ -229,14 +245,8 @@ def _multiply_rows(
     w_scale,
     y,
     out,
-    inputs,
-    weights,
-    full,
-    empty,
-    order,
-    blocks,
-    count,
-    limit,
+    ring,
+    rows,
     xs_row,
     xs_block,
     M: gl.constexpr,
@@ -251,67 +261,36 @@ def _multiply_rows(
     SKIP: gl.constexpr = WHO * 64
     LINE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     wait_for_inputs(DEPENDENT)
-    high = gl.load(count)
+    high = gl.load(rows.count)
     turns, rounds = share(high, ROWS)
     stage = 0
     phase = 0
     for turn in range(turns):
         m_tile, n_tile = tile_of(turn, rounds, high, ROWS)
-        block = blocks + m_tile
-        first = gl.load(block + limit) + SKIP
-        end = gl.load(block + 2 * limit)
+        block = rows.blocks + m_tile
+        first = gl.load(block + rows.limit) + SKIP
+        end = gl.load(block + 2 * rows.limit)
         if first < end:
             scales = w_scale + (gl.load(block) * (ROWS // 128) + n_tile) * BLOCKS
-            picks = order + gl.load(block + 3 * limit)
+            order = rows.order + gl.load(block + 3 * rows.limit)
             # before the products, beside which it is on its way
-            place = _places(picks, first, end, LINE, SCATTER)
+            target = _targets(order, first, end, LINE, SCATTER)
             if M == 256 and first + 128 < end:
-                next_place = _places(picks, first + 128, end, LINE, SCATTER)
+                next_target = _targets(order, first + 128, end, LINE, SCATTER)
                 low, upper, stage, phase = sums(
-                    x_scale,
-                    scales,
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    stage,
-                    phase,
-                    first,
-                    end,
-                    xs_row,
-                    xs_block,
-                    BLOCKS,
-                    STAGES,
-                    SKIP,
-                    True,
-                    128,
-                    128,
-                )
-                _put(y, out, low, place, n_tile, ROWS, LINE)
-                _put(y, out, upper, next_place, n_tile, ROWS, LINE)
+                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
+                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, True, 128, 128,
+                )  # fmt: skip
+                _put(y, out, low, target, n_tile, ROWS, LINE)
+                _put(y, out, upper, next_target, n_tile, ROWS, LINE)
             else:
                 low, upper, stage, phase = sums(
-                    x_scale,
-                    scales,
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    stage,
-                    phase,
-                    first,
-                    end,
-                    xs_row,
-                    xs_block,
-                    BLOCKS,
-                    STAGES,
-                    SKIP,
-                    False,
-                    128,
-                )
-                _put(y, out, low, place, n_tile, ROWS, LINE)
+                    x_scale, scales, ring.inputs, ring.weights, ring.full, ring.empty, stage, phase,
+                    first, end, xs_row, xs_block, BLOCKS, STAGES, SKIP, False, 128,
+                )  # fmt: skip
+                _put(y, out, low, target, n_tile, ROWS, LINE)
         else:
-            stage, phase = _let_pass(full, empty, stage, phase, BLOCKS, STAGES)
+            stage, phase = _let_pass(ring.full, ring.empty, stage, phase, BLOCKS, STAGES)
 
 
 @gluon.jit(do_not_specialize=["limit", "xs_block"])
@@ -350,83 +329,29 @@ def _grouped_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    ring = PipelineBuffers(inputs, weights, full, empty)
+    rows = RowBlocks(order, blocks, count, limit)
     gl.warp_specialize(
         [
             (
                 _multiply_rows,
                 (
-                    x_scale,
-                    w_scale,
-                    y,
-                    outs.index(0),
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    order,
-                    blocks,
-                    count,
-                    limit,
-                    xs_row,
-                    xs_block,
-                    M,
-                    ROWS,
-                    BLOCKS,
-                    STAGES,
-                    0,
-                    SCATTER,
-                    DEPENDENT,
+                    x_scale, w_scale, y, outs.index(0), ring, rows, xs_row, xs_block,
+                    M, ROWS, BLOCKS, STAGES, 0, SCATTER, DEPENDENT,
                 ),
             ),
             (
                 _multiply_rows,
                 (
-                    x_scale,
-                    w_scale,
-                    y,
-                    outs.index(1),
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    order,
-                    blocks,
-                    count,
-                    limit,
-                    xs_row,
-                    xs_block,
-                    M,
-                    ROWS,
-                    BLOCKS,
-                    STAGES,
-                    1,
-                    SCATTER,
-                    DEPENDENT,
+                    x_scale, w_scale, y, outs.index(1), ring, rows, xs_row, xs_block,
+                    M, ROWS, BLOCKS, STAGES, 1, SCATTER, DEPENDENT,
                 ),
             ),
-            (
-                _copy_rows,
-                (
-                    x_tma,
-                    w_tma,
-                    inputs,
-                    weights,
-                    full,
-                    empty,
-                    blocks,
-                    count,
-                    limit,
-                    M,
-                    ROWS,
-                    BLOCKS,
-                    STAGES,
-                    DEPENDENT,
-                ),
-            ),
+            (_copy_rows, (x_tma, w_tma, ring, rows, M, ROWS, BLOCKS, STAGES, DEPENDENT)),
         ],
         [4, 1],
         [MULTIPLIER, COPIER],
-    )
+    )  # fmt: skip
 
 
 def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantized:

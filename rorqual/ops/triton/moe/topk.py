@@ -73,34 +73,6 @@ def _group_worth(members, SIZE: tl.constexpr, BEST_TWO: tl.constexpr):
     return worth
 
 
-@triton.jit
-def _kept_groups(
-    choice,
-    expert,
-    EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP_WIDTH: tl.constexpr,
-    KEEP: tl.constexpr,
-    BEST_TWO: tl.constexpr,
-):
-    """choice with the experts outside the KEEP best groups set to -inf."""
-    SIZE: tl.constexpr = EXPERTS // GROUPS
-    group = tl.arange(0, GROUP_WIDTH)
-    if EXPERTS == WIDTH and GROUPS == GROUP_WIDTH:
-        worth = _group_worth(tl.reshape(choice, (GROUPS, SIZE)), SIZE, BEST_TWO)
-    else:
-        member = (expert // SIZE)[None, :] == group[:, None]
-        worth = _group_worth(tl.where(member, choice[None, :], float("-inf")), WIDTH, BEST_TWO)
-    keys = tl.where(group < GROUPS, _ordered(worth), NOBODY)
-    kept = expert < 0
-    for _ in tl.static_range(KEEP):
-        _, chosen = _best(keys, group, GROUP_WIDTH)
-        kept = kept | (expert // SIZE == chosen)
-        keys = tl.where(group == chosen, NOBODY, keys)
-    return tl.where(kept, choice, float("-inf"))
-
-
 class Sorting(NamedTuple):
     """Where picks are sorted as they are chosen (align.py)."""
 
@@ -135,6 +107,27 @@ class Rules(NamedTuple):
 
 
 @triton.jit
+def _kept_groups(choice, expert, rules):
+    """choice with the experts outside the KEEP best groups set to -inf."""
+    SIZE: tl.constexpr = rules.EXPERTS // rules.GROUPS
+    group = tl.arange(0, rules.GROUP_WIDTH)
+    if rules.EXPERTS == rules.WIDTH and rules.GROUPS == rules.GROUP_WIDTH:
+        worth = _group_worth(tl.reshape(choice, (rules.GROUPS, SIZE)), SIZE, rules.BEST_TWO)
+    else:
+        member = (expert // SIZE)[None, :] == group[:, None]
+        worth = _group_worth(
+            tl.where(member, choice[None, :], float("-inf")), rules.WIDTH, rules.BEST_TWO
+        )
+    keys = tl.where(group < rules.GROUPS, _ordered(worth), NOBODY)
+    kept = expert < 0
+    for _ in tl.static_range(rules.KEEP):
+        _, chosen = _best(keys, group, rules.GROUP_WIDTH)
+        kept = kept | (expert // SIZE == chosen)
+        keys = tl.where(group == chosen, NOBODY, keys)
+    return tl.where(kept, choice, float("-inf"))
+
+
+@triton.jit
 def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
     """Choice of one token by its logits x, fp32 [WIDTH], -inf beyond EXPERTS. Behind the TOP_K
     picks SHARED more: the experts behind the routed ones, weight 1. `sorting` and `rules` are
@@ -151,16 +144,7 @@ def _choose(x, bias, ids, weights, token, scaling, sorting, rules):
         choice += tl.load(bias + expert, mask=present, other=0.0)
     choice = tl.where(present, choice, float("-inf"))
     if rules.GROUPS > 1:
-        choice = _kept_groups(
-            choice,
-            expert,
-            rules.EXPERTS,
-            rules.WIDTH,
-            rules.GROUPS,
-            rules.GROUP_WIDTH,
-            rules.KEEP,
-            rules.BEST_TWO,
-        )
+        choice = _kept_groups(choice, expert, rules)
     slot = tl.arange(0, rules.K_WIDTH)
     keys = _ordered(choice)
     chosen = tl.zeros((rules.K_WIDTH,), tl.int32)
