@@ -90,30 +90,30 @@ def _all_reduce_norm_kernel(
     kind = x.dtype.element_ty
     epoch = tl.load(epochs + row)
     # of this row in data; in sums two halves further
-    place = ((epoch >> 1) & 1) * half + row * columns
+    row_start = ((epoch >> 1) & 1) * half + row * columns
     values = tl.load(x + row * x_row + offsets, mask=inside, other=0.0)
     mine = at(table, rank, start, kind)
-    tl.store(mine + place + offsets, values, mask=inside)
+    tl.store(mine + row_start + offsets, values, mask=inside)
     added = tl.full([SIZE], 0.0, tl.float32)
     if TWO_SHOT:
         _meet(table, row, epoch + 1, rank, WORLD, PEERS)
         if row % WORLD == rank:
             for peer in tl.static_range(WORLD):
-                theirs = at(table, peer, start, kind) + place
+                theirs = at(table, peer, start, kind) + row_start
                 added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(
                     tl.float32
                 )
             for peer in tl.static_range(WORLD):
-                theirs = at(table, peer, start, kind) + place + 2 * half
+                theirs = at(table, peer, start, kind) + row_start + 2 * half
                 tl.store(theirs + offsets, added.to(kind), mask=inside)
         _meet(table, row, epoch + 2, rank, WORLD, PEERS)
         added = tl.load(
-            mine + place + 2 * half + offsets, mask=inside, other=0.0, cache_modifier=".cg"
+            mine + row_start + 2 * half + offsets, mask=inside, other=0.0, cache_modifier=".cg"
         ).to(tl.float32)
     else:
         _meet(table, row, epoch + 2, rank, WORLD, PEERS)
         for peer in tl.static_range(WORLD):
-            theirs = at(table, peer, start, kind) + place
+            theirs = at(table, peer, start, kind) + row_start
             added += tl.load(theirs + offsets, mask=inside, other=0.0, cache_modifier=".cg").to(
                 tl.float32
             )

@@ -14,17 +14,17 @@ rank's buffer (p2p_flags.py):
 | data    | world * rows * columns * item  | hidden states [world, capacity, columns]: block r     |
 |         |                                | came from rank r; e4m3 if quantized                   |
 | scales  | 4 * world * rows * columns/128 | of e4m3 rows [world, capacity, ceil(columns/128)]     |
-| places  | 4 * world * rows * top_k       | int32, places of this rank's experts; -1: not here,   |
-|         |                                | or no row came                                        |
+| ids     | 4 * world * rows * top_k       | int32, experts as this rank numbers its own; -1: not  |
+|         |                                | here, or no row came                                  |
 | weights | 4 * world * rows * top_k       | fp32                                                  |
 | sums    | world * rows * columns * item  | partial sums [world, capacity, columns]: block r came |
 |         |                                | back from rank r                                      |
 
-Every place of a block is written at each call, those without a row with -1, so what arrived is used
+All ids of a block are written at each call, those without a row as -1, so what arrived is used
 where it lies and no count is sent.
 
 Writes go out and nothing is read over the links: a write is on its way while the next one is made,
-a read waits for a round trip. Pulling sums would also need a copy of them in a place that others
+a read waits for a round trip. Pulling sums would also need a copy of them in memory that others
 can read; `send_combine` is that copy, made where it is wanted.
 
 Flags count blocks of kernels and are never reset (a replayed graph goes on where it stopped);
@@ -35,9 +35,9 @@ Why nobody overwrites what another rank still reads, with no barrier but these f
 make the same calls in the same order on one stream each, and a buffer's next `dispatch` comes after
 its last `combine`:
 
-- data, scales, places, weights of rank B are written by A's next `dispatch`, which follows A's
+- data, scales, ids, weights of rank B are written by A's next `dispatch`, which follows A's
   `combine`, which waited for B's `send_combine`, which follows all that B's experts read, and
-  itself read `places` for the last time.
+  itself read `ids` for the last time.
 - sums of A are written by B's next `send_combine`, which follows B's `recv_dispatch`, which waited
   for A's next `dispatch`, which follows A's `combine`, their reader. For this every rank waits in
   `combine`, also one that has no rows.
@@ -64,7 +64,7 @@ from rorqual.ops.triton.comm.p2p_flags import at, await_flags
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
-TOKENS_AT_ONCE = 32  # whose picks a block looks at in one go
+TOKENS_AT_ONCE = 32  # whose picks a program reads at once
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,19 @@ class Areas:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """(flags, data, scales, places, weights, sums, end), each on a multiple of 256."""
-        places = self.world * self.rows
+        """(flags, data, scales, ids, weights, sums, end), each on a multiple of 256."""
+        rows = self.world * self.rows
         row = self.columns * self.itemsize
         scales = 4 * -(-self.columns // ACTIVATION_BLOCK)
-        picks = 4 * self.top_k
+        topk = 4 * self.top_k
         found = [0]
         for length in (
             8 * self.world,
-            places * row,
-            places * scales,
-            places * picks,
-            places * picks,
-            places * row,
+            rows * row,
+            rows * scales,
+            rows * topk,
+            rows * topk,
+            rows * row,
         ):
             found.append(found[-1] + -(-length // 256) * 256)
         return tuple(found)
@@ -191,7 +191,7 @@ def _dispatch_kernel(
     flags_at,
     data_at,
     scales_at,
-    places_at,
+    ids_at,
     weights_at,
     EACH: tl.constexpr,
     SHARE: tl.constexpr,
@@ -204,7 +204,7 @@ def _dispatch_kernel(
     QUANT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Block i sends token i, if there is one, and marks place i of each peer's block as empty
+    """Block i sends token i, if there is one, and marks row i of each peer's block as empty
     where fewer tokens go there."""
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
@@ -219,7 +219,9 @@ def _dispatch_kernel(
         x + block.to(tl.int64) * x_row + offsets, mask=inside & (block < tokens), other=0.0
     )
     part = tl.where(real, (peer * stride + first) // SHARE, -2)
-    before, goes, count = _rows_by_peer(slots, block, tokens, part, TOP_K, PICKS, EACH, PEERS, CHUNK)
+    before, goes, count = _rows_by_peer(
+        slots, block, tokens, part, TOP_K, PICKS, EACH, PEERS, CHUNK
+    )
     tl.store(
         rows + block * WORLD + peer, tl.where(goes > 0, peer * capacity + before, -1), mask=real
     )
@@ -229,14 +231,18 @@ def _dispatch_kernel(
     weight = tl.load(weights + block * TOP_K + pick, mask=mine & (block < tokens), other=0.0)
     local = slot[None, :] - (part * EACH)[:, None]
     local = tl.where((local >= 0) & (local < EACH), local, -1)
-    picks = ((rank * capacity + before) * TOP_K)[:, None] + pick[None, :]
+    topk_offsets = ((rank * capacity + before) * TOP_K)[:, None] + pick[None, :]
     sent = (goes > 0)[:, None] & mine[None, :]
-    tl.store((bases + places_at).to(tl.pointer_type(tl.int32))[:, None] + picks, local, mask=sent)
+    tl.store(
+        (bases + ids_at).to(tl.pointer_type(tl.int32))[:, None] + topk_offsets, local, mask=sent
+    )
     shown = tl.broadcast_to(weight[None, :], (PEERS, PICKS))
     tl.store(
-        (bases + weights_at).to(tl.pointer_type(tl.float32))[:, None] + picks, shown, mask=sent
+        (bases + weights_at).to(tl.pointer_type(tl.float32))[:, None] + topk_offsets,
+        shown,
+        mask=sent,
     )
-    empty = (bases + places_at).to(tl.pointer_type(tl.int32)) + (rank * capacity + block) * TOP_K
+    empty = (bases + ids_at).to(tl.pointer_type(tl.int32)) + (rank * capacity + block) * TOP_K
     absent = tl.full([PEERS, PICKS], -1, tl.int32)
     tl.store(
         empty[:, None] + pick[None, :],
@@ -296,7 +302,7 @@ def _give_back_kernel(
     columns,
     rank,
     flags_at,
-    places_at,
+    ids_at,
     sums_at,
     TOP_K: tl.constexpr,
     PICKS: tl.constexpr,
@@ -309,17 +315,17 @@ def _give_back_kernel(
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     to = (rank + block) % WORLD
-    place = block // WORLD
-    row = (to * capacity + place).to(tl.int64)
+    index = block // WORLD
+    row = (to * capacity + index).to(tl.int64)
     pick = tl.arange(0, PICKS)
     offsets = tl.arange(0, SIZE)
     here = tl.load(
-        at(table, rank, places_at, tl.int32) + row * TOP_K + pick, mask=pick < TOP_K, other=-1
+        at(table, rank, ids_at, tl.int32) + row * TOP_K + pick, mask=pick < TOP_K, other=-1
     )
     if tl.max(here) >= 0:
         kind: tl.constexpr = y.dtype.element_ty
         values = tl.load(y + row * columns + offsets, mask=offsets < columns)
-        target = at(table, to, sums_at, kind) + (rank * capacity + place).to(tl.int64) * columns
+        target = at(table, to, sums_at, kind) + (rank * capacity + index).to(tl.int64) * columns
         tl.store(target + offsets, values, mask=offsets < columns)
     tl.debug_barrier()
     flags = (tl.load(table + to) + flags_at).to(tl.pointer_type(tl.int32))
@@ -380,7 +386,7 @@ def dispatch(
     slots: Tensor,
     weights: Tensor,
     capacity: int,
-    place: ExpertPlacement,
+    placement: ExpertPlacement,
     fp8: bool = False,
 ) -> None:
     """Send x [T, columns] with its picks, slots [T, K] int32 or int64 and weights [T, K] fp32; T
@@ -406,11 +412,11 @@ def dispatch(
         columns,
         x.stride(0),
         buffer.rank,
-        place.stride,
-        place.first,
+        placement.stride,
+        placement.first,
         *starts,
-        place.each,
-        place.share,
+        placement.each,
+        placement.share,
         areas.top_k,
         next_power(areas.top_k),
         size,
@@ -441,29 +447,29 @@ def recv_dispatch(buffer: DispatchBuffer) -> None:
 def arrived(
     buffer: DispatchBuffer, memory: Tensor, capacity: int, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """(rows [world * capacity, columns] alone or with their scales, places, weights [world *
+    """(rows [world * capacity, columns] alone or with their scales, ids, weights [world *
     capacity, K]): views of `memory`, all that is this rank's behind `table`, as bytes."""
     areas = buffer.areas
     count = areas.world * capacity
-    (_, data, scales, places, weights, _) = buffer.starts
+    (_, data, scales, ids, weights, _) = buffer.starts
 
     def part(start: int, columns: int, kind: torch.dtype) -> Tensor:
         return (
             memory[start : start + count * columns * kind.itemsize].view(kind).view(count, columns)
         )
 
-    picks = part(places, areas.top_k, torch.int32), part(weights, areas.top_k, torch.float32)
+    topk = part(ids, areas.top_k, torch.int32), part(weights, areas.top_k, torch.float32)
     if not fp8:
-        return (part(data, areas.columns, dtype),), *picks
+        return (part(data, areas.columns, dtype),), *topk
     blocks = -(-areas.columns // ACTIVATION_BLOCK)
-    return (part(data, areas.columns, FP8), part(scales, blocks, torch.float32)), *picks
+    return (part(data, areas.columns, FP8), part(scales, blocks, torch.float32)), *topk
 
 
 def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
     """Send the partial sums y [world * capacity, columns] home; rows that stand for no token
     stay."""
     areas = buffer.areas
-    (flags, _, _, places, _, sums) = buffer.starts
+    (flags, _, _, ids, _, sums) = buffer.starts
     assert y.shape == (areas.world * capacity, areas.columns), (y.shape, capacity, areas)
     assert y.element_size() == areas.itemsize
     assert y.is_contiguous()
@@ -476,7 +482,7 @@ def send_combine(buffer: DispatchBuffer, y: Tensor, capacity: int) -> None:
         areas.columns,
         buffer.rank,
         flags,
-        places,
+        ids,
         sums,
         areas.top_k,
         next_power(areas.top_k),

@@ -104,8 +104,8 @@ def _scaled(acc, partial, token, weight, SWAP: tl.constexpr):
 
 @triton.jit
 def _block(blocks, limit, index, ROWS: tl.constexpr):
-    """(expert, first row, rows, which of them are valid, how far behind them their picks stand
-    in the order) of a row block."""
+    """(expert, first row, rows, which of them are valid, the shift from a row to its pick's
+    position in `order`) of a row block."""
     expert = tl.load(blocks + index)
     start = tl.load(blocks + limit + index)
     rows = start + tl.arange(0, ROWS)
@@ -265,7 +265,7 @@ def _down_kernel(
 
 
 def plan_for(
-    down: Weight, picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16
+    down: Weight, num_picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> GroupedGemmPlan:
     """The plan for so many picks of the experts with these weights; they matter by their mean
     number an expert. The last `shared` experts and their picks do not count: their rows are only
@@ -275,7 +275,7 @@ def plan_for(
     slots -= shared
     shape = {
         "kind": kind_of(down),
-        "mean": picks / slots,
+        "mean": num_picks / slots,
         "slots": slots,
         "hidden": hidden,
         "inner": inner,
@@ -304,8 +304,8 @@ def experts(
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
     -1: not here; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded.
 
-    Forms and plans are chosen by the number of picks of routed experts: those of fused shared
-    experts do not count. Of the grouped form's, by how many are in this rank's slots.
+    Form and plan are chosen by the number of picks of routed experts; those of fused shared
+    experts do not count. The grouped form's plan is that of the picks in this rank's slots.
     """
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
@@ -330,9 +330,9 @@ def grouped_plan(
     return plan_for(w.down, num_picks, shared, dtype)
 
 
-def sorts_while_routing(down: Weight, picks: int) -> bool:
+def sorts_while_routing(down: Weight, num_picks: int) -> bool:
     """Whether the router is to sort so many picks, shared experts' among them."""
-    return SORTS_WHILE_ROUTING and takes_buckets(picks, down.data.shape[0])
+    return SORTS_WHILE_ROUTING and takes_buckets(num_picks, down.data.shape[0])
 
 
 def grouped_experts(
@@ -393,14 +393,14 @@ def gate_up_product(
     weights are."""
     slots, rows, hidden = weight.data.shape
     inner = rows // 2
-    picks = blocks.num_picks
+    num_picks = blocks.num_picks
     packed = quantize(x) if weight.quantized and isinstance(x, Tensor) else x
     data, scale, strides = _activation(packed)
     device = weight.data.device
     h = (
-        Quantized.empty(picks, inner, device)
+        Quantized.empty(num_picks, inner, device)
         if weight.quantized
-        else torch.empty(picks, inner, dtype=data.dtype, device=device)
+        else torch.empty(num_picks, inner, dtype=data.dtype, device=device)
     )
     h_data, h_scale, h_strides = _activation(h)
     tile = _fitting(tile, weight)
@@ -435,7 +435,7 @@ def gate_up_product(
 def down_product(
     h: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, dtype: torch.dtype, tile: Tile
 ) -> Tensor:
-    """down h for each pick, at the pick's own place: [picks, hidden]. Rows of picks that are not
+    """down h for each pick, in the pick's own row: [picks, hidden]. Rows of picks that are not
     here stay unwritten."""
     slots, hidden, inner = weight.data.shape
     y = torch.empty(blocks.num_picks, hidden, dtype=dtype, device=weight.data.device)

@@ -9,7 +9,7 @@ many tiles there are the GPU alone knows.
 
 The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the
 kernel that joins and quantizes them: a tile of both would hold 64 columns of either, half of what
-one scale stands for. The second stores each row at its pick's place. Sums leave through shared
+one scale stands for. The second stores each row as its pick's own. Sums leave through shared
 memory, from which threads take whole lines.
 
 Bytes of 8,192 picks of 32 experts 7168 x 2048 beside the products' 0.72 PFLOP: rows in order 176
@@ -70,7 +70,7 @@ def _order_kernel(
     QUANTIZED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (rows of all blocks, pieces of a row). A row of x to its place in the order,
+    """Grid: (rows of all blocks, pieces of a row). A row of x to its position in the order,
     quantized if it is not."""
     wait(DEPENDENT)
     column = tl.program_id(1) * SIZE
@@ -388,9 +388,9 @@ def in_order(x: Tensor | Quantized, blocks: ExpertBlocks, top_k: int) -> Quantiz
 
 def joined(both: Tensor, blocks: ExpertBlocks) -> Quantized:
     """silu(gate) * up of rows [picks, 2 inner] in the order of `blocks`, [picks, inner]."""
-    picks = both.shape[0]
+    num_picks = both.shape[0]
     columns = both.shape[1] // 2
-    out = Quantized.empty(picks, columns, both.device)
+    out = Quantized.empty(num_picks, columns, both.device)
     size = min(2048, max(128, next_power(columns)))
     _join_kernel[blocks.limit * blocks.rows, triton.cdiv(columns, size)](
         both,
@@ -418,7 +418,7 @@ def product(
     scatter: bool,
 ) -> Tensor:
     """Rows x [picks, columns] in the order of `blocks` with their experts' weights [experts,
-    rows, columns], [picks, rows] in the same order or, with scatter, at the picks' own places;
+    rows, columns], [picks, rows] in the same order or, with scatter, as the picks' own rows;
     dtype of 16 bits. blocks.rows: 128 or 256."""
     experts, rows, columns = weight.data.shape
     m = blocks.rows
@@ -462,7 +462,7 @@ def products(
     dtype: torch.dtype,
     stages: int,
 ) -> Tensor:
-    """down (silu(gate x) * (up x)) of each pick at its own place, [picks, hidden]; see
+    """down (silu(gate x) * (up x)) of each pick in its own row, [picks, hidden]; see
     grouped_gemm.py."""
     if top_k > 1 and isinstance(x, Tensor):
         x = quantize(x)  # once a token: a copy for each of its picks is half as long then

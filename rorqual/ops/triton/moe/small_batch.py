@@ -270,7 +270,7 @@ def kind_of(weight: Weight) -> str:
     return "fp8" if weight.quantized else "fp32" if weight.data.dtype == torch.float32 else "bf16"
 
 
-def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
+def direct_plan_for(down: Weight, num_picks: int) -> DirectPlan:
     """Few picks want small tiles, to have programs enough for the GPU."""
     hidden, inner = down.data.shape[1:]
     return tuning.config_for(
@@ -278,7 +278,7 @@ def direct_plan_for(down: Weight, picks: int) -> DirectPlan:
         DirectPlan,
         down.data.device,
         kind=kind_of(down),
-        picks=picks,
+        picks=num_picks,
         hidden=hidden,
         inner=inner,
     )

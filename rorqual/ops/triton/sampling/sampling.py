@@ -9,7 +9,7 @@ Cuts need a threshold, and no sort finds it. A bound is known before: for top-k 
 the best logits of that many disjoint sets of tokens; for top-p what is so small that all of it
 together could be left out. Tokens above the bound, a few hundred as a rule, are written side by
 side, and one program a row searches among them by bisection over the bit patterns of logits,
-jumping from value to value. A chunk with more of them than fit its place is read where it lies.
+jumping from value to value. A chunk with more than HELD of them is read from the logits again.
 Nothing depends on the order in which programs run.
 
 Weights are fp32 (base-2 exponentials of differences, the factor in two parts), their sums fp64.
@@ -96,13 +96,13 @@ def _chunk_kernel(
     token, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
     peak = tl.max(x, 0)
     weights = _weights(x, peak, tl.load(settings + row * 4))
-    place = row * chunks + chunk
-    tl.store(peaks + place, peak)
-    tl.store(sums + place, tl.sum(weights.to(tl.float64), 0))
-    tl.store(firsts + place, tl.minimum(tl.min(tl.where(x == peak, token, vocab), 0), vocab - 1))
+    index = row * chunks + chunk
+    tl.store(peaks + index, peak)
+    tl.store(sums + index, tl.sum(weights.to(tl.float64), 0))
+    tl.store(firsts + index, tl.minimum(tl.min(tl.where(x == peak, token, vocab), 0), vocab - 1))
     if CUTS:
         best = tl.max(tl.reshape(x, (PARTS, CHUNK // PARTS)), 1)
-        tl.store(sets + place.to(tl.int64) * PARTS + tl.arange(0, PARTS), best)
+        tl.store(sets + index.to(tl.int64) * PARTS + tl.arange(0, PARTS), best)
 
 
 @triton.jit
@@ -220,16 +220,16 @@ def _gather_kernel(
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    place = row * chunks + chunk
+    index = row * chunks + chunk
     bound = tl.load(bounds + row)
     count = 0
-    if tl.load(peaks + place) >= bound:
+    if tl.load(peaks + index) >= bound:
         _, x = _chunk(logits, row, chunk, row_stride, vocab, CHUNK)
         reaches = (x >= bound).to(tl.int32)
         order = tl.cumsum(reaches, 0) - 1
-        tl.store(held + place.to(tl.int64) * HELD + order, x, mask=(reaches > 0) & (order < HELD))
+        tl.store(held + index.to(tl.int64) * HELD + order, x, mask=(reaches > 0) & (order < HELD))
         count = tl.sum(reaches, 0)
-    tl.store(counts + place, count)
+    tl.store(counts + index, count)
 
 
 class Candidates(NamedTuple):

@@ -44,10 +44,10 @@ def _rows_kernel(
         mask=here & (position // PAGE < columns),
         other=0,
     )
-    place = request * ROWS + row
-    tl.store(ids + place, tl.where(row == 0, tl.load(last_token + slot), draft), mask=here)
-    tl.store(positions + place, position, mask=here)
-    tl.store(mapping + place, page * PAGE + position % PAGE, mask=here)
+    out_row = request * ROWS + row
+    tl.store(ids + out_row, tl.where(row == 0, tl.load(last_token + slot), draft), mask=here)
+    tl.store(positions + out_row, position, mask=here)
+    tl.store(mapping + out_row, page * PAGE + position % PAGE, mask=here)
     tl.store(lens + request, first + ROWS)
 
 
