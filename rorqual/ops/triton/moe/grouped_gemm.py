@@ -267,10 +267,9 @@ def _down_kernel(
 def plan_for(
     down: Weight, num_picks: int, shared: int = 0, dtype: torch.dtype = torch.bfloat16
 ) -> GroupedGemmPlan:
-    """The plan for so many picks of the experts with these weights; they matter by their mean
-    number an expert. The last `shared` experts and their picks do not count: their rows are only
-    more blocks. dtype: of the result. Rules that ship name "tall" where a plan would be of no
-    use without grouped_gemm_sm90_fp8.py's kernel."""
+    """The plan for num_picks of the experts with these weights, by their mean number an expert. The
+    last `shared` experts and their picks do not count: they only add blocks of rows. dtype: of the
+    result. Tuning rules with "tall" hold only where grouped_gemm_sm90_fp8.py's kernel can run."""
     slots, hidden, inner = down.data.shape
     slots -= shared
     shape = {
@@ -320,8 +319,8 @@ def experts(
 def grouped_plan(
     w: ExpertWeights, tokens: int, top_k: int, dtype: torch.dtype = torch.bfloat16
 ) -> GroupedGemmPlan | None:
-    """The plan for tokens of which each picks top_k routed experts and the fused shared ones.
-    None where another form takes them."""
+    """The plan for `tokens`, each with top_k routed experts and the fused shared ones. None where
+    the direct form, or products of whole matrices for shared experts, are to be used."""
     kind = kind_of(w.down)
     shared = w.num_fused_shared_experts
     num_picks = tokens * top_k
@@ -362,8 +361,8 @@ def experts_deferred(
     base: Tensor | None = None,
     blocks: ExpertBlocks | None = None,
 ) -> DeferredMoESum:
-    """Everything but the sum, where all picks are here. blocks: they are sorted, into rows of
-    plan.rows."""
+    """Everything but the sum, where all picks are here. blocks: the picks, already sorted into
+    blocks of plan.rows rows; None: they are sorted here."""
     blocks = blocks or moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
     y = _products(x, w, plan, blocks, ids.shape[1], x.dtype)
     return DeferredMoESum(y, None, weights, base, combine)

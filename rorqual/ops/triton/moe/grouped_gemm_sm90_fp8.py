@@ -4,8 +4,8 @@ tiles of rows each have weights of their own.
 Rows are copied into the order of their experts and quantized on the way, so that 64 of them are one
 bulk copy. They are not padded: a tile begins where its block of rows does (align.py), and its last
 64 may be in part the next expert's; those are not stored. Of a tile only what is there is copied.
-Chunks of 64 rows go to the two warpgroups by turns, and one that has none lets the stages pass. How
-many tiles there are the GPU alone knows.
+Chunks of 64 rows go to the two warpgroups in turn, and one that has none lets the stages pass. Only
+the GPU knows how many tiles there are.
 
 The first product leaves gate and up side by side, in sorted order and rounded to 16 bits, for the
 kernel that joins and quantizes them: a tile of both would hold 64 columns of either, half of what
