@@ -19,6 +19,7 @@ from rorqual.errors import ConfigError
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, BatchShape, Format, GroupWork
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
+from rorqual.planner.search.settings import PlanSettings
 from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import (
@@ -30,9 +31,6 @@ from rorqual.planner.timing.split import (
 )
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# of a first draft (arXiv 2412.19437, section 5.4.3: 85 to 90 %); further drafts decay by the same
-# factor each
-ACCEPTANCE = 0.85
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class Goal:
     """Tokens of prompt and output; seconds of TTFT and TPOT at most, None where they do not
     matter."""
 
-    prompt: int = 1024
-    output: int = 1024
+    prompt: int = PlanSettings.prompt
+    output: int = PlanSettings.output
     ttft: float | None = None
     tpot: float | None = None
 
@@ -61,16 +59,16 @@ class Question:
     roles on devices of their own."""
 
     config: ModelConfig
-    card: DeviceSpec
+    device: DeviceSpec
     count: int
     profile: Profile
     goal: Goal = field(default_factory=Goal)
     fmt: Format = DEFAULT_FORMAT
     routing: Routing = UNIFORM
-    num_speculative_tokens: tuple[int, ...] = (0,)
-    acceptance: float = ACCEPTANCE
-    utilization: float = 0.9
-    splits: bool = True
+    num_speculative_tokens: tuple[int, ...] = PlanSettings.num_speculative_tokens
+    acceptance: float = PlanSettings.acceptance
+    utilization: float = PlanSettings.memory_utilization
+    splits: bool = PlanSettings.splits
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -86,11 +84,11 @@ class Question:
                 f"{self.config.architecture} has no prediction module; "
                 "num_speculative_tokens must be 0"
             )
-        self.profile.check(self.card)
+        self.profile.check(self.device)
 
     def model(self, sizes: ParallelConfig) -> StepModel:
         longest = self.goal.prompt + self.goal.output
-        given = (self.config, sizes, self.card, self.profile, self.fmt, self.routing)
+        given = (self.config, sizes, self.device, self.profile, self.fmt, self.routing)
         return StepModel(*given, self.utilization, longest)
 
     def accepted(self, num_speculative_tokens: int) -> float:
@@ -111,7 +109,7 @@ class Option:
     ttft: float
     tpot: float
     throughput: float
-    cards: int
+    gpus: int
     limiter: str
     shares: tuple[tuple[str, float], ...]
     cache_tokens: int
@@ -125,8 +123,8 @@ class Option:
         return 1 / self.tpot
 
     @property
-    def per_card(self) -> float:
-        return self.throughput / self.cards
+    def per_gpu(self) -> float:
+        return self.throughput / self.gpus
 
     @property
     def layout(self) -> str:
@@ -138,7 +136,7 @@ def layout_name(sizes: ParallelConfig) -> str:
         f"{name}{getattr(sizes, name)}" for name in ("dp", "tp", "pp") if getattr(sizes, name) > 1
     ]
     parts += [f"ep{sizes.ep}"] if sizes.ep > 1 else []
-    return " ".join(parts) or "one card"
+    return " ".join(parts) or "one GPU"
 
 
 def step_tokens(question: Question, sizes: ParallelConfig) -> int:
@@ -274,18 +272,18 @@ def remote_experts(question: Question) -> Iterator[Option]:
     """Attention devices and expert devices, at every ratio and placement that fits."""
     model = question.model(ParallelConfig())
     experts = question.config.moe.num_experts
-    for cards in range(1, question.count):
+    for gpus in range(1, question.count):
         for placement in PLACEMENTS:
             whole = (
-                cards > 1 and experts % cards == 0
+                gpus > 1 and experts % gpus == 0
                 if placement == "experts"
-                else cards <= sum(question.config.moe_layers)
+                else gpus <= sum(question.config.moe_layers)
             )
             if (
                 whole
-                and split_memory(model, cards, placement, step_tokens(question, model.sizes)).fits
+                and split_memory(model, gpus, placement, step_tokens(question, model.sizes)).fits
             ):
-                yield from _remote(question, model, cards, placement)
+                yield from _remote(question, model, gpus, placement)
 
 
 def _remote(question: Question, model: StepModel, experts: int, placement: str) -> Iterator[Option]:
@@ -308,7 +306,7 @@ def _remote(question: Question, model: StepModel, experts: int, placement: str) 
         rate = batch * attention * goal.output / (goal.output * step.seconds + batch * prompt)
         what = "whole experts" if placement == "experts" else "whole layers"
         detail = (
-            f"{attention} attention : {experts} expert cards ({what}), {step.batches} "
+            f"{attention} attention : {experts} expert GPUs ({what}), {step.batches} "
             f"batches in flight, busiest {busy:.0%}"
         )
         yield Option(
@@ -349,8 +347,8 @@ def _best_in_flight(
         )
     best = min(tried, key=lambda step: step.seconds)
     stages = {
-        "attention cards": best.attention,
-        "expert cards": best.experts,
+        "attention GPUs": best.attention,
+        "expert GPUs": best.experts,
         "network": best.network,
     }
     total = sum(stages.values())

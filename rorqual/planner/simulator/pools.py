@@ -11,6 +11,7 @@ from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
 from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts
+from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulator import Deployment, Pool
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seconds
@@ -20,19 +21,20 @@ from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seco
 class PoolSettings:
     """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as
     have pages at `context` tokens each, 256 at most. acceptance: probability of each of
-    num_speculative_tokens drafts, given that those before it were right."""
+    num_speculative_tokens drafts, given that those before it were right. Defaults are those of
+    SimulationSettings."""
 
     context: int
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = SimulationSettings.max_num_batched_tokens
     max_model_len: int | None = None
     chunked_prefill_size: int | None = None
-    page_size: int = 64
+    page_size: int = SimulationSettings.page_size
     num_pages: int | None = None
-    prefix_caching: bool = True
+    prefix_caching: bool = SimulationSettings.prefix_caching
     acceptance: tuple[float, ...] = ()
-    steps_in_flight: int = 2
-    micro_batches: int = 1
+    steps_in_flight: int = SimulationSettings.steps_in_flight
+    micro_batches: int = SimulationSettings.micro_batches
     slow: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -89,7 +91,7 @@ def _pool(
         replicas=replicas,
         ranks=sizes.dp,
         groups=sizes.pp,
-        cards=sizes.world,
+        gpus=sizes.world,
         steps_in_flight=engine.steps_in_flight,
         acceptance=() if first_only else engine.acceptance,
         remote=remote,
@@ -102,7 +104,10 @@ def delivery(model: StepModel) -> float:
 
 
 def together(
-    model: StepModel, engine: PoolSettings, replicas: int, routing: str = "live-tokens"
+    model: StepModel,
+    engine: PoolSettings,
+    replicas: int,
+    routing: str = SimulationSettings.balancing,
 ) -> Deployment:
     """Every replica computes prompts and decodes."""
     return Deployment(
@@ -115,7 +120,7 @@ def disaggregated(
     decode: StepModel,
     engine: PoolSettings,
     replicas: tuple[int, int],
-    routing: str = "live-tokens",
+    routing: str = SimulationSettings.balancing,
 ) -> Deployment:
     """(prefill, decode) replicas; caches cross the devices' network."""
     pools = (
@@ -134,7 +139,7 @@ def split(
     experts: int,
     placement: str,
     replicas: int,
-    routing: str = "live-tokens",
+    routing: str = SimulationSettings.balancing,
 ) -> Deployment:
     """Attention devices, one rank each, before expert devices. The model's own sizes must be those
     of one device."""
@@ -144,20 +149,20 @@ def split(
         )
     if model.sizes != ParallelConfig():
         raise ConfigError(
-            f"attention cards are a rank each; the layout {model.sizes} does not go with "
+            f"attention GPUs are a rank each; the layout {model.sizes} does not go with "
             "attention:experts"
         )
     if engine.acceptance:
         raise ConfigError(
-            "speculation on cards split by role is not modelled; num_speculative_tokens must be 0"
+            "speculation on GPUs split by role is not modelled; num_speculative_tokens must be 0"
         )
     sized = replace(model, longest=engine.longest)
     memory = split_memory(sized, experts, placement, engine.max_num_batched_tokens)
     if not memory.fits:
         raise ConfigError(
             f"weights and activations do not fit: {memory.left / 1e9:.1f} GB left on an "
-            "attention card, "
-            f"{memory.experts_left / 1e9:.1f} GB on an expert card"
+            "attention GPU, "
+            f"{memory.experts_left / 1e9:.1f} GB on an expert GPU"
         )
     tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))
     pool = Pool(
@@ -166,7 +171,7 @@ def split(
         costs=SplitCosts(model, attention, experts, placement, engine.micro_batches, engine.slow),
         replicas=replicas,
         ranks=attention,
-        cards=attention + experts,
+        gpus=attention + experts,
         steps_in_flight=engine.steps_in_flight,
     )
     return Deployment((pool,), delivery=delivery(model), routing=routing)
