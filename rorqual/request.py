@@ -15,6 +15,7 @@ from rorqual.errors import RequestError
 MAX_LOGPROBS = 64
 MAX_STOP = 64
 MAX_N = 128
+MAX_PRIORITY = 100
 GREEDY_TEMPERATURE = 1e-5
 
 
@@ -230,7 +231,8 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue. `eos_token_ids` comes from the model; `arrival` is seconds on a
-    monotonic clock."""
+    monotonic clock. `client` and `user` within it: in whose name it waits, and is charged for
+    (engine/scheduling/waiting_queue.py). `priority`: lower numbers come first."""
 
     id: str
     prompt: tuple[int, ...]
@@ -238,6 +240,17 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     arrival: float = 0.0
     cache_salt: str = ""
+    client: str = ""
+    user: str = ""
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        _check(
+            isinstance(self.priority, int) and abs(self.priority) <= MAX_PRIORITY,
+            "priority",
+            self.priority,
+            f"-{MAX_PRIORITY} to {MAX_PRIORITY}",
+        )
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -91,6 +91,12 @@ class EngineConfig:
         256, "Sequences that run at once in one engine.", at_least_one=True
     )
     max_num_batched_tokens: int = _scheduling(2048, "Tokens of one step.", at_least_one=True)
+    scheduling_policy: str = _scheduling(
+        "fair",
+        "fair: requests wait by client, the least served first, and none may name a priority; or "
+        "priority: by the request's priority, the lowest number first, then fair.",
+        choices=("fair", "priority"),
+    )
     chunked_prefill_size: int | None = _scheduling(
         None, "Most prompt tokens of one request in a step.", at_least_one=True
     )

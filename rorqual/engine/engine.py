@@ -122,6 +122,10 @@ class Engine:
             wrong = next((token for token in ids if token >= vocab), None)
             if wrong is not None:
                 raise RequestError(f"{name}={wrong} is no token id; accepted: 0 to {vocab - 1}")
+        if request.priority and self.config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority={request.priority} needs scheduling_policy='priority'; accepted here: 0"
+            )
         # A model's files may name ids that its vocabulary has not. It never says them, and the
         # sampler has no logit of theirs to hold back.
         ends = tuple(token for token in request.eos_token_ids if 0 <= token < vocab)

@@ -24,7 +24,10 @@ class ServeConfig:
     host: str = _server("127.0.0.1", "Address to listen on.")
     port: int = _server(8000, "0 takes a free one.")
     api_key: str | None = _server(
-        None, "Needed on every route but /live and /health.", env="RORQUAL_API_KEY"
+        None,
+        "Needed on every route but /live and /health; several, with commas between them, are "
+        "clients of their own.",
+        env="RORQUAL_API_KEY",
     )
     names: tuple[str, ...] = _server(
         (), "A name to answer to; may be repeated.", flags=("--served-model-name",)

@@ -75,6 +75,10 @@ def queue_full(waiting: int, seconds: int) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="queue_full", retry_after=seconds)
 
 
+def over_share(message: str, seconds: int) -> ApiError:
+    return ApiError(429, message, "rate_limit_error", code="client_limit", retry_after=seconds)
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(
         504, f"the request took longer than {seconds:g} s", "timeout_error", code="request_timeout"

@@ -28,6 +28,14 @@ class ServerLimits:
         "Sequences that may wait, beyond those that run; beyond, 429.",
         flags=("--max-waiting",),
     )
+    client_sequences: int = _limit(
+        0, "Sequences that one client (API key, else address) may have open; 0 is no limit."
+    )
+    client_tokens: int = _limit(
+        0,
+        "Tokens of one client's open sequences, prompt and answer as far as max_tokens says; 0 is "
+        "no limit.",
+    )
     timeout: float = _limit(600.0, "Seconds a request may take.", flags=("--request-timeout",))
     drain: float = _limit(
         30.0, "Seconds open requests have after SIGTERM.", flags=("--drain-seconds",)
@@ -48,7 +56,7 @@ class ServerLimits:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is out of range; accepted: at least 1"
                 )
-        for name in ("waiting", "drain"):
+        for name in ("waiting", "drain", "client_sequences", "client_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is out of range; accepted: at least 0"

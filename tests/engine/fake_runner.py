@@ -355,7 +355,9 @@ def check_pages(scheduler: Scheduler) -> None:
             "pages belong to running requests alone"
         )
         assert sequence.capacity == len(sequence.pages) * scheduler.config.page_size
-        assert sequence.num_computed_tokens <= sequence.capacity
+        # drafts accepted in a step may count past the target, where nothing is read
+        written = min(sequence.num_computed_tokens, sequence.max_total_len - 1)
+        assert written <= sequence.capacity
         for page in sequence.pages:
             held[page] += 1
     users = list(held)

@@ -5,10 +5,12 @@ compute: prefill, chunked prefill and decode alike. While steps are in flight th
 the newest tokens, only how many there are.
 
 Policy. Every running request that decodes gets its token in every step (with micro_batches m, in
-one of m steps); what is left of the token budget goes to prompts, oldest first. A request is
-admitted when pages for all its known tokens are there. When a page is missing for a decoding
-request, the youngest running request gives up its pages and later recomputes them; the oldest is
-never preempted, so it always ends.
+one of m steps); what is left of the token budget goes to prompts, oldest first. Waiting requests
+come by priority, then the least served client's first (waiting_queue.py). A request is admitted
+when pages for all its known tokens are there. When a page is missing for a decoding request, the
+youngest running request gives up its pages and later recomputes them. So does one of a client with
+more than twice the rows of the client that is next, where that one finds no row or too few pages:
+rows do not come free in time by themselves. The oldest is never preempted, so it always ends.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ from rorqual.engine.scheduling.scheduler_output import (
     TokenLogprobs,
 )
 from rorqual.engine.scheduling.sequence import InFlight, Sequence, TokenOut, Usage
+from rorqual.engine.scheduling.waiting_queue import WaitingQueue, charge, charge_output, reserve
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
+
+FIRST_USUAL_OUTPUT = 256.0  # tokens of an answer, before any has ended
+NEWEST_SHARE = 0.05  # of the last answer in the running mean
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,9 @@ class Scheduler:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
+        self.rows: dict[str, int] = {}  # running requests of each client
+        self.usual_output = FIRST_USUAL_OUTPUT  # tokens of an answer
         self.prefilling: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}
@@ -171,6 +179,9 @@ class Scheduler:
         sequence.finish = reason
         del self.sequences[sequence.request.id]
         self.live_tokens -= sequence.known
+        said = len(sequence.tokens) - sequence.prompt_len
+        if said:
+            self.usual_output += (said - self.usual_output) * NEWEST_SHARE
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         self._leave(sequence)
@@ -183,6 +194,8 @@ class Scheduler:
         if sequence.slot >= 0:
             self.free_slots.append(sequence.slot)
             sequence.slot = -1
+            self._count_row(sequence, -1)
+            self.waiting.refund(sequence)
         self.prefix.release(sequence.pages)
         sequence.pages = []
         sequence.capacity = 0
@@ -211,6 +224,8 @@ class Scheduler:
     def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
+        if self.waiting:
+            self._make_room(self.waiting.head)
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._schedule_decode(output)
         computed: list[tuple[Sequence, int]] = []
@@ -299,7 +314,7 @@ class Scheduler:
                 if self.prefix.available:
                     output.pages.append((sequence.slot, len(sequence.pages), self._grow(sequence)))
                 else:
-                    self._preempt()
+                    self._preempt(self._youngest())
         if self.num_preemptions > before:
             vacant = frozenset(self.free_slots)
             output.pages[:] = [entry for entry in output.pages if entry[0] not in vacant]
@@ -310,21 +325,68 @@ class Scheduler:
         sequence.capacity += self.config.page_size
         return page
 
-    def _preempt(self) -> None:
-        """The youngest running request gives up its pages; what it has said so far becomes part
-        of its prompt."""
-        running = [*self.decoding.values(), *self.prefilling.values()]
-        victim = max(running, key=lambda sequence: sequence.order)
+    def _running(self) -> list[Sequence]:
+        return [*self.decoding.values(), *self.prefilling.values()]
+
+    def _youngest(self) -> Sequence:
+        """Of the running requests with the last priority."""
+        return max(self._running(), key=lambda found: (found.request.priority, found.order))
+
+    def _preempt(self, victim: Sequence) -> None:
+        """A running request gives up its pages; what it has said so far becomes part of its
+        prompt."""
         self._leave(victim)
         victim.preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self.waiting.append_left(victim)
+
+    def _make_room(self, head: Sequence) -> None:
+        """Preempt a request for the next one where that cannot start: one a step, until it can.
+        Before decoding is scheduled, which would give the victim its tokens."""
+        if head.pending or (self.free_slots and not self._still_blocked(head)):
+            return
+        victim = self.victim(head)
+        if victim is not None:
+            self._preempt(victim)
+
+    def victim(self, head: Sequence) -> Sequence | None:
+        """Who gives way to `head`: the youngest of a later priority, else of the client with the
+        most rows, if these are more than twice what head's client would have, the request that
+        has the fewest tokens to recompute. Twice, so that rows do not go back and forth."""
+        if len(self.waiting.levels) == 1 and self.rows.keys() == {head.request.client}:
+            return None  # one client alone, as it is most of the time
+        running = self._running()
+        if len(running) < 2:
+            return None
+        oldest = min(running, key=lambda sequence: sequence.order)
+        priority = head.request.priority
+        later = [found for found in running if found.request.priority > priority]
+        if later:
+            victim = self._youngest()
+            return None if victim is oldest else victim
+        client = max(self.rows, key=lambda name: self.rows[name])
+        if self.rows[client] <= 2 * (self.rows.get(head.request.client, 0) + 1):
+            return None
+        others = (
+            found
+            for found in running
+            if found.request.client == client
+            and found.request.priority == priority
+            and found is not oldest
+        )
+        return min(others, key=lambda found: len(found.tokens), default=None)
+
+    def _count_row(self, sequence: Sequence, change: int) -> None:
+        client = sequence.request.client
+        self.rows[client] = self.rows.get(client, 0) + change
+        if not self.rows[client]:
+            del self.rows[client]
 
     def _admit(self, output: SchedulerOutput) -> Sequence | None:
-        """Start the oldest waiting request if its tokens are all known and their pages can be
+        """Start the next waiting request if its tokens are all known and their pages can be
         had, with one page spare for each running request so that it is not sent back at the next
         page boundary."""
-        sequence = self.waiting[0]
+        sequence = self.waiting.head
         if sequence.pending or self._still_blocked(sequence):
             return None
         pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
@@ -341,7 +403,7 @@ class Scheduler:
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
         assert need <= self.prefix.available, "nothing runs, yet pages are missing"
-        self.waiting.popleft()
+        self.waiting.pop_head()
         self._start(output, sequence, pages, key, need)
         return sequence
 
@@ -373,6 +435,10 @@ class Scheduler:
         for _ in range(need):
             self._grow(sequence)
         sequence.slot = self.free_slots.pop()
+        self._count_row(sequence, 1)
+        reserve(
+            sequence, min(int(self.usual_output), sequence.max_total_len - len(sequence.tokens))
+        )
         self.prefilling[sequence.request.id] = sequence
         params = sequence.request.params
         tokens = (
@@ -413,6 +479,7 @@ class Scheduler:
             PrefillChunk(sequence.slot, start, sequence.tokens[start:stop], last, following)
         )
         sequence.num_computed_tokens = stop
+        charge(sequence, stop - start)
         computed.append((sequence, stop))
         if last:
             del self.prefilling[sequence.request.id]
@@ -443,6 +510,7 @@ class Scheduler:
         outs = []
         for row, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             sequence.pending -= 1
+            charge_output(sequence, len(tokens))
             if sequence.finish is None:
                 self.live_tokens -= 1
             if result.drafted:
@@ -481,7 +549,10 @@ class Scheduler:
         self.prefix.queries = counts.queries
         self.prefix.hits = counts.hits
         self.sequences = {sequence.request.id: sequence for sequence in live}
-        self.waiting = deque(live)
+        self.waiting = WaitingQueue()
+        for sequence in live:
+            self.waiting.append(sequence)
+        self.rows = {}
         self.live_tokens = sum(sequence.known for sequence in live)
         self.prefilling = {}
         self.decoding = {}

@@ -9,6 +9,18 @@ from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, TokenLog
 from rorqual.request import FinishReason, Request
 
 
+class Account:
+    """served: tokens computed in this name. entry: the number of its place in the heap, 0 while
+    nothing of it waits."""
+
+    __slots__ = ("entry", "name", "served")
+
+    def __init__(self, name: str, served: int):
+        self.name = name
+        self.served = served
+        self.entry = 0
+
+
 class Sequence:
     """One request under way.
 
@@ -17,12 +29,14 @@ class Sequence:
     length at which the request ends; num_hashed_pages: full pages already offered to the prefix
     cache. With speculation in flight num_computed_tokens and pending count one token a step, the
     least it brings; max_extra_tokens: what it may bring beyond. drafted, accepted: drafts verified
-    and found right, by their place behind the newest token.
+    and found right, by their place behind the newest token. client_account, user_account: charged
+    for what is computed; made by the waiting queue. reserved: tokens charged beforehand.
     """
 
     __slots__ = (
         "accepted",
         "capacity",
+        "client_account",
         "collected",
         "drafted",
         "finish",
@@ -40,11 +54,13 @@ class Sequence:
         "preemptions",
         "prompt_len",
         "request",
+        "reserved",
         "seed",
         "slot",
         "stop_ids",
         "stop_token",
         "tokens",
+        "user_account",
     )
 
     def __init__(self, request: Request, max_total_len: int, seed: int, order: int):
@@ -53,6 +69,8 @@ class Sequence:
         self.seed = seed
         self.order = order
         self.key = b""
+        self.client_account: Account
+        self.user_account: Account
         self.tokens = list(request.prompt)
         self.prompt_len = len(self.tokens)
         self.stop_ids = request.stop_ids
@@ -61,7 +79,7 @@ class Sequence:
         self.pages: list[int] = []
         self.capacity = self.num_computed_tokens = self.collected = self.pending = (
             self.num_hashed_pages
-        ) = self.preemptions = self.max_extra_tokens = 0
+        ) = self.preemptions = self.max_extra_tokens = self.reserved = 0
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.next_hash = 0
@@ -74,7 +92,7 @@ class Sequence:
         self.slot = -1
         self.pages = []
         self.capacity = self.num_computed_tokens = self.collected = self.pending = 0
-        self.num_hashed_pages = self.max_extra_tokens = self.next_hash = 0
+        self.num_hashed_pages = self.max_extra_tokens = self.next_hash = self.reserved = 0
         self.key = b""
 
     @property

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from rorqual.engine.scheduling.scheduler import Scheduler
 from rorqual.engine.scheduling.sequence import Sequence
+from rorqual.engine.scheduling.waiting_queue import charge_output
 
 
 def decode_run(scheduler: Scheduler) -> int:
@@ -34,12 +35,16 @@ def decode_run(scheduler: Scheduler) -> int:
 
 
 def _may_admit(scheduler: Scheduler) -> bool:
-    if not scheduler.waiting or not scheduler.free_slots:
+    if not scheduler.waiting:
+        return False
+    if scheduler.victim(scheduler.waiting.head) is not None:
+        return True
+    if not scheduler.free_slots:
         return False
     room = scheduler.config.max_num_batched_tokens - len(scheduler.decoding) * (
         scheduler.num_speculative_tokens + 1
     )
-    head = scheduler.waiting[0]
+    head = scheduler.waiting.head
     if room <= 0 or head.pending:
         return False
     return not scheduler._still_blocked(head) or _may_unblock(scheduler, head)
@@ -102,6 +107,7 @@ def advance(
         events += _events(scheduler, sequence, row, lengths)
         sequence.tokens += new
         scheduler.live_tokens += len(new)
+        charge_output(sequence, len(new))
         sequence.num_computed_tokens = sequence.collected = lengths[-1] - 1
         if right is not None:
             _count_drafts(scheduler, sequence, right)

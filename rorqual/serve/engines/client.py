@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -20,14 +21,42 @@ from rorqual.serve.errors import engine_died
 log = logging.getLogger("rorqual.serve")
 
 
+class ClientUsage:
+    """What each client has open: sequences, and the tokens they count for."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, tuple[int, int]] = {}
+
+    def of(self, client: str) -> tuple[int, int]:
+        return self.open.get(client, (0, 0))
+
+    def change(self, client: str, sequences: int, tokens: int) -> None:
+        before = self.of(client)
+        after = (before[0] + sequences, before[1] + tokens)
+        if after[0]:
+            self.open[client] = after
+        else:
+            self.open.pop(client, None)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    """tokens: what it counts for, in `load` and for its client."""
+
+    job: EngineJob
+    choice: int
+    tokens: int
+    client: str
+
+
 class EngineClient:
     """Bound to one life of an engine process; a restarted engine gets a new client.
 
-    `live` holds, by the engine's request id, the job, the choice and the tokens that the sequence
-    counts for: `load` is their sum.
+    `live` holds what is open by the engine's request id; `load` is the sum of its tokens.
     """
 
-    def __init__(self, folder: Path, name: str, index: int):
+    def __init__(self, folder: Path, name: str, index: int, usage: ClientUsage):
+        self.usage = usage
         self.index = index
         self.inbox = f"ipc://{folder}/{name}-in"
         self.outbox = f"ipc://{folder}/{name}-out"
@@ -41,7 +70,7 @@ class EngineClient:
             socket.bind(address)
         self.encoder = messages.encoder()
         self.decoder = messages.client_decoder()
-        self.live: dict[str, tuple[EngineJob, int, int]] = {}
+        self.live: dict[str, OpenSequence] = {}
         self.load = 0
         self.info: messages.EngineInfo | None = None
         self.snapshot = messages.Snapshot(0.0)
@@ -57,8 +86,9 @@ class EngineClient:
     ) -> None:
         if not self.live:
             self.last_heard = time.monotonic()
-        self.live[request.id] = (job, choice, tokens)
+        self.live[request.id] = OpenSequence(job, choice, tokens, request.client)
         self.load += tokens
+        self.usage.change(request.client, 1, tokens)
         self._send(messages.Add(request, every_step))
 
     def cancel(self, ids: list[str]) -> None:
@@ -79,7 +109,8 @@ class EngineClient:
     def _forget(self, name: str) -> bool:
         entry = self.live.pop(name, None)
         if entry is not None:
-            self.load -= entry[2]
+            self.load -= entry.tokens
+            self.usage.change(entry.client, -1, -entry.tokens)
         return entry is not None
 
     # ---- from the engine
@@ -100,7 +131,7 @@ class EngineClient:
         elif isinstance(message, messages.Refused):
             entry = self.live.get(message.id)
             if self._forget(message.id) and entry is not None:
-                entry[0].refuse(message.message)
+                entry.job.refuse(message.message)
         elif isinstance(message, messages.EngineInfo):
             self.info = message
             self.ready.set()
@@ -113,14 +144,15 @@ class EngineClient:
             return  # cancelled while the step ran
         if output.finish is not None:
             self._forget(output.id)
-        entry[0].feed(entry[1], output)
+        entry.job.feed(entry.choice, output)
 
     def close(self) -> None:
         """The engine has gone: every open request ends with an error."""
         live = self.live
         self.live = {}
         self.load = 0
-        for job, _, _ in live.values():
-            job.fail(engine_died())
+        for entry in live.values():
+            self.usage.change(entry.client, -1, -entry.tokens)
+            entry.job.fail(engine_died())
         self.sender.close()
         self.receiver.close()

@@ -23,7 +23,7 @@ import msgspec
 from rorqual.cache.prefix import next_key, root_key
 from rorqual.errors import RorqualError
 from rorqual.request import Request
-from rorqual.serve.engines.client import EngineClient
+from rorqual.serve.engines.client import ClientUsage, EngineClient
 from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.errors import not_ready
 from rorqual.serve.limits import ServerLimits
@@ -41,6 +41,12 @@ SLACK = 4096  # tokens by which the engine that knows a prefix may be busier tha
 # tokens that a request counts as about to write, at most: few come near their limit, and many name
 # none
 EXPECTED = 1024
+
+
+def expected_tokens(request: Request) -> int:
+    """What a request counts for while it is open."""
+    most = request.params.max_tokens or EXPECTED
+    return len(request.prompt) + min(most, EXPECTED)
 
 
 class EngineFailure(RorqualError):
@@ -84,6 +90,7 @@ class EnginePool:
         self.engines = [EngineSlot(index) for index in range(len(options))]
         # mode 0700: no one else reaches the sockets
         self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))
+        self.usage = ClientUsage()
         self.ids = itertools.count()
         self.lives = itertools.count()
         self.known: dict[bytes, int] = {}
@@ -115,7 +122,7 @@ class EnginePool:
     async def _live(self, engine: EngineSlot) -> int:
         """Start the process, wait for its end, tell everyone. Returns its exit status."""
         client = engine.client = EngineClient(
-            self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index
+            self.folder, f"engine-{engine.index}-{next(self.lives)}", engine.index, self.usage
         )
         listener = asyncio.create_task(client.listen())
         engine.child = self._spawn(engine, client)
@@ -232,10 +239,8 @@ class EnginePool:
         """Send a job's sequences, choice by choice; the job cancels them."""
         for choice, request in enumerate(requests):
             client = self._choose(request)
-            assert client.info is not None
-            most = request.params.max_tokens or client.info.max_model_len
             job.placed.append((client, request.id))
-            client.add(request, every_step, job, choice, len(request.prompt) + min(most, EXPECTED))
+            client.add(request, every_step, job, choice, expected_tokens(request))
 
     def _choose(self, request: Request) -> EngineClient:
         """The engine that last saw the longest beginning of this prompt, unless it is much

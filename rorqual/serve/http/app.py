@@ -17,9 +17,10 @@ from starlette.responses import PlainTextResponse, Response
 from rorqual.errors import RequestError
 from rorqual.serve.engines.job import EngineJob, parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request, not_ready, queue_full
+from rorqual.serve.errors import ApiError, bad_request, not_ready
 from rorqual.serve.http.auth import Authenticator
 from rorqual.serve.http.calls import Call
+from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room
 from rorqual.serve.http.dashboard import add_dashboard
 from rorqual.serve.http.history import History
 from rorqual.serve.http.metrics import EngineCollector, Rates, snapshot
@@ -80,9 +81,7 @@ class Api:
 
     def admit(self, call: Call) -> StreamResponse:
         """Raises ApiError where there is no engine or no room in the queue."""
-        wanted = len(call.requests)
-        if self.fleet.live + wanted > self.fleet.room:
-            raise queue_full(self.fleet.live, self._retry_after())
+        check_room(self.fleet, call.requests, self._retry_after())
         return StreamResponse(call, self.fleet, self.counts, self.running)
 
     def check_open(self) -> None:
@@ -103,22 +102,22 @@ def create_app(api: Api, key: str | None) -> FastAPI:
     _state(app, api)
     add_dashboard(app, api, key)
     _errors(app, api)
-    app.add_middleware(Authenticator, key=key, limits=api.limits)
+    app.add_middleware(Authenticator, keys=ApiKeys(key), limits=api.limits)
     return app
 
 
 def _completions(app: FastAPI, api: Api) -> None:
     @app.post("/v1/chat/completions", responses=ANSWERS, tags=["OpenAI"])
-    async def chat(body: ChatRequest) -> Response:
+    async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         api.check_open()
-        return api.admit(await api.builder.chat(body))
+        return api.admit(await api.builder.chat(body, request.scope[CLIENT]))
 
     @app.post("/v1/completions", responses=ANSWERS, tags=["OpenAI"])
-    async def complete(body: CompletionRequest) -> Response:
+    async def complete(request: Request, body: CompletionRequest) -> Response:
         """Continue one prompt or several."""
         api.check_open()
-        return api.admit(await api.builder.completion(body))
+        return api.admit(await api.builder.completion(body, request.scope[CLIENT]))
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:

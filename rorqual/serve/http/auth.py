@@ -4,7 +4,6 @@ arrive."""
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from contextlib import suppress
 
@@ -12,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rorqual.serve.errors import ApiError
+from rorqual.serve.http.clients import CLIENT, ApiKeys, address_of
 from rorqual.serve.http.response import error_response
 from rorqual.serve.limits import ServerLimits
 
@@ -26,17 +26,19 @@ class Authenticator:
     """ASGI middleware. With a key, every path but OPEN and BY_COOKIE needs `Authorization:
     Bearer KEY`."""
 
-    def __init__(self, app: ASGIApp, key: str | None, limits: ServerLimits):
+    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: ServerLimits):
         self.app = app
         self.limits = limits
-        self.key = f"Bearer {key}".encode() if key else None
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        error = self._refusal(scope["path"], headers)
+        holder = self.keys.bearer(headers.get(b"authorization", b""))
+        scope[CLIENT] = holder or address_of(scope)
+        error = self._refusal(scope["path"], headers, holder)
         has_body = b"content-length" in headers or b"transfer-encoding" in headers
         if error is not None:
             if has_body:
@@ -45,13 +47,10 @@ class Authenticator:
             return
         await self.app(scope, self._limited(receive) if has_body else receive, send)
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        given = headers.get(b"authorization", b"")
-        if (
-            self.key is not None
-            and path not in OPEN | BY_COOKIE
-            and not hmac.compare_digest(given, self.key)
-        ):
+    def _refusal(
+        self, path: str, headers: dict[bytes, bytes], holder: str | None
+    ) -> ApiError | None:
+        if self.keys.keys and holder is None and path not in OPEN | BY_COOKIE:
             return ApiError(
                 401,
                 "the API key is missing or wrong",

@@ -24,6 +24,7 @@ from starlette.responses import Response
 
 from rorqual.serve.engines.pool import EngineSlot
 from rorqual.serve.errors import ApiError
+from rorqual.serve.http.clients import ApiKeys
 from rorqual.serve.http.history import KEPT_SECONDS, History, HistoryRow, LatencyRow
 from rorqual.serve.http.metrics import snapshot
 from rorqual.serve.http.response import error_response
@@ -39,6 +40,7 @@ class Sessions:
     logged in with it."""
 
     def __init__(self, key: str | None):
+        self.keys = ApiKeys(key)
         self.key = key.encode() if key else None
         self.secret = (
             hashlib.scrypt(self.key, salt=b"rorqual dashboard", n=1 << 14, r=8, p=1)
@@ -63,13 +65,13 @@ class Sessions:
         return now < int(body.partition(".")[0])  # signed here, so it is a number
 
     def right_key(self, given: str) -> bool:
-        return self.key is not None and hmac.compare_digest(given.encode(), self.key)
+        return self.keys.holder(given.encode()) is not None
 
     def admits(self, request: Request) -> bool:
         if self.key is None:
             return True
         given = request.headers.get("authorization", "").encode("latin-1")
-        return hmac.compare_digest(given, b"Bearer " + self.key) or self.has_cookie(request)
+        return self.keys.bearer(given) is not None or self.has_cookie(request)
 
     def has_cookie(self, request: Request) -> bool:
         try:

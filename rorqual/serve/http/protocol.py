@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rorqual.request import MAX_N, MAX_STOP
+from rorqual.request import MAX_N, MAX_PRIORITY, MAX_STOP
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -74,7 +74,12 @@ class Sampling(Model):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None, description="Requests share prefixes within a salt."
     )
-    user: str | None = Field(default=None, description="Without effect.")
+    user: str | None = Field(
+        default=None, description="Divides the share of its own API key or address."
+    )
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        default=None, description="Lower numbers come first; needs --scheduling-policy priority."
+    )
     metadata: dict[str, Any] | None = Field(default=None, description="Without effect.")
     store: bool | None = Field(default=None, description="Without effect: nothing is stored.")
     service_tier: str | None = Field(default=None, description="Without effect.")

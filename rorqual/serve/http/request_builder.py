@@ -16,6 +16,7 @@ from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.calls import ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
+from rorqual.serve.http.clients import user_name
 from rorqual.serve.http.protocol import (
     ChatMessage,
     ChatRequest,
@@ -73,7 +74,7 @@ class RequestBuilder:
 
     # ---- chat
 
-    async def chat(self, body: ChatRequest) -> ChatCall:
+    async def chat(self, body: ChatRequest, client: str) -> ChatCall:
         self._check_model(body)
         tools, forced = self._tools(body)
         messages = [_message(message) for message in body.messages]
@@ -97,7 +98,7 @@ class RequestBuilder:
         count = self._count(body, 1)
         call = ChatCall(
             self._head("chatcmpl", "chat.completion.chunk", body),
-            self._requests([prompt], params, body, count),
+            self._requests([prompt], params, body, count, client),
             len(prompt),
             self.served.tokenizer,
             top,
@@ -165,7 +166,7 @@ class RequestBuilder:
 
     # ---- plain completions
 
-    async def completion(self, body: CompletionRequest) -> TextCall:
+    async def completion(self, body: CompletionRequest, client: str) -> TextCall:
         self._check_model(body)
         if body.echo and body.logprobs is not None:
             raise bad_request(
@@ -188,7 +189,7 @@ class RequestBuilder:
         )
         special = body.add_special_tokens is not False
         prompts = [await self._encode(p, special) if isinstance(p, str) else p for p in given]
-        requests = self._requests(prompts, params, body, count)
+        requests = self._requests(prompts, params, body, count, client)
         echo = None
         if body.echo:
             shown = [p if isinstance(p, str) else self._decode(p) for p in given]
@@ -256,11 +257,17 @@ class RequestBuilder:
             raise bad_request(str(error), parameter_of(str(error))) from None
 
     def _requests(
-        self, prompts: list[list[int]], params: SamplingParams, body: Sampling, count: int
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        body: Sampling,
+        count: int,
+        client: str,
     ) -> list[Request]:
         eos = self.served.defaults.eos_token_ids
         salt = body.cache_salt or ""
         now = time.monotonic()
+        name = (client, user_name(body.user), body.priority or 0)
         requests = []
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
@@ -270,7 +277,8 @@ class RequestBuilder:
                     if params.seed is None or not sample
                     else replace(params, seed=_wrapped(params.seed + sample))
                 )
-                requests.append(Request(self.fleet.new_id(), tuple(prompt), child, eos, now, salt))
+                given = (tuple(prompt), child, eos, now, salt, *name)
+                requests.append(Request(self.fleet.new_id(), *given))
         return requests
 
     def _check_ids(self, prompt: list[int], name: str) -> None:

@@ -708,7 +708,7 @@ def test_planning_time_while_a_long_cached_prompt_waits_for_pages() -> None:
         assert scheduler.schedule() is not None
 
     found = best_median(schedule, rounds=3, repeats=11)
-    assert scheduler.waiting[0].request.id == "head"
+    assert scheduler.waiting.head.request.id == "head"
     print(f"schedule() with a blocked head of {length} cached tokens: {found:.3f} ms")
     assert found <= 1.0
 

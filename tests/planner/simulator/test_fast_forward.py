@@ -21,10 +21,10 @@ def state(scheduler: Scheduler) -> dict[str, Any]:
     blocked = scheduler._blocked
     sequences = {}
     for name, sequence in scheduler.sequences.items():
-        skipped = ("request", "stop_ids")
+        skipped = ("request", "stop_ids", "client_account", "user_account")
         sequences[name] = {
             key: getattr(sequence, key) for key in sequence.__slots__ if key not in skipped
-        }
+        } | {"served": (sequence.client_account.served, sequence.user_account.served)}
     prefix = scheduler.prefix
     return {
         "sequences": sequences,

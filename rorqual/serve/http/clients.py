@@ -1,0 +1,75 @@
+"""In whose name a request comes, and what one client may have open at once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from starlette.types import Scope
+
+from rorqual.request import Request
+from rorqual.serve.engines.pool import EnginePool, expected_tokens
+from rorqual.serve.errors import over_share, queue_full
+
+CLIENT = "rorqual.client"  # the scope's entry for who sent a request
+RESERVE = 8  # one part in so many of the room is kept for clients that have less than that open
+LONGEST_USER = 64  # characters, beyond which a digest stands for the name
+
+
+class ApiKeys:
+    """The keys that are accepted; each is a client of its own."""
+
+    def __init__(self, keys: str | None):
+        """keys: with commas between them. Without any, everybody may ask."""
+        self.keys = [key.strip().encode() for key in (keys or "").split(",") if key.strip()]
+
+    def bearer(self, header: bytes) -> str | None:
+        """Who sent this Authorization header."""
+        scheme, _, given = header.partition(b" ")
+        return self.holder(given.strip()) if scheme.lower() == b"bearer" else None
+
+    def holder(self, given: bytes) -> str | None:
+        """The client's name, or None where it is none of them. Looks at all in equal time."""
+        found = None
+        for index, key in enumerate(self.keys):
+            if hmac.compare_digest(given, key):
+                found = f"key {index}"
+        return found
+
+
+def address_of(scope: Scope) -> str:
+    client = scope.get("client")
+    return f"address {client[0]}" if client else "address unknown"
+
+
+def user_name(user: str | None) -> str:
+    """Names of any length, none of which costs much to keep."""
+    if user is None or len(user) <= LONGEST_USER:
+        return user or ""
+    return hashlib.blake2b(user.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def check_room(fleet: EnginePool, requests: list[Request], seconds: int) -> None:
+    """Raises ApiError where the queue, or the client's part of it, is full. seconds: after which
+    to try again."""
+    limits = fleet.limits
+    wanted = len(requests)
+    client = requests[0].client
+    sequences, tokens = fleet.usage.of(client)
+    if 0 < limits.client_sequences < sequences + wanted:
+        raise over_share(
+            f"{sequences} of your sequences are open and {wanted} more were asked for; accepted: "
+            f"{limits.client_sequences}",
+            seconds,
+        )
+    more = sum(map(expected_tokens, requests))
+    if 0 < limits.client_tokens < tokens + more:
+        raise over_share(
+            f"your open sequences hold {tokens} tokens and {more} more were asked for; accepted: "
+            f"{limits.client_tokens}",
+            seconds,
+        )
+    reserve = fleet.room // RESERVE
+    room = fleet.room - (reserve if sequences + wanted > reserve else 0)
+    if fleet.live + wanted > room:
+        raise queue_full(fleet.live, seconds)
