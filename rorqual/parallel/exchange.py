@@ -73,9 +73,9 @@ class Exchange(Protocol):
     the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
     `experts` are the weights by physical slot, `load` [E] int64 counts by logical expert how often
-    the tokens dispatched here chose it while `record_load` is on; all are updated in place. Where ranks
-    dispatch the same tokens one of them counts (Layout.counted): a sum over all ranks then has each
-    token once.
+    the tokens dispatched here chose it while `record_load` is on; all are updated in place. Where
+    ranks dispatch the same tokens one of them counts (Layout.counted): a sum over all ranks then
+    has each token once.
     """
 
     record_load: bool
