@@ -12,6 +12,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.parallel.shard import Shard
 
 
@@ -48,9 +49,9 @@ class GQA:
         self.k_norm = Norm(build, f"{prefix}.k_norm", dim, config.norm_eps)
         self.scale = dim**-0.5
 
-    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
+    def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
         if not step.segments:  # an idle rank
-            return x
+            return hidden_of(x)
         planes = step.pool.layers[self.index]
         qkv = self.qkv.forward(step.layout.gather(x)).view(
             step.num_tokens, -1, self.config.head_dim

@@ -27,6 +27,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Stretch
 from rorqual.ops.reference import Weight, dequantize
 from rorqual.ops.stretch import stretch_tokens
@@ -121,7 +122,7 @@ class MLA:
             LATENT_NORM_EPS,
             self.interleaved,
             keep_query_input=materialized,
-            pack=self.out.weight.quantized,
+            quantize_output=self.out.weight.quantized,
             layer=self.index,
         )
         self.materialized: tuple[Weight, Weight, Weight] | None = None
@@ -169,9 +170,9 @@ class MLA:
         )
         return [*first, query, self.kv_b.weight.data, self.out.weight.data]
 
-    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
+    def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
         if not step.segments:  # an idle rank
-            return x
+            return hidden_of(x)
         planes = step.pool.layers[self.index]
         query_in, q, entries = self._prologue(x, step, planes.get("latent"))
         if entries is not None:
@@ -188,7 +189,7 @@ class MLA:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _prologue(
-        self, x: Tensor, step: ForwardBatch, plane: Tensor | None
+        self, x: Activation, step: ForwardBatch, plane: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and
         the latents are gathered."""
@@ -198,9 +199,8 @@ class MLA:
         if not (layout.sharded and self.gathers_latents):
             return self.ops.mla_prologue(layout.gather(x), w, *tables, plane, step.slot_mapping)
         own = self.ops.mla_down(x, w, *map(layout.enter, tables))
-        query, entries = layout.gather(torch.cat(own, -1)).split(
-            [part.shape[1] for part in own], -1
-        )
+        gathered = hidden_of(layout.gather(torch.cat(own, -1)))
+        query, entries = gathered.split([part.shape[1] for part in own], -1)
         return query, *self.ops.mla_up(query, entries, w, *tables, plane, step.slot_mapping)
 
     def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor]:

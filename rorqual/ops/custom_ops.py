@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import Weight
 
@@ -115,23 +116,28 @@ class TracedOps(Ops):
 
     @entry
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         if residual is None or not self.inner.opaque("add_norm", weight):
             return super().add_norm(x, residual, weight, eps)
         return torch.ops.rorqual.add_norm(x, residual, weight, eps)
 
     @entry
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if weight.scale is None and not self.inner.opaque("linear", weight.data):
             return super().linear(x, weight, bias)
-        return torch.ops.rorqual.linear(x, *_parts(weight), bias)
+        return torch.ops.rorqual.linear(hidden_of(x), *_parts(weight), bias)
 
     @entry
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         if gate_up.scale is None and not self.inner.opaque("mlp", gate_up.data, down.data):
             return super().mlp(x, gate_up, down)
-        return torch.ops.rorqual.mlp(x, *_parts(gate_up), *_parts(down))
+        return torch.ops.rorqual.mlp(hidden_of(x), *_parts(gate_up), *_parts(down))
 
     @entry
     def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -152,7 +158,7 @@ class TracedOps(Ops):
     @entry
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
         cos: Tensor,
         sin: Tensor,
@@ -164,9 +170,10 @@ class TracedOps(Ops):
             return super().mla_prologue(x, w, cos, sin, plane, slots)
         heads = w.config.num_heads
         width = w.config.qk_dim
+        rows = hidden_of(x)
         return (
-            x,
-            torch.ops.rorqual.mla_prologue(w.layer, x, cos, sin, plane, slots, heads, width),
+            rows,
+            torch.ops.rorqual.mla_prologue(w.layer, rows, cos, sin, plane, slots, heads, width),
             None,
         )
 
@@ -176,7 +183,7 @@ class TracedOps(Ops):
     @entry
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
-    ) -> Tensor:
+    ) -> Activation:
         if not self.inner.opaque("mla_absorbed", w.kv_b.data):
             return super().mla_absorbed(q, w, plane, segment, scale)
         return torch.ops.rorqual.mla_absorbed(
@@ -236,7 +243,7 @@ class TracedOps(Ops):
     @entry
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         gate_up: Weight,
@@ -245,7 +252,8 @@ class TracedOps(Ops):
         shared: int = 0,
         share: float = 1.0,
     ) -> Tensor:
-        y = torch.ops.rorqual.experts(x, ids, weights, *_parts(gate_up), *_parts(down), shared)
+        rows = hidden_of(x)
+        y = torch.ops.rorqual.experts(rows, ids, weights, *_parts(gate_up), *_parts(down), shared)
         return y if base is None else y + base
 
 
@@ -298,7 +306,8 @@ def _embed(ids: Tensor, rows: Tensor) -> Tensor:
     lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
 )
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _table().inner.add_norm(x, residual, weight, eps)
+    normed, total = _table().inner.add_norm(x, residual, weight, eps)
+    return hidden_of(normed), total
 
 
 @_operator(
@@ -359,9 +368,8 @@ def _mla_prologue(
     lambda layer, q, plane, width, scale: q.new_empty(q.shape[0], width),
 )
 def _mla_absorbed(layer: int, q: Tensor, plane: Tensor, width: int, scale: float) -> Tensor:
-    return (
-        _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale).contiguous()
-    )
+    heads = _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale)
+    return hidden_of(heads).contiguous()
 
 
 @_operator(

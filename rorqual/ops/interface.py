@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference, rng
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.reference import Distribution, Weight
 from rorqual.ops.stretch import SCORES
@@ -157,7 +158,7 @@ class MLAWeights:
     interleaved: bool
     # the materialized form reads the query input; the others have no use for it
     keep_query_input: bool = False
-    pack: bool = False  # an fp8 product takes what attention gives
+    quantize_output: bool = False  # an fp8 product takes what attention gives
     layer: int = 0  # which layer of the model
     scratch: Any = None  # whatever a backend derives once a layer
 
@@ -216,25 +217,36 @@ class Ops:
         return reference.norm(x, weight, eps)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may
-        quantize the norm in the same kernel; values may differ by the order of a sum."""
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
+        """(norm(x + residual), x + residual). quantize_output: fp8 products follow, for which a
+        backend may quantize the norm in the same kernel and return a NormOutput; values may differ
+        by the order of a sum."""
         return reference.add_norm(x, residual, weight, eps)
 
     def sum_add_norm(
-        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        gave: DeferredMoESum,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         """`add_norm` of the sum of what experts gave."""
-        return self.add_norm(gave.total(), residual, weight, eps, pack)
+        return self.add_norm(gave.total(), residual, weight, eps, quantize_output)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return reference.linear(x, weight, bias)
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return reference.linear(hidden_of(x), weight, bias)
 
     def swiglu(self, x: Tensor) -> Tensor:
         return reference.swiglu(x)
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         return self.linear(self.swiglu(self.linear(x, gate_up)), down)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -261,7 +273,7 @@ class Ops:
 
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
         cos: Tensor,
         sin: Tensor,
@@ -275,11 +287,13 @@ class Ops:
         instead.
         """
         query, entries = self.mla_down(x, w, cos, sin)
-        return (x if w.q_b is None else query), *self.mla_up(
+        return (hidden_of(x) if w.q_b is None else query), *self.mla_up(
             query, entries, w, cos, sin, plane, slots
         )
 
-    def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def mla_down(
+        self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The half of the prologue that knows no heads: from x [T, hidden] to (the query's
         latent, normed [T, q_lora], cache entries [T, C + rope]: latent normed, key rotated).
         Without a query latent the first are the queries as they are, [T, H qk]."""
@@ -319,7 +333,7 @@ class Ops:
 
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
-    ) -> Tensor:
+    ) -> Activation:
         """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side,
         [T, H v]. W_UK moves to the query, W_UV behind the sum, and neither rope nor latent parts
         are concatenated."""
@@ -329,8 +343,9 @@ class Ops:
         )
         return self.joined_heads(latent, w)
 
-    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
-        """From sums of latents [T, H, C] to heads side by side, [T, H v]."""
+    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
+        """From sums of latents [T, H, C] to heads side by side, [T, H v]. A backend may quantize
+        them in the same kernel where `quantize_output` of the weights says so."""
         return self.heads_matmul(latent, w.w_uv).flatten(1)
 
     def gqa_prologue(
@@ -497,7 +512,7 @@ class Ops:
 
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         gate_up: Weight,
@@ -512,12 +527,12 @@ class Ops:
         `shared`: so many of the last experts, and of the last columns of ids and weights, are
         those that every token picks with weight 1, in this order; a backend may compute them
         apart. `share`: how many of the picks are here, about; for the choice of a kernel."""
-        y = reference.experts(x, ids, weights, gate_up, down)
+        y = reference.experts(hidden_of(x), ids, weights, gate_up, down)
         return y if base is None else y + base
 
     def routed_experts(
         self,
-        x: Tensor,
+        x: Activation,
         gate: Tensor,
         bias: Tensor | None,
         moe: MoEConfig,
@@ -528,12 +543,12 @@ class Ops:
     ) -> Tensor:
         """`router` and `experts` in one, where all experts are here, by their logical number,
         and nobody else asks for the picks."""
-        ids, weights = self.router(x, gate, bias, moe, shared)
+        ids, weights = self.router(hidden_of(x), gate, bias, moe, shared)
         return self.experts(x, ids, weights, gate_up, down, base, shared)
 
     def experts_deferred(
         self,
-        x: Tensor,
+        x: Activation,
         gate: Tensor,
         bias: Tensor | None,
         moe: MoEConfig,

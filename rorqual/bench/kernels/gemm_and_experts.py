@@ -23,12 +23,13 @@ from torch import Tensor
 
 from rorqual.bench.kernels import vllm_kernels as peers
 from rorqual.ops import reference
+from rorqual.ops.activation import Quantized, hidden_of
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.rowwise import norm
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
+from rorqual.ops.triton.rowwise.quantize import quantize, quantized
 from rorqual.ops.triton.runtime.precompile import compiling
 
 BANDWIDTH = 4.3e12
@@ -452,9 +453,9 @@ def norm_setup(tokens: int, quant: bool, device: torch.device) -> KernelSetup:
         expected, _ = reference.add_norm(sets[0][0], sets[0][1], weight, 1e-6)
         out, _ = call(sets[0])
         return (
-            difference(unpacked(quantize(out)), reference.rounded_to_fp8(expected))
+            difference(unpacked(quantized(out)), reference.rounded_to_fp8(expected))
             if quant
-            else difference(out, expected)
+            else difference(hidden_of(out), expected)
         )
 
     return KernelSetup(

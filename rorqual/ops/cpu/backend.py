@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
 from rorqual.ops.reference import Distribution, Weight
@@ -91,21 +92,28 @@ class CpuOps(Ops):
         )
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         native = self._native(x, weight, rows=MANY_ROWS)
         if native and (residual is None or residual.is_contiguous()):
             return native.add_norm(x, residual, weight, eps)
         total = x if residual is None else x + residual
         return F.rms_norm(total, weight.shape, weight, eps), total
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        x = hidden_of(x)
         if weight.scale is not None:
             return reference.linear(x, weight, bias)
         native = self._native(x, weight.data)
         return native.linear(x, weight.data, bias) if native else F.linear(x, weight.data, bias)
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
+        x = hidden_of(x)
         native = self._native(x, gate_up.data, down.data)
         return native.mlp(x, gate_up.data, down.data) if native else super().mlp(x, gate_up, down)
 
@@ -119,13 +127,14 @@ class CpuOps(Ops):
 
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
         cos: Tensor,
         sin: Tensor,
         plane: Tensor | None,
         slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = hidden_of(x)
         weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
         suits = (
             plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
@@ -143,7 +152,7 @@ class CpuOps(Ops):
 
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
-    ) -> Tensor:
+    ) -> Activation:
         segment = _one_query_each(segment)
         native = (
             self._native(q, w.kv_b.data)
@@ -277,7 +286,7 @@ class CpuOps(Ops):
 
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         gate_up: Weight,
@@ -286,7 +295,7 @@ class CpuOps(Ops):
         shared: int = 0,
         share: float = 1.0,
     ) -> Tensor:
-        y = self._experts(x, ids, weights, gate_up, down)
+        y = self._experts(hidden_of(x), ids, weights, gate_up, down)
         return y if base is None else y + base
 
     def _experts(

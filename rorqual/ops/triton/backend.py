@@ -36,6 +36,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops, Share, Stretch
 from rorqual.ops.reference import FP8, Distribution, Weight
@@ -51,7 +52,6 @@ from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.moe.align import ExpertBlocks, empty_blocks
 from rorqual.ops.triton.rowwise import embedding
 from rorqual.ops.triton.rowwise import norm as norm_kernels
-from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
@@ -93,45 +93,56 @@ class TritonOps(Ops):
         return norm_kernels.norm(x, weight, eps)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return norm_kernels.add_norm(x, residual, weight, eps, pack and takes_fp8(x.device))
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
+        return norm_kernels.add_norm(
+            x, residual, weight, eps, quantize_output and takes_fp8(x.device)
+        )
 
     def sum_add_norm(
-        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        gave: DeferredMoESum,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         return combine.combine_add_norm(
-            gave, residual, weight, eps, pack and takes_fp8(residual.device)
+            gave, residual, weight, eps, quantize_output and takes_fp8(residual.device)
         )
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if not weight.quantized:
-            if gemv.chosen(x, weight.data):
-                return gemv.linear(x, weight.data, bias)
-            skinny = skinny_gemm.chosen(x, weight.data)
-            return (
-                skinny_gemm.linear(x, weight.data, bias)
-                if skinny
-                else F.linear(x, weight.data, bias)
-            )
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if weight.quantized:
+            fits = _fits_fp8(weight)
+            return fp8_gemm.linear(x, weight, bias) if fits else super().linear(x, weight, bias)
+        rows = hidden_of(x)
+        if gemv.chosen(rows, weight.data):
+            return gemv.linear(rows, weight.data, bias)
+        skinny = skinny_gemm.chosen(rows, weight.data)
         return (
-            fp8_gemm.linear(x, weight, bias)
-            if _fits_fp8(weight)
-            else super().linear(x, weight, bias)
+            skinny_gemm.linear(rows, weight.data, bias)
+            if skinny
+            else F.linear(rows, weight.data, bias)
         )
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         """In fp8 the activation between the products is quantized as it is made; for a few
         tokens in bf16 it is part of the first."""
-        if not gate_up.quantized and gemv.chosen(x, gate_up.data):
-            return self.linear(gemv.gate_up(x, gate_up.data), down)
+        rows = hidden_of(x)
+        if not gate_up.quantized and gemv.chosen(rows, gate_up.data):
+            return self.linear(gemv.gate_up(rows, gate_up.data), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
         return fp8_gemm.linear(
-            norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=x.dtype
+            norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=rows.dtype
         )
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -154,18 +165,19 @@ class TritonOps(Ops):
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return out
 
-    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
+    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
         """A few tokens' are quantized where they are made, if what comes next wants that."""
         few = per_head_gemm.chosen(latent) and latent.shape[0] > per_head_gemm.TOKENS
-        if few and w.pack and w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device):
-            return per_head_gemm.heads_dot(latent, w.w_uv, pack=True)
+        fits = w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device)
+        if few and w.quantize_output and fits:
+            return per_head_gemm.joined_heads_dot(latent, w.w_uv)
         return super().joined_heads(latent, w)
 
     # ---- attention
 
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
         cos: Tensor,
         sin: Tensor,
@@ -184,7 +196,7 @@ class TritonOps(Ops):
         latent = rope_kv_write.latent_epilogue(
             joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads
         )
-        query_in, q = self._queries(x, joint, latent, w)
+        query_in, q = self._queries(hidden_of(x), joint, latent, w)
         if not heads:
             rotated = q[..., w.config.nope_dim :]
             rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
@@ -201,7 +213,9 @@ class TritonOps(Ops):
             return x, fp8_gemm.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
         return latent, self.linear(latent, w.q_b).view(per_head)
 
-    def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def mla_down(
+        self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The product and one kernel behind it, which writes the entries to rows of their own as
         it would to the cache."""
         rank = w.config.kv_lora_rank
@@ -209,8 +223,8 @@ class TritonOps(Ops):
         if not (_power(rank) and _power(rotary)):
             return super().mla_down(x, w, cos, sin)
         joint = self.linear(x, w.down, w.down_bias)
-        entries = x.new_empty(x.shape[0], rank + rotary)
-        slots = torch.arange(x.shape[0], device=x.device)
+        entries = joint.new_empty(joint.shape[0], rank + rotary)
+        slots = torch.arange(joint.shape[0], device=joint.device)
         latent = rope_kv_write.latent_epilogue(
             joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved
         )
@@ -366,7 +380,7 @@ class TritonOps(Ops):
 
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         gate_up: Weight,
@@ -380,7 +394,7 @@ class TritonOps(Ops):
         expected = None if share == 1 else round(ids.numel() * share)
         if (
             shared
-            and x.shape[0] > experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(down)]
+            and ids.shape[0] > experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(down)]
         ):
             ids, weights = (picks[:, :-shared].contiguous() for picks in (ids, weights))
             base = self._beside(x, gate_up, down, base, shared)
@@ -389,7 +403,7 @@ class TritonOps(Ops):
 
     def routed_experts(
         self,
-        x: Tensor,
+        x: Activation,
         gate: Tensor,
         bias: Tensor | None,
         moe: MoEConfig,
@@ -402,7 +416,7 @@ class TritonOps(Ops):
 
     def experts_deferred(
         self,
-        x: Tensor,
+        x: Activation,
         gate: Tensor,
         bias: Tensor | None,
         moe: MoEConfig,
@@ -413,24 +427,25 @@ class TritonOps(Ops):
     ) -> NormInput:
         """The grouped products of a moderate number of tokens leave the sum; the kernel that
         chooses picks sorts them, up to so many."""
-        fits = x.shape[0] and _fits_experts(gate_up, down)
+        rows = hidden_of(x)
+        fits = rows.shape[0] and _fits_experts(gate_up, down)
         plan = (
-            experts_kernels.grouped_plan(down, x.shape[0], moe.top_k, shared, x.dtype)
+            experts_kernels.grouped_plan(down, rows.shape[0], moe.top_k, shared, rows.dtype)
             if fits
             else None
         )
         if plan is None:
             return super().routed_experts(x, gate, bias, moe, gate_up, down, base, shared)
-        picks = x.shape[0] * (moe.top_k + shared)
+        picks = rows.shape[0] * (moe.top_k + shared)
         blocks = None
         if experts_kernels.sorts_while_routing(down, picks):
-            blocks = empty_blocks(picks, down.data.shape[0], plan.rows, x.device, buckets=True)
-        ids, weights = _router(x, gate, bias, moe, shared, blocks)
+            blocks = empty_blocks(picks, down.data.shape[0], plan.rows, rows.device, buckets=True)
+        ids, weights = _router(rows, gate, bias, moe, shared, blocks)
         gave = experts_kernels.experts_deferred(x, ids, weights, gate_up, down, plan, base, blocks)
-        return gave if x.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
+        return gave if rows.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
 
     def _beside(
-        self, x: Tensor, gate_up: Weight, down: Weight, base: Tensor | None, shared: int
+        self, x: Activation, gate_up: Weight, down: Weight, base: Tensor | None, shared: int
     ) -> Tensor | None:
         """What the last `shared` experts give for all tokens, each as a layer of its own, and
         `base`."""

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.attention.latent_fp8 import store_row
 from rorqual.ops.triton.rowwise.norm import normed
-from rorqual.ops.triton.rowwise.quantize import Quantized, store_fp8
+from rorqual.ops.triton.rowwise.quantize import store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
+from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     dependent,
@@ -252,7 +253,7 @@ def plan_for(weight: Weight, tokens: int) -> LinearPlan:
 
 
 def linear(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     weight: Weight,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -260,8 +261,8 @@ def linear(
 ) -> Tensor:
     """x [T, columns], quantized here unless it comes quantized; weight [rows, columns]; returns
     [T, rows] in `dtype` (x's, or bf16)."""
-    dtype = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-    x = quantize(x) if isinstance(x, Tensor) else x
+    dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else hidden_of(x).dtype)
+    x = quantized(x)
     tokens = x.shape[0]
     rows = weight.data.shape[0]
     device = weight.data.device

@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
 

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size, takes_buckets
@@ -39,7 +40,7 @@ from rorqual.ops.triton.moe.small_batch import (
     rows_of,
     tile_of,
 )
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
+from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
@@ -320,7 +321,7 @@ def supported(gate_up: Weight, down: Weight) -> bool:
 
 
 def experts(
-    x: Tensor,
+    x: Activation,
     ids: Tensor,
     weights: Tensor,
     gate_up: Weight,
@@ -339,11 +340,12 @@ def experts(
     """
     kind = kind_of(gate_up)
     picks = ids.numel() - ids.shape[0] * shared
+    rows = hidden_of(x)
     if ids.numel() == 0:
-        return torch.zeros_like(x) if base is None else base.clone()
+        return torch.zeros_like(rows) if base is None else base.clone()
     if picks <= DIRECT_PICKS[kind]:
-        return direct_experts(x, ids, weights, gate_up, down, direct_plan_for(down, picks), base)
-    plan = plan_for(down, picks if expected is None else expected, shared, x.dtype)
+        return direct_experts(rows, ids, weights, gate_up, down, direct_plan_for(down, picks), base)
+    plan = plan_for(down, picks if expected is None else expected, shared, rows.dtype)
     return grouped_experts(x, ids, weights, gate_up, down, plan, base=base)
 
 
@@ -365,7 +367,7 @@ def sorts_while_routing(down: Weight, picks: int) -> bool:
 
 
 def grouped_experts(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     ids: Tensor,
     weights: Tensor,
     gate_up: Weight,
@@ -376,7 +378,7 @@ def grouped_experts(
 ) -> Tensor:
     """Sort, two grouped GEMMs, weighted sum. x already quantized goes with fp8 weights, and
     needs the result's dtype."""
-    kind = x.dtype if isinstance(x, Tensor) else dtype
+    kind = dtype if isinstance(x, Quantized) else hidden_of(x).dtype
     assert kind is not None
     assert dtype in (None, kind)
     blocks = moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
@@ -386,7 +388,7 @@ def grouped_experts(
 
 
 def experts_deferred(
-    x: Tensor,
+    x: Activation,
     ids: Tensor,
     weights: Tensor,
     gate_up: Weight,
@@ -399,7 +401,7 @@ def experts_deferred(
     plan.rows."""
     blocks = blocks or moe_align_block_size(ids, gate_up.data.shape[0], plan.rows)
     return DeferredMoESum(
-        _products(x, gate_up, down, plan, blocks, ids.shape[1], x.dtype),
+        _products(x, gate_up, down, plan, blocks, ids.shape[1], hidden_of(x).dtype),
         None,
         weights,
         base,
@@ -408,7 +410,7 @@ def experts_deferred(
 
 
 def _products(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     gate_up: Weight,
     down: Weight,
     plan: GroupedGemmPlan,
@@ -427,15 +429,14 @@ def _products(
 
 
 def gate_up_product(
-    x: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile
+    x: Activation | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile
 ) -> Tensor | Quantized:
     """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the
     weights are."""
     slots, rows, hidden = weight.data.shape
     inner = rows // 2
     picks = blocks.picks
-    packed = quantize(x) if weight.quantized and isinstance(x, Tensor) else x
-    data, scale, strides = _activation(packed)
+    data, scale, strides = _activation(quantized(x) if weight.quantized else x)
     device = weight.data.device
     h = (
         Quantized.empty(picks, inner, device)
@@ -505,8 +506,10 @@ def down_product(
     return y
 
 
-def _activation(x: Tensor | Quantized) -> tuple[Any, Tensor | None, tuple[int, ...]]:
-    return (x.data, x.scale, x.scale.stride()) if isinstance(x, Quantized) else (x, None, (0, 0))
+def _activation(x: Activation | Quantized) -> tuple[Any, Tensor | None, tuple[int, ...]]:
+    if isinstance(x, Quantized):
+        return x.data, x.scale, x.scale.stride()
+    return hidden_of(x), None, (0, 0)
 
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:

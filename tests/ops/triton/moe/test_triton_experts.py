@@ -17,6 +17,7 @@ if SKIP_REASON is not None:
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import NormOutput, Quantized
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import rope_kv_write
@@ -674,10 +675,10 @@ def test_absorb_products(
 def test_heads_quantized_where_they_are_made(tokens: int) -> None:
     latent = random(tokens, 3, 256, dtype=torch.bfloat16)
     matrices = random(3, 256, 128, dtype=torch.bfloat16)
-    out = per_head_gemm.heads_dot(latent, matrices, pack=True)
-    assert torch.equal(out, per_head_gemm.heads_dot(latent, matrices).flatten(1))
-    made = quantize.quantize(out)
-    behind = quantize.quantize(out.clone())
+    out = per_head_gemm.joined_heads_dot(latent, matrices)
+    assert torch.equal(out.hidden, per_head_gemm.heads_dot(latent, matrices).flatten(1))
+    made = out.quantized
+    behind = quantize.quantize(out.hidden)
     assert torch.equal(made.scale, behind.scale)
     assert torch.equal(made.data.float(), behind.data.float())
 
@@ -699,12 +700,12 @@ def test_norms(dtype: torch.dtype) -> None:
     got, got_total = norm.add_norm(x, residual, factor, 1e-6)
     assert torch.equal(got_total, total)
     torch.testing.assert_close(got, expected, **close)
-    kept, _ = norm.add_norm(x, residual, factor, 1e-6, pack=True)
-    assert torch.equal(kept, got)
-    packed = quantize.quantize(kept)
-    assert packed is quantize.quantize(kept), "made once"
-    assert quantize.quantize(kept[:]) is not packed, "of this tensor alone"
-    data, scale = reference.quantize_activation(kept)
+    kept, _ = norm.add_norm(x, residual, factor, 1e-6, quantize_output=True)
+    assert isinstance(kept, NormOutput)
+    assert torch.equal(kept.hidden, got)
+    packed = quantize.quantized(kept)
+    assert packed is kept.quantized, "made once"
+    data, scale = reference.quantize_activation(kept.hidden)
     assert torch.equal(packed.scale, scale)
     assert torch.equal(packed.data.float(), data.float())
 
@@ -780,7 +781,7 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
     packed = rope_kv_write.latent_epilogue(
         x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True
     )
-    assert isinstance(packed, quantize.Quantized)
+    assert isinstance(packed, Quantized)
     assert torch.equal(packed.data.float(), reference.quantize_activation(got)[0].float())
     assert (
         rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved)

@@ -24,7 +24,7 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.runtime import precompile
 from rorqual.ops.triton.gemm import fp8_gemm, fp8_gemm_sm90_streamk
 from rorqual.ops.triton.rowwise import norm
-from rorqual.ops.triton.rowwise.quantize import Quantized
+from rorqual.ops.activation import Quantized
 from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan
 
 driver.set_active(AbsentDriver(90))

@@ -196,7 +196,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     if v3:
         yield (
             "absorb fp8",
-            lambda: per_head_gemm.heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2), pack=True),
+            lambda: per_head_gemm.joined_heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2)),
         )
     index = x(9, dtype=torch.int64)
     for n in (0, 3):
@@ -251,13 +251,16 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                     combine.combine,
                 )
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
-                combine.combine_add_norm(gave, *rest, pack=v3)
-                norm.add_norm(gave.total(), *rest, pack=v3)
+                combine.combine_add_norm(gave, *rest, quantize_output=v3)
+                norm.add_norm(gave.total(), *rest, quantize_output=v3)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", both
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     if v3:
-        yield "norm fp8", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, pack=True)
+        yield (
+            "norm fp8",
+            lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, quantize_output=True),
+        )
         yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
     yield (
         "rope",
