@@ -44,6 +44,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.reference import FP8, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
+    from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
     from rorqual.ops.triton.moe import combine, grouped_gemm, router_gemm, topk
     from rorqual.ops.triton.rowwise import embedding, norm
@@ -81,8 +82,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"linear T{tokens}", lambda t=tokens: fp8_gemm.linear(x(t, 7168), fp8(2112, 7168))
     for plan in (
         (
-            fp8_gemm.LinearPlan(64, 128, 8, 6, split=64, stream=True),
-            fp8_gemm.LinearPlan(256, 128, 4, 4, tall=True),
+            StreamKPlan(64, 128, 8, 6, split=64),
+            PersistentPlan(256, 4),
         )
         if v3
         else ()
