@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops.activation import Activation, hidden_of
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
+from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import Weight
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -160,20 +160,20 @@ class TracedOps(Ops):
         self,
         x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         weights = [weight.data for weight in (w.down, w.kv_b, w.q_b) if weight is not None]
         if plane is None or w.keep_query_input or not self.inner.opaque("mla_prologue", *weights):
-            return super().mla_prologue(x, w, cos, sin, plane, slots)
+            return super().mla_prologue(x, w, places, plane)
         heads = w.config.num_heads
         width = w.config.qk_dim
         rows = hidden_of(x)
         return (
             rows,
-            torch.ops.rorqual.mla_prologue(w.layer, rows, cos, sin, plane, slots, heads, width),
+            torch.ops.rorqual.mla_prologue(
+                w.layer, rows, places.cos, places.sin, plane, places.slots, heads, width
+            ),
             None,
         )
 
@@ -194,19 +194,13 @@ class TracedOps(Ops):
 
     @entry
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
-        if not self.inner.opaque("gqa_prologue", q_norm):
-            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return torch.ops.rorqual.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, *planes, slots)
+        if not self.inner.opaque("gqa_prologue", w.q_norm):
+            return super().gqa_prologue(qkv, w, places, planes)
+        return torch.ops.rorqual.gqa_prologue(
+            qkv, w.q_norm, w.k_norm, w.eps, places.cos, places.sin, *planes, places.slots
+        )
 
     @entry
     def attention(
@@ -358,9 +352,8 @@ def _mla_prologue(
     heads: int,
     width: int,
 ) -> Tensor:
-    return (
-        _table().inner.mla_prologue(x, _table().mla[layer], cos, sin, plane, slots)[1].contiguous()
-    )
+    places = TokenPlaces(cos, sin, slots)
+    return _table().inner.mla_prologue(x, _table().mla[layer], places, plane)[1].contiguous()
 
 
 @_operator(
@@ -390,9 +383,9 @@ def _gqa_prologue(
     v: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    return (
-        _table().inner.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, (k, v), slots).contiguous()
-    )
+    w = GQAWeights(q_norm, k_norm, eps)
+    places = TokenPlaces(cos, sin, slots)
+    return _table().inner.gqa_prologue(qkv, w, places, (k, v)).contiguous()
 
 
 @_operator(

@@ -139,6 +139,44 @@ def _stretches(
 
 
 @dataclass
+class TokenPlaces:
+    """Where a step's tokens stand: in their texts, by the angles that rotate them, cos and sin [T,
+    rope/2] fp32; and in the cache, by the `slots` [T] int64 that take their entries, page *
+    page_size + offset. Made once a step, read by every layer."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
+@dataclass
+class PartialAttention:
+    """Attention over some of the keys of queries: `out` [Q, H, Dv] fp32 is what those alone give,
+    `total` [Q, H] fp32 the log-sum-exp of their scores."""
+
+    out: Tensor
+    total: Tensor
+
+    @staticmethod
+    def over_nothing(q: Tensor, width: int) -> PartialAttention:
+        """For queries q [Q, H, D] and values of `width` columns."""
+        return PartialAttention(
+            q.new_zeros(*q.shape[:2], width, dtype=torch.float32),
+            q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32),
+        )
+
+
+@dataclass
+class GQAWeights:
+    """The norms of one layer's queries and keys, one weight a column of a head, as gqa_prologue
+    takes them."""
+
+    q_norm: Tensor
+    k_norm: Tensor
+    eps: float
+
+
+@dataclass
 class MLAWeights:
     """One layer's attention weights, as mla_prologue and mla_absorbed take them.
 
@@ -275,21 +313,17 @@ class Ops:
         self,
         x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H,
         qk] rotated, cache entries).
 
-        Entries [T, C + rope] go to the latent `plane` at `slots`; without a plane they are returned
-        instead.
+        Entries [T, C + rope] go to the latent `plane`; without a plane they are returned instead.
         """
-        query, entries = self.mla_down(x, w, cos, sin)
-        return (hidden_of(x) if w.q_b is None else query), *self.mla_up(
-            query, entries, w, cos, sin, plane, slots
-        )
+        query, entries = self.mla_down(x, w, places.cos, places.sin)
+        query_input = hidden_of(x) if w.q_b is None else query
+        return query_input, *self.mla_up(query, entries, w, places, plane)
 
     def mla_down(
         self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
@@ -311,10 +345,8 @@ class Ops:
         query: Tensor,
         entries: Tensor,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """The other half, head by head: from what mla_down returns to (queries [T, H, qk]
         rotated, cache entries as mla_prologue has them). Rows of `query` and of `entries` may
@@ -325,10 +357,10 @@ class Ops:
         nope, turned = query.unflatten(-1, (mla.num_heads, mla.qk_dim)).split(
             (mla.nope_dim, mla.rope_dim), -1
         )
-        q = torch.cat((nope, self.rope(turned, cos, sin, w.interleaved)), -1)
+        q = torch.cat((nope, self.rope(turned, places.cos, places.sin, w.interleaved)), -1)
         if plane is None:
             return q, entries
-        self.write_latent(plane, slots, entries, mla.kv_lora_rank)
+        self.write_latent(plane, places.slots, entries, mla.kv_lora_rank)
         return q, None
 
     def mla_absorbed(
@@ -349,25 +381,17 @@ class Ops:
         return self.heads_matmul(latent, w.w_uv).flatten(1)
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
         """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries
-        and keys; keys and values go to the `planes` (K, V) at `slots`."""
+        and keys; keys and values go to the `planes` (K, V) at their slots."""
         groups = planes[0].shape[2]
         heads = qkv.shape[1] - 2 * groups
         q, k, v = qkv.split((heads, groups, groups), 1)
-        qk = torch.cat((self.norm(q, q_norm, eps), self.norm(k, k_norm, eps)), 1)
-        q, k = self.rope(qk, cos, sin, interleaved=False).split((heads, groups), 1)
-        self.write_cache(planes[0], slots, k)
-        self.write_cache(planes[1], slots, v)
+        qk = torch.cat((self.norm(q, w.q_norm, w.eps), self.norm(k, w.k_norm, w.eps)), 1)
+        q, k = self.rope(qk, places.cos, places.sin, interleaved=False).split((heads, groups), 1)
+        self.write_cache(planes[0], places.slots, k)
+        self.write_cache(planes[1], places.slots, v)
         return q
 
     def attention(
@@ -428,13 +452,12 @@ class Ops:
         v: Tensor,
         stretch: Stretch,
         scale: float,
-        out: Tensor,
-        total: Tensor,
+        found: PartialAttention,
     ) -> None:
         """Attention over one stretch, packed as `gather` returns it, joined with that over others.
 
-        q [Q, H, D], k [L, G, D], v [L, G, Dv]. out [Q, H, Dv] fp32 is what was found so far, total
-        [Q, H] fp32 the log-sum-exp of its scores, -inf at first; both are brought up to date.
+        q [Q, H, D], k [L, G, D], v [L, G, Dv]. `found` is what the stretches before gave, and is
+        brought up to date.
 
         Here by blocks of heads and queries: all scores would take more than keys and values do."""
         length = int(stretch.kv_lens)
@@ -453,8 +476,10 @@ class Ops:
             values = v[:length, some].float()
             for row in range(0, q.shape[0], rows):
                 at = (slice(row, row + rows), heads)
-                found = reference.partial_attention(q[at], keys, values, scale, first + row)
-                out[at], total[at] = reference.join_attention(out[at], total[at], *found)
+                more = reference.partial_attention(q[at], keys, values, scale, first + row)
+                found.out[at], found.total[at] = reference.join_attention(
+                    found.out[at], found.total[at], *more
+                )
 
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""

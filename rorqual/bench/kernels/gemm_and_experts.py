@@ -24,6 +24,7 @@ from torch import Tensor
 from rorqual.bench.kernels import vllm_kernels as peers
 from rorqual.ops import reference
 from rorqual.ops.activation import Quantized, hidden_of
+from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
@@ -505,6 +506,7 @@ def latent_setup(tokens: int, fp8: bool, device: torch.device) -> KernelSetup:
     plane = torch.empty(pages, 64, 576, device=device, dtype=torch.bfloat16).fill_(float("nan"))
     plane = torch.full((pages, 64, 656), 255, device=device, dtype=torch.uint8) if fp8 else plane
     slots = torch.randperm(pages * 64, device=device)[:tokens]
+    places = TokenPlaces(cos, sin, slots)
     sets = rotated(
         tokens * 2112 * 2,
         lambda: torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16),
@@ -512,9 +514,7 @@ def latent_setup(tokens: int, fp8: bool, device: torch.device) -> KernelSetup:
     )
 
     def call(x: Tensor) -> Any:
-        return rope_kv_write.latent_epilogue(
-            x, q_weight, kv_weight, cos, sin, slots, plane, 1e-6, True
-        )
+        return rope_kv_write.latent_epilogue(x, q_weight, kv_weight, places, plane, 1e-6, True)
 
     def error() -> float:
         got = call(sets[0])
@@ -557,6 +557,7 @@ def heads_setup(tokens: int, device: torch.device) -> KernelSetup:
         float("nan")
     )
     slots = torch.randperm(pages * 64, device=device)[:tokens]
+    places = TokenPlaces(cos, sin, slots)
     sets = rotated(
         tokens * 5120 * 2,
         lambda: torch.randn(tokens, 5120, device=device, dtype=torch.bfloat16),
@@ -565,7 +566,7 @@ def heads_setup(tokens: int, device: torch.device) -> KernelSetup:
 
     def call(x: Tensor) -> Tensor:
         return rope_kv_write.heads_epilogue(
-            x, q_weight, k_weight, cos, sin, slots, planes[0], planes[1], 1e-6
+            x, GQAWeights(q_weight, k_weight, 1e-6), places, (planes[0], planes[1])
         )
 
     def error() -> float:

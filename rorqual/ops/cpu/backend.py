@@ -12,7 +12,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
+from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import Distribution, Weight
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is
@@ -129,10 +129,8 @@ class CpuOps(Ops):
         self,
         x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         x = hidden_of(x)
         weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
@@ -141,14 +139,15 @@ class CpuOps(Ops):
         )
         native = self._native(x, *weights) if suits else None
         if native is None or plane is None:
-            return super().mla_prologue(x, w, cos, sin, plane, slots)
+            return super().mla_prologue(x, w, places, plane)
         # the kernel writes entries as they are; torch's calls quantize them
         if plane.dtype == torch.uint8:
             entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
-            q = native.mla_prologue(x, w, cos, sin, entries, torch.arange(x.shape[0]))
-            self.write_latent(plane, slots, entries[0], w.config.kv_lora_rank)
+            rows = TokenPlaces(places.cos, places.sin, torch.arange(x.shape[0]))
+            q = native.mla_prologue(x, w, rows, entries)
+            self.write_latent(plane, places.slots, entries[0], w.config.kv_lora_rank)
             return x, q, None
-        return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
+        return x, native.mla_prologue(x, w, places, plane), None
 
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
@@ -167,20 +166,12 @@ class CpuOps(Ops):
         return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale).flatten(1)
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
-        native = self._native(qkv, q_norm) if planes[0].dtype == qkv.dtype else None
+        native = self._native(qkv, w.q_norm) if planes[0].dtype == qkv.dtype else None
         if native is None:
-            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return native.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
+            return super().gqa_prologue(qkv, w, places, planes)
+        return native.gqa_prologue(qkv, w, places, planes)
 
     def attention(
         self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float

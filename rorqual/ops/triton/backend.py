@@ -38,7 +38,16 @@ from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops, Share, Stretch
+from rorqual.ops.interface import (
+    AttentionMetadata,
+    GQAWeights,
+    MLAWeights,
+    Ops,
+    PartialAttention,
+    Share,
+    Stretch,
+    TokenPlaces,
+)
 from rorqual.ops.reference import FP8, Distribution, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
@@ -179,27 +188,25 @@ class TritonOps(Ops):
         self,
         x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One or two products and what lies between and behind them. The query input is x unless
         `keep_query_input` asks for the latent."""
         sizes = w.config.kv_lora_rank, w.config.rope_dim
         if plane is None or not all(map(_power, sizes)):
-            return super().mla_prologue(x, w, cos, sin, plane, slots)
+            return super().mla_prologue(x, w, places, plane)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
         # rotated by the same kernel: one launch fewer
         heads = w.config.num_heads if w.q_b is None else 0
         latent = rope_kv_write.latent_epilogue(
-            joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads
+            joint, w.q_norm, w.kv_norm, places, plane, w.eps, w.interleaved, quant, heads
         )
         query_in, q = self._queries(hidden_of(x), joint, latent, w)
         if not heads:
             rotated = q[..., w.config.nope_dim :]
-            rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
+            rope_kv_write.rope(rotated, places.cos, places.sin, w.interleaved, out=rotated)
         return query_in, q, None
 
     def _queries(
@@ -224,9 +231,9 @@ class TritonOps(Ops):
             return super().mla_down(x, w, cos, sin)
         joint = self.linear(x, w.down, w.down_bias)
         entries = joint.new_empty(joint.shape[0], rank + rotary)
-        slots = torch.arange(joint.shape[0], device=joint.device)
+        rows = TokenPlaces(cos, sin, torch.arange(joint.shape[0], device=joint.device))
         latent = rope_kv_write.latent_epilogue(
-            joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved
+            joint, w.q_norm, w.kv_norm, rows, entries[:, None], w.eps, w.interleaved
         )
         assert latent is None or isinstance(latent, Tensor)
         return joint[:, : w.query_rows] if latent is None else latent, entries
@@ -236,38 +243,26 @@ class TritonOps(Ops):
         query: Tensor,
         entries: Tensor,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Queries of a latent are rotated where they are made."""
         if w.q_b is None or not _power(w.config.rope_dim):
-            return super().mla_up(query, entries, w, cos, sin, plane, slots)
+            return super().mla_up(query, entries, w, places, plane)
         q = self.linear(query, w.q_b).unflatten(1, (w.config.num_heads, -1))
         rotated = q[..., w.config.nope_dim :]
-        rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
+        rope_kv_write.rope(rotated, places.cos, places.sin, w.interleaved, out=rotated)
         if plane is None:
             return q, entries
-        self.write_latent(plane, slots, entries, w.config.kv_lora_rank)
+        self.write_latent(plane, places.slots, entries, w.config.kv_lora_rank)
         return q, None
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
         if not _power(qkv.shape[2]):
-            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return rope_kv_write.heads_epilogue(
-            qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps
-        )
+            return super().gqa_prologue(qkv, w, places, planes)
+        return rope_kv_write.heads_epilogue(qkv.flatten(1), w, places, planes)
 
     def attention(
         self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
@@ -336,14 +331,13 @@ class TritonOps(Ops):
         v: Tensor,
         stretch: Stretch,
         scale: float,
-        out: Tensor,
-        total: Tensor,
+        found: PartialAttention,
     ) -> None:
         """The kernel goes on where the one before it stopped: nothing is left to be joined."""
         if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
-            return super().stretch_attention(q, k, v, stretch, scale, out, total)
+            return super().stretch_attention(q, k, v, stretch, scale, found)
         known = derived(stretch)
-        so_far = prefill.SoFar(out, total, stretch.first)
+        so_far = prefill.SoFar(found.out, found.total, stretch.first)
         starts = (known.query_starts(), known.key_starts())
         prefill.dense_prefill(q, k, v, *starts, stretch.kv_lens, q.shape[0], scale, so_far=so_far)
 

@@ -18,7 +18,7 @@ if SKIP_REASON is not None:
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.activation import NormOutput, Quantized
-from rorqual.ops.interface import Ops
+from rorqual.ops.interface import GQAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.backend import TritonOps
@@ -770,9 +770,8 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
     )
     expected = plane.clone()
     reference.write_cache(expected, slots[slots >= 0], entries[slots >= 0])
-    got = rope_kv_write.latent_epilogue(
-        x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved
-    )
+    places = TokenPlaces(*cos_sin, slots)
+    got = rope_kv_write.latent_epilogue(x, q_weight, kv_weight, places, plane, 1e-6, interleaved)
     assert isinstance(got, Tensor)
     torch.testing.assert_close(
         plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
@@ -782,20 +781,17 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
         got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
     )
     packed = rope_kv_write.latent_epilogue(
-        x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True
+        x, q_weight, kv_weight, places, plane, 1e-6, interleaved, quant=True
     )
     assert isinstance(packed, Quantized)
     assert torch.equal(packed.data.float(), reference.quantize_activation(got)[0].float())
     assert (
-        rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved)
-        is None
+        rope_kv_write.latent_epilogue(x, None, kv_weight, places, plane, 1e-6, interleaved) is None
     )
     heads = 5
     width = query // 5
     before = first.clone()
-    rope_kv_write.latent_epilogue(
-        x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, heads=heads
-    )
+    rope_kv_write.latent_epilogue(x, None, kv_weight, places, plane, 1e-6, interleaved, heads=heads)
     turned = first.unflatten(1, (heads, width))
     was = before.unflatten(1, (heads, width))
     torch.testing.assert_close(
@@ -824,7 +820,9 @@ def test_heads_epilogue(dtype: torch.dtype) -> None:
     expected = [plane.clone() for plane in planes]
     for plane, values in zip(expected, (k, v), strict=True):
         reference.write_cache(plane, slots[slots >= 0], values[slots >= 0])
-    got = rope_kv_write.heads_epilogue(x, q_weight, k_weight, *cos_sin, slots, *planes, 1e-6)
+    got = rope_kv_write.heads_epilogue(
+        x, GQAWeights(q_weight, k_weight, 1e-6), TokenPlaces(*cos_sin, slots), planes
+    )
     close = {
         "rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4,
         "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5,

@@ -41,6 +41,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config.model import MoEConfig
     from rorqual.ops.deferred_sum import DeferredMoESum
+    from rorqual.ops.interface import GQAWeights, TokenPlaces
     from rorqual.ops.reference import FP8, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
@@ -269,10 +270,11 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     slots = x(4, dtype=torch.int64)
     angle = x(4, 32, dtype=wide)
+    places = TokenPlaces(angle, angle, slots)
     yield (
         "latent",
         lambda: rope_kv_write.latent_epilogue(
-            x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3
+            x(4, 2112), x(1536), x(512), places, x(9, 64, 576), 1e-6, True, quant=v3
         ),
     )
     if v3:
@@ -280,7 +282,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             "latent to an fp8 cache",
             lambda: rope_kv_write.latent_epilogue(
-                x(4, 2112), x(1536), x(512), angle, angle, slots, rows, 1e-6, True, quant=True
+                x(4, 2112), x(1536), x(512), places, rows, 1e-6, True, quant=True
             ),
         )
         yield (
@@ -295,14 +297,9 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         "heads",
         lambda: rope_kv_write.heads_epilogue(
             x(4, 40 * 128),
-            x(128),
-            x(128),
-            wider,
-            wider,
-            slots,
-            x(9, 64, 4, 128),
-            x(9, 64, 4, 128),
-            1e-6,
+            GQAWeights(x(128), x(128), 1e-6),
+            TokenPlaces(wider, wider, slots),
+            (x(9, 64, 4, 128), x(9, 64, 4, 128)),
         ),
     )
     exact = x(4, dtype=torch.float64)
