@@ -240,16 +240,13 @@ def latent_epilogue(
     assert x.stride(1) == 1
     assert plane.stride(-1) == 1
     assert plane.stride(0) == plane.shape[1] * plane.stride(1)
-    normal = (
-        torch.empty(tokens, query, dtype=x.dtype, device=device)
-        if q_weight is not None and not quant
-        else None
-    )
-    packed = Quantized.empty(tokens, query, device) if q_weight is not None and quant else None
+    normed = q_weight is not None
+    packed = Quantized.empty(tokens, query, device) if normed and quant else None
+    normal = x.new_empty(tokens, query) if normed and not quant else None
     data, scale, strides = room_for(packed)
     if tokens:
         block = min(8, next_power(heads))
-        _latent_kernel[tokens, 2 if q_weight is not None else 1 + triton.cdiv(heads, block)](
+        _latent_kernel[tokens, 2 if normed else 1 + triton.cdiv(heads, block)](
             x,
             q_weight,
             kv_weight,
@@ -269,9 +266,9 @@ def latent_epilogue(
             rank,
             rotary,
             interleaved,
-            q_weight is not None,
+            normed,
             quant,
-            0 if q_weight is not None else heads,
+            0 if normed else heads,
             block,
             num_warps=4,
             **dependent(device),
