@@ -66,7 +66,7 @@ class LatentDecode:
         )
 
     @property
-    def query_strides(self) -> tuple[int, int, int, int]:
+    def query_strides(self) -> tuple[int, ...]:
         """Token and head of both parts of the queries."""
         return (*self.q_latent.stride()[:2], *self.q_rope.stride()[:2])
 
