@@ -16,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rorqual.ops.triton.attention.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
+from rorqual.ops.triton.attention.mla_decode import (
+    LOG2E,
+    _row,
+    _slots,
+    _softmax_step,
+    _store_part,
+    _whole,
+)
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
@@ -258,14 +265,7 @@ def _gqa_decode_kernel(
                     + query * HEADS
                     + head
                 )
-                tl.store(
-                    lse + slot,
-                    tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
-                    mask=row_ok,
-                )
-                tl.store(
-                    partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None]
-                )
+                _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, WIDTH)
                 if FINISH:
                     sharing = (end - 1) // chunk - begin // chunk + 1
                     counter = counters + request * tl.num_programs(0) + group

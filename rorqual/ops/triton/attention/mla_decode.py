@@ -233,6 +233,17 @@ def _dequantize(
     return tl.reshape(blocks, (BLOCK_N, RANK)).to(DTYPE)
 
 
+@triton.jit
+def _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, WIDTH: tl.constexpr):
+    """An unfinished result, normalized, and its log2-sum-exp2, -inf where nothing was seen."""
+    tl.store(
+        lse + slot,
+        tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
+        mask=row_ok,
+    )
+    tl.store(partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None])
+
+
 @triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
 def _mla_decode_kernel(
     q_latent,
@@ -380,14 +391,7 @@ def _mla_decode_kernel(
                 tl.store(place, acc.to(KIND), mask=row_ok[:, None])
             else:
                 slot = (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * ROWS + rows
-                tl.store(
-                    lse + slot,
-                    tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
-                    mask=row_ok,
-                )
-                tl.store(
-                    partial + slot[:, None] * RANK + columns[None, :], acc, mask=row_ok[:, None]
-                )
+                _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, RANK)
             position = stop
         request += 1
 

@@ -130,6 +130,12 @@ def _store_entry(
         )
 
 
+@triton.jit
+def _normed_query(base, weight, offsets, inside, eps, QUERY: tl.constexpr, dtype: tl.constexpr):
+    values = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
+    return normed(values, tl.load(weight + offsets, mask=inside, other=0.0), QUERY, eps, dtype)
+
+
 @triton.jit(do_not_specialize=["scale_block"])
 def _latent_kernel(
     x,
@@ -182,26 +188,11 @@ def _latent_kernel(
     elif NORM:
         offsets = tl.arange(0, QUERY_PAD)
         inside = offsets < QUERY
-        values = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
-        y = normed(
-            values,
-            tl.load(q_weight + offsets, mask=inside, other=0.0),
-            QUERY,
-            eps,
-            x.dtype.element_ty,
-        )
+        y = _normed_query(base, q_weight, offsets, inside, eps, QUERY, x.dtype.element_ty)
         if QUANT:
+            wide = y.to(tl.float32)
             store_fp8(
-                y.to(tl.float32),
-                q_data,
-                q_scale,
-                token,
-                0,
-                QUERY,
-                QUERY,
-                scale_row,
-                scale_block,
-                QUERY_PAD,
+                wide, q_data, q_scale, token, 0, QUERY, QUERY, scale_row, scale_block, QUERY_PAD
             )
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
@@ -235,13 +226,12 @@ def latent_epilogue(
     tokens = x.shape[0]
     rank = kv_weight.shape[0]
     rotary = 2 * places.cos.shape[1]
-    device = x.device
     query = x.shape[1] - rank - rotary
     assert x.stride(1) == 1
     assert plane.stride(-1) == 1
     assert plane.stride(0) == plane.shape[1] * plane.stride(1)
     normed = q_weight is not None
-    packed = Quantized.empty(tokens, query, device) if normed and quant else None
+    packed = Quantized.empty(tokens, query, x.device) if normed and quant else None
     normal = x.new_empty(tokens, query) if normed and not quant else None
     data, scale, strides = room_for(packed)
     if tokens:
@@ -271,7 +261,7 @@ def latent_epilogue(
             0 if normed else heads,
             block,
             num_warps=4,
-            **dependent(device),
+            **dependent(x.device),
         )
     return packed if packed is not None else normal
 
