@@ -12,6 +12,8 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
+from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.interface import GQAWeights
 from rorqual.parallel.shard import Shard
 
 
@@ -46,19 +48,17 @@ class GQA:
         self.out = Linear(build, [out], heads * dim, gain=build.residual_gain, shard=shard)
         self.q_norm = Norm(build, f"{prefix}.q_norm", dim, config.norm_eps)
         self.k_norm = Norm(build, f"{prefix}.k_norm", dim, config.norm_eps)
+        self.weights = GQAWeights(self.q_norm.weight, self.k_norm.weight, config.norm_eps)
         self.scale = dim**-0.5
 
-    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
+    def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
         if not step.segments:  # an idle rank
-            return x
+            return hidden_of(x)
         planes = step.pool.layers[self.index]
         qkv = self.qkv.forward(step.layout.gather(x)).view(
             step.num_tokens, -1, self.config.head_dim
         )
-        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = self.ops.gqa_prologue(
-            qkv, *norms, step.cos, step.sin, (planes["k"], planes["v"]), step.slot_mapping
-        )
+        q = self.ops.gqa_prologue(qkv, self.weights, step.places, (planes["k"], planes["v"]))
         outs = [
             self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale)
             for segment, part in step.segments

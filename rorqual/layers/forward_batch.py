@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
@@ -18,17 +18,15 @@ class ForwardBatch:
     """Packed tokens of several requests, decoding requests first, then those with a chunk of
     prompt.
 
-    token_ids, positions, slot_mapping [T] int64; cos, sin [T, rope/2] fp32. `slot_mapping` is page
-    * page_size + offset. `logit_rows` [N] int64 picks the tokens whose next token is wanted.
-    Segments are None where a kind is absent; both, on a rank that has no token. `layout` says where
-    tokens are on several ranks: Transformer.layout makes it.
+    token_ids, positions [T] int64; `places`: how attention rotates the tokens and where it writes
+    them. `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None
+    where a kind is absent; both, on a rank that has no token. `layout` says where tokens are on
+    several ranks: Transformer.layout makes it.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    cos: Tensor
-    sin: Tensor
+    places: TokenPlaces
     logit_rows: Tensor
     pool: KVPool
     decode: AttentionMetadata | None = None

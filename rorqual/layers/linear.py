@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target, Window, matrix_targets
+from rorqual.ops.activation import Activation
 from rorqual.ops.reference import FP8, Weight
 from rorqual.parallel.shard import WHOLE, Shard
 
@@ -103,7 +104,7 @@ class Linear:
         self.biased = any(part.bias for part in parts)
         self.bias = build.empty(rows).zero_() if self.biased and shard.index == 0 else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activation) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
     def targets(self) -> Iterator[Target]:

@@ -27,7 +27,8 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Stretch
+from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, PartialAttention, Stretch
 from rorqual.ops.reference import Weight, dequantize
 from rorqual.ops.stretch import stretch_tokens
 from rorqual.parallel.exchange_policy import gathers_latents
@@ -121,7 +122,7 @@ class MLA:
             LATENT_NORM_EPS,
             self.interleaved,
             keep_query_input=materialized,
-            pack=self.out.weight.quantized,
+            quantize_output=self.out.weight.quantized,
             layer=self.index,
         )
         self.materialized: tuple[Weight, Weight, Weight] | None = None
@@ -169,15 +170,15 @@ class MLA:
         )
         return [*first, query, self.kv_b.weight.data, self.out.weight.data]
 
-    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor:
+    def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
         if not step.segments:  # an idle rank
-            return x
+            return hidden_of(x)
         planes = step.pool.layers[self.index]
         query_in, q, entries = self._prologue(x, step, planes.get("latent"))
         if entries is not None:
             k, v = self.decompress(entries)
-            self.ops.write_cache(planes["k"], step.slot_mapping, k)
-            self.ops.write_cache(planes["v"], step.slot_mapping, v)
+            self.ops.write_cache(planes["k"], step.places.slots, k)
+            self.ops.write_cache(planes["v"], step.places.slots, v)
         # the usual step: nothing to slice, nothing to join
         if step.prefill is None and step.decode is not None:
             return self.attend(self.decode_form, query_in, q, step, step.decode, slice(None))
@@ -188,20 +189,19 @@ class MLA:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _prologue(
-        self, x: Tensor, step: ForwardBatch, plane: Tensor | None
+        self, x: Activation, step: ForwardBatch, plane: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As ops.mla_prologue. Where tokens are sharded, each rank projects its own down, and
         the latents are gathered."""
         w = self.weights
         layout = step.layout
-        tables = (step.cos, step.sin)
+        places = step.places
         if not (layout.sharded and self.gathers_latents):
-            return self.ops.mla_prologue(layout.gather(x), w, *tables, plane, step.slot_mapping)
-        own = self.ops.mla_down(x, w, *map(layout.enter, tables))
-        query, entries = layout.gather(torch.cat(own, -1)).split(
-            [part.shape[1] for part in own], -1
-        )
-        return query, *self.ops.mla_up(query, entries, w, *tables, plane, step.slot_mapping)
+            return self.ops.mla_prologue(layout.gather(x), w, places, plane)
+        own = self.ops.mla_down(x, w, layout.enter(places.cos), layout.enter(places.sin))
+        gathered = hidden_of(layout.gather(torch.cat(own, -1)))
+        query, entries = gathered.split([part.shape[1] for part in own], -1)
+        return query, *self.ops.mla_up(query, entries, w, places, plane)
 
     def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Cache entries [N, C + rope] to keys [N, H, qk] and values [N, H, v]."""
@@ -254,14 +254,13 @@ class MLA:
             k, v = self._decompressed(plane, segments[0], q.dtype)
             return self.ops.dense_attention(q, k, v, segments[0], self.scale)
         # Sums are kept in fp32: rounded after each stretch they would drift with their number.
-        out = q.new_zeros(*q.shape[:2], self.config.v_dim, dtype=torch.float32)
-        total = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        found = PartialAttention.over_nothing(q, self.config.v_dim)
         for stretch in segments:
             assert isinstance(stretch, Stretch)
             k, v = self._decompressed(plane, stretch, q.dtype)
-            self.ops.stretch_attention(q, k, v, stretch, self.scale, out, total)
+            self.ops.stretch_attention(q, k, v, stretch, self.scale, found)
             del k, v  # before the next stretch is decompressed: one at a time
-        return out.to(q.dtype)
+        return found.out.to(q.dtype)
 
     def _decompressed(
         self,
@@ -295,6 +294,8 @@ class MLA:
         (absorbed, rope_rows, merged) = self.materialized
         q_latent = self.ops.linear(query_in, absorbed).view(-1, mla.num_heads, mla.kv_lora_rank)
         q_rope = self.ops.linear(query_in, rope_rows).view(-1, mla.num_heads, mla.rope_dim)
-        q_rope = self.ops.rope(q_rope, step.cos[part], step.sin[part], self.interleaved)
+        q_rope = self.ops.rope(
+            q_rope, step.places.cos[part], step.places.sin[part], self.interleaved
+        )
         latent = self.ops.latent_attention(q_latent, q_rope, plane, segment, self.scale)
         return self.ops.linear(latent.flatten(1), merged, self.out.bias)

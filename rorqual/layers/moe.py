@@ -13,6 +13,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.parallel.exchange import Exchange, ExpertStore, LocalExchange, SlotMap
@@ -37,7 +38,7 @@ class MoEInFlight:
     """Tokens on their way to their experts and back: `ticket` is the exchange's. shared: the
     shared expert's result where it does not come back with the routed experts'."""
 
-    x: Tensor
+    x: Activation
     layout: Layout
     ticket: Any
     shared: Tensor | None = None
@@ -62,14 +63,14 @@ class DenseMLP:
             shard=shard,
         )
 
-    def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> Tensor:
+    def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> Tensor:
         return layout.dense(self.ops.mlp, x, self.gate_up.weight, self.down.weight)
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
         """One: a dense layer waits for nobody."""
         return (partial(self.forward, layout=layout),)
 
-    def partial(self, rows: Tensor) -> Tensor:
+    def partial(self, rows: Activation) -> Tensor:
         """What this rank's columns add to the sums of rows of the whole dense group."""
         return self.ops.mlp(rows, self.gate_up.weight, self.down.weight)
 
@@ -188,18 +189,19 @@ class MoE:
             and not exchange.record_load
         )
 
-    def forward(self, x: Tensor, layout: Layout = SINGLE_LAYOUT) -> NormInput:
+    def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> NormInput:
         """[T, hidden], or the sum over each token's experts left to the norm that follows, where
         the layout says that one does."""
-        if not x.shape[0]:
-            return x
+        if not hidden_of(x).shape[0]:
+            return hidden_of(x)
         experts = self.ops.experts_deferred if layout.norm_sums else self.ops.routed_experts
         shared = self.shared.partial(x) if self.shared else None
         return experts(x, self.router, self.exchange.experts, shared)
 
-    def dispatch(self, x: Tensor, layout: Layout) -> MoEInFlight:
-        ids, weights = self.route(x)
-        return MoEInFlight(x, layout, self.exchange.dispatch(x, ids, weights, layout))
+    def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
+        rows = hidden_of(x)
+        ids, weights = self.route(rows)
+        return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
 
     def run_experts(self, work: MoEInFlight) -> MoEInFlight:
         """The experts, and beside them the shared expert: over the rows that the exchange has

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from rorqual.layers.parameter import Build, Target
+from rorqual.ops.activation import Activation
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.parallel.collectives import Axis
 
 
 class Norm:
-    """pack: only products of the layer's own weights follow, so that where these are fp8 the
-    rows are wanted in fp8."""
+    """quantize_output: only products of the layer's own weights follow, so that where these are
+    fp8 the rows are wanted in fp8."""
 
     def __init__(
         self, build: Build, name: str, size: int, eps: float, quantize_output: bool = False
@@ -29,7 +30,7 @@ class Norm:
 
     def add(
         self, x: NormInput, residual: Tensor | None, axis: Axis | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         """(norm(x + residual), x + residual), where x is a partial sum over `axis`: the place
         where all-reduce, addition and norm fuse, or the sum over a token's experts, addition and
         norm."""

@@ -18,6 +18,7 @@ from rorqual.layers.moe import DenseMLP, MoE
 from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
+from rorqual.ops.activation import Activation
 from rorqual.ops.deferred_sum import NormInput, summed
 from rorqual.parallel.layout import Layout, MultiRankLayout
 
@@ -25,7 +26,7 @@ Pass = Generator[None, None, Tensor]
 
 
 class Attention(Protocol):
-    def forward(self, x: Tensor, step: ForwardBatch) -> Tensor: ...
+    def forward(self, x: Activation, step: ForwardBatch) -> Tensor: ...
 
     def targets(self) -> Iterator[Target]: ...
 
@@ -67,7 +68,7 @@ class Layer:
 
     def attend(
         self, x: NormInput, residual: Tensor | None, step: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         """(input of the feed-forward part, residual stream)"""
         h, residual = step.layout.to_attention(self.input_norm, x, residual)
         h = self.attention.forward(h, step)

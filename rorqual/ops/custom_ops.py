@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
+from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -115,23 +116,28 @@ class TracedOps(Ops):
 
     @entry
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         if residual is None or not self.inner.opaque("add_norm", weight):
             return super().add_norm(x, residual, weight, eps)
         return torch.ops.rorqual.add_norm(x, residual, weight, eps)
 
     @entry
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if weight.scale is None and not self.inner.opaque("linear", weight.data):
             return super().linear(x, weight, bias)
-        return torch.ops.rorqual.linear(x, *_parts(weight), bias)
+        return torch.ops.rorqual.linear(hidden_of(x), *_parts(weight), bias)
 
     @entry
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         if gate_up.scale is None and not self.inner.opaque("mlp", gate_up.data, down.data):
             return super().mlp(x, gate_up, down)
-        return torch.ops.rorqual.mlp(x, *_parts(gate_up), *_parts(down))
+        return torch.ops.rorqual.mlp(hidden_of(x), *_parts(gate_up), *_parts(down))
 
     @entry
     def write_cache(self, plane: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -152,21 +158,22 @@ class TracedOps(Ops):
     @entry
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         weights = [weight.data for weight in (w.down, w.kv_b, w.q_b) if weight is not None]
         if plane is None or w.keep_query_input or not self.inner.opaque("mla_prologue", *weights):
-            return super().mla_prologue(x, w, cos, sin, plane, slots)
+            return super().mla_prologue(x, w, places, plane)
         heads = w.config.num_heads
         width = w.config.qk_dim
+        rows = hidden_of(x)
         return (
-            x,
-            torch.ops.rorqual.mla_prologue(w.layer, x, cos, sin, plane, slots, heads, width),
+            rows,
+            torch.ops.rorqual.mla_prologue(
+                w.layer, rows, places.cos, places.sin, plane, places.slots, heads, width
+            ),
             None,
         )
 
@@ -176,7 +183,7 @@ class TracedOps(Ops):
     @entry
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
-    ) -> Tensor:
+    ) -> Activation:
         if not self.inner.opaque("mla_absorbed", w.kv_b.data):
             return super().mla_absorbed(q, w, plane, segment, scale)
         return torch.ops.rorqual.mla_absorbed(
@@ -187,19 +194,13 @@ class TracedOps(Ops):
 
     @entry
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
-        if not self.inner.opaque("gqa_prologue", q_norm):
-            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return torch.ops.rorqual.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, *planes, slots)
+        if not self.inner.opaque("gqa_prologue", w.q_norm):
+            return super().gqa_prologue(qkv, w, places, planes)
+        return torch.ops.rorqual.gqa_prologue(
+            qkv, w.q_norm, w.k_norm, w.eps, places.cos, places.sin, *planes, places.slots
+        )
 
     @entry
     def attention(
@@ -236,15 +237,14 @@ class TracedOps(Ops):
     @entry
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         w: ExpertWeights,
         base: Tensor | None = None,
     ) -> Tensor:
-        y = torch.ops.rorqual.experts(
-            x, ids, weights, *_parts(w.gate_up), *_parts(w.down), w.num_fused_shared_experts
-        )
+        parts = (*_parts(w.gate_up), *_parts(w.down), w.num_fused_shared_experts)
+        y = torch.ops.rorqual.experts(hidden_of(x), ids, weights, *parts)
         return y if base is None else y + base
 
 
@@ -297,7 +297,8 @@ def _embed(ids: Tensor, rows: Tensor) -> Tensor:
     lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
 )
 def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _table().inner.add_norm(x, residual, weight, eps)
+    normed, total = _table().inner.add_norm(x, residual, weight, eps)
+    return hidden_of(normed), total
 
 
 @_operator(
@@ -348,9 +349,8 @@ def _mla_prologue(
     heads: int,
     width: int,
 ) -> Tensor:
-    return (
-        _table().inner.mla_prologue(x, _table().mla[layer], cos, sin, plane, slots)[1].contiguous()
-    )
+    places = TokenPlaces(cos, sin, slots)
+    return _table().inner.mla_prologue(x, _table().mla[layer], places, plane)[1].contiguous()
 
 
 @_operator(
@@ -358,9 +358,8 @@ def _mla_prologue(
     lambda layer, q, plane, width, scale: q.new_empty(q.shape[0], width),
 )
 def _mla_absorbed(layer: int, q: Tensor, plane: Tensor, width: int, scale: float) -> Tensor:
-    return (
-        _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale).contiguous()
-    )
+    heads = _table().inner.mla_absorbed(q, _table().mla[layer], plane, _segment(), scale)
+    return hidden_of(heads).contiguous()
 
 
 @_operator(
@@ -381,9 +380,9 @@ def _gqa_prologue(
     v: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    return (
-        _table().inner.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, (k, v), slots).contiguous()
-    )
+    w = GQAWeights(q_norm, k_norm, eps)
+    places = TokenPlaces(cos, sin, slots)
+    return _table().inner.gqa_prologue(qkv, w, places, (k, v)).contiguous()
 
 
 @_operator(

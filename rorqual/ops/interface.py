@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rorqual.config.model import MLAConfig, MoEConfig
 from rorqual.ops import reference, rng
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.stretch import SCORES
@@ -138,6 +139,44 @@ def _stretches(
 
 
 @dataclass
+class TokenPlaces:
+    """Where a step's tokens stand: in their texts, by the angles that rotate them, cos and sin [T,
+    rope/2] fp32; and in the cache, by the `slots` [T] int64 that take their entries, page *
+    page_size + offset. Made once a step, read by every layer."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+
+
+@dataclass
+class PartialAttention:
+    """Attention over some of the keys of queries: `out` [Q, H, Dv] fp32 is what those alone give,
+    `total` [Q, H] fp32 the log-sum-exp of their scores."""
+
+    out: Tensor
+    total: Tensor
+
+    @staticmethod
+    def over_nothing(q: Tensor, width: int) -> PartialAttention:
+        """For queries q [Q, H, D] and values of `width` columns."""
+        return PartialAttention(
+            q.new_zeros(*q.shape[:2], width, dtype=torch.float32),
+            q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32),
+        )
+
+
+@dataclass
+class GQAWeights:
+    """The norms of one layer's queries and keys, one weight a column of a head, as gqa_prologue
+    takes them."""
+
+    q_norm: Tensor
+    k_norm: Tensor
+    eps: float
+
+
+@dataclass
 class MLAWeights:
     """One layer's attention weights, as mla_prologue and mla_absorbed take them.
 
@@ -157,7 +196,7 @@ class MLAWeights:
     interleaved: bool
     # the materialized form reads the query input; the others have no use for it
     keep_query_input: bool = False
-    pack: bool = False  # an fp8 product takes what attention gives
+    quantize_output: bool = False  # an fp8 product takes what attention gives
     layer: int = 0  # which layer of the model
     scratch: Any = None  # whatever a backend derives once a layer
 
@@ -216,25 +255,36 @@ class Ops:
         return reference.norm(x, weight, eps)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). pack: fp8 products follow, for which a backend may
-        quantize the norm in the same kernel; values may differ by the order of a sum."""
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
+        """(norm(x + residual), x + residual). quantize_output: fp8 products follow, for which a
+        backend may quantize the norm in the same kernel and return a NormOutput; values may differ
+        by the order of a sum."""
         return reference.add_norm(x, residual, weight, eps)
 
     def sum_add_norm(
-        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        gave: DeferredMoESum,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         """`add_norm` of the sum of what experts gave."""
-        return self.add_norm(gave.total(), residual, weight, eps, pack)
+        return self.add_norm(gave.total(), residual, weight, eps, quantize_output)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return reference.linear(x, weight, bias)
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return reference.linear(hidden_of(x), weight, bias)
 
     def swiglu(self, x: Tensor) -> Tensor:
         return reference.swiglu(x)
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         return self.linear(self.swiglu(self.linear(x, gate_up)), down)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -261,25 +311,23 @@ class Ops:
 
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """From hidden states x [T, hidden] to (query input [T, q_lora or hidden], queries [T, H,
         qk] rotated, cache entries).
 
-        Entries [T, C + rope] go to the latent `plane` at `slots`; without a plane they are returned
-        instead.
+        Entries [T, C + rope] go to the latent `plane`; without a plane they are returned instead.
         """
-        query, entries = self.mla_down(x, w, cos, sin)
-        return (x if w.q_b is None else query), *self.mla_up(
-            query, entries, w, cos, sin, plane, slots
-        )
+        query, entries = self.mla_down(x, w, places.cos, places.sin)
+        query_input = hidden_of(x) if w.q_b is None else query
+        return query_input, *self.mla_up(query, entries, w, places, plane)
 
-    def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def mla_down(
+        self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The half of the prologue that knows no heads: from x [T, hidden] to (the query's
         latent, normed [T, q_lora], cache entries [T, C + rope]: latent normed, key rotated).
         Without a query latent the first are the queries as they are, [T, H qk]."""
@@ -297,10 +345,8 @@ class Ops:
         query: Tensor,
         entries: Tensor,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """The other half, head by head: from what mla_down returns to (queries [T, H, qk]
         rotated, cache entries as mla_prologue has them). Rows of `query` and of `entries` may
@@ -311,15 +357,15 @@ class Ops:
         nope, turned = query.unflatten(-1, (mla.num_heads, mla.qk_dim)).split(
             (mla.nope_dim, mla.rope_dim), -1
         )
-        q = torch.cat((nope, self.rope(turned, cos, sin, w.interleaved)), -1)
+        q = torch.cat((nope, self.rope(turned, places.cos, places.sin, w.interleaved)), -1)
         if plane is None:
             return q, entries
-        self.write_latent(plane, slots, entries, mla.kv_lora_rank)
+        self.write_latent(plane, places.slots, entries, mla.kv_lora_rank)
         return q, None
 
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
-    ) -> Tensor:
+    ) -> Activation:
         """Absorbed attention over the latent cache: queries [T, H, qk] to heads side by side,
         [T, H v]. W_UK moves to the query, W_UV behind the sum, and neither rope nor latent parts
         are concatenated."""
@@ -329,30 +375,23 @@ class Ops:
         )
         return self.joined_heads(latent, w)
 
-    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
-        """From sums of latents [T, H, C] to heads side by side, [T, H v]."""
+    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
+        """From sums of latents [T, H, C] to heads side by side, [T, H v]. A backend may quantize
+        them in the same kernel where `quantize_output` of the weights says so."""
         return self.heads_matmul(latent, w.w_uv).flatten(1)
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
         """qkv [T, H + 2 G, D] to queries [T, H, D]: per-head norms and rope (halves) on queries
-        and keys; keys and values go to the `planes` (K, V) at `slots`."""
+        and keys; keys and values go to the `planes` (K, V) at their slots."""
         groups = planes[0].shape[2]
         heads = qkv.shape[1] - 2 * groups
         q, k, v = qkv.split((heads, groups, groups), 1)
-        qk = torch.cat((self.norm(q, q_norm, eps), self.norm(k, k_norm, eps)), 1)
-        q, k = self.rope(qk, cos, sin, interleaved=False).split((heads, groups), 1)
-        self.write_cache(planes[0], slots, k)
-        self.write_cache(planes[1], slots, v)
+        qk = torch.cat((self.norm(q, w.q_norm, w.eps), self.norm(k, w.k_norm, w.eps)), 1)
+        q, k = self.rope(qk, places.cos, places.sin, interleaved=False).split((heads, groups), 1)
+        self.write_cache(planes[0], places.slots, k)
+        self.write_cache(planes[1], places.slots, v)
         return q
 
     def attention(
@@ -413,13 +452,12 @@ class Ops:
         v: Tensor,
         stretch: Stretch,
         scale: float,
-        out: Tensor,
-        total: Tensor,
+        found: PartialAttention,
     ) -> None:
         """Attention over one stretch, packed as `gather` returns it, joined with that over others.
 
-        q [Q, H, D], k [L, G, D], v [L, G, Dv]. out [Q, H, Dv] fp32 is what was found so far, total
-        [Q, H] fp32 the log-sum-exp of its scores, -inf at first; both are brought up to date.
+        q [Q, H, D], k [L, G, D], v [L, G, Dv]. `found` is what the stretches before gave, and is
+        brought up to date.
 
         Here by blocks of heads and queries: all scores would take more than keys and values do."""
         length = int(stretch.kv_lens)
@@ -438,8 +476,10 @@ class Ops:
             values = v[:length, some].float()
             for row in range(0, q.shape[0], rows):
                 at = (slice(row, row + rows), heads)
-                found = reference.partial_attention(q[at], keys, values, scale, first + row)
-                out[at], total[at] = reference.join_attention(out[at], total[at], *found)
+                more = reference.partial_attention(q[at], keys, values, scale, first + row)
+                found.out[at], found.total[at] = reference.join_attention(
+                    found.out[at], found.total[at], *more
+                )
 
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""
@@ -495,7 +535,7 @@ class Ops:
 
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         w: ExpertWeights,
@@ -503,19 +543,19 @@ class Ops:
     ) -> Tensor:
         """The weighted sum of each token's experts (reference.experts), and `base` [T, hidden]
         added to it: what shared experts gave."""
-        y = reference.experts(x, ids, weights, w)
+        y = reference.experts(hidden_of(x), ids, weights, w)
         return y if base is None else y + base
 
     def routed_experts(
-        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> Tensor:
         """`router` and `experts` in one, where all experts are here, by their logical number,
         and nobody else asks for ids and weights."""
-        ids, weights = self.router(x, router)
+        ids, weights = self.router(hidden_of(x), router)
         return self.experts(x, ids, weights, w, base)
 
     def experts_deferred(
-        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
         """`routed_experts` where `sum_add_norm` reads the result: a backend may leave the sum to
         that."""

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rorqual.ops.activation import Activation
 from rorqual.parallel.comm_counters import Traffic
 from rorqual.parallel.shard import Shard
 
-AddNormFn = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+AddNormFn = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Activation, Tensor]]
 
 
 class PendingCollective(Protocol):
@@ -89,7 +90,7 @@ class Axis(Protocol):
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         """(norm(sum of x over ranks + residual), that sum + residual); `plain` is the same
         without ranks."""
         ...
@@ -166,7 +167,7 @@ class NullAxis:
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         return plain(x, residual, weight, eps)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rorqual.ops.activation import Activation
 from rorqual.parallel.collectives import (
     AddNormFn,
     ExpertRows,
@@ -74,7 +75,7 @@ class GroupAxis:
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plain: AddNormFn
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         if self.fused is not None and self.fused.takes(x, residual):
             self.count("all_reduce", x.nbytes)
             return self.fused.add_norm(x, residual, weight, eps)

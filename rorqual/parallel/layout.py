@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from rorqual.config.parallel import ParallelConfig
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput, summed
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
 from rorqual.parallel.shard import Shard
 
-MLP = Callable[[Tensor, Weight, Weight], Tensor]
+MLP = Callable[[Activation, Weight, Weight], Tensor]
 
 
 class MeshView(Protocol):
@@ -53,7 +54,7 @@ class AddNorm(Protocol):
 
     def add(
         self, x: NormInput, residual: Tensor | None, axis: Axis | None = None
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Activation, Tensor]: ...
 
 
 class Layout:
@@ -98,24 +99,24 @@ class Layout:
         of the residual stream here."""
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Activation) -> Activation:
         """The way back: rows of the residual stream here to those of all tokens of this
         data-parallel rank."""
         return x
 
     def to_attention(
         self, norm: AddNorm, x: NormInput, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         """(norm(x + residual), the residual stream), of the rows here: attention asks for the
         others with `gather`. x as a feed-forward layer returns it; no residual: as `enter` does."""
         return norm.add(x, residual)
 
-    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Activation, Tensor]:
         """(norm(x + residual) for the feed-forward, the residual stream). x as attention returns
         it."""
         return norm.add(x, residual)
 
-    def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def dense(self, mlp: MLP, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         """A feed-forward layer whose columns are split over the dense group: gather its rows,
         compute, scatter the partial sums."""
         return mlp(x, gate_up, down)
@@ -124,8 +125,9 @@ class Layout:
         """Normed hidden states of the chosen `rows` of this data-parallel rank (None: all), on
         every rank of tp."""
         if rows is None:
-            return norm.add(x, residual)[0]
-        return norm.add(summed(x).index_select(0, rows), residual.index_select(0, rows))[0]
+            return hidden_of(norm.add(x, residual)[0])
+        picked = (summed(x).index_select(0, rows), residual.index_select(0, rows))
+        return hidden_of(norm.add(*picked)[0])
 
 
 class MultiRankLayout(Layout):
@@ -161,10 +163,13 @@ class MultiRankLayout(Layout):
         start = sum(self.moe_rows[: self.dense_first])
         return slice(start, start + sum(self.dense_counts))
 
-    def dense(self, mlp: MLP, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def dense(self, mlp: MLP, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         axis = self.dense_axis
+        if axis.size == 1:
+            return mlp(x, gate_up, down)
         counts = self.dense_counts
-        return axis.reduce_scatter(mlp(axis.all_gather(x, counts), gate_up, down), counts)
+        rows = axis.all_gather(hidden_of(x), counts)
+        return axis.reduce_scatter(mlp(rows, gate_up, down), counts)
 
     def embed_counts(self) -> list[int]:
         return [self.tokens[rank] for rank in self.mesh.dp_ranks("embed")]
@@ -184,17 +189,17 @@ class Replicated(MultiRankLayout):
 
     def to_attention(
         self, norm: AddNorm, x: NormInput, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Activation, Tensor]:
         return norm.add(x, residual, None if residual is None else self.mesh.tp)
 
-    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Activation, Tensor]:
         return norm.add(x, residual, self.mesh.tp)
 
     def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:
         if rows is not None:
             x = summed(x).index_select(0, rows)
             residual = residual.index_select(0, rows)
-        return norm.add(x, residual, self.mesh.tp)[0]
+        return hidden_of(norm.add(x, residual, self.mesh.tp)[0])
 
 
 class Sharded(MultiRankLayout):
@@ -227,10 +232,10 @@ class Sharded(MultiRankLayout):
         start, stop = self.mesh.tp.shard.span(x.shape[0])
         return x[start:stop]
 
-    def gather(self, x: Tensor) -> Tensor:
-        return self.mesh.tp.all_gather(x, self.counts)
+    def gather(self, x: Activation) -> Tensor:
+        return self.mesh.tp.all_gather(hidden_of(x), self.counts)
 
-    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def to_ffn(self, norm: AddNorm, x: Tensor, residual: Tensor) -> tuple[Activation, Tensor]:
         return norm.add(self.mesh.tp.reduce_scatter(x, self.counts), residual)
 
     def leave(self, norm: AddNorm, x: NormInput, residual: Tensor, rows: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ BEFORE = """
 import json
 import torch
 from rorqual.ops.reference import FP8, Weight
-from rorqual.ops.triton.rowwise.quantize import Quantized
+from rorqual.ops.activation import Quantized
 from tests.emulation.cross_compile import SHARED, compiling
 def quantized(tokens, columns):
     return Quantized(torch.empty(tokens, columns, dtype=FP8), torch.empty(columns // 128,

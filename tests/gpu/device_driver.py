@@ -17,7 +17,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import AttentionMetadata, Ops
+from rorqual.ops.interface import AttentionMetadata, Ops, TokenPlaces
 from rorqual.parallel.overlap import run_one
 
 Forms = tuple[str, str]  # MLA form of prefill, of decode
@@ -100,13 +100,11 @@ class DeviceDriver:
             self.tables.to(self.device), torch.tensor(stops).to(self.device), lens, bounds
         )
         positions = positions.to(self.device)
-        cos, sin = self.model.rotary.rows(positions)
+        places = TokenPlaces(*self.model.rotary.rows(positions), slots.to(self.device))
         ids = torch.cat(tokens).to(self.device)
         parts = {"decode": segment} if decode else {"prefill": segment}
         everything = torch.arange(len(ids), device=self.device)
-        return ForwardBatch(
-            ids, positions, slots.to(self.device), cos, sin, everything, self.pool, **parts
-        )
+        return ForwardBatch(ids, positions, places, everything, self.pool, **parts)
 
     @torch.inference_mode()
     def logits(self, step: ForwardBatch) -> Tensor:

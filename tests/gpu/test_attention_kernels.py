@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from rorqual.bench.kernels.attention import attend, exact_entries
-from rorqual.ops.interface import AttentionMetadata, shares_of
+from rorqual.ops.interface import AttentionMetadata, PartialAttention, shares_of
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention import prefill
@@ -225,14 +225,13 @@ def test_prefill_by_stretches(queries: int, length: int, size: int) -> None:
     tables = torch.zeros(1, 40, dtype=torch.int64, device="cuda")
     lens = torch.tensor([length], device="cuda")
     (share,) = shares_of(AttentionMetadata(tables, lens, (queries,), (length + 30,)), size, 64)
-    out = torch.zeros(queries, 16, 128, device="cuda")
-    total = torch.full((queries, 16), float("-inf"), device="cuda")
+    found = PartialAttention.over_nothing(q, 128)
     begin = 0
     for stretch in share.segments:
         own = slice(begin, begin + stretch.max_kv_lens[0])
-        TritonOps().stretch_attention(q, k[own], v[own], stretch, 8.0, out, total)
+        TritonOps().stretch_attention(q, k[own], v[own], stretch, 8.0, found)
         begin = own.stop
-    check(out.to(BF16), attend(q, k[:length], v[:length], 8.0))
+    check(found.out.to(BF16), attend(q, k[:length], v[:length], 8.0))
 
 
 @pytest.mark.parametrize(("heads", "groups", "widths"), [(16, 16, (192, 128)), (8, 2, (128, 128))])

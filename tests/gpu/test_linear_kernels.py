@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 from rorqual.bench.kernels import gemm_and_experts as bench
 from rorqual.ops import reference
-from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
+from rorqual.ops.triton.gemm.fp8_gemm import linear
+from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
 from rorqual.ops.triton.rowwise.quantize import quantize
 from rorqual.ops.triton.runtime.launch import is_hopper
 
@@ -22,21 +23,18 @@ if not is_hopper(DEVICE):
     pytest.skip("needs compute capability 9", allow_module_level=True)
 SHAPES = [(2112, 7168), (400, 640), (7168, 2048), (1536, 128)]
 FEW = [
-    LinearPlan(8, 128, 8, 6, split=64, stream=True),
-    LinearPlan(16, 64, 4, 9, split=4, stream=True),
-    LinearPlan(32, 128, 8, 5, split=64, waves=2, stream=True),
-    LinearPlan(64, 64, 4, 6, split=1, waves=2, stream=True),
-    LinearPlan(64, 128, 8, 4, split=64, stream=True),
-    LinearPlan(128, 128, 8, 6, split=2, stream=True),
-    LinearPlan(128, 64, 4, 3, split=4, waves=2, stream=True),
+    StreamKPlan(8, 128, 8, 6, split=64),
+    StreamKPlan(16, 64, 4, 9, split=4),
+    StreamKPlan(32, 128, 8, 5, split=64, waves=2),
+    StreamKPlan(64, 64, 4, 6, split=1, waves=2),
+    StreamKPlan(64, 128, 8, 4, split=64),
+    StreamKPlan(128, 128, 8, 6, split=2),
+    StreamKPlan(128, 64, 4, 3, split=4, waves=2),
 ]
-MANY = [
-    LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True)
-    for m, stages in ((256, 4), (256, 2), (128, 6))
-]
+MANY = [PersistentPlan(m, stages) for m, stages in ((256, 4), (256, 2), (128, 6))]
 
 
-def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
+def check(plan: StreamKPlan | PersistentPlan, rows: int, columns: int, tokens: int) -> None:
     torch.manual_seed(tokens)
     weight = bench.random_weight("fp8", DEVICE, rows, columns)
     x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
@@ -64,13 +62,13 @@ def check(plan: LinearPlan, rows: int, columns: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("plan", FEW, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_few_tokens(plan: LinearPlan, rows: int, columns: int) -> None:
+def test_few_tokens(plan: StreamKPlan, rows: int, columns: int) -> None:
     for tokens in (plan.m, plan.m - 1, max(1, plan.m // 2 - 3), plan.m + 1, 3 * plan.m + 1):
         check(plan, rows, columns, tokens)
 
 
 @pytest.mark.parametrize("plan", MANY, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_many_tokens(plan: LinearPlan, rows: int, columns: int) -> None:
+def test_many_tokens(plan: PersistentPlan, rows: int, columns: int) -> None:
     for tokens in (plan.m, 129, 5, 4200, 700):
         check(plan, rows, columns, tokens)

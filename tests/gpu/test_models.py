@@ -194,15 +194,14 @@ def test_fp8_latent_cache_gives_the_cpus_logits(
     assert torch.cosine_similarity(got, want, dim=-1).min() > 0.999
 
 
-INPUTS = ("token_ids", "positions", "slot_mapping", "cos", "sin")
-
-
 def refill(step: ForwardBatch, other: ForwardBatch) -> None:
     """Give a captured step another step's data."""
     assert step.decode
     assert other.decode
-    for name in INPUTS:
-        getattr(step, name).copy_(getattr(other, name))
+    step.token_ids.copy_(other.token_ids)
+    step.positions.copy_(other.positions)
+    for mine, theirs in zip(vars(step.places).values(), vars(other.places).values(), strict=True):
+        mine.copy_(theirs)
     step.decode.kv_lens.copy_(other.decode.kv_lens)
 
 

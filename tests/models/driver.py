@@ -17,7 +17,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import AttentionMetadata, Ops
+from rorqual.ops.interface import AttentionMetadata, Ops, TokenPlaces
 from rorqual.parallel.overlap import run, run_one
 
 CPU = torch.device("cpu")
@@ -84,12 +84,10 @@ class Driver:
         segment = AttentionMetadata(
             tables, torch.tensor(stops), tuple(map(len, tokens)), tuple(stops)
         )
-        cos, sin = self.model.rotary.rows(positions)
+        places = TokenPlaces(*self.model.rotary.rows(positions), slots)
         ids = torch.cat(tokens)
         parts = {"decode": segment} if decode else {"prefill": segment}
-        return ForwardBatch(
-            ids, positions, slots, cos, sin, torch.arange(len(ids)), self.pool, **parts
-        )
+        return ForwardBatch(ids, positions, places, torch.arange(len(ids)), self.pool, **parts)
 
     @torch.inference_mode()
     def logits(self, step: ForwardBatch) -> Tensor:

@@ -21,6 +21,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.ops import reference
+from rorqual.ops.activation import Activation
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights
@@ -59,8 +60,13 @@ class Deferring(Ops):
         return DeferredMoESum(y.flatten(0, 1), None, weights, base, plain_sum)
 
     def sum_add_norm(
-        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        gave: DeferredMoESum,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         self.taken += 1
         return super().sum_add_norm(gave, residual, weight, eps)
 

@@ -10,7 +10,7 @@ import torch
 
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import Ops
+from rorqual.ops.interface import Ops, TokenPlaces
 from rorqual.planner.costs.costs import attention_parameters
 from tests.models.checkpoints import (
     OPTIONS,
@@ -95,10 +95,11 @@ def test_mixed_step_equals_separate_steps(saved):
     driver.logits(driver.step([ids[0, :10]], [0], decode=False))
     first = driver.step([ids[0, 10:11]], [10], decode=True)
     second = driver.step([ids[1, :6]], [0], decode=False, request=1)
-    names = ("token_ids", "positions", "slot_mapping", "cos", "sin")
-    joined = {name: torch.cat((getattr(first, name), getattr(second, name))) for name in names}
+    pairs = zip(vars(first.places).values(), vars(second.places).values(), strict=True)
     step = ForwardBatch(
-        **joined,
+        token_ids=torch.cat((first.token_ids, second.token_ids)),
+        positions=torch.cat((first.positions, second.positions)),
+        places=TokenPlaces(*map(torch.cat, pairs)),
         logit_rows=torch.arange(7),
         pool=driver.pool,
         decode=first.decode,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rorqual.ops import interface, reference
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import AttentionMetadata, Ops, Stretch, shares_of
+from rorqual.ops.interface import AttentionMetadata, Ops, PartialAttention, Stretch, shares_of
 
 HEADS = 6
 GROUPS = 3
@@ -69,15 +69,14 @@ def test_blocks_of_heads_and_queries(
     tables = torch.arange(12)[None]
     segment = AttentionMetadata(tables, torch.tensor([40]), (11,), (bound,), exact=bound == 40)
     (share,) = shares_of(segment, 8, PAGE)
-    out = torch.zeros(11, HEADS, 8)
-    total = torch.full((11, HEADS), -math.inf)
+    found = PartialAttention.over_nothing(q, 8)
     begin = 0
     for stretch in share.segments:
         assert isinstance(stretch, Stretch)
         own = slice(begin, begin + 8)
-        Ops().stretch_attention(q, k[own], v[own], stretch, SCALE, out, total)
+        Ops().stretch_attention(q, k[own], v[own], stretch, SCALE, found)
         begin += 8
-    torch.testing.assert_close(out, reference.causal_attention(q, k, v, SCALE))
+    torch.testing.assert_close(found.out, reference.causal_attention(q, k, v, SCALE))
 
 
 def shared(lens: tuple[int, ...], queries: tuple[int, ...], tokens: int) -> list:

@@ -13,7 +13,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import kv_spec
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.overlap import chain, run, run_one
 
 CPU = torch.device("cpu")
@@ -123,15 +123,13 @@ class RankDriver:
             segment = AttentionMetadata(
                 self.tables[list(mine)], torch.tensor(stops), lengths, stops
             )
-        cos, sin = self.model.rotary.rows(positions)
+        places = TokenPlaces(*self.model.rotary.rows(positions), slots)
         kind = {"decode": segment} if turn.decode else {"prefill": segment}
         everything = torch.arange(len(positions))
         return ForwardBatch(
             ids[owner, positions],
             positions,
-            slots,
-            cos,
-            sin,
+            places,
             everything,
             self.pool,
             layout=layout,

@@ -135,6 +135,130 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
+def shape_name(requests: int, longest: int, heads: str, queries: int, mixed: bool) -> str:
+    return (
+        f"B{requests} S{longest}{heads}"
+        + (f" q{queries}" if queries > 1 else "")
+        + (" mixed" if mixed else "")
+    )
+
+
+def unwritten(*shape: int, device: torch.device) -> Tensor:
+    return torch.full(shape, float("nan"), device=device, dtype=torch.bfloat16)
+
+
+def some_requests(requests: int) -> range:
+    """Those that --check computes anew."""
+    return range(0, requests, max(1, requests // CHECKED))
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    requests: int
+    longest: int
+    heads: int
+    queries: int
+    fp8: bool
+    mixed: bool
+
+    @property
+    def lens(self) -> list[int]:
+        return lengths(self.requests, self.longest, self.mixed)
+
+    @property
+    def moved(self) -> int:
+        row = 656 if self.fp8 else 1152
+        each = self.heads * (512 + 64 + 512) * 2
+        return sum(self.lens) * row + self.requests * self.queries * each
+
+
+class MlaSetup:
+    """The data of a case, and calls over it."""
+
+    def __init__(self, shape: MlaShape, device: torch.device):
+        self.shape = shape
+        self.lens = shape.lens
+        self.scale = 192**-0.5
+        self.copies = copies_of(shape.moved)
+        tokens = shape.requests * shape.queries
+        self.tables = block_tables(self.copies, shape.requests, shape.longest, device)
+        values = torch.randn(
+            self.tables.numel() + 1, PAGE, 576, device=device, dtype=torch.bfloat16
+        )
+        self.cache = fp8_cache(values) if shape.fp8 else values
+        self.q_latent, self.q_rope = (
+            torch.randn(
+                self.copies, tokens, shape.heads, width, device=device, dtype=torch.bfloat16
+            )
+            for width in (512, 64)
+        )
+        self.kv_lens = torch.tensor(self.lens, device=device)
+        self.out = unwritten(tokens, shape.heads, 512, device=device)
+        self.plans: dict[Any, Any] = {}
+
+    def call(self, i: int, config: Any) -> Tensor:
+        shape = self.shape
+        if config not in self.plans:
+            self.plans[config] = mla.mla_plan(
+                self.kv_lens, shape.longest, shape.queries, shape.heads, 512, config
+            )
+        return mla.mla_decode(
+            self.q_latent[i],
+            self.q_rope[i],
+            self.cache,
+            self.tables[i],
+            self.kv_lens,
+            self.scale,
+            shape.longest,
+            self.plans[config],
+            self.out,
+            config,
+        )
+
+    def error(self, got: Tensor) -> float:
+        queries = self.shape.queries
+        some = some_requests(self.shape.requests)
+        expected = []
+        for r in some:
+            entries = self.cache[self.tables[0, r].long()].flatten(0, 1)[: self.lens[r]]
+            entries = (exact_entries(entries) if self.shape.fp8 else entries)[:, None]
+            at = slice(r * queries, (r + 1) * queries)
+            q = torch.cat((self.q_latent[0, at], self.q_rope[0, at]), -1)
+            expected.append(attend(q, entries, entries[..., :512], self.scale))
+        return relative([got[r * queries : (r + 1) * queries] for r in some], expected)
+
+    def setup(self) -> AttentionSetup:
+        shape = self.shape
+        rows = shape.queries * shape.heads
+        configs = [
+            mla.config_for(self.q_latent, rows, shape.fp8, shape.requests, shape.longest),
+            *mla.configs_for(rows, self.q_latent.dtype, shape.fp8),
+        ]
+        data = (self.q_latent, self.q_rope, self.cache, self.tables, self.kv_lens, self.scale)
+        others = {}
+        if shape.queries == 1 and not shape.fp8 and not shape.mixed:
+            others = {
+                "FlashMLA": partial(peers.flash_mla, *data),
+                "FA3": partial(peers.fa3_mla, *data),
+            }
+        named = {"dtype": "bfloat16", "cache": "fp8" if shape.fp8 else "plain", "rows": rows}
+        return AttentionSetup(
+            self.out,
+            [partial(self.call, i) for i in range(self.copies)],
+            configs,
+            self.error,
+            {**named, **sizes_near(shape.requests, shape.longest)},
+            others,
+        )
+
+
+def fp8_cache(values: Tensor) -> Tensor:
+    cache = torch.empty(*values.shape[:2], 656, device=values.device, dtype=torch.uint8)
+    slots = torch.arange(cache.shape[0] * PAGE, device=values.device)
+    latent_fp8.write(cache, slots, values.flatten(0, 1), 512)
+    return cache
+
+
 def mla_case(
     requests: int,
     longest: int,
@@ -144,167 +268,228 @@ def mla_case(
     mixed: bool = False,
     peer: float | None = None,
 ) -> AttentionCase:
-    lens = lengths(requests, longest, mixed)
-    row = 656 if fp8 else 1152
-    scale = 192**-0.5
-    moved = sum(lens) * row + requests * queries * heads * (512 + 64 + 512) * 2
-
-    def setup(device: torch.device) -> AttentionSetup:
-        copies = copies_of(moved)
-        tokens = requests * queries
-        tables = block_tables(copies, requests, longest, device)
-        values = torch.randn(tables.numel() + 1, PAGE, 576, device=device, dtype=torch.bfloat16)
-        cache = values
-        if fp8:
-            cache = torch.empty(*values.shape[:2], 656, device=device, dtype=torch.uint8)
-            latent_fp8.write(
-                cache, torch.arange(cache.shape[0] * PAGE, device=device), values.flatten(0, 1), 512
-            )
-            del values
-        q_latent = torch.randn(copies, tokens, heads, 512, device=device, dtype=torch.bfloat16)
-        q_rope = torch.randn(copies, tokens, heads, 64, device=device, dtype=torch.bfloat16)
-        kv_lens = torch.tensor(lens, device=device)
-        out = torch.full((tokens, heads, 512), float("nan"), device=device, dtype=torch.bfloat16)
-        plans: dict[Any, Any] = {}
-
-        def call(i: int, config: Any) -> Tensor:
-            if config not in plans:
-                plans[config] = mla.mla_plan(kv_lens, longest, queries, heads, 512, config)
-            return mla.mla_decode(
-                q_latent[i],
-                q_rope[i],
-                cache,
-                tables[i],
-                kv_lens,
-                scale,
-                longest,
-                plans[config],
-                out,
-                config,
-            )
-
-        def error(got: Tensor) -> float:
-            some = range(0, requests, max(1, requests // CHECKED))
-            expected = []
-            for r in some:
-                entries = cache[tables[0, r].long()].flatten(0, 1)[: lens[r]]
-                entries = (exact_entries(entries) if fp8 else entries)[:, None]
-                at = slice(r * queries, (r + 1) * queries)
-                expected.append(
-                    attend(
-                        torch.cat((q_latent[0, at], q_rope[0, at]), -1),
-                        entries,
-                        entries[..., :512],
-                        scale,
-                    )
-                )
-            return relative([got[r * queries : (r + 1) * queries] for r in some], expected)
-
-        configs = [
-            mla.config_for(q_latent, queries * heads, fp8, requests, longest),
-            *mla.configs_for(queries * heads, q_latent.dtype, fp8),
-        ]
-        shape = {"dtype": "bfloat16", "cache": "fp8" if fp8 else "plain", "rows": queries * heads}
-        data = (q_latent, q_rope, cache, tables, kv_lens, scale)
-        others = {}
-        if queries == 1 and not fp8 and not mixed:
-            others = {
-                "FlashMLA": partial(peers.flash_mla, *data),
-                "FA3": partial(peers.fa3_mla, *data),
-            }
-        return AttentionSetup(
-            out,
-            [partial(call, i) for i in range(copies)],
-            configs,
-            error,
-            {**shape, **sizes_near(requests, longest)},
-            others,
-        )
-
-    name = (
-        f"B{requests} S{longest} H{heads}"
-        + (f" q{queries}" if queries > 1 else "")
-        + (" mixed" if mixed else "")
-    )
+    shape = MlaShape(requests, longest, heads, queries, fp8, mixed)
     return AttentionCase(
         "mla fp8" if fp8 else "mla",
-        name,
-        moved,
-        2 * sum(lens) * heads * queries * 1088,
-        setup,
+        shape_name(requests, longest, f" H{heads}", queries, mixed),
+        shape.moved,
+        2 * sum(shape.lens) * heads * queries * 1088,
+        lambda device: MlaSetup(shape, device).setup(),
         peer,
     )
+
+
+@dataclass(frozen=True)
+class GqaShape:
+    requests: int
+    longest: int
+    queries: int
+    mixed: bool
+    heads: int = 32
+    groups: int = 4
+    width: int = 128
+
+    @property
+    def lens(self) -> list[int]:
+        return lengths(self.requests, self.longest, self.mixed)
+
+    @property
+    def moved(self) -> int:
+        rows = self.requests * self.queries * self.heads
+        return sum(self.lens) * 2 * self.groups * self.width * 2 + rows * self.width * 4
+
+
+class GqaSetup:
+    """As MlaSetup."""
+
+    def __init__(self, shape: GqaShape, device: torch.device):
+        self.shape = shape
+        self.lens = shape.lens
+        self.scale = shape.width**-0.5
+        self.copies = copies_of(shape.moved)
+        tokens = shape.requests * shape.queries
+        self.tables = block_tables(self.copies, shape.requests, shape.longest, device)
+        pages = (self.tables.numel() + 1, PAGE, shape.groups, shape.width)
+        self.k, self.v = (
+            torch.randn(*pages, device=device, dtype=torch.bfloat16) for _ in range(2)
+        )
+        rows = (tokens, shape.heads, shape.width)
+        self.q = torch.randn(self.copies, *rows, device=device, dtype=torch.bfloat16)
+        self.kv_lens = torch.tensor(self.lens, device=device)
+        self.out = unwritten(*rows, device=device)
+        self.plans: dict[Any, Any] = {}
+
+    def call(self, i: int, config: Any) -> Tensor:
+        shape = self.shape
+        if config not in self.plans:
+            sizes = (shape.longest, shape.queries, shape.heads, shape.groups, shape.width)
+            self.plans[config] = gqa.gqa_plan(self.kv_lens, *sizes, config)
+        return gqa.gqa_decode(
+            self.q[i],
+            self.k,
+            self.v,
+            self.tables[i],
+            self.kv_lens,
+            self.scale,
+            shape.longest,
+            self.plans[config],
+            self.out,
+            config,
+        )
+
+    def error(self, got: Tensor) -> float:
+        queries = self.shape.queries
+        some = some_requests(self.shape.requests)
+        expected = []
+        for r in some:
+            keys, values = (
+                x[self.tables[0, r].long()].flatten(0, 1)[: self.lens[r]] for x in (self.k, self.v)
+            )
+            at = slice(r * queries, (r + 1) * queries)
+            expected.append(attend(self.q[0, at], keys, values, self.scale))
+        return relative([got[r * queries : (r + 1) * queries] for r in some], expected)
+
+    def setup(self) -> AttentionSetup:
+        shape = self.shape
+        configs = [
+            gqa.config_for(self.q[0], self.k, shape.requests, shape.longest),
+            *gqa.configs_for(shape.requests, shape.longest, self.q.dtype),
+        ]
+        named = {
+            "dtype": "bfloat16",
+            "heads": shape.heads,
+            "groups": shape.groups,
+            "width": shape.width,
+        }
+        data = (self.q, self.k, self.v, self.tables, self.kv_lens, shape.queries, self.scale)
+        return AttentionSetup(
+            self.out,
+            [partial(self.call, i) for i in range(self.copies)],
+            configs,
+            self.error,
+            {**named, **sizes_near(shape.requests, shape.longest)},
+            {} if shape.mixed else {"FA3": partial(peers.fa3_paged, *data)},
+        )
 
 
 def gqa_case(
     requests: int, longest: int, queries: int = 1, mixed: bool = False, peer: float | None = None
 ) -> AttentionCase:
-    heads = 32
-    groups = 4
-    width = 128
-    lens = lengths(requests, longest, mixed)
-    moved = sum(lens) * 2 * groups * width * 2 + requests * queries * heads * width * 4
+    shape = GqaShape(requests, longest, queries, mixed)
+    return AttentionCase(
+        "gqa",
+        shape_name(requests, longest, "", queries, mixed),
+        shape.moved,
+        4 * sum(shape.lens) * shape.heads * queries * shape.width,
+        lambda device: GqaSetup(shape, device).setup(),
+        peer,
+    )
 
-    def setup(device: torch.device) -> AttentionSetup:
-        copies = copies_of(moved)
-        tokens = requests * queries
-        tables = block_tables(copies, requests, longest, device)
-        k, v = (
-            torch.randn(
-                tables.numel() + 1, PAGE, groups, width, device=device, dtype=torch.bfloat16
-            )
-            for _ in range(2)
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """widths: of keys and of values; paged: from the cache, else packed."""
+
+    requests: int
+    chunk: int
+    prefix: int
+    heads: int
+    groups: int
+    widths: tuple[int, int]
+    paged: bool
+
+    @property
+    def length(self) -> int:
+        return self.prefix + self.chunk
+
+    @property
+    def moved(self) -> float:
+        rows = self.chunk * self.heads + self.length * self.groups
+        return 2.0 * self.requests * rows * sum(self.widths)
+
+    @property
+    def flops(self) -> float:
+        pairs = self.requests * self.chunk * (self.prefix + (self.chunk + 1) / 2)
+        return 2 * pairs * self.heads * sum(self.widths)
+
+
+class PrefillSetup:
+    """As MlaSetup."""
+
+    def __init__(self, shape: PrefillShape, device: torch.device):
+        new = partial(torch.randn, device=device, dtype=torch.bfloat16)
+        requests = shape.requests
+        self.shape = shape
+        self.scale = shape.widths[0] ** -0.5
+        self.copies = copies_of(shape.moved)
+        self.q = new(self.copies, requests * shape.chunk, shape.heads, shape.widths[0])
+        self.query_starts = torch.arange(requests + 1, device=device) * shape.chunk
+        self.key_starts = torch.arange(requests, device=device) * shape.length
+        self.kv_lens = torch.full((requests,), shape.length, device=device)
+        self.tables = block_tables(self.copies, requests, shape.length, device)
+        self.k, self.v = (
+            new(self.tables.numel() + 1, PAGE, shape.groups, width)
+            if shape.paged
+            else new(self.copies, requests * shape.length, shape.groups, width)
+            for width in shape.widths
         )
-        q = torch.randn(copies, tokens, heads, width, device=device, dtype=torch.bfloat16)
-        kv_lens = torch.tensor(lens, device=device)
-        out = torch.full((tokens, heads, width), float("nan"), device=device, dtype=torch.bfloat16)
-        plans: dict[Any, Any] = {}
+        rows = (requests * shape.chunk, shape.heads, shape.widths[1])
+        self.out = unwritten(*rows, device=device)
 
-        def call(i: int, config: Any) -> Tensor:
-            if config not in plans:
-                plans[config] = gqa.gqa_plan(
-                    kv_lens, longest, queries, heads, groups, width, config
-                )
-            return gqa.gqa_decode(
-                q[i], k, v, tables[i], kv_lens, width**-0.5, longest, plans[config], out, config
-            )
+    def call(self, i: int, config: Any) -> Tensor:
+        q = self.q[i]
+        lens, chunk = self.kv_lens, self.shape.chunk
+        if self.shape.paged:
+            data = (q, self.k, self.v, self.tables[i], self.query_starts)
+            return prefill.paged_prefill(*data, lens, chunk, self.scale, self.out, config)
+        packed = (q, self.k[i], self.v[i], self.query_starts, self.key_starts)
+        return prefill.dense_prefill(*packed, lens, chunk, self.scale, self.out, config)
 
-        def error(got: Tensor) -> float:
-            some = range(0, requests, max(1, requests // CHECKED))
-            expected = []
-            for r in some:
-                keys, values = (x[tables[0, r].long()].flatten(0, 1)[: lens[r]] for x in (k, v))
-                expected.append(
-                    attend(q[0, r * queries : (r + 1) * queries], keys, values, width**-0.5)
-                )
-            return relative([got[r * queries : (r + 1) * queries] for r in some], expected)
+    def error(self, got: Tensor) -> float:
+        shape = self.shape
+        r = shape.requests - 1
+        own = self.tables[0, r].long()
+        keys, values = (
+            (x[own].flatten(0, 1) if shape.paged else x[0, r * shape.length :])[: shape.length]
+            for x in (self.k, self.v)
+        )
+        at = slice(r * shape.chunk, (r + 1) * shape.chunk)
+        few = [0, shape.heads - 1]
+        groups_of = [h // (shape.heads // shape.groups) for h in few]
+        expected = attend(
+            self.q[0, at][:, few], keys[:, groups_of], values[:, groups_of], self.scale
+        )
+        return relative([got[at][:, few]], [expected])
 
+    def setup(self) -> AttentionSetup:
+        shape = self.shape
+        (width, _) = shape.widths
         configs = [
-            gqa.config_for(q[0], k, requests, longest),
-            *gqa.configs_for(requests, longest, q.dtype),
+            prefill.config_for(self.q[0], shape.groups, shape.paged, shape.chunk),
+            *prefill.configs_for(width, self.q.dtype),
         ]
-        shape = {
+        named = {
             "dtype": "bfloat16",
-            "heads": heads,
-            "groups": groups,
+            "heads": shape.heads,
+            "groups": shape.groups,
             "width": width,
-            **sizes_near(requests, longest),
+            "paged": shape.paged,
+            "queries": tuning.near(shape.chunk),
         }
-        others = (
-            {}
-            if mixed
-            else {"FA3": partial(peers.fa3_paged, q, k, v, tables, kv_lens, queries, width**-0.5)}
+        data = (self.q, self.k, self.v)
+        other = (
+            partial(peers.fa3_paged, *data, self.tables, self.kv_lens, shape.chunk, self.scale)
+            if shape.paged
+            else partial(peers.fa3_dense, *data, shape.requests, self.scale)
         )
         return AttentionSetup(
-            out, [partial(call, i) for i in range(copies)], configs, error, shape, others
+            self.out,
+            [partial(self.call, i) for i in range(self.copies)],
+            configs,
+            self.error,
+            named,
+            {"FA3": other},
         )
-
-    name = (
-        f"B{requests} S{longest}"
-        + (f" q{queries}" if queries > 1 else "")
-        + (" mixed" if mixed else "")
-    )
-    return AttentionCase("gqa", name, moved, 4 * sum(lens) * heads * queries * width, setup, peer)
 
 
 def prefill_case(
@@ -316,83 +501,13 @@ def prefill_case(
     widths: tuple[int, int],
     paged: bool,
 ) -> AttentionCase:
-    (width, v_width) = widths
-    length = prefix + chunk
-    pairs = requests * chunk * (prefix + (chunk + 1) / 2)
-    moved = (
-        2.0 * requests * (chunk * heads * (width + v_width) + length * groups * (width + v_width))
-    )
-
-    def setup(device: torch.device) -> AttentionSetup:
-        new = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)  # noqa: E731
-        copies = copies_of(moved)
-        q = new(copies, requests * chunk, heads, width)
-        query_starts = torch.arange(requests + 1, device=device) * chunk
-        key_starts = torch.arange(requests, device=device) * length
-        kv_lens = torch.full((requests,), length, device=device)
-        tables = block_tables(copies, requests, length, device)
-        k, v = (
-            new(tables.numel() + 1, PAGE, groups, w)
-            if paged
-            else new(copies, requests * length, groups, w)
-            for w in widths
-        )
-        out = torch.full(
-            (requests * chunk, heads, v_width), float("nan"), device=device, dtype=torch.bfloat16
-        )
-        scale = width**-0.5
-
-        def call(i: int, config: Any) -> Tensor:
-            if paged:
-                return prefill.paged_prefill(
-                    q[i], k, v, tables[i], query_starts, kv_lens, chunk, scale, out, config
-                )
-            return prefill.dense_prefill(
-                q[i], k[i], v[i], query_starts, key_starts, kv_lens, chunk, scale, out, config
-            )
-
-        def error(got: Tensor) -> float:
-            r = requests - 1
-            keys, values = (
-                (x[tables[0, r].long()].flatten(0, 1) if paged else x[0, r * length :])[:length]
-                for x in (k, v)
-            )
-            at = slice(r * chunk, (r + 1) * chunk)
-            few = [0, heads - 1]
-            groups_of = [h // (heads // groups) for h in few]
-            return relative(
-                [got[at][:, few]],
-                [attend(q[0, at][:, few], keys[:, groups_of], values[:, groups_of], scale)],
-            )
-
-        configs = [
-            prefill.config_for(q[0], groups, paged, chunk),
-            *prefill.configs_for(width, q.dtype),
-        ]
-        shape = {
-            "dtype": "bfloat16",
-            "heads": heads,
-            "groups": groups,
-            "width": width,
-            "paged": paged,
-            "queries": tuning.near(chunk),
-        }
-        other = (
-            partial(peers.fa3_paged, q, k, v, tables, kv_lens, chunk, scale)
-            if paged
-            else partial(peers.fa3_dense, q, k, v, requests, scale)
-        )
-        return AttentionSetup(
-            out, [partial(call, i) for i in range(copies)], configs, error, shape, {"FA3": other}
-        )
-
-    name = f"R{requests} Q{chunk}+{prefix} H{heads}/{groups} {width}/{v_width}"
+    shape = PrefillShape(requests, chunk, prefix, heads, groups, widths, paged)
     return AttentionCase(
         "prefill paged" if paged else "prefill",
-        name,
-        moved,
-        2 * pairs * heads * (width + v_width),
-        setup,
+        f"R{requests} Q{chunk}+{prefix} H{heads}/{groups} {widths[0]}/{widths[1]}",
+        shape.moved,
+        shape.flops,
+        lambda device: PrefillSetup(shape, device).setup(),
     )
 
 

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from rorqual.bench.kernels import vllm_kernels as peers
 from rorqual.ops import reference
+from rorqual.ops.activation import Quantized, hidden_of
+from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.rowwise import norm
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
+from rorqual.ops.triton.rowwise.quantize import quantize, quantized
 from rorqual.ops.triton.runtime.precompile import compiling
 
 BANDWIDTH = 4.3e12
@@ -448,9 +450,9 @@ def norm_setup(tokens: int, quant: bool, device: torch.device) -> KernelSetup:
         expected, _ = reference.add_norm(sets[0][0], sets[0][1], weight, 1e-6)
         out, _ = call(sets[0])
         return (
-            difference(unpacked(quantize(out)), reference.rounded_to_fp8(expected))
+            difference(unpacked(quantized(out)), reference.rounded_to_fp8(expected))
             if quant
-            else difference(out, expected)
+            else difference(hidden_of(out), expected)
         )
 
     return KernelSetup(
@@ -500,6 +502,7 @@ def latent_setup(tokens: int, fp8: bool, device: torch.device) -> KernelSetup:
     plane = torch.empty(pages, 64, 576, device=device, dtype=torch.bfloat16).fill_(float("nan"))
     plane = torch.full((pages, 64, 656), 255, device=device, dtype=torch.uint8) if fp8 else plane
     slots = torch.randperm(pages * 64, device=device)[:tokens]
+    places = TokenPlaces(cos, sin, slots)
     sets = rotated(
         tokens * 2112 * 2,
         lambda: torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16),
@@ -507,9 +510,7 @@ def latent_setup(tokens: int, fp8: bool, device: torch.device) -> KernelSetup:
     )
 
     def call(x: Tensor) -> Any:
-        return rope_kv_write.latent_epilogue(
-            x, q_weight, kv_weight, cos, sin, slots, plane, 1e-6, True
-        )
+        return rope_kv_write.latent_epilogue(x, q_weight, kv_weight, places, plane, 1e-6, True)
 
     def error() -> float:
         got = call(sets[0])
@@ -552,6 +553,7 @@ def heads_setup(tokens: int, device: torch.device) -> KernelSetup:
         float("nan")
     )
     slots = torch.randperm(pages * 64, device=device)[:tokens]
+    places = TokenPlaces(cos, sin, slots)
     sets = rotated(
         tokens * 5120 * 2,
         lambda: torch.randn(tokens, 5120, device=device, dtype=torch.bfloat16),
@@ -560,7 +562,7 @@ def heads_setup(tokens: int, device: torch.device) -> KernelSetup:
 
     def call(x: Tensor) -> Tensor:
         return rope_kv_write.heads_epilogue(
-            x, q_weight, k_weight, cos, sin, slots, planes[0], planes[1], 1e-6
+            x, GQAWeights(q_weight, k_weight, 1e-6), places, (planes[0], planes[1])
         )
 
     def error() -> float:

@@ -18,6 +18,7 @@ from rorqual.bench.kernels import gemm_and_experts as base
 from rorqual.bench.kernels.gemm_and_experts import Call, ExpertShape, KernelCase, KernelSetup
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.moe import align, combine, topk
@@ -242,7 +243,7 @@ def sum_norm_setup(
             y, None, torch.rand(tokens, top_k, device=device), None, combine.combine
         ), residual
 
-    def call(gave: DeferredMoESum, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def call(gave: DeferredMoESum, residual: Tensor) -> tuple[Activation, Tensor]:
         if way == "apart ":
             return norm.add_norm(gave.total(), residual, weight, 1e-6)
         with mock.patch.object(combine, "ROW_REGISTERS", 0 if way else combine.ROW_REGISTERS):
@@ -257,12 +258,13 @@ def sum_norm_setup(
         for mine, other in zip(
             found, norm.add_norm(gave.total(), residual, weight, 1e-6), strict=True
         ):
-            assert torch.equal(mine, other), "not the bits of the two kernels"
+            assert torch.equal(hidden_of(mine), hidden_of(other)), "not the bits of the two kernels"
         total = (
             gave.y.double().view(tokens, top_k, hidden) * gave.weights.double()[..., None]
         ).sum(1)
         return base.difference(
-            found[0], reference.add_norm(total, residual.double(), weight.double(), 1e-6)[0]
+            hidden_of(found[0]),
+            reference.add_norm(total, residual.double(), weight.double(), 1e-6)[0],
         )
 
     return KernelSetup([partial(call, *given) for given in sets], error, row * (top_k + 3))

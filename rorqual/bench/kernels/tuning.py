@@ -25,6 +25,7 @@ from rorqual.bench.kernels.gemm_and_experts import Call, Draw, ExpertShape
 from rorqual.config.model import MoEConfig
 from rorqual.ops.reference import ExpertWeights
 from rorqual.ops.triton.gemm import fp8_gemm, gemv
+from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
 from rorqual.ops.triton.moe import small_batch as direct
@@ -256,28 +257,28 @@ def tune_direct(
 ROOM = (66_000, 104_000, 200_000)
 
 
-def stream_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
+def stream_candidates(tokens: int) -> Iterator[StreamKPlan]:
     """Where two fit but one is launched, the next kernel's weights come while this one's parts
     are added up."""
     heights = (max(8, next_power(tokens)),) if tokens <= 128 else (64, 128) if tokens <= 512 else ()
     for m, n, room, split in itertools.product(heights, (64, 128), ROOM, (1, 2, 4, 64)):
         stages = min(16, room // ((n + m) * 128))
         for waves in range(1, 228_000 // room + 1) if stages > 1 else ():
-            yield fp8_gemm.LinearPlan(m, n, n // 16, stages, split=split, waves=waves, stream=True)
+            yield StreamKPlan(m, n, n // 16, stages, split=split, waves=waves)
 
 
-def tall_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
+def persistent_candidates(tokens: int) -> Iterator[PersistentPlan]:
     for m, stages in ((256, 4), (256, 3), (128, 6), (128, 4)):
         if tokens > m // 2:
-            yield fp8_gemm.LinearPlan(m, 128, 4, stages, swap=False, tma=True, tall=True)
+            yield PersistentPlan(m, stages)
 
 
-def gluon_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
+def gluon_candidates(tokens: int) -> Iterator[LinearPlan]:
     yield from stream_candidates(tokens)
-    yield from tall_candidates(tokens)
+    yield from persistent_candidates(tokens)
 
 
-def linear_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
+def linear_candidates(tokens: int) -> Iterator[TilePlan]:
     """Triton's forms."""
     fitting = min(128, max(16, next_power(tokens)))
     heights = sorted({max(16, fitting // 2), fitting}) if tokens > 64 else [fitting]
@@ -293,20 +294,18 @@ def linear_candidates(tokens: int) -> Iterator[fp8_gemm.LinearPlan]:
             continue
         if (not swap and m < 64) or (tokens > 256 and split > 1):
             continue
-        yield fp8_gemm.LinearPlan(m, n, warps, stages, swap, tma, split)
+        yield TilePlan(m, n, warps, stages, swap, tma, split)
     tall = itertools.product((64, 128, 256), (4, 8, 16), (2, 3, 4, 5, 6), (0, 1, 2))
     for m, warps, stages, waves in tall if tokens > 256 else ():
         if m == 16 * warps and (m + 128) * 128 * stages <= 220_000:
-            yield fp8_gemm.LinearPlan(
-                m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves
-            )
+            yield TilePlan(m, 128, warps, stages, swap=False, tma=True, halves=True, waves=waves)
 
 
-def sizes_alike(plan: fp8_gemm.LinearPlan, tokens: int) -> list[float]:
+def sizes_alike(plan: LinearPlan, tokens: int) -> list[float]:
     """Numbers of tokens that a plan found for `tokens` is kept for. To a streaming plan all that
     fill the same tile are alike; one token, which is a decode step of one request, has a rule of
     its own."""
-    if not plan.stream or tokens > plan.m:
+    if not isinstance(plan, StreamKPlan) or tokens > plan.m:
         return tuning.near(tokens)
     return [1, 1] if tokens == 1 else [2 if plan.m == 8 else plan.m // 2 + 1, plan.m]
 
@@ -319,14 +318,14 @@ def tune_linear(
         return
     weights, _, packed = cases.linear_data(rows, columns, tokens, device)
 
-    def calls(plan: fp8_gemm.LinearPlan) -> list[Call]:
+    def calls(plan: LinearPlan) -> list[Call]:
         return [partial(fp8_gemm.linear, packed, w, plan=plan) for w in weights]
 
     used = fp8_gemm.plan_for(weights[0], tokens)
     candidates = (gluon_candidates if gluon else linear_candidates)(tokens)
     results = timed(f"linear {rows}x{columns} M{tokens}", [used, *candidates], calls)
 
-    def named(plan: fp8_gemm.LinearPlan) -> dict[str, Any]:
+    def named(plan: LinearPlan) -> dict[str, Any]:
         return {"rows": rows, "columns": columns, "tokens": sizes_alike(plan, tokens)}
 
     keep("linear_fp8", named, results, calls, used, ALIKE["fp8"], device)

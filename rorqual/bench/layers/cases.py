@@ -25,7 +25,7 @@ from rorqual.layers.rotary import Rotary
 from rorqual.models.loader import fill_normal
 from rorqual.models.transformer import HiddenState, Layer, forward_layers
 from rorqual.ops.deferred_sum import summed
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.ops.select import ops_for
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
@@ -174,8 +174,8 @@ class Cache:
             (n,) * rows,
         )
         ids = torch.zeros_like(positions)
-        (cos, sin) = self.bench.rotary.rows(positions)
-        step = ForwardBatch(ids, positions, slots, cos, sin, owner[:1], self.pool)
+        places = TokenPlaces(*self.bench.rotary.rows(positions), slots)
+        step = ForwardBatch(ids, positions, places, owner[:1], self.pool)
         return replace(step, decode=segment) if decode else replace(step, prefill=segment)
 
 

@@ -431,77 +431,73 @@ def row_of(
     )
 
 
+COLUMNS = (
+    "engine",
+    "batch",
+    "prompt/output",
+    "tok/s",
+    "step ms",
+    "floor ms",
+    "% of floor",
+    "prefill tok/s",
+    "experts",
+    "tokens a step",
+    "taken by place",
+    "ratio",
+    "settings",
+)
+
+
 def print_report(report: Report) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"offline, {report.provenance['dtype']}, {report.provenance['device']}")
-    for name in (
-        "engine",
-        "batch",
-        "prompt/output",
-        "tok/s",
-        "step ms",
-        "floor ms",
-        "% of floor",
-        "prefill tok/s",
-        "experts",
-        "tokens a step",
-        "taken by place",
-        "ratio",
-        "settings",
-    ):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("engine", "settings") else "right")
-    first: dict[int, float] = {}
+    base: dict[int, float] = {}
     for row in report.rows:
-        base = first.setdefault(row.concurrency, row.tokens_per_s)
-        ratio = row.tokens_per_s / base if row.engine == "rorqual" else base / row.tokens_per_s
-        cells = (
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.step_ms:.3f}",
-            f"{row.floor_ms:.3f}",
-            f"{row.percent_of_floor:.0f}",
-        )
-        sizes = (str(row.concurrency), f"{row.prompt}/{row.output}")
-        hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
-        drafts = (
-            (f"{row.accepted_length:.2f}", " ".join(f"{share:.2f}" for share in row.acceptance))
-            if row.num_speculative_tokens
-            else ("", "")
-        )
-        name = (
-            f"{row.engine} num_speculative_tokens={row.num_speculative_tokens}"
-            if row.num_speculative_tokens
-            else row.engine
-        )
-        table.add_row(
-            name,
-            *sizes,
-            *cells,
-            f"{row.prefill_tokens_per_s:,.0f}",
-            hit,
-            *drafts,
-            f"{ratio:.2f}x",
-            row.settings,
-        )
+        first = base.setdefault(row.concurrency, row.tokens_per_s)
+        ratio = row.tokens_per_s / first if row.engine == "rorqual" else first / row.tokens_per_s
+        table.add_row(*_cells(row, ratio))
     console = Console()
     # a log file has no width to fit into
     console = console if console.is_terminal else Console(width=150)
     console.print(table)
     for row in report.rows:
         if row.profile:
-            print(
-                "\n".join(
-                    [
-                        f"batch {row.concurrency}, num_speculative_tokens "
-                        f"{row.num_speculative_tokens}:",
-                        *row.profile.lines(),
-                    ]
-                )
-            )
-    startup = ", ".join(
-        f"{name} {seconds:.2f} s" for name, seconds in report.provenance["startup_seconds"].items()
+            drafts = f"num_speculative_tokens {row.num_speculative_tokens}"
+            print("\n".join([f"batch {row.concurrency}, {drafts}:", *row.profile.lines()]))
+    _print_start(report.provenance)
+
+
+def _cells(row: OfflineRow, ratio: float) -> tuple[str, ...]:
+    drafts = ("", "")
+    name = row.engine
+    if row.num_speculative_tokens:
+        name = f"{row.engine} num_speculative_tokens={row.num_speculative_tokens}"
+        shares = " ".join(f"{share:.2f}" for share in row.acceptance)
+        drafts = (f"{row.accepted_length:.2f}", shares)
+    return (
+        name,
+        str(row.concurrency),
+        f"{row.prompt}/{row.output}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.step_ms:.3f}",
+        f"{row.floor_ms:.3f}",
+        f"{row.percent_of_floor:.0f}",
+        f"{row.prefill_tokens_per_s:,.0f}",
+        "" if row.experts_hit is None else f"{row.experts_hit:.1f}",
+        *drafts,
+        f"{ratio:.2f}x",
+        row.settings,
     )
-    first = report.provenance["start_to_first_token_seconds"]
+
+
+def _print_start(provenance: dict[str, Any]) -> None:
+    startup = ", ".join(
+        f"{name} {seconds:.2f} s" for name, seconds in provenance["startup_seconds"].items()
+    )
+    first = provenance["start_to_first_token_seconds"]
     print(f"start-up: {startup}; from the start of the process to the first token {first:.1f} s")
-    print(f"memory read at {report.provenance['read_bandwidth_gb_s']} GB/s")
+    print(f"memory read at {provenance['read_bandwidth_gb_s']} GB/s")

@@ -62,6 +62,29 @@ def experts_hit(routed: Sequence[Any]) -> float:
     return sum(hit) / max(1, len(hit))
 
 
+def _options(job: dict[str, Any], output: int) -> dict[str, Any]:
+    """Of the engine, for answers of so many tokens."""
+    # of vLLM's own sizes those that are used
+    recorded = {"cudagraph_capture_sizes": sorted(job["concurrency"])}
+    only: dict[str, Any] = (
+        {"enforce_eager": True, "enable_return_routed_experts": True}
+        if job["routing"]
+        else recorded
+    )
+    return {
+        "model": job["model"],
+        "dtype": job["dtype"],
+        "load_format": "dummy" if job["random"] else "auto",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": job["prompt"] + output + 8,
+        "max_num_seqs": max(job["concurrency"]),
+        "max_num_batched_tokens": job["batched_tokens"],
+        "disable_log_stats": True,
+        **only,
+    }
+
+
 def run(job: dict[str, Any]) -> None:
     """job: model, random, gain, dtype, prompt, output, repeats, temperature, concurrency,
     batched_tokens, routing."""
@@ -76,25 +99,7 @@ def run(job: dict[str, Any]) -> None:
 
     began = time.perf_counter()
     output = ROUTED_STEPS + 2 if job["routing"] else job["output"]
-    # of vLLM's own sizes those that are used
-    recorded = {"cudagraph_capture_sizes": sorted(job["concurrency"])}
-    only: dict[str, Any] = (
-        {"enforce_eager": True, "enable_return_routed_experts": True}
-        if job["routing"]
-        else recorded
-    )
-    llm = LLM(
-        model=job["model"],
-        dtype=job["dtype"],
-        load_format="dummy" if job["random"] else "auto",
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        max_model_len=job["prompt"] + output + 8,
-        max_num_seqs=max(job["concurrency"]),
-        max_num_batched_tokens=job["batched_tokens"],
-        disable_log_stats=True,
-        **only,
-    )
+    llm = LLM(**_options(job, output))
     if job["random"]:
         llm.apply_model(lambda model: natural(model, job["gain"]))
     tell(start=time.perf_counter() - began)

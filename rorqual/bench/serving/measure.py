@@ -301,9 +301,26 @@ def _plain(value: Any) -> Any:
     )
 
 
+Warned = tuple[bool, Callable[[], str]]  # whether it holds, and the words
+
+
 def warnings(row: Figures, repeats_of_a_file: bool = False) -> list[str]:
     """What a reader of the row must know, in sentences."""
-    asks: list[tuple[bool, Callable[[], str]]] = [
+    chunks: Warned = (
+        (row["tokens_per_chunk"] or 0) > 1.05,
+        lambda: (
+            f"a chunk carries {row['tokens_per_chunk']:.2f} tokens: ITL is a chunk's time, TPOT a "
+            "token's; compare TPOT"
+        ),
+    )
+    cache = _about_the_cache(row, repeats_of_a_file)
+    asks = (*_about_the_client(row), *_about_tokens(row), *cache, chunks)
+    return [words() for holds, words in asks if holds]
+
+
+def _about_the_client(row: Figures) -> list[Warned]:
+    """Whether it, or the number of its requests, is what was measured."""
+    return [
         (
             row["client_cpu_cores"] >= BUSY_CLIENT,
             lambda: (
@@ -317,6 +334,12 @@ def warnings(row: Figures, repeats_of_a_file: bool = False) -> list[str]:
                 f"{row['max_concurrency']}"
             ),
         ),
+    ]
+
+
+def _about_tokens(row: Figures) -> list[Warned]:
+    """How they were counted, and whether they are those that were asked for."""
+    return [
         (
             row["token_source"] == "chunks",
             lambda: "the server gives no usage: tokens are counted as one a chunk",
@@ -343,6 +366,12 @@ def warnings(row: Figures, repeats_of_a_file: bool = False) -> list[str]:
                 "server's count: is --tokenizer the model's?"
             ),
         ),
+    ]
+
+
+def _about_the_cache(row: Figures, repeats_of_a_file: bool) -> list[Warned]:
+    """Whether prompts came from the server's prefix cache."""
+    return [
         (
             bool(row["total_cached_tokens"]) and row["dataset_name"] in ("random", "sharegpt"),
             lambda: (
@@ -356,12 +385,4 @@ def warnings(row: Figures, repeats_of_a_file: bool = False) -> list[str]:
                 "the repeats send the same file's prompts, and no page flushed the prefix cache"
             ),
         ),
-        (
-            (row["tokens_per_chunk"] or 0) > 1.05,
-            lambda: (
-                f"a chunk carries {row['tokens_per_chunk']:.2f} tokens: ITL is a chunk's "
-                "time, TPOT a token's; compare TPOT"
-            ),
-        ),
     ]
-    return [words() for holds, words in asks if holds]

@@ -32,7 +32,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer, forward_layers
 from rorqual.ops import custom_ops
 from rorqual.ops.custom_ops import TracedMetadata, TracedOps
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
@@ -98,17 +98,13 @@ class TracedForwardBatch(ForwardBatch):
     def __init__(
         self,
         ids: Tensor,
-        mapping: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         pool: KVPool,
         segment: AttentionMetadata,
         layout: Layout,
     ):
         self.token_ids = self.positions = self.logit_rows = ids
-        self.slot_mapping = mapping
-        self.cos = cos
-        self.sin = sin
+        self.places = places
         self.pool = pool
         self.layout = layout
         self.decode = segment
@@ -163,9 +159,10 @@ class CompiledForward:
     def _variant(self, step: ForwardBatch) -> CompiledVariant | None:
         return self.one if step.num_tokens == 1 else self.many
 
-    def _trace(self, ids: Tensor, mapping: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _trace(self, ids: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         segment = TracedMetadata(ids.shape[0])
-        step = TracedForwardBatch(ids, mapping, cos, sin, self.pool, segment, self.layout)
+        places = TokenPlaces(cos, sin, slots)
+        step = TracedForwardBatch(ids, places, self.pool, segment, self.layout)
         state = self.model.embedded(step)
         for _ in forward_layers(self.model.layers, state, step):
             pass  # a hand-over: nothing else is under way
@@ -232,7 +229,8 @@ def code_folder(device: str) -> Path:
 
 
 def _inputs(step: ForwardBatch) -> tuple[Tensor, ...]:
-    return step.token_ids, step.slot_mapping, step.cos, step.sin
+    places = step.places
+    return step.token_ids, places.slots, places.cos, places.sin
 
 
 def _hits(counters: Any) -> int:

@@ -15,7 +15,7 @@ from rorqual.engine.execution.sampling import DRAFT, TOKEN, distribution
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.overlap import run_one
 
 
@@ -142,10 +142,10 @@ class MTPDrafter:
             if bounds
             else None
         )
-        cos, sin = self.model.rotary.rows(positions)
+        places = TokenPlaces(*self.model.rotary.rows(positions), mapping)
         layout = self.model.layout(work.common.sampled, decode=True)
         return ForwardBatch(
-            positions, positions, mapping, cos, sin, positions, self.pool, segment, layout=layout
+            positions, positions, places, positions, self.pool, segment, layout=layout
         )
 
     def _propose(

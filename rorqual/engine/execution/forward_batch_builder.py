@@ -13,7 +13,7 @@ from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.scheduling.scheduler_output import PrefillChunk, SchedulerOutput
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.rotary import Rotary
-from rorqual.ops.interface import AttentionMetadata
+from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
 
@@ -76,12 +76,10 @@ class ForwardBatchBuilder:
         )
         if decode and prefill:
             logit_rows = torch.cat((decode.logit_rows, prefill.logit_rows + decode.ids.shape[0]))
-        cos, sin = self.rotary.rows(positions)
+        places = TokenPlaces(*self.rotary.rows(positions), slot_mapping)
         segments = (decode.segment if decode else None, prefill.segment if prefill else None)
         return BuiltBatch(
-            ForwardBatch(
-                ids, positions, slot_mapping, cos, sin, logit_rows, self.pool, *segments, layout
-            ),
+            ForwardBatch(ids, positions, places, logit_rows, self.pool, *segments, layout),
             decode,
             prefill,
         )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
+from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
 
 # Gathering expert weights copies them; above this many bytes a loop over the experts in use is
@@ -91,21 +92,28 @@ class CpuOps(Ops):
         )
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         native = self._native(x, weight, rows=MANY_ROWS)
         if native and (residual is None or residual.is_contiguous()):
             return native.add_norm(x, residual, weight, eps)
         total = x if residual is None else x + residual
         return F.rms_norm(total, weight.shape, weight, eps), total
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        x = hidden_of(x)
         if weight.scale is not None:
             return reference.linear(x, weight, bias)
         native = self._native(x, weight.data)
         return native.linear(x, weight.data, bias) if native else F.linear(x, weight.data, bias)
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
+        x = hidden_of(x)
         native = self._native(x, gate_up.data, down.data)
         return native.mlp(x, gate_up.data, down.data) if native else super().mlp(x, gate_up, down)
 
@@ -119,31 +127,31 @@ class CpuOps(Ops):
 
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = hidden_of(x)
         weights = [w.down.data, w.kv_b.data] + ([w.q_b.data] if w.q_b else [])
         suits = (
             plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
         )
         native = self._native(x, *weights) if suits else None
         if native is None or plane is None:
-            return super().mla_prologue(x, w, cos, sin, plane, slots)
+            return super().mla_prologue(x, w, places, plane)
         # the kernel writes entries as they are; torch's calls quantize them
         if plane.dtype == torch.uint8:
             entries = x.new_empty(1, x.shape[0], w.config.latent_dim)
-            q = native.mla_prologue(x, w, cos, sin, entries, torch.arange(x.shape[0]))
-            self.write_latent(plane, slots, entries[0], w.config.kv_lora_rank)
+            rows = TokenPlaces(places.cos, places.sin, torch.arange(x.shape[0]))
+            q = native.mla_prologue(x, w, rows, entries)
+            self.write_latent(plane, places.slots, entries[0], w.config.kv_lora_rank)
             return x, q, None
-        return x, native.mla_prologue(x, w, cos, sin, plane, slots), None
+        return x, native.mla_prologue(x, w, places, plane), None
 
     def mla_absorbed(
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
-    ) -> Tensor:
+    ) -> Activation:
         segment = _one_query_each(segment)
         native = (
             self._native(q, w.kv_b.data)
@@ -158,20 +166,12 @@ class CpuOps(Ops):
         return native.mla_absorbed(q, w, plane, tables, segment.kv_lens, scale).flatten(1)
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
-        native = self._native(qkv, q_norm) if planes[0].dtype == qkv.dtype else None
+        native = self._native(qkv, w.q_norm) if planes[0].dtype == qkv.dtype else None
         if native is None:
-            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return native.gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
+            return super().gqa_prologue(qkv, w, places, planes)
+        return native.gqa_prologue(qkv, w, places, planes)
 
     def attention(
         self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
@@ -276,13 +276,13 @@ class CpuOps(Ops):
 
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         w: ExpertWeights,
         base: Tensor | None = None,
     ) -> Tensor:
-        y = self._experts(x, ids, weights, w)
+        y = self._experts(hidden_of(x), ids, weights, w)
         return y if base is None else y + base
 
     def _experts(self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import cache_folder, compiler
-from rorqual.ops.interface import MLAWeights
+from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -264,14 +264,13 @@ class Native:
         )
         return _MlaLayer(*sizes, w.eps, *pointers)
 
-    def mla_prologue(
-        self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor, plane: Tensor, slots: Tensor
-    ) -> Tensor:
+    def mla_prologue(self, x: Tensor, w: MLAWeights, places: TokenPlaces, plane: Tensor) -> Tensor:
         if w.scratch is None:
             w.scratch = self.mla_layer(w, x.shape[1])
         q = x.new_empty(x.shape[0], w.config.num_heads, w.config.qk_dim)
         at = ctypes.addressof(w.scratch)
-        self.lib.rq_mla_prologue(_wide(x), at, *_pointers(x, cos, sin, plane, slots, q), x.shape[0])
+        given = _pointers(x, places.cos, places.sin, plane, places.slots, q)
+        self.lib.rq_mla_prologue(_wide(x), at, *given, x.shape[0])
         return q
 
     def mla_absorbed(
@@ -297,22 +296,14 @@ class Native:
         return out
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
         groups, dim = planes[0].shape[2:]
         heads = qkv.shape[1] - 2 * groups
         q = qkv.new_empty(qkv.shape[0], heads, dim)
-        first = _pointers(qkv, q_norm, k_norm)
-        rest = _pointers(cos, sin, *planes, slots, q)
-        self.lib.rq_gqa_prologue(_wide(qkv), *first, eps, *rest, qkv.shape[0], heads, groups, dim)
+        first = _pointers(qkv, w.q_norm, w.k_norm)
+        rest = _pointers(places.cos, places.sin, *planes, places.slots, q)
+        self.lib.rq_gqa_prologue(_wide(qkv), *first, w.eps, *rest, qkv.shape[0], heads, groups, dim)
         return q
 
     def gqa_decode(

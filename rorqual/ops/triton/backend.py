@@ -37,8 +37,18 @@ from torch import Tensor
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum, NormInput, summed
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops, Share, Stretch
+from rorqual.ops.interface import (
+    AttentionMetadata,
+    GQAWeights,
+    MLAWeights,
+    Ops,
+    PartialAttention,
+    Share,
+    Stretch,
+    TokenPlaces,
+)
 from rorqual.ops.reference import FP8, Distribution, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
@@ -52,7 +62,6 @@ from rorqual.ops.triton.moe import topk as routing
 from rorqual.ops.triton.moe.align import ExpertBlocks, empty_blocks
 from rorqual.ops.triton.rowwise import embedding
 from rorqual.ops.triton.rowwise import norm as norm_kernels
-from rorqual.ops.triton.rowwise.quantize import Quantized
 from rorqual.ops.triton.runtime.launch import INTERPRETED, keep_compiled, next_power, takes_fp8
 from rorqual.ops.triton.sampling import argmax, rng, sampling, spec_decode
 
@@ -94,45 +103,56 @@ class TritonOps(Ops):
         return norm_kernels.norm(x, weight, eps)
 
     def add_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return norm_kernels.add_norm(x, residual, weight, eps, pack and takes_fp8(x.device))
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
+        return norm_kernels.add_norm(
+            x, residual, weight, eps, quantize_output and takes_fp8(x.device)
+        )
 
     def sum_add_norm(
-        self, gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        gave: DeferredMoESum,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        quantize_output: bool = False,
+    ) -> tuple[Activation, Tensor]:
         return combine.combine_add_norm(
-            gave, residual, weight, eps, pack and takes_fp8(residual.device)
+            gave, residual, weight, eps, quantize_output and takes_fp8(residual.device)
         )
 
     def swiglu(self, x: Tensor) -> Tensor:
         return norm_kernels.swiglu(x)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if not weight.quantized:
-            if gemv.chosen(x, weight.data):
-                return gemv.linear(x, weight.data, bias)
-            skinny = skinny_gemm.chosen(x, weight.data)
-            return (
-                skinny_gemm.linear(x, weight.data, bias)
-                if skinny
-                else F.linear(x, weight.data, bias)
-            )
+    def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if weight.quantized:
+            fits = _fits_fp8(weight)
+            return fp8_gemm.linear(x, weight, bias) if fits else super().linear(x, weight, bias)
+        rows = hidden_of(x)
+        if gemv.chosen(rows, weight.data):
+            return gemv.linear(rows, weight.data, bias)
+        skinny = skinny_gemm.chosen(rows, weight.data)
         return (
-            fp8_gemm.linear(x, weight, bias)
-            if _fits_fp8(weight)
-            else super().linear(x, weight, bias)
+            skinny_gemm.linear(rows, weight.data, bias)
+            if skinny
+            else F.linear(rows, weight.data, bias)
         )
 
-    def mlp(self, x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+    def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         """In fp8 the activation between the products is quantized as it is made; for a few
         tokens in bf16 it is part of the first."""
-        if not gate_up.quantized and gemv.chosen(x, gate_up.data):
-            return self.linear(gemv.gate_up(x, gate_up.data), down)
+        rows = hidden_of(x)
+        if not gate_up.quantized and gemv.chosen(rows, gate_up.data):
+            return self.linear(gemv.gate_up(rows, gate_up.data), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
         return fp8_gemm.linear(
-            norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=x.dtype
+            norm_kernels.swiglu_fp8(fp8_gemm.linear(x, gate_up)), down, dtype=rows.dtype
         )
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -155,40 +175,39 @@ class TritonOps(Ops):
         torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
         return out
 
-    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Tensor:
+    def joined_heads(self, latent: Tensor, w: MLAWeights) -> Activation:
         """A few tokens' are quantized where they are made, if what comes next wants that."""
         few = per_head_gemm.chosen(latent) and latent.shape[0] > per_head_gemm.TOKENS
-        if few and w.pack and w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device):
-            return per_head_gemm.heads_dot(latent, w.w_uv, pack=True)
+        fits = w.config.v_dim == per_head_gemm.HEAD and takes_fp8(latent.device)
+        if few and w.quantize_output and fits:
+            return per_head_gemm.joined_heads_dot(latent, w.w_uv)
         return super().joined_heads(latent, w)
 
     # ---- attention
 
     def mla_prologue(
         self,
-        x: Tensor,
+        x: Activation,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One or two products and what lies between and behind them. The query input is x unless
         `keep_query_input` asks for the latent."""
         sizes = w.config.kv_lora_rank, w.config.rope_dim
         if plane is None or not all(map(_power, sizes)):
-            return super().mla_prologue(x, w, cos, sin, plane, slots)
+            return super().mla_prologue(x, w, places, plane)
         joint = self.linear(x, w.down, w.down_bias)
         quant = w.q_b is not None and _fits_fp8(w.q_b) and not w.keep_query_input
         # rotated by the same kernel: one launch fewer
         heads = w.config.num_heads if w.q_b is None else 0
         latent = rope_kv_write.latent_epilogue(
-            joint, w.q_norm, w.kv_norm, cos, sin, slots, plane, w.eps, w.interleaved, quant, heads
+            joint, w.q_norm, w.kv_norm, places, plane, w.eps, w.interleaved, quant, heads
         )
-        query_in, q = self._queries(x, joint, latent, w)
+        query_in, q = self._queries(hidden_of(x), joint, latent, w)
         if not heads:
             rotated = q[..., w.config.nope_dim :]
-            rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
+            rope_kv_write.rope(rotated, places.cos, places.sin, w.interleaved, out=rotated)
         return query_in, q, None
 
     def _queries(
@@ -202,7 +221,9 @@ class TritonOps(Ops):
             return x, fp8_gemm.linear(latent, w.q_b, dtype=x.dtype).view(per_head)
         return latent, self.linear(latent, w.q_b).view(per_head)
 
-    def mla_down(self, x: Tensor, w: MLAWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def mla_down(
+        self, x: Activation, w: MLAWeights, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The product and one kernel behind it, which writes the entries to rows of their own as
         it would to the cache."""
         rank = w.config.kv_lora_rank
@@ -210,10 +231,10 @@ class TritonOps(Ops):
         if not (_power(rank) and _power(rotary)):
             return super().mla_down(x, w, cos, sin)
         joint = self.linear(x, w.down, w.down_bias)
-        entries = x.new_empty(x.shape[0], rank + rotary)
-        slots = torch.arange(x.shape[0], device=x.device)
+        entries = joint.new_empty(joint.shape[0], rank + rotary)
+        rows = TokenPlaces(cos, sin, torch.arange(joint.shape[0], device=joint.device))
         latent = rope_kv_write.latent_epilogue(
-            joint, w.q_norm, w.kv_norm, cos, sin, slots, entries[:, None], w.eps, w.interleaved
+            joint, w.q_norm, w.kv_norm, rows, entries[:, None], w.eps, w.interleaved
         )
         assert latent is None or isinstance(latent, Tensor)
         return joint[:, : w.query_rows] if latent is None else latent, entries
@@ -223,38 +244,26 @@ class TritonOps(Ops):
         query: Tensor,
         entries: Tensor,
         w: MLAWeights,
-        cos: Tensor,
-        sin: Tensor,
+        places: TokenPlaces,
         plane: Tensor | None,
-        slots: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Queries of a latent are rotated where they are made."""
         if w.q_b is None or not _power(w.config.rope_dim):
-            return super().mla_up(query, entries, w, cos, sin, plane, slots)
+            return super().mla_up(query, entries, w, places, plane)
         q = self.linear(query, w.q_b).unflatten(1, (w.config.num_heads, -1))
         rotated = q[..., w.config.nope_dim :]
-        rope_kv_write.rope(rotated, cos, sin, w.interleaved, out=rotated)
+        rope_kv_write.rope(rotated, places.cos, places.sin, w.interleaved, out=rotated)
         if plane is None:
             return q, entries
-        self.write_latent(plane, slots, entries, w.config.kv_lora_rank)
+        self.write_latent(plane, places.slots, entries, w.config.kv_lora_rank)
         return q, None
 
     def gqa_prologue(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor,
-        k_norm: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        planes: tuple[Tensor, Tensor],
-        slots: Tensor,
+        self, qkv: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
     ) -> Tensor:
         if not _power(qkv.shape[2]):
-            return super().gqa_prologue(qkv, q_norm, k_norm, eps, cos, sin, planes, slots)
-        return rope_kv_write.heads_epilogue(
-            qkv.flatten(1), q_norm, k_norm, cos, sin, slots, *planes, eps
-        )
+            return super().gqa_prologue(qkv, w, places, planes)
+        return rope_kv_write.heads_epilogue(qkv.flatten(1), w, places, planes)
 
     def attention(
         self, q: Tensor, k_plane: Tensor, v_plane: Tensor, segment: AttentionMetadata, scale: float
@@ -323,14 +332,13 @@ class TritonOps(Ops):
         v: Tensor,
         stretch: Stretch,
         scale: float,
-        out: Tensor,
-        total: Tensor,
+        found: PartialAttention,
     ) -> None:
         """The kernel goes on where the one before it stopped: nothing is left to be joined."""
         if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD or not q.dtype == k.dtype == v.dtype:
-            return super().stretch_attention(q, k, v, stretch, scale, out, total)
+            return super().stretch_attention(q, k, v, stretch, scale, found)
         known = derived(stretch)
-        so_far = prefill.SoFar(out, total, stretch.first)
+        so_far = prefill.SoFar(found.out, found.total, stretch.first)
         starts = (known.query_starts(), known.key_starts())
         prefill.dense_prefill(q, k, v, *starts, stretch.kv_lens, q.shape[0], scale, so_far=so_far)
 
@@ -365,7 +373,7 @@ class TritonOps(Ops):
 
     def experts(
         self,
-        x: Tensor,
+        x: Activation,
         ids: Tensor,
         weights: Tensor,
         w: ExpertWeights,
@@ -375,37 +383,41 @@ class TritonOps(Ops):
             return super().experts(x, ids, weights, w, base)
         shared = w.num_fused_shared_experts
         most = experts_kernels.FUSED_SHARED_TOKENS[experts_kernels.kind_of(w.down)]
-        if shared and x.shape[0] > most:
+        if shared and ids.shape[0] > most:
             ids, weights = (topk[:, :-shared].contiguous() for topk in (ids, weights))
             base = self._add_fused_shared(x, w, base)
             w = replace(w, num_fused_shared_experts=0)
         return experts_kernels.experts(x, ids, weights, w, base)
 
     def routed_experts(
-        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> Tensor:
         return summed(self.experts_deferred(x, router, w, base))
 
     def experts_deferred(
-        self, x: Tensor, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
+        self, x: Activation, router: RouterWeights, w: ExpertWeights, base: Tensor | None = None
     ) -> NormInput:
         """For a moderate number of tokens the grouped products leave the sum to the norm. Up to
         a number of picks the router's kernel sorts them by expert as well."""
+        rows = hidden_of(x)
+        tokens = rows.shape[0]
         plan = None
-        if x.shape[0] and _fits_experts(w):
-            plan = experts_kernels.grouped_plan(w, x.shape[0], router.config.top_k, x.dtype)
+        if tokens and _fits_experts(w):
+            plan = experts_kernels.grouped_plan(w, tokens, router.config.top_k, rows.dtype)
         if plan is None:
             return super().routed_experts(x, router, w, base)
-        num_picks = x.shape[0] * (router.config.top_k + w.num_fused_shared_experts)
+        num_picks = tokens * (router.config.top_k + w.num_fused_shared_experts)
         blocks = None
         if experts_kernels.sorts_while_routing(w.down, num_picks):
             slots = w.down.data.shape[0]
-            blocks = empty_blocks(num_picks, slots, plan.rows, x.device, buckets=True)
-        ids, weights = _router(x, router, blocks)
+            blocks = empty_blocks(num_picks, slots, plan.rows, rows.device, buckets=True)
+        ids, weights = _router(rows, router, blocks)
         gave = experts_kernels.experts_deferred(x, ids, weights, w, plan, base, blocks)
-        return gave if x.shape[0] <= combine.NORM_SUMS_TOKENS else gave.total()
+        return gave if tokens <= combine.NORM_SUMS_TOKENS else gave.total()
 
-    def _add_fused_shared(self, x: Tensor, w: ExpertWeights, base: Tensor | None) -> Tensor | None:
+    def _add_fused_shared(
+        self, x: Activation, w: ExpertWeights, base: Tensor | None
+    ) -> Tensor | None:
         """`base` and what the fused shared experts give for all tokens, each as a layer of its
         own."""
         slots = w.down.data.shape[0]

@@ -4,6 +4,7 @@ reference backend."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ if SKIP_REASON is not None:
     pytest.skip(SKIP_REASON, allow_module_level=True)
 pytest.importorskip("safetensors")
 
+from rorqual.ops.activation import Quantized
 from rorqual.ops.interface import Ops
 from rorqual.ops.triton.backend import TritonOps
-from rorqual.ops.triton.rowwise import embedding, quantize
+from rorqual.ops.triton.moe import combine
+from rorqual.ops.triton.rowwise import embedding, norm, quantize
 from tests.gpu.device_driver import all_logits, random_model, with_ops
 
 pytestmark = pytest.mark.exhaustive
@@ -186,10 +189,28 @@ def test_what_norms_quantize_on_the_way_changes_no_bit(monkeypatch: pytest.Monke
     ids = torch.arange(22).view(2, 11)
     beside = all_logits(model, ids, CUTS, PAGE)
     dropped: list[torch.Size] = []
-    monkeypatch.setattr(quantize, "keep_beside", lambda out, packed: dropped.append(packed.shape))
+
+    def without(hidden: torch.Tensor, made: Quantized | None) -> torch.Tensor:
+        if made is not None:
+            dropped.append(made.shape)
+        return hidden
+
+    for kernels in (norm, combine):
+        monkeypatch.setattr(kernels, "output_of", without)
     assert torch.equal(all_logits(model, ids, CUTS, PAGE), beside)
     steps = 2 + LENGTH - CUTS[1]
     assert len(dropped) == 2 * steps, "before attention and before experts"
+
+
+def test_rows_in_fp8_reach_every_product() -> None:
+    """Of a norm's two forms the products read the fp8 one: no other kernel quantizes them."""
+    config = {**WIDE, **ONE, "hidden_size": 256, "first_k_dense_replace": 0}
+    model = random_model(config, TritonOps(), "float32", torch.device(DEVICE), ("CC", "A_CC_ME"))
+    ids = torch.arange(22).view(2, 11)
+    with mock.patch.object(quantize, "quantize", wraps=quantize.quantize) as again:
+        all_logits(model, ids, CUTS, PAGE)
+    hidden = model.config.hidden_size
+    assert not [call for call in again.call_args_list if call.args[0].shape[1] == hidden]
 
 
 def test_misaligned_fp8_blocks_fall_back() -> None:

@@ -25,7 +25,7 @@ from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.ops.interface import AttentionMetadata, Ops
+from rorqual.ops.interface import AttentionMetadata, Ops, TokenPlaces
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import BatchShape, ByPart, Format
@@ -316,8 +316,7 @@ def decode_step(config: ModelConfig, model: Transformer, context: int, form: str
     return ForwardBatch(
         torch.tensor([5]),
         position,
-        slots,
-        *model.rotary.rows(position),
+        TokenPlaces(*model.rotary.rows(position), slots),
         torch.tensor([0]),
         pool,
         decode=segment,

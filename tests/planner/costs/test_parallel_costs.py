@@ -19,7 +19,7 @@ from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import random_weights
 from rorqual.models.registry import make_model
-from rorqual.ops.interface import AttentionMetadata, Ops
+from rorqual.ops.interface import AttentionMetadata, Ops, TokenPlaces
 from rorqual.parallel.overlap import run_one
 from rorqual.planner.costs import costs
 from rorqual.planner.costs.catalog import published
@@ -321,8 +321,7 @@ def test_prompts_cost_what_the_model_counts() -> None:
     step = ForwardBatch(
         torch.arange(tokens),
         positions,
-        slots,
-        *model.rotary.rows(positions),
+        TokenPlaces(*model.rotary.rows(positions), slots),
         torch.tensor([tokens - 1]),
         pool,
         prefill=segment,

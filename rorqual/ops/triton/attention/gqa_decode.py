@@ -16,7 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rorqual.ops.triton.attention.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
+from rorqual.ops.triton.attention.mla_decode import (
+    LOG2E,
+    _row,
+    _slots,
+    _softmax_step,
+    _store_part,
+    _whole,
+)
 from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, _together, combine, split_plan
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
@@ -258,14 +265,7 @@ def _gqa_decode_kernel(
                     + query * HEADS
                     + head
                 )
-                tl.store(
-                    lse + slot,
-                    tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
-                    mask=row_ok,
-                )
-                tl.store(
-                    partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None]
-                )
+                _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, WIDTH)
                 if FINISH:
                     sharing = (end - 1) // chunk - begin // chunk + 1
                     counter = counters + request * tl.num_programs(0) + group
@@ -367,24 +367,43 @@ def gqa_decode(
     """
     tokens, heads, width = q.shape
     requests = kv_lens.shape[0]
-    page = k_plane.shape[1]
-    groups = k_plane.shape[2]
-    queries = tokens // requests
-    share = heads // groups
     config = config or config_for(q, k_plane, requests, max_kv_len)
-    plan = plan or gqa_plan(kv_lens, max_kv_len, queries, heads, groups, width, config)
+    plan = plan or gqa_plan(
+        kv_lens, max_kv_len, tokens // requests, heads, k_plane.shape[2], width, config
+    )
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device) if out is None else out
-    assert k_plane.is_contiguous()
-    assert v_plane.is_contiguous()
-    assert k_plane.shape == v_plane.shape
+    finish = config.finish and requests * k_plane.shape[2] <= COUNTERS
+    _launch(q, (k_plane, v_plane), tables, kv_lens, scale * LOG2E, plan, out, config, finish)
+    if not finish:
+        combine(plan, out, requests)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    planes: tuple[Tensor, Tensor],
+    tables: Tensor,
+    kv_lens: Tensor,
+    factor: float,
+    plan: SplitPlan,
+    out: Tensor,
+    config: GqaDecodeConfig,
+    finish: bool,
+) -> None:
+    """finish: whoever is last puts partial results together."""
+    for plane in planes:
+        assert plane.is_contiguous()
+        assert plane.shape == planes[0].shape
+    (_, page, groups, width) = planes[0].shape
+    requests = kv_lens.shape[0]
+    heads = q.shape[1]
+    queries = q.shape[0] // requests
+    share = heads // groups
     tma = config.tma and page % config.block_n == 0 and padded(width) == width
-    describe = [_descriptor(x, config.block_n) if tma else None for x in (k_plane, v_plane)]
-    block_h = max(16, triton.next_power_of_2(queries * share))
-    finish = config.finish and requests * groups <= COUNTERS
+    describe = [_descriptor(x, config.block_n) if tma else None for x in planes]
     _gqa_decode_kernel[(groups, plan.workers)](
         q,
-        k_plane,
-        v_plane,
+        *planes,
         *describe,
         tables,
         kv_lens,
@@ -394,14 +413,11 @@ def gqa_decode(
         plan.partial,
         plan.lse,
         zeroed_counters(q.device, requests * groups) if finish else None,
-        scale * LOG2E,
-        q.stride(0),
-        q.stride(1),
-        k_plane.stride(1),
-        k_plane.stride(2),
+        factor,
+        *q.stride()[:2],
+        *planes[0].stride()[1:3],
         tables.stride(0),
-        out.stride(0),
-        out.stride(1),
+        *out.stride()[:2],
         requests,
         plan.min_tiles,
         heads,
@@ -410,7 +426,7 @@ def gqa_decode(
         width,
         padded(width),
         page,
-        block_h,
+        max(16, triton.next_power_of_2(queries * share)),
         config.block_n,
         config.stages,
         tma,
@@ -419,6 +435,3 @@ def gqa_decode(
         num_warps=config.warps,
         **dependent(q.device),
     )
-    if not finish:
-        combine(plan, out, requests)
-    return out

@@ -24,7 +24,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.reference import latent_parts
 from rorqual.ops.triton.attention.latent_fp8 import groups_of
-from rorqual.ops.triton.attention.split_kv import SplitPlan, _chunk, combine, split_plan
+from rorqual.ops.triton.attention.split_kv import (
+    LatentDecode,
+    SplitPlan,
+    _chunk,
+    combine,
+    split_plan,
+)
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     INTERPRETED,
@@ -227,6 +233,17 @@ def _dequantize(
     return tl.reshape(blocks, (BLOCK_N, RANK)).to(DTYPE)
 
 
+@triton.jit
+def _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, WIDTH: tl.constexpr):
+    """An unfinished result, normalized, and its log2-sum-exp2, -inf where nothing was seen."""
+    tl.store(
+        lse + slot,
+        tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
+        mask=row_ok,
+    )
+    tl.store(partial + slot[:, None] * WIDTH + columns[None, :], acc, mask=row_ok[:, None])
+
+
 @triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
 def _mla_decode_kernel(
     q_latent,
@@ -374,14 +391,7 @@ def _mla_decode_kernel(
                 tl.store(place, acc.to(KIND), mask=row_ok[:, None])
             else:
                 slot = (2 * worker + (position == begin).to(tl.int32)).to(tl.int64) * ROWS + rows
-                tl.store(
-                    lse + slot,
-                    tl.where(total > 0, peak + tl.log2(tl.maximum(total, 1e-37)), float("-inf")),
-                    mask=row_ok,
-                )
-                tl.store(
-                    partial + slot[:, None] * RANK + columns[None, :], acc, mask=row_ok[:, None]
-                )
+                _store_part(partial, lse, slot, columns, acc, peak, total, row_ok, RANK)
             position = stop
         request += 1
 
@@ -423,10 +433,8 @@ def mla_decode(
     """
     tokens, heads, rank = q_latent.shape
     requests = kv_lens.shape[0]
-    rope_dim = q_rope.shape[-1]
-    page = cache.shape[1]
-    fp8 = cache.dtype == torch.uint8
     queries = tokens // requests
+    fp8 = cache.dtype == torch.uint8
     config = config or config_for(q_latent, queries * heads, fp8, requests, max_kv_len)
     plan = plan or mla_plan(kv_lens, max_kv_len, queries, heads, rank, config)
     out = (
@@ -435,24 +443,33 @@ def mla_decode(
         else out
     )
     grid = (triton.cdiv(queries * heads, config.block_h), plan.workers)
-    if config.gluon and is_hopper(q_latent.device):
-        from rorqual.ops.triton.attention import mla_decode_sm90, mla_decode_sm90_fp8
+    work = LatentDecode(q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid)
+    if not (config.gluon and is_hopper(q_latent.device) and _launch_gluon(work, config)):
+        _launch(work, config)
+    combine(plan, out, requests)
+    return out
 
-        if mla_decode_sm90.supported(q_latent, cache, config.block_h, config.block_n):
-            mla_decode_sm90.launch(
-                q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid
-            )
-            combine(plan, out, requests)
-            return out
-        if mla_decode_sm90_fp8.supported(
-            q_latent, cache, config.block_h, config.block_n, config.warps
-        ):
-            form = (config.block_h, config.warps, config.stages, config.per_sm)
-            mla_decode_sm90_fp8.launch(
-                q_latent, q_rope, cache, tables, kv_lens, scale * LOG2E, plan, out, grid, *form
-            )
-            combine(plan, out, requests)
-            return out
+
+def _launch_gluon(work: LatentDecode, config: MlaDecodeConfig) -> bool:
+    """False where no kernel of those for Hopper takes it."""
+    from rorqual.ops.triton.attention import mla_decode_sm90, mla_decode_sm90_fp8
+
+    tile = (config.block_h, config.block_n)
+    if mla_decode_sm90.supported(work.q_latent, work.cache, *tile):
+        mla_decode_sm90.launch(work)
+        return True
+    if mla_decode_sm90_fp8.supported(work.q_latent, work.cache, *tile, config.warps):
+        mla_decode_sm90_fp8.launch(work, config.block_h, config.warps, config.stages, config.per_sm)
+        return True
+    return False
+
+
+def _launch(work: LatentDecode, config: MlaDecodeConfig) -> None:
+    """The Triton kernel."""
+    q_latent, cache = work.q_latent, work.cache
+    rank = q_latent.shape[2]
+    page = cache.shape[1]
+    fp8 = cache.dtype == torch.uint8
     rows = cache.flatten(0, 1)
     latent, scales, rope = (
         latent_parts(rows, rank, q_latent.dtype) if fp8 else (rows[:, :rank], None, rows[:, rank:])
@@ -468,37 +485,27 @@ def mla_decode(
         _descriptor(x, config.block_n) if tma and x is not None else None
         for x in (latent, rope, scales)
     ]
-    _mla_decode_kernel[grid](
+    _mla_decode_kernel[work.grid](
         q_latent,
-        q_rope,
+        work.q_rope,
         latent,
         rope,
         scales,
         *describe,
-        tables,
-        kv_lens,
-        plan.starts,
-        plan.first,
-        out,
-        plan.partial,
-        plan.lse,
-        scale * LOG2E,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
+        *work.schedule,
+        work.factor,
+        *work.query_strides,
         latent.stride(0),
         rope.stride(0),
         0 if scales is None else scales.stride(0),
-        tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        requests,
-        plan.min_tiles,
-        heads,
-        queries,
+        work.tables.stride(0),
+        *work.out.stride()[:2],
+        work.requests,
+        work.plan.min_tiles,
+        work.heads,
+        work.queries,
         rank,
-        rope_dim,
+        work.q_rope.shape[2],
         groups_of(rank) if fp8 else 0,
         page,
         config.block_h,
@@ -509,5 +516,3 @@ def mla_decode(
         num_warps=config.warps,
         **dependent(q_latent.device),
     )
-    combine(plan, out, requests)
-    return out

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rorqual.ops.triton.attention.split_kv import SplitPlan
+from rorqual.ops.triton.attention.split_kv import LatentDecode
 from rorqual.ops.triton.runtime.launch import dependent
 from rorqual.ops.triton.runtime.sm90_pipeline import (
     let_next_start,
@@ -620,48 +620,25 @@ def supported(q_latent: Tensor, cache: Tensor, rows: int, tokens: int) -> bool:
     )
 
 
-def launch(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    kv_lens: Tensor,
-    factor: float,
-    plan: SplitPlan,
-    out: Tensor,
-    grid: tuple[int, int],
-) -> None:
+def launch(work: LatentDecode) -> None:
     """As mla_decode.mla_decode, which puts partial results together afterwards."""
-    rows = cache.flatten(0, 1)
-    (_, heads, _) = q_latent.shape
+    rows = work.cache.flatten(0, 1)
     layout: Any = gl.NVMMASharedLayout(128, 16, rank=2)
-    latent_tma = TensorDescriptor.from_tensor(rows[:, :RANK], [TOKENS, RANK], layout)
-    rope_tma = TensorDescriptor.from_tensor(rows[:, RANK:], [TOKENS, ROPE], layout)
-    _mla_hopper_kernel[grid](
-        q_latent,
-        q_rope,
-        latent_tma,
-        rope_tma,
-        tables,
-        kv_lens,
-        plan.starts,
-        plan.first,
-        out,
-        plan.partial,
-        plan.lse,
-        factor,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        kv_lens.shape[0],
-        plan.min_tiles,
-        heads,
-        q_latent.shape[0] // kv_lens.shape[0],
-        cache.shape[1],
+    _mla_hopper_kernel[work.grid](
+        work.q_latent,
+        work.q_rope,
+        TensorDescriptor.from_tensor(rows[:, :RANK], [TOKENS, RANK], layout),
+        TensorDescriptor.from_tensor(rows[:, RANK:], [TOKENS, ROPE], layout),
+        *work.schedule,
+        work.factor,
+        *work.query_strides,
+        work.tables.stride(0),
+        *work.out.stride()[:2],
+        work.requests,
+        work.plan.min_tiles,
+        work.heads,
+        work.queries,
+        work.cache.shape[1],
         ROWS,
         TOKENS,
         RANK,
@@ -670,5 +647,5 @@ def launch(
         REGISTERS,
         num_warps=4,
         maxnreg=168,
-        **dependent(q_latent.device),
+        **dependent(work.out.device),
     )

@@ -50,7 +50,7 @@ from rorqual.ops.triton.attention.sm90_fp8_operands import (
     scale_layout,
     score,
 )
-from rorqual.ops.triton.attention.split_kv import SplitPlan
+from rorqual.ops.triton.attention.split_kv import LatentDecode
 from rorqual.ops.triton.runtime.launch import dependent
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, opaque_zero, wait_for_inputs
 
@@ -432,58 +432,25 @@ def groups_ahead(rows: int, warps: int, per_sm: int) -> int:
     return int(4 * rows // warps == 16 and per_sm < 3)
 
 
-def launch(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    tables: Tensor,
-    kv_lens: Tensor,
-    factor: float,
-    plan: SplitPlan,
-    out: Tensor,
-    grid: tuple[int, int],
-    rows: int,
-    warps: int,
-    stages: int,
-    per_sm: int,
-) -> None:
+def launch(work: LatentDecode, rows: int, warps: int, stages: int, per_sm: int) -> None:
     """As mla_decode.mla_decode, which puts partial results together afterwards. rows of a block,
     of which a warpgroup takes 16 or 32."""
-    latent, scales, rope = latent_parts(cache.flatten(0, 1), RANK, q_latent.dtype)
-    layouts: list[Any] = [
-        gl.NVMMASharedLayout(swizzle, bits, rank=2)
-        for swizzle, bits in ((128, 8), (0, 32), (128, 16))
-    ]
-    parts = zip((latent.view(torch.uint8), scales, rope), layouts, strict=True)
-    tiles = [
-        TensorDescriptor.from_tensor(part, [TOKENS, part.shape[1]], layout)
-        for part, layout in parts
-    ]
+    parts = latent_parts(work.cache.flatten(0, 1), RANK, work.q_latent.dtype)
     registers = {"maxnreg": 168} if per_sm == 3 else {}
-    _mla_hopper_fp8_kernel[grid](
-        q_latent,
-        q_rope,
-        *tiles,
-        tables,
-        kv_lens,
-        plan.starts,
-        plan.first,
-        out,
-        plan.partial,
-        plan.lse,
-        factor,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        q_rope.stride(0),
-        q_rope.stride(1),
-        tables.stride(0),
-        out.stride(0),
-        out.stride(1),
-        kv_lens.shape[0],
-        plan.min_tiles,
-        q_latent.shape[1],
-        q_latent.shape[0] // kv_lens.shape[0],
-        cache.shape[1],
+    _mla_hopper_fp8_kernel[work.grid](
+        work.q_latent,
+        work.q_rope,
+        *_tiles(*parts),
+        *work.schedule,
+        work.factor,
+        *work.query_strides,
+        work.tables.stride(0),
+        *work.out.stride()[:2],
+        work.requests,
+        work.plan.min_tiles,
+        work.heads,
+        work.queries,
+        work.cache.shape[1],
         rows,
         TOKENS,
         RANK,
@@ -495,5 +462,18 @@ def launch(
         groups_ahead(rows, warps, per_sm),
         num_warps=warps,
         **registers,
-        **dependent(q_latent.device),
+        **dependent(work.out.device),
     )
+
+
+def _tiles(latent: Tensor, scales: Tensor, rope: Tensor) -> list[TensorDescriptor]:
+    """Of TOKENS entries, as bulk copies bring them."""
+    layouts: list[Any] = [
+        gl.NVMMASharedLayout(swizzle, bits, rank=2)
+        for swizzle, bits in ((128, 8), (0, 32), (128, 16))
+    ]
+    parts = zip((latent.view(torch.uint8), scales, rope), layouts, strict=True)
+    return [
+        TensorDescriptor.from_tensor(part, [TOKENS, part.shape[1]], layout)
+        for part, layout in parts
+    ]

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.activation import Quantized
+from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.triton.attention.latent_fp8 import store_row
 from rorqual.ops.triton.rowwise.norm import normed
-from rorqual.ops.triton.rowwise.quantize import Quantized, store_fp8
+from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -128,6 +130,12 @@ def _store_entry(
         )
 
 
+@triton.jit
+def _normed_query(base, weight, offsets, inside, eps, QUERY: tl.constexpr, dtype: tl.constexpr):
+    values = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
+    return normed(values, tl.load(weight + offsets, mask=inside, other=0.0), QUERY, eps, dtype)
+
+
 @triton.jit(do_not_specialize=["scale_block"])
 def _latent_kernel(
     x,
@@ -180,26 +188,11 @@ def _latent_kernel(
     elif NORM:
         offsets = tl.arange(0, QUERY_PAD)
         inside = offsets < QUERY
-        values = tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
-        y = normed(
-            values,
-            tl.load(q_weight + offsets, mask=inside, other=0.0),
-            QUERY,
-            eps,
-            x.dtype.element_ty,
-        )
+        y = _normed_query(base, q_weight, offsets, inside, eps, QUERY, x.dtype.element_ty)
         if QUANT:
+            wide = y.to(tl.float32)
             store_fp8(
-                y.to(tl.float32),
-                q_data,
-                q_scale,
-                token,
-                0,
-                QUERY,
-                QUERY,
-                scale_row,
-                scale_block,
-                QUERY_PAD,
+                wide, q_data, q_scale, token, 0, QUERY, QUERY, scale_row, scale_block, QUERY_PAD
             )
         else:
             tl.store(q + token * QUERY + offsets, y, mask=inside)
@@ -215,9 +208,7 @@ def latent_epilogue(
     x: Tensor,
     q_weight: Tensor | None,
     kv_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
+    places: TokenPlaces,
     plane: Tensor,
     eps: float,
     interleaved: bool,
@@ -228,36 +219,30 @@ def latent_epilogue(
     latent), the kv latent and the rope key.
 
     Writes [norm(latent) | rope(key)] to plane [pages, page, rank + rope], or to an fp8 one
-    (latent_fp8.py), at slots [T]. With q_weight [query] returns norm(query latent) [T, query],
-    quantized if `quant`; without it None: the query needs no norm, and the last rope columns of
-    each of its `heads` are rotated where they are. rank and rope must be powers of two.
+    (latent_fp8.py). With q_weight [query] returns norm(query latent) [T, query], quantized if
+    `quant`; without it None: the query needs no norm, and the last rope columns of each of its
+    `heads` are rotated where they are. rank and rope must be powers of two.
     """
     tokens = x.shape[0]
     rank = kv_weight.shape[0]
-    rotary = 2 * cos.shape[1]
-    device = x.device
+    rotary = 2 * places.cos.shape[1]
     query = x.shape[1] - rank - rotary
     assert x.stride(1) == 1
     assert plane.stride(-1) == 1
     assert plane.stride(0) == plane.shape[1] * plane.stride(1)
-    normal = (
-        torch.empty(tokens, query, dtype=x.dtype, device=device)
-        if q_weight is not None and not quant
-        else None
-    )
-    packed = Quantized.empty(tokens, query, device) if q_weight is not None and quant else None
-    data, scale, strides = (
-        (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
-    )
+    normed = q_weight is not None
+    packed = Quantized.empty(tokens, query, x.device) if normed and quant else None
+    normal = x.new_empty(tokens, query) if normed and not quant else None
+    data, scale, strides = room_for(packed)
     if tokens:
         block = min(8, next_power(heads))
-        _latent_kernel[tokens, 2 if q_weight is not None else 1 + triton.cdiv(heads, block)](
+        _latent_kernel[tokens, 2 if normed else 1 + triton.cdiv(heads, block)](
             x,
             q_weight,
             kv_weight,
-            cos,
-            sin,
-            slots,
+            places.cos,
+            places.sin,
+            places.slots,
             plane,
             normal,
             data,
@@ -271,12 +256,12 @@ def latent_epilogue(
             rank,
             rotary,
             interleaved,
-            q_weight is not None,
+            normed,
             quant,
-            0 if q_weight is not None else heads,
+            0 if normed else heads,
             block,
             num_warps=4,
-            **dependent(device),
+            **dependent(x.device),
         )
     return packed if packed is not None else normal
 
@@ -362,32 +347,25 @@ def _heads_kernel(
 
 
 def heads_epilogue(
-    x: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    eps: float,
+    x: Tensor, w: GQAWeights, places: TokenPlaces, planes: tuple[Tensor, Tensor]
 ) -> Tensor:
     """After Qwen3's joint projection: x [T, (H + 2 G) D] holds queries, keys and values, head after
     head.
 
     Norms queries and keys by head (weights [D]), rotates them (half-split pairs; cos and sin [T,
-    D/2] fp32), writes keys and values to planes [pages, page, G, D] at slots [T], and returns the
+    D/2] fp32), writes keys and values to planes [pages, page, G, D] at their slots, and returns the
     queries [T, H, D]. D must be a power of two.
     """
-    size = q_weight.shape[0]
+    size = w.q_norm.shape[0]
+    k_plane, v_plane = planes
     groups = k_plane.shape[2]
     tokens = x.shape[0]
     heads = x.shape[1] // size - 2 * groups
     assert x.stride(1) == 1
     assert size == next_power(size)
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    for plane in (k_plane, v_plane):
+    assert places.cos.is_contiguous()
+    assert places.sin.is_contiguous()
+    for plane in planes:
         assert plane.stride(-1) == 1
         assert plane.stride(0) == plane.shape[1] * plane.stride(1)
     q = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
@@ -396,18 +374,18 @@ def heads_epilogue(
     if tokens:
         _heads_kernel[tokens, triton.cdiv(heads, block) + 1](
             x,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            slots,
+            w.q_norm,
+            w.k_norm,
+            places.cos,
+            places.sin,
+            places.slots,
             k_plane,
             v_plane,
             q,
             x.stride(0),
             *k_plane.stride()[1:3],
             *v_plane.stride()[1:3],
-            eps,
+            w.eps,
             heads,
             groups,
             size,

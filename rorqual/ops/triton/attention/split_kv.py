@@ -41,6 +41,49 @@ class SplitPlan:
         return self.first.shape[0]
 
 
+@dataclass(frozen=True)
+class LatentDecode:
+    """What each form of mla_decode.mla_decode launches its kernel with. factor: the scale of scores
+    whose exponential is one of 2; grid: (blocks of rows, workers)."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    cache: Tensor
+    tables: Tensor
+    kv_lens: Tensor
+    factor: float
+    plan: SplitPlan
+    out: Tensor
+    grid: tuple[int, int]
+
+    @property
+    def schedule(self) -> tuple[Tensor, ...]:
+        """Arguments of every kernel, from the block tables to the log-sum-exps."""
+        plan = self.plan
+        return (
+            *(self.tables, self.kv_lens, plan.starts, plan.first),
+            *(self.out, plan.partial, plan.lse),
+        )
+
+    @property
+    def query_strides(self) -> tuple[int, ...]:
+        """Token and head of both parts of the queries."""
+        return (*self.q_latent.stride()[:2], *self.q_rope.stride()[:2])
+
+    @property
+    def requests(self) -> int:
+        return self.kv_lens.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.q_latent.shape[1]
+
+    @property
+    def queries(self) -> int:
+        """Query tokens a request."""
+        return self.q_latent.shape[0] // self.requests
+
+
 @triton.jit
 def _chunk(total, workers, min_tiles):
     return tl.maximum(tl.cdiv(total, workers), min_tiles)

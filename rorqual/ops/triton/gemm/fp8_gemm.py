@@ -8,7 +8,6 @@ fixed order. Many tokens: bulk copies of both operands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
+from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
+from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import (
     dependent,
@@ -28,40 +29,7 @@ from rorqual.ops.triton.runtime.launch import (
     zeroed_counters,
 )
 
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """m tokens and n weight rows a tile; swap: weights on the M side; tma: bulk copies; split: at
-    most so many programs share a tile's columns; waves: at most so many programs a multiprocessor
-    (0: one a tile); halves: the tile's weight rows in two products, so that half the partial sums
-    are alive and two programs fit a multiprocessor (with bulk copies, no split); stream: the kernel
-    of fp8_gemm_sm90_streamk.py, which has weights on the M side and bulk copies, a split of 1 for
-    whole tiles and m from 8 on; tall: that of fp8_gemm_sm90_persistent.py, for m and stages
-    alone."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-    swap: bool = True
-    tma: bool = False
-    split: int = 1
-    waves: int = 0
-    halves: bool = False
-    stream: bool = False
-    tall: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises ValueError: a configuration that somebody has stored may be of kernels that
-        were."""
-        if self.stream and (self.n != 16 * self.warps or self.n > 128 or self.stages < 2):
-            raise ValueError(
-                f"no streaming product has {self.n} weight rows, {self.warps} warps and "
-                f"{self.stages} stages"
-            )
-
-
-HALVES = LinearPlan(128, 128, 8, 3, swap=False, tma=True, halves=True)
+HALVES = TilePlan(128, 128, 8, 3, swap=False, tma=True, halves=True)
 MIN_BLOCKS = 4  # a program takes at least so many blocks of 128 columns
 
 
@@ -252,7 +220,7 @@ def plan_for(weight: Weight, tokens: int) -> LinearPlan:
 
 
 def linear(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     weight: Weight,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -260,8 +228,8 @@ def linear(
 ) -> Tensor:
     """x [T, columns], quantized here unless it comes quantized; weight [rows, columns]; returns
     [T, rows] in `dtype` (x's, or bf16)."""
-    dtype = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-    x = quantize(x) if isinstance(x, Tensor) else x
+    dtype = dtype or (torch.bfloat16 if isinstance(x, Quantized) else hidden_of(x).dtype)
+    x = quantized(x)
     tokens = x.shape[0]
     rows = weight.data.shape[0]
     device = weight.data.device
@@ -269,47 +237,34 @@ def linear(
     if tokens == 0:
         return y
     plan = plan or plan_for(weight, tokens)
-    if not is_hopper(device):
-        plan = _portable(plan)
-    if plan.stream or plan.tall:
-        _launch_gluon(x, weight, bias, y, plan)
-    elif plan.halves:
-        _launch_halves(x, weight, bias, y, plan)
-    else:
-        _launch(x, weight, bias, y, plan)
+    _run(x, weight, bias, y, plan if is_hopper(device) else plan.portable())
     return y
 
 
-def _launch_gluon(
-    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan
-) -> None:
-    from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent, fp8_gemm_sm90_streamk
+def _run(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+    """The one place where the kind of a plan is asked for."""
+    if isinstance(plan, StreamKPlan):
+        from rorqual.ops.triton.gemm import fp8_gemm_sm90_streamk
 
-    if plan.stream:
-        fp8_gemm_sm90_streamk.launch(
-            x, weight, bias, y, plan.m, plan.n, plan.warps, plan.stages, plan.split, plan.waves
-        )
-    elif fp8_gemm_sm90_persistent.fits(weight, y):
-        fp8_gemm_sm90_persistent.launch(x, weight, bias, y, plan.m, plan.stages)
-    else:
-        _launch_halves(x, weight, bias, y, HALVES)
+        fp8_gemm_sm90_streamk.launch(x, weight, bias, y, plan)
+        return
+    if isinstance(plan, PersistentPlan):
+        from rorqual.ops.triton.gemm import fp8_gemm_sm90_persistent
 
-
-def _portable(plan: LinearPlan) -> LinearPlan:
-    """For GPUs without bulk copies, and for the interpreter."""
-    if plan.stream:
-        return LinearPlan(max(16, plan.m), 64, 4, 2, split=min(8, plan.split))
-    if plan.tall:
-        return LinearPlan(128, 128, 8, 2, swap=False)
-    return replace(plan, tma=False, halves=False, stages=min(plan.stages, 2))
+        if fp8_gemm_sm90_persistent.fits(weight, y):
+            fp8_gemm_sm90_persistent.launch(x, weight, bias, y, plan)
+            return
+        plan = HALVES
+    assert isinstance(plan, TilePlan)
+    (_launch_halves if plan.halves else _launch_tiles)(x, weight, bias, y, plan)
 
 
-def _programs(tiles: int, plan: LinearPlan, device: torch.device) -> int:
+def _programs(tiles: int, plan: TilePlan, device: torch.device) -> int:
     return min(tiles, plan.waves * multiprocessors(device)) if plan.waves else tiles
 
 
 def _launch_halves(
-    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan
+    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: TilePlan
 ) -> None:
     (tokens, columns) = x.shape
     rows = weight.data.shape[0]
@@ -340,7 +295,9 @@ def _launch_halves(
     )
 
 
-def _launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: LinearPlan) -> None:
+def _launch_tiles(
+    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: TilePlan
+) -> None:
     (tokens, columns) = x.shape
     rows = weight.data.shape[0]
     device = y.device
@@ -379,7 +336,7 @@ def _launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: 
     )
 
 
-def _split(plan: LinearPlan, tiles: int, blocks: int, processors: int) -> tuple[int, int]:
+def _split(plan: TilePlan, tiles: int, blocks: int, processors: int) -> tuple[int, int]:
     """(blocks of columns a program takes, programs a tile): about two programs a multiprocessor,
     each with enough to do."""
     wanted = min(plan.split, max(1, 2 * processors // tiles), max(1, blocks // MIN_BLOCKS))
@@ -387,7 +344,7 @@ def _split(plan: LinearPlan, tiles: int, blocks: int, processors: int) -> tuple[
     return shares, triton.cdiv(blocks, shares)
 
 
-def _operands(x: Tensor, w: Tensor, plan: LinearPlan) -> tuple[Any, Any]:
+def _operands(x: Tensor, w: Tensor, plan: TilePlan) -> tuple[Any, Any]:
     if not plan.tma:
         return x, w
     return TensorDescriptor.from_tensor(x, [plan.m, 128]), TensorDescriptor.from_tensor(

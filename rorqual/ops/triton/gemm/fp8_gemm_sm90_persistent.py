@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantized
+from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
 
@@ -417,10 +418,11 @@ def fits(weight: Weight, y: Tensor) -> bool:
 
 
 def launch(
-    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, m: int, stages: int
+    x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: PersistentPlan
 ) -> None:
     """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T,
     rows] contiguous. m: 128 or 256."""
+    m, stages = plan.m, plan.stages
     (tokens, columns) = x.shape
     rows = weight.data.shape[0]
     device = y.device

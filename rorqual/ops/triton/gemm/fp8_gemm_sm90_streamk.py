@@ -40,8 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rorqual.ops.activation import Quantized
 from rorqual.ops.reference import Weight
-from rorqual.ops.triton.rowwise.quantize import Quantized
+from rorqual.ops.triton.gemm.linear_plan import StreamKPlan
 from rorqual.ops.triton.runtime.launch import COUNTERS, dependent, multiprocessors, zeroed_counters
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
 
@@ -461,34 +462,25 @@ def chunks_of(units: int, workers: int, align: int, m: int, warps: int) -> tuple
     return -(-most // chunk), chunk
 
 
-def launch(
-    x: Quantized,
-    weight: Weight,
-    bias: Tensor | None,
-    y: Tensor,
-    m: int,
-    n: int,
-    warps: int,
-    stages: int,
-    split: int,
-    waves: int,
-) -> None:
+def launch(x: Quantized, weight: Weight, bias: Tensor | None, y: Tensor, plan: StreamKPlan) -> None:
     """x [T, columns], weight [rows, columns] with one scale a 128x128 block, bias [rows], y [T,
     rows] contiguous. m: tokens a block (several share the weights through the cache); n: rows a
-    tile, 16 a warp; see `programs` for split and waves."""
+    tile, one row of scales; see `programs` for split and waves."""
+    m, n, warps = plan.m, plan.n, plan.warps
     (rows, columns) = weight.data.shape
     tokens = x.shape[0]
     device = y.device
     assert y.is_contiguous()
-    assert n == 16 * warps <= 128, (n, warps)  # one row of scales a tile
     blocks = -(-tokens // m)
     tiles = -(-rows // n)
-    workers, align = programs(rows, columns, n, split, waves, multiprocessors(device), blocks)
+    workers, align = programs(
+        rows, columns, n, plan.split, plan.waves, multiprocessors(device), blocks
+    )
     units = tiles * (columns // 128)
     workers = max(workers, -(-units * m // MOST_SCALES))
     chunks, chunk = chunks_of(units, workers, align, m, warps)
     # scales of long runs take their room
-    stages = min(stages, (SHARED - shared_bytes(m, n, 0, chunks * chunk)) // ((n + m) * 128))
+    stages = min(plan.stages, (SHARED - shared_bytes(m, n, 0, chunks * chunk)) // ((n + m) * 128))
     assert stages > 1, "one is multiplied while another fills"
     shared = align * 128 < columns
     partials = (

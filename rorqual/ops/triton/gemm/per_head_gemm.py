@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.rowwise.quantize import room_beside
+from rorqual.ops.activation import NormOutput, Quantized
+from rorqual.ops.triton.rowwise.quantize import room_for
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, next_power, wait_for_inputs
 
 # TritonOps takes these kernels for so many tokens at most: ordinary arithmetic, tensor cores.
@@ -175,20 +176,18 @@ def heads_small(x: Tensor, matrices: Tensor) -> Tensor:
     return out
 
 
-def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
-    """The same on tensor cores, T at most 16, in 16 bits. pack: `quantize` of the result, its
-    heads side by side, is made on the way (quantize.py); b is 128 then, and the result [T, H b]."""
+def heads_dot(x: Tensor, matrices: Tensor, made: Quantized | None = None) -> Tensor:
+    """The same on tensor cores, T at most 16, in 16 bits. made [T, H b] gets the result in fp8, its
+    heads side by side, where b is 128."""
     (tokens, heads, rows) = x.shape
     columns = matrices.shape[2]
     assert tokens <= COLUMNS
     assert x.stride(2) == 1
     assert x.dtype == matrices.dtype
     assert x.element_size() == 2
-    assert not pack or columns == HEAD
+    assert made is None or columns == HEAD
     out = torch.empty(tokens, heads, columns, dtype=x.dtype, device=x.device)
-    if pack:
-        out = out.flatten(1)
-    data, scale, strides = room_beside(out, pack)
+    data, scale, strides = room_for(made)
     if tokens:
         _heads_dot_kernel[heads, triton.cdiv(columns, HEAD)](
             x,
@@ -206,9 +205,15 @@ def heads_dot(x: Tensor, matrices: Tensor, pack: bool = False) -> Tensor:
             COLUMNS,
             HEAD,
             min(128, max(16, next_power(rows))),
-            pack,
+            made is not None,
             3,
             num_warps=4,
             **dependent(x.device),
         )
     return out
+
+
+def joined_heads_dot(x: Tensor, matrices: Tensor) -> NormOutput:
+    """The same, heads side by side, [T, H b], and quantized on the way; b is 128."""
+    made = Quantized.empty(x.shape[0], x.shape[1] * matrices.shape[2], x.device)
+    return NormOutput(heads_dot(x, matrices, made).flatten(1), made)

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rorqual.ops.activation import Activation, Quantized, output_of
 from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.triton.rowwise.norm import normed, warps_for
-from rorqual.ops.triton.rowwise.quantize import room_beside, store_fp8
+from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import INTERPRETED, dependent, next_power, wait_for_inputs
 
 # Steps of up to so many tokens leave the sum to the norm behind it; 0: none does. Longer ones would
@@ -206,10 +207,14 @@ def rows_at_once(top_k: int, size: int, itemsize: int) -> int:
 
 
 def combine_add_norm(
-    gave: DeferredMoESum, residual: Tensor, weight: Tensor, eps: float, pack: bool = False
-) -> tuple[Tensor, Tensor]:
+    gave: DeferredMoESum,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    quantize_output: bool = False,
+) -> tuple[Activation, Tensor]:
     """(norm(sum + residual), sum + residual), both [T, hidden]: add_norm of `combine`'s result
-    with the same `pack`, bit for bit. The kernel launched before must not be what writes
+    with the same `quantize_output`, bit for bit. The kernel launched before must not be what writes
     `weight`: that is read without waiting for it."""
     (tokens, top_k) = gave.weights.shape
     hidden = gave.y.shape[1]
@@ -217,8 +222,9 @@ def combine_add_norm(
     assert residual.shape == (tokens, hidden)
     assert residual.stride(1) == 1
     out, total = (torch.empty(tokens, hidden, dtype=y.dtype, device=y.device) for _ in range(2))
-    data, scale, strides = room_beside(out, pack)
-    size = max(128 if pack else 16, next_power(hidden))
+    made = Quantized.empty(tokens, hidden, y.device) if quantize_output else None
+    data, scale, strides = room_for(made)
+    size = max(128 if quantize_output else 16, next_power(hidden))
     at_once = 0 if INTERPRETED else rows_at_once(top_k, size, y.element_size())
     if tokens:
         _combine_norm_kernel[tokens,](
@@ -241,8 +247,8 @@ def combine_add_norm(
             at_once,
             gave.ids is not None,
             gave.base is not None,
-            pack,
+            quantize_output,
             num_warps=warps_for(size),
             **dependent(y.device),
         )
-    return out, total
+    return output_of(out, made), total

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum
 from rorqual.ops.reference import FP8, ExpertWeights, Weight
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size, takes_buckets
@@ -39,7 +40,7 @@ from rorqual.ops.triton.moe.small_batch import (
     rows_of,
     tile_of,
 )
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize
+from rorqual.ops.triton.rowwise.quantize import quantized
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, is_hopper, wait_for_inputs
 
@@ -298,7 +299,7 @@ def supported(w: ExpertWeights) -> bool:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, base: Tensor | None = None
+    x: Activation, ids: Tensor, weights: Tensor, w: ExpertWeights, base: Tensor | None = None
 ) -> Tensor:
     """rorqual.ops.reference.experts. x [T, hidden] bf16, fp16 or fp32; ids [T, K] int32 or int64,
     -1: not here; weights [T, K] fp32. base [T, hidden] is added before the sum is rounded.
@@ -308,11 +309,12 @@ def experts(
     """
     shared = w.num_fused_shared_experts
     num_picks = ids.numel() - ids.shape[0] * shared
+    rows = hidden_of(x)
     if ids.numel() == 0:
-        return torch.zeros_like(x) if base is None else base.clone()
+        return torch.zeros_like(rows) if base is None else base.clone()
     if num_picks <= DIRECT_PICKS[kind_of(w.gate_up)]:
-        return direct_experts(x, ids, weights, w, direct_plan_for(w.down, num_picks), base)
-    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared, x.dtype)
+        return direct_experts(rows, ids, weights, w, direct_plan_for(w.down, num_picks), base)
+    plan = plan_for(w.down, round(num_picks * w.local_fraction), shared, rows.dtype)
     return grouped_experts(x, ids, weights, w, plan, base=base)
 
 
@@ -335,7 +337,7 @@ def sorts_while_routing(down: Weight, num_picks: int) -> bool:
 
 
 def grouped_experts(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     ids: Tensor,
     weights: Tensor,
     w: ExpertWeights,
@@ -345,7 +347,7 @@ def grouped_experts(
 ) -> Tensor:
     """Sort, two grouped GEMMs, weighted sum. x already quantized goes with fp8 weights, and
     needs the result's dtype."""
-    kind = x.dtype if isinstance(x, Tensor) else dtype
+    kind = dtype if isinstance(x, Quantized) else hidden_of(x).dtype
     assert kind is not None
     assert dtype in (None, kind)
     blocks = moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
@@ -353,7 +355,7 @@ def grouped_experts(
 
 
 def experts_deferred(
-    x: Tensor,
+    x: Activation,
     ids: Tensor,
     weights: Tensor,
     w: ExpertWeights,
@@ -364,12 +366,12 @@ def experts_deferred(
     """Everything but the sum, where all picks are here. blocks: the picks, already sorted into
     blocks of plan.rows rows; None: they are sorted here."""
     blocks = blocks or moe_align_block_size(ids, w.down.data.shape[0], plan.rows)
-    y = _products(x, w, plan, blocks, ids.shape[1], x.dtype)
+    y = _products(x, w, plan, blocks, ids.shape[1], hidden_of(x).dtype)
     return DeferredMoESum(y, None, weights, base, combine)
 
 
 def _products(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     w: ExpertWeights,
     plan: GroupedGemmPlan,
     blocks: ExpertBlocks,
@@ -386,15 +388,14 @@ def _products(
 
 
 def gate_up_product(
-    x: Tensor | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile
+    x: Activation | Quantized, weight: Weight, blocks: ExpertBlocks, top_k: int, tile: Tile
 ) -> Tensor | Quantized:
     """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the
     weights are."""
     slots, rows, hidden = weight.data.shape
     inner = rows // 2
     num_picks = blocks.num_picks
-    packed = quantize(x) if weight.quantized and isinstance(x, Tensor) else x
-    data, scale, strides = _activation(packed)
+    data, scale, strides = _activation(quantized(x) if weight.quantized else x)
     device = weight.data.device
     h = (
         Quantized.empty(num_picks, inner, device)
@@ -464,8 +465,10 @@ def down_product(
     return y
 
 
-def _activation(x: Tensor | Quantized) -> tuple[Any, Tensor | None, tuple[int, ...]]:
-    return (x.data, x.scale, x.scale.stride()) if isinstance(x, Quantized) else (x, None, (0, 0))
+def _activation(x: Activation | Quantized) -> tuple[Any, Tensor | None, tuple[int, ...]]:
+    if isinstance(x, Quantized):
+        return x.data, x.scale, x.scale.stride()
+    return hidden_of(x), None, (0, 0)
 
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:

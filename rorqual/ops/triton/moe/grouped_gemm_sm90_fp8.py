@@ -30,10 +30,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rorqual.ops.activation import Activation, Quantized
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import REGISTERS, SHARED, share, sums, tile_of
 from rorqual.ops.triton.moe.align import ExpertBlocks
-from rorqual.ops.triton.rowwise.quantize import Quantized, quantize, store_fp8
+from rorqual.ops.triton.rowwise.quantize import quantized, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, multiprocessors, next_power
 from rorqual.ops.triton.runtime.launch import wait_for_inputs as wait
 from rorqual.ops.triton.runtime.sm90_pipeline import let_next_start, next_stage, wait_for_inputs
@@ -455,7 +456,7 @@ def product(
 
 
 def products(
-    x: Tensor | Quantized,
+    x: Activation | Quantized,
     w: ExpertWeights,
     blocks: ExpertBlocks,
     top_k: int,
@@ -464,7 +465,7 @@ def products(
 ) -> Tensor:
     """down (silu(gate x) * (up x)) of each pick in its own row, [picks, hidden]; see
     grouped_gemm.py."""
-    if top_k > 1 and isinstance(x, Tensor):
-        x = quantize(x)  # once a token: a copy for each of its picks is half as long then
-    both = product(in_order(x, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
+    # once a token, where a copy for each of its picks is half as long then
+    rows = x if top_k == 1 and isinstance(x, Tensor) else quantized(x)
+    both = product(in_order(rows, blocks, top_k), w.gate_up, blocks, dtype, stages, False)
     return product(joined(both, blocks), w.down, blocks, dtype, stages, True)

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.triton.rowwise.quantize import Quantized, room_beside, store_fp8
+from rorqual.ops.activation import Activation, Quantized, output_of
+from rorqual.ops.triton.rowwise.quantize import room_for, store_fp8
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
@@ -65,15 +66,15 @@ def warps_for(size: int) -> int:
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, made: Quantized | None = None
 ) -> tuple[Tensor, Tensor | None]:
     tokens, columns = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
     out = torch.empty(tokens, columns, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out) if residual is not None else None
-    data, scale, strides = room_beside(out, pack)
-    size = max(128 if pack else 16, next_power(columns))
+    data, scale, strides = room_for(made)
+    size = max(16 if made is None else 128, next_power(columns))
     if tokens:
         _norm_kernel[tokens,](
             x,
@@ -90,7 +91,7 @@ def _launch(
             *strides,
             size,
             residual is not None,
-            pack,
+            made is not None,
             num_warps=warps_for(size),
             **dependent(x.device),
         )
@@ -99,18 +100,22 @@ def _launch(
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., columns], rows evenly spaced, to the same shape; weight [columns]."""
-    return _launch(_rows(x), None, weight, eps, False)[0].view(x.shape)
+    return _launch(_rows(x), None, weight, eps)[0].view(x.shape)
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, pack: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    quantize_output: bool = False,
+) -> tuple[Activation, Tensor]:
     """(norm(x + residual), x + residual), both [T, columns]. Without a residual the sum is x
-    itself, not a copy. pack: the norm is quantized on the way, and `quantize` finds it
-    (quantize.py); the compiler then lays rows out for stores of bytes, and squares are added in
-    another order."""
-    out, total = _launch(x, residual, weight, eps, pack)
-    return out, x if total is None else total
+    itself, not a copy. quantize_output: the norm is a NormOutput, quantized on the way; the
+    compiler then lays rows out for stores of bytes, and squares are added in another order."""
+    made = Quantized.empty(x.shape[0], x.shape[1], x.device) if quantize_output else None
+    out, total = _launch(x, residual, weight, eps, made)
+    return output_of(out, made), x if total is None else total
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -161,9 +166,7 @@ def _swiglu(x: Tensor, out: Tensor | None, packed: Quantized | None) -> None:
     tokens = x.shape[0]
     columns = x.shape[1] // 2
     assert x.stride(1) == 1
-    data, scale, strides = (
-        (packed.data, packed.scale, packed.scale.stride()) if packed else (None, None, (0, 0))
-    )
+    data, scale, strides = room_for(packed)
     size = min(1024, max(128, next_power(columns)))
     if tokens:
         _swiglu_kernel[tokens, triton.cdiv(columns, size)](

@@ -3,54 +3,19 @@ rorqual.ops.reference.quantize_activation defines them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rorqual.ops.reference import ACTIVATION_BLOCK, FP8
+from rorqual.ops.activation import Activation, NormOutput, Quantized
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
 
 
-@dataclass
-class Quantized:
-    """data [T, columns] e4m3; scale [T, ceil(columns/128)] fp32, stored column after column so
-    that GEMMs read it coalesced."""
-
-    data: Tensor
-    scale: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @staticmethod
-    def empty(tokens: int, columns: int, device: torch.device) -> Quantized:
-        scale = torch.empty(
-            -(-columns // ACTIVATION_BLOCK), tokens, dtype=torch.float32, device=device
-        )
-        return Quantized(torch.empty(tokens, columns, dtype=FP8, device=device), scale.t())
-
-
-TWIN = "_rorqual_fp8"  # attribute of a tensor whose rows exist in fp8 as well
-
-
-def keep_beside(x: Tensor, packed: Quantized) -> None:
-    """packed: what `quantize(x)` would make, made already. It goes with this tensor object
-    alone, no copy or view of it, and nobody may change the values."""
-    setattr(x, TWIN, packed)
-
-
-def room_beside(out: Tensor, pack: bool) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    """(data, scale, strides of the scale) for a kernel that is to quantize the rows of `out` as
-    it makes them, if `pack`."""
-    if not pack:
-        return None, None, (0, 0)
-    packed = Quantized.empty(out.shape[0], out.shape[1], out.device)
-    keep_beside(out, packed)
-    return packed.data, packed.scale, packed.scale.stride()
+def room_for(
+    made: Quantized | None,
+) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    """(data, scale, strides of the scale) for a kernel that quantizes what it makes, if asked."""
+    return (None, None, (0, 0)) if made is None else (made.data, made.scale, made.scale.stride())
 
 
 @triton.jit
@@ -103,11 +68,7 @@ def _quantize_kernel(
 
 
 def quantize(x: Tensor) -> Quantized:
-    """x [T, columns] in any float dtype, rows `x.stride(0)` apart. What the kernel that made x
-    has quantized is not quantized again."""
-    made: Quantized | None = getattr(x, TWIN, None)
-    if made is not None:
-        return made
+    """x [T, columns] in any float dtype, rows `x.stride(0)` apart."""
     tokens, columns = x.shape
     assert x.stride(1) == 1
     out = Quantized.empty(tokens, columns, x.device)
@@ -125,3 +86,10 @@ def quantize(x: Tensor) -> Quantized:
         **dependent(x.device),
     )
     return out
+
+
+def quantized(x: Activation | Quantized) -> Quantized:
+    """x in fp8, made here unless it comes in fp8."""
+    if isinstance(x, NormOutput):
+        return x.quantized
+    return quantize(x) if isinstance(x, Tensor) else x

@@ -121,10 +121,26 @@ def _chosen(
     raise AssertionError(f"no configuration of {kernel} fits {wanted}")
 
 
+class StoredConfig:
+    """A configuration that files hold as something else: a row for several kinds of it."""
+
+    @staticmethod
+    def from_row(data: Mapping[str, Any]) -> Any:
+        """As `build`. ValueError as well where no kernel takes such a configuration."""
+        raise NotImplementedError
+
+    def row(self) -> Any:
+        """The dataclass that is written."""
+        raise NotImplementedError
+
+
 def build(kind: type[C], data: Mapping[str, Any]) -> C:
     """A dataclass, with dataclasses in it, from what `asdict` made of one. TypeError where
     fields or their types are others. What `kind` lists as its FORMER_FIELDS is passed over: files
     of users still hold it."""
+    if issubclass(kind, StoredConfig):
+        stored: C = kind.from_row(data)
+        return stored
     hints = get_type_hints(kind)
     former: frozenset[str] = getattr(kind, "FORMER_FIELDS", frozenset())
     made = {}
@@ -192,7 +208,8 @@ def store(card: TunedDevice, kernel: str, shape: Mapping[str, Any], config: Any,
     """Put a rule at the head of the user's file for the GPU, in place of one for the same
     shape. The file is replaced as a whole, so a reader sees the old or the new one."""
     kernels = _load(card.file) if card.file.exists() else {}
-    rule = {"shape": dict(shape), "config": asdict(config), "us": round(us, 2)}
+    row = config.row() if isinstance(config, StoredConfig) else config
+    rule = {"shape": dict(shape), "config": asdict(row), "us": round(us, 2)}
     kernels[kernel] = [
         rule,
         *(old for old in kernels.get(kernel, []) if old["shape"] != rule["shape"]),

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops
+from rorqual.ops.interface import AttentionMetadata, MLAWeights, Ops, TokenPlaces
 from tests.gpu.device_driver import random_model
 from tests.ops.triton.test_triton_backend import DEEPSEEK
 
@@ -138,11 +138,11 @@ def test_a_prologue_writes_its_own_entries_quantized(
     angle = torch.randn(5, 8, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     slots = torch.tensor([9, 31, 8, 17, 12], device=DEVICE)
     plain = torch.zeros(4, PAGE, width, dtype=dtype, device=DEVICE)
-    _, q, _ = ops.mla_prologue(x, w, angle.cos(), angle.sin(), plain, slots)
+    _, q, _ = ops.mla_prologue(x, w, TokenPlaces(angle.cos(), angle.sin(), slots), plain)
     plane = emptied(4, rank + 4 * -(-rank // 128) + 16 * dtype.itemsize)
     expected = plane.clone()
     expected.flatten(0, 1)[slots] = reference.pack_latent(plain.flatten(0, 1)[slots], rank)
-    _, again, returned = ops.mla_prologue(x, w, angle.cos(), angle.sin(), plane, slots)
+    _, again, returned = ops.mla_prologue(x, w, TokenPlaces(angle.cos(), angle.sin(), slots), plane)
     assert returned is None
     assert torch.equal(plane, expected)
     assert torch.equal(again, q)
@@ -243,7 +243,7 @@ def test_absorbed_attention(ops: Ops) -> None:
         [tables[i, (n - 1) // PAGE] * PAGE + (n - 1) % PAGE for i, n in enumerate(lens)],
         device=DEVICE,
     )
-    _, q, _ = ops.mla_prologue(x, w, angle.cos(), angle.sin(), plane, slots)
+    _, q, _ = ops.mla_prologue(x, w, TokenPlaces(angle.cos(), angle.sin(), slots), plane)
     expected = Ops().mla_absorbed(
         q, w, plane, AttentionMetadata(tables, where.kv_lens, (1, 1, 1), tuple(lens)), 0.1
     )

@@ -9,7 +9,7 @@ import torch
 from rorqual.config.model import MLAConfig
 from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
-from rorqual.ops.interface import MLAWeights, Ops
+from rorqual.ops.interface import MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import Weight
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON
 
@@ -74,15 +74,16 @@ def test_halves_of_the_prologue(name: str, q_lora: int | None, interleaved: bool
     sin = angles.sin()
     slots = torch.randperm(12, generator=generator)[:ROWS].to(device)
     planes = [torch.full((3, PAGE, w.config.latent_dim), -1.0, device=device) for _ in range(2)]
-    _, want, _ = Ops().mla_prologue(x, w, cos, sin, planes[0], slots)
+    places = TokenPlaces(cos, sin, slots)
+    _, want, _ = Ops().mla_prologue(x, w, places, planes[0])
     shares = [slice(0, 4), slice(4, 4), slice(4, ROWS)]
     rows = torch.cat([torch.cat(ops.mla_down(x[own], w, cos[own], sin[own]), -1) for own in shares])
     query, entries = rows.split((w.query_rows, w.config.latent_dim), -1)
-    got, left = ops.mla_up(query, entries, w, cos, sin, planes[1], slots)
+    got, left = ops.mla_up(query, entries, w, places, planes[1])
     assert left is None
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(planes[1], planes[0], atol=1e-5, rtol=1e-5)
-    _, kept = ops.mla_up(query, entries, w, cos, sin, None, slots)
+    _, kept = ops.mla_up(query, entries, w, places, None)
     assert kept is entries, "without a latent plane the caller decompresses them"
 
 
@@ -100,6 +101,6 @@ def test_the_second_half_fills_an_fp8_cache(name: str) -> None:
     slots = torch.arange(1, ROWS + 1, device=device)
     want = reference.pack_latent(entries, rank)
     plane = torch.zeros(3, PAGE, want.shape[-1], dtype=torch.uint8, device=device)
-    ops.mla_up(query, entries, w, angles.cos(), angles.sin(), plane, slots)
+    ops.mla_up(query, entries, w, TokenPlaces(angles.cos(), angles.sin(), slots), plane)
     assert torch.equal(plane.flatten(0, 1)[1 : ROWS + 1], want)
     assert not plane.flatten(0, 1)[ROWS + 1 :].any()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rorqual.ops.interface import AttentionMetadata, Ops, shares_of
+from rorqual.ops.interface import AttentionMetadata, Ops, PartialAttention, shares_of
 from tests.emulation.triton_interpreter import DEVICE, SKIP_REASON, needs_triton
 
 if SKIP_REASON is None:
@@ -329,7 +329,7 @@ def test_prefill_goes_on_from_earlier_stretches(dtype: torch.dtype, tma: bool, s
     (share,) = shares_of(where, size, 8)
     out = torch.zeros(queries, 2, 128, device=DEVICE)
     total = torch.full((queries, 2), float("-inf"), device=DEVICE)
-    wanted = (out.clone(), total.clone())
+    wanted = PartialAttention(out.clone(), total.clone())
     config = prefill.PrefillConfig(16, 16, 4, 2, tma=tma)
     for number, stretch in enumerate(share.segments):
         own = slice(number * size, (number + 1) * size)
@@ -340,9 +340,9 @@ def test_prefill_goes_on_from_earlier_stretches(dtype: torch.dtype, tma: bool, s
         so_far = prefill.SoFar(out, total, stretch.first)
         given = (q, keys, values, *starts, stretch.kv_lens, queries, 0.07)
         assert prefill.dense_prefill(*given, config=config, so_far=so_far) is out
-        Ops().stretch_attention(q, keys, values, stretch, 0.07, *wanted)
-        torch.testing.assert_close(total, wanted[1], atol=2e-5, rtol=2e-5)
-        check(out.to(dtype), wanted[0].to(dtype))
+        Ops().stretch_attention(q, keys, values, stretch, 0.07, wanted)
+        torch.testing.assert_close(total, wanted.total, atol=2e-5, rtol=2e-5)
+        check(out.to(dtype), wanted.out.to(dtype))
     whole = segment(where.tables, [length], [queries])
     check(out.to(dtype), Ops().dense_attention(q, k, v, whole, 0.07))
 

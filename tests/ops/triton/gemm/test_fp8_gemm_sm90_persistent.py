@@ -83,10 +83,10 @@ def test_emulated_result(
 
 
 PLANS = """
-from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
-PLANS = [(2112, LinearPlan(256, 128, 4, 4, tall=True)), (4096, LinearPlan(256, 128, 4, 4,
-    tall=True)),
-         (4096, LinearPlan(128, 128, 4, 6, tall=True))]
+from rorqual.ops.triton.gemm.fp8_gemm import linear
+from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
+PLANS = [(2112, PersistentPlan(256, 4)), (4096, PersistentPlan(256, 4)),
+         (4096, PersistentPlan(128, 6))]
 for rows, plan in PLANS:
     linear(quantized(4096, 7168), block_fp8(rows, 7168), dtype=torch.bfloat16, plan=plan)
 """
@@ -110,10 +110,11 @@ FORMS = [  # tokens, rows, columns, m, stages, programs, bias
 ]
 SMALL = f"""
 from rorqual.ops.triton.gemm.fp8_gemm_sm90_persistent import launch
+from rorqual.ops.triton.gemm.linear_plan import PersistentPlan
 for tokens, rows, columns, m, stages, _, bias in {FORMS}:
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     launch(quantized(tokens, columns), block_fp8(rows, columns), y[0].clone() if bias else None, y,
-        m, stages)
+        PersistentPlan(m, stages))
 """
 
 

@@ -158,11 +158,10 @@ def test_programs_share_the_units_evenly(
 
 
 PLANS = """
-from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan, linear
-PLANS = [(1, LinearPlan(8, 128, 8, 6, split=64, stream=True)), (64, LinearPlan(64, 64, 4, 8,
-    split=1, stream=True)),
-         (64, LinearPlan(64, 128, 8, 4, split=64, stream=True)), (128, LinearPlan(128, 128, 8, 4,
-             split=64, stream=True))]
+from rorqual.ops.triton.gemm.fp8_gemm import linear
+from rorqual.ops.triton.gemm.linear_plan import StreamKPlan
+PLANS = [(1, StreamKPlan(8, 128, 8, 6, split=64)), (64, StreamKPlan(64, 64, 4, 8, split=1)),
+         (64, StreamKPlan(64, 128, 8, 4, split=64)), (128, StreamKPlan(128, 128, 8, 4, split=64))]
 for tokens, plan in PLANS:
     linear(quantized(tokens, 7168), block_fp8(2112, 7168), dtype=torch.bfloat16, plan=plan)
 """
@@ -191,13 +190,14 @@ FORMS = [  # tokens, rows, columns, m, n, warps, stages, split, programs, bias
 ]
 SMALL = f"""
 from rorqual.ops.triton.gemm import fp8_gemm_sm90_streamk
+from rorqual.ops.triton.gemm.linear_plan import StreamKPlan
 for tokens, rows, columns, m, n, warps, stages, split, programs, bias in {FORMS}:
     # room for their scales is a constant
     fp8_gemm_sm90_streamk.multiprocessors = lambda device: programs * -(-tokens // m)
     y = torch.empty(tokens, rows, dtype=torch.bfloat16)
     biases = y[0].clone() if bias else None
     fp8_gemm_sm90_streamk.launch(quantized(tokens, columns), block_fp8(rows, columns), biases, y,
-        m, n, warps, stages, split, 1)
+        StreamKPlan(m, n, warps, stages, split, 1))
 """
 
 

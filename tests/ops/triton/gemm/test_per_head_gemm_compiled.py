@@ -26,7 +26,7 @@ from rorqual.ops.triton.gemm import per_head_gemm
 x = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16)
 up = x({HEADS}, {NOPE + VALUE}, {RANK})
 per_head_gemm.heads_dot(x({TOKENS}, {HEADS}, {NOPE + ROPE})[..., :{NOPE}], up[:, :{NOPE}])
-per_head_gemm.heads_dot(x({TOKENS}, {HEADS}, {RANK}), up[:, {NOPE}:].transpose(1, 2), pack=True)
+per_head_gemm.joined_heads_dot(x({TOKENS}, {HEADS}, {RANK}), up[:, {NOPE}:].transpose(1, 2))
 """
 
 

@@ -16,6 +16,7 @@ if SKIP_REASON is not None:
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
+from rorqual.ops.activation import NormOutput
 from rorqual.ops.deferred_sum import DeferredMoESum, summed
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -86,16 +87,20 @@ def test_the_joint_kernel_gives_the_bits_of_the_two(
         assert torch.equal(got_stream, stream)
         assert torch.equal(got, normed)
         if takes_fp8(residual.device):
-            found, _ = combine.combine_add_norm(gave, residual, weight, EPS, pack=True)
-            assert torch.equal(found, norm.add_norm(total, residual, weight, EPS, pack=True)[0])
-            # Squares may be added in another order than without `pack`, and a norm is rounded
-            # before its weight and after.
+            both, _ = combine.combine_add_norm(gave, residual, weight, EPS, quantize_output=True)
+            apart, _ = norm.add_norm(total, residual, weight, EPS, quantize_output=True)
+            assert isinstance(both, NormOutput)
+            assert isinstance(apart, NormOutput)
+            found = both.hidden
+            assert torch.equal(found, apart.hidden)
+            # Squares may be added in another order than without fp8, and a norm is rounded before
+            # its weight and after.
             assert (
                 (found.float() - normed.float()).abs() <= 2 * step * normed.float().abs() + 1e-6
             ).all()
             # by the joint kernel, by one of its own
-            beside = quantize(found)
-            behind = quantize(found.clone())
+            beside = both.quantized
+            behind = quantize(found)
             assert torch.equal(beside.data.view(torch.uint8), behind.data.view(torch.uint8))
             assert torch.equal(beside.scale, behind.scale)
 

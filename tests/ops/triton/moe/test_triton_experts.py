@@ -17,11 +17,13 @@ if SKIP_REASON is not None:
 
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
-from rorqual.ops.interface import Ops
+from rorqual.ops.activation import NormOutput, Quantized
+from rorqual.ops.interface import GQAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
 from rorqual.ops.triton.attention import rope_kv_write
 from rorqual.ops.triton.backend import TritonOps
 from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
+from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import (
     align,
     grouped_gemm_sm90_fp8,
@@ -291,7 +293,9 @@ def test_linear(dtype: torch.dtype, rows: int, columns: int) -> None:
         assert difference(fp8_gemm.linear(x, matrix, bias, plan=plan), expected) < 1e-5
         assert (
             difference(
-                fp8_gemm.linear(quantize.quantize(x), matrix, bias, dtype, replace(plan, waves=1)),
+                fp8_gemm.linear(
+                    quantize.quantize(x), matrix, bias, dtype, replace(plan.portable(), waves=1)
+                ),
                 expected,
             )
             < 1e-5
@@ -665,10 +669,10 @@ def test_absorb_products(
 def test_heads_quantized_where_they_are_made(tokens: int) -> None:
     latent = random(tokens, 3, 256, dtype=torch.bfloat16)
     matrices = random(3, 256, 128, dtype=torch.bfloat16)
-    out = per_head_gemm.heads_dot(latent, matrices, pack=True)
-    assert torch.equal(out, per_head_gemm.heads_dot(latent, matrices).flatten(1))
-    made = quantize.quantize(out)
-    behind = quantize.quantize(out.clone())
+    out = per_head_gemm.joined_heads_dot(latent, matrices)
+    assert torch.equal(out.hidden, per_head_gemm.heads_dot(latent, matrices).flatten(1))
+    made = out.quantized
+    behind = quantize.quantize(out.hidden)
     assert torch.equal(made.scale, behind.scale)
     assert torch.equal(made.data.float(), behind.data.float())
 
@@ -690,12 +694,12 @@ def test_norms(dtype: torch.dtype) -> None:
     got, got_total = norm.add_norm(x, residual, factor, 1e-6)
     assert torch.equal(got_total, total)
     torch.testing.assert_close(got, expected, **close)
-    kept, _ = norm.add_norm(x, residual, factor, 1e-6, pack=True)
-    assert torch.equal(kept, got)
-    packed = quantize.quantize(kept)
-    assert packed is quantize.quantize(kept), "made once"
-    assert quantize.quantize(kept[:]) is not packed, "of this tensor alone"
-    data, scale = reference.quantize_activation(kept)
+    kept, _ = norm.add_norm(x, residual, factor, 1e-6, quantize_output=True)
+    assert isinstance(kept, NormOutput)
+    assert torch.equal(kept.hidden, got)
+    packed = quantize.quantized(kept)
+    assert packed is kept.quantized, "made once"
+    data, scale = reference.quantize_activation(kept.hidden)
     assert torch.equal(packed.scale, scale)
     assert torch.equal(packed.data.float(), data.float())
 
@@ -757,9 +761,8 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
     )
     expected = plane.clone()
     reference.write_cache(expected, slots[slots >= 0], entries[slots >= 0])
-    got = rope_kv_write.latent_epilogue(
-        x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved
-    )
+    places = TokenPlaces(*cos_sin, slots)
+    got = rope_kv_write.latent_epilogue(x, q_weight, kv_weight, places, plane, 1e-6, interleaved)
     assert isinstance(got, Tensor)
     torch.testing.assert_close(
         plane, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
@@ -769,20 +772,17 @@ def test_latent_epilogue(interleaved: bool, dtype: torch.dtype) -> None:
         got, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
     )
     packed = rope_kv_write.latent_epilogue(
-        x, q_weight, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, quant=True
+        x, q_weight, kv_weight, places, plane, 1e-6, interleaved, quant=True
     )
-    assert isinstance(packed, quantize.Quantized)
+    assert isinstance(packed, Quantized)
     assert torch.equal(packed.data.float(), reference.quantize_activation(got)[0].float())
     assert (
-        rope_kv_write.latent_epilogue(x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved)
-        is None
+        rope_kv_write.latent_epilogue(x, None, kv_weight, places, plane, 1e-6, interleaved) is None
     )
     heads = 5
     width = query // 5
     before = first.clone()
-    rope_kv_write.latent_epilogue(
-        x, None, kv_weight, *cos_sin, slots, plane, 1e-6, interleaved, heads=heads
-    )
+    rope_kv_write.latent_epilogue(x, None, kv_weight, places, plane, 1e-6, interleaved, heads=heads)
     turned = first.unflatten(1, (heads, width))
     was = before.unflatten(1, (heads, width))
     torch.testing.assert_close(
@@ -811,7 +811,9 @@ def test_heads_epilogue(dtype: torch.dtype) -> None:
     expected = [plane.clone() for plane in planes]
     for plane, values in zip(expected, (k, v), strict=True):
         reference.write_cache(plane, slots[slots >= 0], values[slots >= 0])
-    got = rope_kv_write.heads_epilogue(x, q_weight, k_weight, *cos_sin, slots, *planes, 1e-6)
+    got = rope_kv_write.heads_epilogue(
+        x, GQAWeights(q_weight, k_weight, 1e-6), TokenPlaces(*cos_sin, slots), planes
+    )
     close = {
         "rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4,
         "atol": 2e-2 if dtype == torch.bfloat16 else 1e-5,
@@ -821,9 +823,8 @@ def test_heads_epilogue(dtype: torch.dtype) -> None:
     assert torch.equal(planes[1], expected[1])
 
 
-@pytest.mark.parametrize("form", [{"stream": True}, {"tall": True}])
-def test_plans_of_hopper_alone_run_elsewhere(form: dict[str, bool]) -> None:
-    plan = fp8_gemm.LinearPlan(8, 64, 4, 4, split=64, **form)
+@pytest.mark.parametrize("plan", [StreamKPlan(8, 64, 4, 4, split=64), PersistentPlan(128, 4)])
+def test_plans_of_hopper_alone_run_elsewhere(plan: LinearPlan) -> None:
     x = random(20, 512, dtype=torch.bfloat16)
     w = weight("fp8", 192, 512)
     assert difference(fp8_gemm.linear(x, w, plan=plan), reference.linear(x, w)) < 1e-5
@@ -837,7 +838,7 @@ def test_linear_in_halves(tokens: int, rows: int, biased: bool) -> None:
     bias = random(rows) if biased else None
     y = torch.empty(tokens, rows, dtype=torch.bfloat16, device=DEVICE)
     fp8_gemm._launch_halves(
-        quantize.quantize(x), w, bias, y, fp8_gemm.LinearPlan(64, 128, 4, 2, tma=True, halves=True)
+        quantize.quantize(x), w, bias, y, TilePlan(64, 128, 4, 2, tma=True, halves=True)
     )
     assert difference(y, reference.linear(x, w, bias)) < 1e-5
 

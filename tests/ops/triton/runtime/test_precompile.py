@@ -24,8 +24,8 @@ from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.runtime import precompile
 from rorqual.ops.triton.gemm import fp8_gemm, fp8_gemm_sm90_streamk
 from rorqual.ops.triton.rowwise import norm
-from rorqual.ops.triton.rowwise.quantize import Quantized
-from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan
+from rorqual.ops.activation import Quantized
+from rorqual.ops.triton.gemm.linear_plan import StreamKPlan
 
 driver.set_active(AbsentDriver(90))
 fp8_gemm.is_hopper = lambda device: True
@@ -46,8 +46,8 @@ with precompile.compiling():
     packed = Quantized(torch.empty(3, 256, dtype=FP8), torch.ones(2, 3).t())
     weight = Weight(torch.empty(256, 256, dtype=FP8), torch.ones(2, 2))
     for n in (64, 128):
-        y = fp8_gemm.linear(packed, weight, dtype=torch.bfloat16, plan=LinearPlan(8, n, n // 16, 2,
-            stream=True))
+        plan = StreamKPlan(8, n, n // 16, 2)
+        y = fp8_gemm.linear(packed, weight, dtype=torch.bfloat16, plan=plan)
         assert y.shape == (3, 256) and not y.any()
     blank = torch.empty(5), x.new_empty(4), torch.empty_like(x), torch.empty_strided((2, 3), (3, 1))
 assert not normed.any() and not total.any()

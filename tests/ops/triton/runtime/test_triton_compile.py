@@ -42,9 +42,11 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     from rorqual.config.model import MoEConfig
     from rorqual.ops.deferred_sum import DeferredMoESum
+    from rorqual.ops.interface import GQAWeights, TokenPlaces
     from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
     from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
+    from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
     from rorqual.ops.triton.moe import combine, grouped_gemm, router_gemm, topk
     from rorqual.ops.triton.rowwise import embedding, norm
@@ -91,8 +93,8 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"linear T{tokens}", lambda t=tokens: fp8_gemm.linear(x(t, 7168), fp8(2112, 7168))
     for plan in (
         (
-            fp8_gemm.LinearPlan(64, 128, 8, 6, split=64, stream=True),
-            fp8_gemm.LinearPlan(256, 128, 4, 4, tall=True),
+            StreamKPlan(64, 128, 8, 6, split=64),
+            PersistentPlan(256, 4),
         )
         if v3
         else ()
@@ -197,7 +199,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     if v3:
         yield (
             "absorb fp8",
-            lambda: per_head_gemm.heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2), pack=True),
+            lambda: per_head_gemm.joined_heads_dot(x(8, 16, 512), up[:, 128:].transpose(1, 2)),
         )
     index = x(9, dtype=torch.int64)
     for n in (0, 3):
@@ -252,13 +254,16 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
                     combine.combine,
                 )
                 rest = x(4, h, dtype=d), x(h, dtype=d), 1e-6
-                combine.combine_add_norm(gave, *rest, pack=v3)
-                norm.add_norm(gave.total(), *rest, pack=v3)
+                combine.combine_add_norm(gave, *rest, quantize_output=v3)
+                norm.add_norm(gave.total(), *rest, quantize_output=v3)
 
             yield f"sum and norm {hidden} K{each} {kind} {beside} {some}", both
     yield "swiglu", lambda: norm.swiglu(x(4, 4096))
     if v3:
-        yield "norm fp8", lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, pack=True)
+        yield (
+            "norm fp8",
+            lambda: norm.add_norm(x(4, 7168), x(4, 7168), x(7168), 1e-6, quantize_output=True),
+        )
         yield "swiglu fp8", lambda: norm.swiglu_fp8(x(4, 4096))
     yield (
         "rope",
@@ -266,10 +271,11 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     slots = x(4, dtype=torch.int64)
     angle = x(4, 32, dtype=wide)
+    places = TokenPlaces(angle, angle, slots)
     yield (
         "latent",
         lambda: rope_kv_write.latent_epilogue(
-            x(4, 2112), x(1536), x(512), angle, angle, slots, x(9, 64, 576), 1e-6, True, quant=v3
+            x(4, 2112), x(1536), x(512), places, x(9, 64, 576), 1e-6, True, quant=v3
         ),
     )
     if v3:
@@ -277,7 +283,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield (
             "latent to an fp8 cache",
             lambda: rope_kv_write.latent_epilogue(
-                x(4, 2112), x(1536), x(512), angle, angle, slots, rows, 1e-6, True, quant=True
+                x(4, 2112), x(1536), x(512), places, rows, 1e-6, True, quant=True
             ),
         )
         yield (
@@ -292,14 +298,9 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         "heads",
         lambda: rope_kv_write.heads_epilogue(
             x(4, 40 * 128),
-            x(128),
-            x(128),
-            wider,
-            wider,
-            slots,
-            x(9, 64, 4, 128),
-            x(9, 64, 4, 128),
-            1e-6,
+            GQAWeights(x(128), x(128), 1e-6),
+            TokenPlaces(wider, wider, slots),
+            (x(9, 64, 4, 128), x(9, 64, 4, 128)),
         ),
     )
     exact = x(4, dtype=torch.float64)

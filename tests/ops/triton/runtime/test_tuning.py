@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
 from rorqual.ops.triton.gemm import gemv, skinny_gemm
-from rorqual.ops.triton.gemm.fp8_gemm import LinearPlan
+from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import keep_compiled
@@ -48,9 +48,9 @@ KINDS = {
     "prefill": prefill.PrefillConfig,
 }
 CARD = tuning.TunedDevice("NVIDIA L4 (test)", "8.9", "2.13.0+cpu", "3.6.0")
-FOUND = LinearPlan(16, 64, 8, 3, split=2)
+FOUND = TilePlan(16, 64, 8, 3, split=2)
 # what ships for a token and 2112 x 7168
-SMALL = LinearPlan(8, 64, 4, 7, split=4, waves=3, stream=True)
+SMALL = StreamKPlan(8, 64, 4, 7, split=4, waves=3)
 
 
 def forget() -> None:
@@ -99,6 +99,26 @@ def test_every_shipped_rule_is_a_configuration() -> None:
             assert all(isinstance(tuning.build(made, rule.config), made) for rule in rules[kernel])
 
 
+def test_plans_of_products_are_written_as_they_were_read() -> None:
+    """Rows of every kind: what a plan has no field for has one value in all files."""
+    rows = [rule.config for rule in tuning.shipped(tuning.DEFAULT_CARD)["linear_fp8"]]
+    rows += [
+        asdict(plan.row()) for plan in (FOUND, TilePlan(64, 128, 4, 2, False, True, 1, 2, True))
+    ]
+    plans = [LinearPlan.from_row(row) for row in rows]
+    assert {type(plan) for plan in plans} == {TilePlan, StreamKPlan, PersistentPlan}
+    assert [asdict(plan.row()) for plan in plans] == rows
+
+
+def test_a_row_of_kernels_that_were_is_refused() -> None:
+    row = asdict(SMALL.row())
+    for change in ({"warps": 8}, {"stages": 1}, {"n": 256, "warps": 16}):
+        with pytest.raises(ValueError, match="no streaming product"):
+            LinearPlan.from_row({**row, **change})
+    with pytest.raises(TypeError, match="swap"):
+        LinearPlan.from_row({**row, "swap": 3})
+
+
 def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them the edges of their ranges."""
     assert [linear_plan(t) for t in (1, 8)] == [SMALL, SMALL]
@@ -111,13 +131,14 @@ def test_shipped_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         64,
         256,
     ]
-    assert [linear_plan(t).tall for t in (512, 513)] == [False, True]
-    assert [linear_plan(t, rows=4096).stream for t in (256, 257)] == [True, False]
+    kinds = (StreamKPlan, PersistentPlan)
+    assert tuple(type(linear_plan(t)) for t in (512, 513)) == kinds
+    assert tuple(type(linear_plan(t, rows=4096)) for t in (256, 257)) == kinds
     deep = [linear_plan(t, rows=7168, columns=16384) for t in (8, 9, 64, 128, 129, 512)]
-    assert [plan.n for plan in deep] == [128, 64, 64, 128, 128, 128]
-    assert [plan.stream for plan in deep] == [True, True, True, True, False, False]
+    assert [plan.row().n for plan in deep] == [128, 64, 64, 128, 128, 128]
+    assert [type(plan) for plan in deep] == 4 * [StreamKPlan] + 2 * [PersistentPlan]
     assert [plan.m for plan in deep] == [8, 16, 64, 128, 128, 256]
-    assert [linear_plan(t, rows=24576, columns=1536).tall for t in (64, 65)] == [False, True]
+    assert tuple(type(linear_plan(t, rows=24576, columns=1536)) for t in (64, 65)) == kinds
     assert [linear_plan(t, rows=36864).stages for t in (64, 128)] == [6, 2]
     down = Weight(torch.empty(128, 64, 32, dtype=torch.bfloat16))
     assert [
@@ -201,8 +222,8 @@ def test_a_second_search_takes_the_place_of_the_first(on_card: Callable[..., Non
     shape = {"rows": 2112, "columns": 7168, "tokens": [1, 4]}
     tuning.store(CARD, "linear_fp8", shape, FOUND, 12.0)
     tuning.store(CARD, "mla_decode", {"rows": 16}, mla_decode.MlaDecodeConfig(16, 32, 4, 2), 9.0)
-    tuning.store(CARD, "linear_fp8", shape, LinearPlan(16, 128, 4, 4), 11.0)
-    assert linear_plan(1) == LinearPlan(16, 128, 4, 4)
+    tuning.store(CARD, "linear_fp8", shape, TilePlan(16, 128, 4, 4), 11.0)
+    assert linear_plan(1) == TilePlan(16, 128, 4, 4)
     assert {kernel: len(rules) for kernel, rules in tuning.read(CARD.file).items()} == {
         "linear_fp8": 1,
         "mla_decode": 1,
@@ -280,7 +301,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_search_keeps_the_fastest_that_is_right(
     on_card: Callable[..., None], clock: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def calls(plan: LinearPlan) -> list[Callable[[], torch.Tensor]]:
+    def calls(plan: TilePlan) -> list[Callable[[], torch.Tensor]]:
         return [
             lambda: torch.full(
                 (3,), float("nan") if plan.warps == 16 else 2.0 if plan.warps == 8 else 1.0
@@ -288,7 +309,7 @@ def test_the_search_keeps_the_fastest_that_is_right(
         ]
 
     used, good, wrong, unwritten = (
-        LinearPlan(16, 64, warps, stages) for warps, stages in ((4, 2), (4, 3), (8, 3), (16, 3))
+        TilePlan(16, 64, warps, stages) for warps, stages in ((4, 2), (4, 3), (8, 3), (16, 3))
     )
     results = kernels_tuning.timed("some", [used, good, wrong, unwritten], calls)
     assert [plan for _, plan in results] == [unwritten, wrong, good, used]
@@ -340,10 +361,11 @@ def test_case_names_of_searches_are_those_of_the_table() -> None:
 def test_every_gluon_candidate_is_one_the_kernels_take() -> None:
     for tokens in (1, 8, 20, 64, 128, 200, 4096):
         for plan in kernels_tuning.gluon_candidates(tokens):
-            assert plan.stream != plan.tall
+            tall = isinstance(plan, PersistentPlan)
+            rows = 128 if tall else plan.n
+            assert tall != isinstance(plan, StreamKPlan)
             assert plan.m >= min(tokens, 128) or (tokens > 128 and plan.m == 64)
-            assert (plan.n + plan.m) * 128 * plan.stages + plan.tall * 32_768 <= 226 * 1024, plan
-            assert plan.tall or plan.n in (16 * plan.warps, 32 * plan.warps), plan
+            assert (rows + plan.m) * 128 * plan.stages + tall * 32_768 <= 226 * 1024, plan
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="times are invented")
@@ -352,7 +374,7 @@ def test_a_streaming_plan_is_kept_for_as_many_tokens_as_it_takes_at_once(
 ) -> None:
     monkeypatch.setattr(gemm_and_experts, "ROTATE", 1)
     monkeypatch.setattr(kernels_tuning, "is_hopper", lambda device: True)
-    plan = LinearPlan(8, 64, 4, 6, split=64, stream=True)
+    plan = StreamKPlan(8, 64, 4, 6, split=64)
     monkeypatch.setattr(kernels_tuning, "gluon_candidates", lambda tokens: [plan])
     before = linear_plan(9, 128, 256)
     kernels_tuning.tune_linear(128, 256, 8, torch.device(DEVICE), gluon=True)

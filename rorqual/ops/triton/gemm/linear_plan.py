@@ -1,0 +1,117 @@
+"""How an fp8 product is computed: a plan for each of three kernels, and the row of a tuned file
+that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rorqual.ops.triton.runtime import tuning
+
+
+@dataclass(frozen=True)
+class LinearRow:
+    """A plan as files hold it: the fields of every kind, and which kind it is."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    swap: bool = True
+    tma: bool = False
+    split: int = 1
+    waves: int = 0
+    halves: bool = False
+    stream: bool = False
+    tall: bool = False
+
+
+class LinearPlan(tuning.StoredConfig):
+    """One of the three below."""
+
+    @staticmethod
+    def from_row(data: Mapping[str, Any]) -> LinearPlan:
+        """TypeError, ValueError: a row that somebody has stored may be of kernels that were."""
+        row = tuning.build(LinearRow, data)
+        if row.stream:
+            return StreamKPlan(row.m, row.n, row.warps, row.stages, row.split, row.waves)
+        if row.tall:
+            return PersistentPlan(row.m, row.stages)
+        return TilePlan(
+            row.m, row.n, row.warps, row.stages, row.swap, row.tma, row.split, row.waves, row.halves
+        )
+
+    def row(self) -> LinearRow:
+        raise NotImplementedError
+
+    def portable(self) -> TilePlan:
+        """For GPUs without bulk copies, and for the interpreter."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TilePlan(LinearPlan):
+    """The kernels of fp8_gemm.py. m tokens and n weight rows a tile; swap: weights on the M side;
+    tma: bulk copies; split: at most so many programs share a tile's columns; waves: at most so many
+    programs a multiprocessor (0: one a tile); halves: the tile's weight rows in two products, so
+    that half the partial sums are alive and two programs fit a multiprocessor (with bulk copies, no
+    split)."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    swap: bool = True
+    tma: bool = False
+    split: int = 1
+    waves: int = 0
+    halves: bool = False
+
+    def row(self) -> LinearRow:
+        return LinearRow(**vars(self))
+
+    def portable(self) -> TilePlan:
+        return replace(self, tma=False, halves=False, stages=min(self.stages, 2))
+
+
+@dataclass(frozen=True)
+class StreamKPlan(LinearPlan):
+    """The kernel of fp8_gemm_sm90_streamk.py: weights on the M side, bulk copies. m from 8 on; n:
+    16 rows a warp; split: at most so many programs share a tile's columns on average, 1 for whole
+    tiles; waves: as of a TilePlan."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    split: int = 1
+    waves: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n != 16 * self.warps or self.n > 128 or self.stages < 2:
+            raise ValueError(
+                f"no streaming product has {self.n} weight rows, {self.warps} warps and "
+                f"{self.stages} stages"
+            )
+
+    def row(self) -> LinearRow:
+        return LinearRow(**vars(self), stream=True)
+
+    def portable(self) -> TilePlan:
+        return TilePlan(max(16, self.m), 64, 4, 2, split=min(8, self.split))
+
+
+@dataclass(frozen=True)
+class PersistentPlan(LinearPlan):
+    """The kernel of fp8_gemm_sm90_persistent.py, for many tokens: tiles of m tokens and 128 weight
+    rows."""
+
+    m: int
+    stages: int
+
+    def row(self) -> LinearRow:
+        return LinearRow(self.m, 128, 4, self.stages, swap=False, tma=True, tall=True)
+
+    def portable(self) -> TilePlan:
+        return TilePlan(128, 128, 8, 2, swap=False)
