@@ -56,7 +56,7 @@ def bench_offline(
         str | None,
         typer.Option(
             help="transformers, transformers-compiled (minutes to compile), or vllm (on a "
-            "card, where installed): measured in the same run."
+            "GPU, where installed): measured in the same run."
         ),
     ] = None,
     num_speculative_tokens: Annotated[
@@ -153,7 +153,7 @@ def bench_kernels(
     tune: Annotated[
         bool,
         typer.Option(
-            help="Search each row's configurations; print the best, and keep it for this card."
+            help="Search each row's configurations; print the best, and keep it for this GPU."
         ),
     ] = False,
     peer: Annotated[
@@ -167,11 +167,11 @@ def bench_kernels(
     ] = 540.0,
     json_file: Json = None,
 ) -> None:
-    """Time the card's kernels on the shapes of the real models, beside their floors and their
+    """Time the GPU's kernels on the shapes of the real models, beside their floors and their
     peers' figures."""
     from rorqual.platforms import make_platform
 
-    make_platform("cuda")  # says clearly when there is no card; the kernels' own imports would not
+    make_platform("cuda")  # says clearly when there is no GPU; the kernels' own imports would not
     from rorqual.bench.kernels import run as kernels
 
     kernels.run(only=only, check=check, tune=tune, json=json_file, limit=limit, peer=peer)
@@ -192,7 +192,7 @@ def bench_layers(
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
-    """Time each module by itself: embedding (on a card with its table there and in host memory),
+    """Time each module by itself: embedding (on a GPU with its table there and in host memory),
     MLPs, attention in all forms, experts under three kinds of routing."""
     from rorqual.bench.layers import run as layers
 
@@ -211,10 +211,10 @@ def bench_layers(
 
 @app.command("calibrate")
 def bench_calibrate(
-    name: Annotated[str, typer.Option(help="What the card is called in the file.")] = "local",
+    name: Annotated[str, typer.Option(help="What the GPU is called in the file.")] = "local",
     based_on: Annotated[
         str | None,
-        typer.Option(help="A card that ships, for peaks and links; this run says what is reached."),
+        typer.Option(help="A GPU that ships, for peaks and links; this run says what is reached."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The file to write; NAME.yaml if left out.")
@@ -224,7 +224,7 @@ def bench_calibrate(
     ] = 240.0,
     device: Device = "auto",
 ) -> None:
-    """Measure this card: launch gap, bandwidth, products, collectives under torchrun. Writes
+    """Measure this GPU: launch gap, bandwidth, products, collectives under torchrun. Writes
     what `rorqual plan --gpu FILE` reads."""
     from rorqual.bench import calibrate
 

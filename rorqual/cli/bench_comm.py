@@ -25,7 +25,7 @@ def bench_comm(
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
-    """Time collectives and expert exchanges between ranks: NCCL on cards, gloo on the CPU."""
+    """Time collectives and expert exchanges between ranks: NCCL on GPUs, gloo on the CPU."""
     from rorqual.bench.comm import run as comm
     from rorqual.platforms import device_of
 

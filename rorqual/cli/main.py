@@ -198,7 +198,7 @@ def info(
     model: Model = None,
     memory: Annotated[
         float | None,
-        typer.Option(help="Device memory in GiB to plan for; common cards if left out."),
+        typer.Option(help="Device memory in GiB to plan for; common GPUs if left out."),
     ] = None,
     ignore_config_field: Annotated[
         list[str] | None, typer.Option(help=options_of(EngineConfig)["ignore_config_fields"].help)

@@ -42,9 +42,9 @@ def plan(
         str | None, typer.Option(help="Answer one question of those --questions lists instead.")
     ] = None,
     questions: Annotated[bool, typer.Option("--questions", help="List the questions.")] = False,
-    cards: Annotated[
+    gpus: Annotated[
         bool,
-        typer.Option("--cards", help="List the cards that ship, with the source of every figure."),
+        typer.Option("--gpus", help="List the GPUs that ship, with the source of every figure."),
     ] = False,
 ) -> None:
     """Search layouts, batches and roles for a service goal; print the best with the reason, or
@@ -52,12 +52,12 @@ def plan(
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 160)
-    if validate or question or questions or cards:
+    if validate or question or questions or gpus:
         _instead(console, validate, group, question, questions)
         return
     if model is None:
         raise ConfigError(
-            "name a model, or ask for --validate, --questions, --question NAME or --cards"
+            "name a model, or ask for --validate, --questions, --question NAME or --gpus"
         )
     from rorqual.planner.search import report
     from rorqual.planner.search.from_settings import question_of
@@ -94,4 +94,4 @@ def _instead(
                 console,
             )
     else:
-        report.show_cards(console)
+        report.show_devices(console)

@@ -1,4 +1,4 @@
-"""rorqual simulate: play a workload through the engine's scheduler on cards one need not own."""
+"""rorqual simulate: play a workload through the engine's scheduler on GPUs one need not own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def simulate(
     found = outcome(run, asked.warm_up)
     report.show(run, found)
     for path in asked.gantt:
-        chart.write(chart.gantt(run, f"{model} on {asked.gpu}, {deployment.cards} cards"), path)
+        chart.write(chart.gantt(run, f"{model} on {asked.gpu}, {deployment.gpus} GPUs"), path)
     if json_file:
         written = as_json(run, found, given)
         json_file.write_text(json.dumps(written, indent=1, default=str) + "\n")

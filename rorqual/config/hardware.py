@@ -96,7 +96,7 @@ class DeviceSpec:
         if dtype == "bfloat16":
             return self.peak("float32")
         raise ConfigError(
-            f"card {self.name} has no {dtype} arithmetic; known: {', '.join(self.flops)}"
+            f"device {self.name} has no {dtype} arithmetic; known: {', '.join(self.flops)}"
         )
 
     def __hash__(self) -> int:
@@ -105,19 +105,19 @@ class DeviceSpec:
 
 def _number(name: str, key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ConfigError(f"card {name}: {key}={value!r} must be a number above 0")
+        raise ConfigError(f"device {name}: {key}={value!r} must be a number above 0")
     return float(value)
 
 
 def _table(name: str, key: str, value: Any, allowed: set[str]) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         raise ConfigError(
-            f"card {name}: {key}={value!r} must be a table of {', '.join(sorted(allowed))}"
+            f"device {name}: {key}={value!r} must be a table of {', '.join(sorted(allowed))}"
         )
     unknown = sorted(str(item) for item in value if item not in allowed)
     if unknown:
         raise ConfigError(
-            f"card {name}: {key} has unknown entries {', '.join(unknown)}; accepted: "
+            f"device {name}: {key} has unknown entries {', '.join(unknown)}; accepted: "
             f"{', '.join(sorted(allowed))}"
         )
     return value
@@ -127,7 +127,7 @@ def _link(name: str, key: str, value: Any) -> Interconnect:
     table = _table(name, key, value, {"gb_s", "latency_us", "span"})
     missing = {"gb_s", "latency_us"} - set(table)
     if missing:
-        raise ConfigError(f"card {name}: {key} lacks {', '.join(sorted(missing))}")
+        raise ConfigError(f"device {name}: {key} lacks {', '.join(sorted(missing))}")
     gb_s = _number(name, f"{key}.gb_s", table["gb_s"])
     latency = _number(name, f"{key}.latency_us", table["latency_us"])
     return Interconnect(
@@ -139,17 +139,17 @@ def _check_fields(name: str, data: Mapping[str, Any]) -> None:
     unknown = sorted(set(data) - FIELDS)
     if unknown:
         raise ConfigError(
-            f"card {name}: unknown fields {', '.join(unknown)}; accepted: "
+            f"device {name}: unknown fields {', '.join(unknown)}; accepted: "
             f"{', '.join(sorted(FIELDS))}"
         )
     missing = sorted(key for key in SOURCED if key not in data)
     if missing:
-        raise ConfigError(f"card {name} lacks {', '.join(missing)}")
+        raise ConfigError(f"device {name} lacks {', '.join(missing)}")
     sources = data.get("sources")
     unsourced = sorted(set(SOURCED.values()) - set(sources if isinstance(sources, dict) else ()))
     if unsourced:
         raise ConfigError(
-            f"card {name}: sources lacks {', '.join(unsourced)}; each figure says where it "
+            f"device {name}: sources lacks {', '.join(unsourced)}; each figure says where it "
             "comes from"
         )
 
@@ -158,7 +158,7 @@ def read_device(name: str, data: Any) -> DeviceSpec:
     """One entry of a devices file. Raises ConfigError naming the device, the field and what is
     accepted."""
     if not isinstance(data, dict):
-        raise ConfigError(f"card {name} must be a table of fields, not {type(data).__name__}")
+        raise ConfigError(f"device {name} must be a table of fields, not {type(data).__name__}")
     if "based_on" in data:
         data = {
             **_raw(str(data["based_on"])),
@@ -182,7 +182,7 @@ def read_device(name: str, data: Any) -> DeviceSpec:
     ]:
         if _number(name, f"achieved {key}", value) > 1.05:
             raise ConfigError(
-                f"card {name}: achieved {key}={value} is a fraction of the peak; accepted: 0 to 1"
+                f"device {name}: achieved {key}={value} is a fraction of the peak; accepted: 0 to 1"
             )
     return DeviceSpec(
         name=name,
@@ -213,11 +213,11 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; it should be a YAML file of cards") from None
+        raise ConfigError(f"{path} does not exist; it should be a YAML file of devices") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict) or not found:
-        raise ConfigError(f"{path} must be a table of cards by name")
+        raise ConfigError(f"{path} must be a table of devices by name")
     return found
 
 
@@ -230,7 +230,7 @@ def _shipped() -> dict[str, Any]:
 def _raw(name: str) -> dict[str, Any]:
     if name not in _shipped():
         raise ConfigError(
-            f"card {name!r} is not known; known: {', '.join(sorted(_shipped()))}; or give a "
+            f"device {name!r} is not known; known: {', '.join(sorted(_shipped()))}; or give a "
             "YAML file of your own"
         )
     return dict(_shipped()[name])
@@ -246,13 +246,14 @@ def load_device(name: str, file: str | Path | None = None) -> DeviceSpec:
     path = Path(file) if file else Path(name) if name.endswith((".yaml", ".yml")) else None
     if path is None:
         return read_device(name, _raw(name))
-    cards = _load(path)
+    devices = _load(path)
     if file is None:
-        if len(cards) != 1:
+        if len(devices) != 1:
             raise ConfigError(
-                f"{path} holds {len(cards)} cards; name one of {', '.join(cards)} beside the file"
+                f"{path} holds {len(devices)} devices; name one of {', '.join(devices)} beside "
+                "the file"
             )
-        name = next(iter(cards))
-    if name not in cards:
-        raise ConfigError(f"{path} holds no card {name!r}; it holds {', '.join(cards)}")
-    return read_device(name, cards[name])
+        name = next(iter(devices))
+    if name not in devices:
+        raise ConfigError(f"{path} holds no device {name!r}; it holds {', '.join(devices)}")
+    return read_device(name, devices[name])

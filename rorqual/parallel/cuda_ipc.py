@@ -50,8 +50,8 @@ def call(function: str, *args: Any) -> None:
         raise RuntimeError(f"{function}: {(name.value or b'unknown').decode()} ({code})")
 
 
-def _undo(function: str, pointer: int, card: int) -> None:
-    with torch.cuda.device(card):
+def _undo(function: str, pointer: int, device: int) -> None:
+    with torch.cuda.device(device):
         # the GPU's context is current, whichever thread this is
         torch.cuda.current_stream().query()
         getattr(driver(), function)(pointer)

@@ -111,7 +111,7 @@ def why_not_shared(axis: GroupAxis, device: torch.device) -> str:
     )
     missing = axis.all_reduce(torch.tensor(int(not reach), device=device))
     if int(missing):
-        return "cards that cannot reach one another's memory"
+        return "GPUs that cannot reach one another's memory"
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     try:
         P2PMemory.of(axis, 256, device, stop)

@@ -23,7 +23,7 @@ def device_of(device: str = "auto") -> torch.device:
     if where.type == "cuda":
         if not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
-                f"device={device!r} is not there; torch sees {torch.cuda.device_count()} CUDA cards"
+                f"device={device!r} is not there; torch sees {torch.cuda.device_count()} CUDA GPUs"
             )
         return torch.device("cuda", where.index or 0)
     raise ConfigError(f"device={device!r} is not supported; accepted: auto, cpu, cuda, cuda:N")

@@ -35,16 +35,16 @@ MINIMAL: dict[str, Any] = {
 }
 
 
-def test_the_cards_that_ship() -> None:
+def test_the_gpus_that_ship() -> None:
     assert set(known_devices()) >= WANTED
     for name in known_devices():
-        card = load_device(name)
+        device = load_device(name)
         assert all(
-            card.sources[figure] for figure in ("memory", "bandwidth", "flops", "link", "network")
+            device.sources[figure] for figure in ("memory", "bandwidth", "flops", "link", "network")
         ), name
-        assert 1e9 < card.memory < 300 * 2**30
-        assert card.bandwidth > card.link.bandwidth > 0
-        assert card.peak("bfloat16") >= card.peak("float32")
+        assert 1e9 < device.memory < 300 * 2**30
+        assert device.bandwidth > device.link.bandwidth > 0
+        assert device.peak("bfloat16") >= device.peak("float32")
 
 
 def test_datasheets() -> None:
@@ -58,35 +58,35 @@ def test_datasheets() -> None:
     )
 
 
-def test_the_measured_card_stands_on_its_datasheet() -> None:
-    card = load_device("h200-measured")
+def test_the_measured_gpu_stands_on_its_datasheet() -> None:
+    device = load_device("h200-measured")
     sheet = load_device("h200")
-    assert (card.bandwidth, card.link) == (sheet.bandwidth, sheet.link)
-    assert card.achieved_bandwidth == pytest.approx(4361e9 / 4800e9, abs=1e-3)
-    assert card.achieved_flops["bfloat16"] == pytest.approx(735 / 989, abs=1e-3)
-    assert card.collectives["all_reduce"][8][0] == [14336, 11.3]
+    assert (device.bandwidth, device.link) == (sheet.bandwidth, sheet.link)
+    assert device.achieved_bandwidth == pytest.approx(4361e9 / 4800e9, abs=1e-3)
+    assert device.achieved_flops["bfloat16"] == pytest.approx(735 / 989, abs=1e-3)
+    assert device.collectives["all_reduce"][8][0] == [14336, 11.3]
 
 
 def test_a_users_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"mine": MINIMAL}))
-    card = load_device(str(path))
-    assert (card.name, card.memory, card.bandwidth, card.peak("bfloat16")) == (
+    device = load_device(str(path))
+    assert (device.name, device.memory, device.bandwidth, device.peak("bfloat16")) == (
         "mine",
         10 * 2**30,
         100e9,
         5e12,
     )
-    assert card.link.latency == pytest.approx(5e-6)
-    assert load_device("mine", path) == card
+    assert device.link.latency == pytest.approx(5e-6)
+    assert load_device("mine", path) == device
     path.write_text(
         yaml.safe_dump({"mine": MINIMAL, "faster": {"based_on": "h200", "bandwidth_gb_s": 9000}})
     )
     assert load_device("faster", path).bandwidth == 9e12
     assert load_device("faster", path).memory == load_device("h200").memory
-    with pytest.raises(ConfigError, match="holds 2 cards"):
+    with pytest.raises(ConfigError, match="holds 2 devices"):
         load_device(str(path))
-    with pytest.raises(ConfigError, match="holds no card 'other'"):
+    with pytest.raises(ConfigError, match="holds no device 'other'"):
         load_device("other", path)
 
 
@@ -110,11 +110,11 @@ def test_bad_files_are_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_missing_things_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="card bad lacks bandwidth_gb_s"):
+    with pytest.raises(ConfigError, match="device bad lacks bandwidth_gb_s"):
         read_device(
             "bad", {key: value for key, value in MINIMAL.items() if key != "bandwidth_gb_s"}
         )
-    with pytest.raises(ConfigError, match="card 'h201' is not known"):
+    with pytest.raises(ConfigError, match="device 'h201' is not known"):
         load_device("h201")
     with pytest.raises(ConfigError, match="does not exist"):
         load_device(str(tmp_path / "none.yaml"))

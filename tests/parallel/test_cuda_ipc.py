@@ -45,17 +45,17 @@ class Driver:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         cuda_ipc,
         "_undo",
-        lambda function, pointer, card: getattr(cuda_ipc.driver(), function)(pointer),
+        lambda function, pointer, device: getattr(cuda_ipc.driver(), function)(pointer),
     )
 
 
 def test_a_block_is_known_elsewhere_by_its_handle_and_given_back(
-    card: None, monkeypatch: pytest.MonkeyPatch
+    device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(cuda_ipc, "driver", lambda: driver)
@@ -80,7 +80,7 @@ def test_a_block_is_known_elsewhere_by_its_handle_and_given_back(
 
 @pytest.mark.parametrize("fails", ["cuMemAlloc_v2", "cuIpcOpenMemHandle_v2"])
 def test_the_driver_s_name_for_what_went_wrong(
-    card: None, monkeypatch: pytest.MonkeyPatch, fails: str
+    device: None, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     driver = Driver(fails)
     monkeypatch.setattr(cuda_ipc, "driver", lambda: driver)

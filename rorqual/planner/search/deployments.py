@@ -61,7 +61,7 @@ class Question:
     roles on devices of their own."""
 
     config: ModelConfig
-    card: DeviceSpec
+    device: DeviceSpec
     count: int
     profile: Profile
     goal: Goal = field(default_factory=Goal)
@@ -86,11 +86,11 @@ class Question:
                 f"{self.config.architecture} has no prediction module; "
                 "num_speculative_tokens must be 0"
             )
-        self.profile.check(self.card)
+        self.profile.check(self.device)
 
     def model(self, sizes: ParallelConfig) -> StepModel:
         longest = self.goal.prompt + self.goal.output
-        given = (self.config, sizes, self.card, self.profile, self.fmt, self.routing)
+        given = (self.config, sizes, self.device, self.profile, self.fmt, self.routing)
         return StepModel(*given, self.utilization, longest)
 
     def accepted(self, num_speculative_tokens: int) -> float:
@@ -111,7 +111,7 @@ class Option:
     ttft: float
     tpot: float
     throughput: float
-    cards: int
+    gpus: int
     limiter: str
     shares: tuple[tuple[str, float], ...]
     cache_tokens: int
@@ -125,8 +125,8 @@ class Option:
         return 1 / self.tpot
 
     @property
-    def per_card(self) -> float:
-        return self.throughput / self.cards
+    def per_gpu(self) -> float:
+        return self.throughput / self.gpus
 
     @property
     def layout(self) -> str:
@@ -138,7 +138,7 @@ def layout_name(sizes: ParallelConfig) -> str:
         f"{name}{getattr(sizes, name)}" for name in ("dp", "tp", "pp") if getattr(sizes, name) > 1
     ]
     parts += [f"ep{sizes.ep}"] if sizes.ep > 1 else []
-    return " ".join(parts) or "one card"
+    return " ".join(parts) or "one GPU"
 
 
 def step_tokens(question: Question, sizes: ParallelConfig) -> int:
@@ -274,18 +274,18 @@ def remote_experts(question: Question) -> Iterator[Option]:
     """Attention devices and expert devices, at every ratio and placement that fits."""
     model = question.model(ParallelConfig())
     experts = question.config.moe.num_experts
-    for cards in range(1, question.count):
+    for gpus in range(1, question.count):
         for placement in PLACEMENTS:
             whole = (
-                cards > 1 and experts % cards == 0
+                gpus > 1 and experts % gpus == 0
                 if placement == "experts"
-                else cards <= sum(question.config.moe_layers)
+                else gpus <= sum(question.config.moe_layers)
             )
             if (
                 whole
-                and split_memory(model, cards, placement, step_tokens(question, model.sizes)).fits
+                and split_memory(model, gpus, placement, step_tokens(question, model.sizes)).fits
             ):
-                yield from _remote(question, model, cards, placement)
+                yield from _remote(question, model, gpus, placement)
 
 
 def _remote(question: Question, model: StepModel, experts: int, placement: str) -> Iterator[Option]:
@@ -308,7 +308,7 @@ def _remote(question: Question, model: StepModel, experts: int, placement: str) 
         rate = batch * attention * goal.output / (goal.output * step.seconds + batch * prompt)
         what = "whole experts" if placement == "experts" else "whole layers"
         detail = (
-            f"{attention} attention : {experts} expert cards ({what}), {step.batches} "
+            f"{attention} attention : {experts} expert GPUs ({what}), {step.batches} "
             f"batches in flight, busiest {busy:.0%}"
         )
         yield Option(
@@ -349,8 +349,8 @@ def _best_in_flight(
         )
     best = min(tried, key=lambda step: step.seconds)
     stages = {
-        "attention cards": best.attention,
-        "expert cards": best.experts,
+        "attention GPUs": best.attention,
+        "expert GPUs": best.experts,
         "network": best.network,
     }
     total = sum(stages.values())

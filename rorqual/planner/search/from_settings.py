@@ -13,13 +13,13 @@ from rorqual.planner.timing.roofline import with_link
 
 
 def question_of(model: str, asked: PlanSettings) -> Question:
-    card = with_link(load_device(asked.gpu), asked.network)
+    device = with_link(load_device(asked.gpu), asked.network)
     tpot = asked.tpot / 1e3 if asked.tpot else None
     return Question(
         model_of(model, asked.quant),
-        card,
+        device,
         asked.count,
-        profile_for(card) if asked.profile == "auto" else load_profile(asked.profile),
+        profile_for(device) if asked.profile == "auto" else load_profile(asked.profile),
         Goal(asked.prompt, asked.output, asked.ttft, tpot),
         Format(kv_dtype=asked.kv_dtype),
         Routing.parse(asked.routing),

@@ -41,9 +41,9 @@ class DeploymentPlan:
         """Options that no other beats in both tokens/s a user and tokens/s a device."""
         found: list[Option] = []
         for option in sorted(
-            (*self.options, *self.missed), key=lambda item: (-item.per_user, -item.per_card)
+            (*self.options, *self.missed), key=lambda item: (-item.per_user, -item.per_gpu)
         ):
-            if not found or option.per_card > found[-1].per_card:
+            if not found or option.per_gpu > found[-1].per_gpu:
                 found.append(option)
         return found
 
@@ -58,7 +58,7 @@ def _divisors(number: int) -> list[int]:
 def layouts(question: Question) -> Iterator[ParallelConfig]:
     """Layouts of `count` devices or of a divisor of it (then replicated): tp within a node,
     experts split by columns, whole, or both."""
-    span = question.card.link.span
+    span = question.device.link.span
     for world in _divisors(question.count):
         for pp in (size for size in _divisors(world) if size <= 8):
             stage = world // pp
@@ -86,7 +86,7 @@ def rejection(question: Question, sizes: ParallelConfig) -> Rejected | None:
     model = question.model(sizes)
     tokens = step_tokens(question, sizes)
     left = model.memory_left(tokens)
-    usable = model.card.memory * model.utilization
+    usable = model.device.memory * model.utilization
     if left <= 0:
         needs = (
             f"weights {model.weight_bytes / 1e9:.1f} GB and activations "
@@ -94,7 +94,7 @@ def rejection(question: Question, sizes: ParallelConfig) -> Rejected | None:
         )
         return Rejected(
             sizes,
-            f"{needs} on a card, {-left / 1e9:.1f} GB more than the {usable / 1e9:.1f} that "
+            f"{needs} on a GPU, {-left / 1e9:.1f} GB more than the {usable / 1e9:.1f} that "
             "may be used",
             -left,
         )
@@ -103,7 +103,7 @@ def rejection(question: Question, sizes: ParallelConfig) -> Rejected | None:
     if wanted > left:
         return Rejected(
             sizes,
-            f"leaves {left / 1e9:.2f} GB a card; the cache of one request of {context:,} "
+            f"leaves {left / 1e9:.2f} GB a GPU; the cache of one request of {context:,} "
             f"tokens is {wanted / 1e9:.2f} GB",
             wanted - left,
         )
@@ -146,7 +146,7 @@ def search(question: Question) -> DeploymentPlan:
         found += remote_experts(question)
     good = sorted(
         (option for option in found if meets(question.goal, option)),
-        key=lambda item: -item.per_card,
+        key=lambda item: -item.per_gpu,
     )
     bad = sorted(
         (option for option in found if not meets(question.goal, option)),

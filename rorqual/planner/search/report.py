@@ -35,14 +35,14 @@ def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
     command."""
     question = plan.question
     console.print(
-        f"[bold]{model}[/bold] on {question.count} x {question.card.title}", highlight=False
+        f"[bold]{model}[/bold] on {question.count} x {question.device.title}", highlight=False
     )
     for line in premises(question):
         console.print(line, highlight=False)
     good = distinct_best(plan.options, top)
     if good:
         console.print(
-            "\n[bold]Best deployments[/bold] (output tokens/s a card, all prompts included)",
+            "\n[bold]Best deployments[/bold] (output tokens/s a GPU, all prompts included)",
             highlight=False,
         )
         console.print(options_table(good))
@@ -64,32 +64,32 @@ def show(plan: DeploymentPlan, model: str, top: int, console: Console) -> None:
 
 def premises(question: Question) -> list[str]:
     config = question.config
-    card = question.card
+    device = question.device
     held = costs.weight_bytes(question.config, fmt=question.fmt)
-    usable = card.memory * question.utilization
+    usable = device.memory * question.utilization
     goal = question.goal
     cache = costs.kv_bytes_per_token(config, question.fmt)
     limits = [f"TTFT within {goal.ttft:g} s"] if goal.ttft else []
     limits += [f"TPOT within {goal.tpot * 1e3:g} ms"] if goal.tpot else []
-    measured = question.profile.check(card)
+    measured = question.profile.check(device)
     basis = (
-        "kernel times measured on this card"
+        "kernel times measured on this GPU"
         if measured
-        else "kernel times scaled to this card from one of its kind"
+        else "kernel times scaled to this GPU from one of its kind"
     )
     if not question.profile.tables and not question.profile.calibrated:
         basis = (
-            "no measured kernels for this card: times are lower bounds (bytes over "
+            "no measured kernels for this GPU: times are lower bounds (bytes over "
             "bandwidth, operations over peak), rates upper ones"
         )
     return [
         f"Weights {held.total / 1e9:.1f} GB ({held.routed_experts / 1e9:.1f} in routed "
         f"experts), cache {cache:,} B a token.",
-        f"Cards: {question.count} x {usable / 1e9:.1f} GB usable = "
+        f"GPUs: {question.count} x {usable / 1e9:.1f} GB usable = "
         f"{question.count * usable / 1e9:,.0f} GB, "
-        f"{question.count * card.bandwidth / 1e12:.1f} TB/s; {card.link.span} joined at "
-        f"{card.link.bandwidth / 1e9:g} GB/s, "
-        f"beyond at {card.network.bandwidth / 1e9:g}.",
+        f"{question.count * device.bandwidth / 1e12:.1f} TB/s; {device.link.span} joined at "
+        f"{device.link.bandwidth / 1e9:g} GB/s, "
+        f"beyond at {device.network.bandwidth / 1e9:g}.",
         f"Goal: {goal.prompt:,} tokens in, {goal.output:,} "
         f"out{', ' + ', '.join(limits) if limits else ', no limits of time'}. "
         f"Profile {question.profile.name}: {basis}. Routing: {question.routing.kind}.",
@@ -116,7 +116,7 @@ def options_table(options: list[Option]) -> Table:
         "TTFT s",
         "TPOT ms",
         "tok/s a user",
-        "tok/s a card",
+        "tok/s a GPU",
         "limited by",
         "how",
     )
@@ -129,7 +129,7 @@ def options_table(options: list[Option]) -> Table:
             f"{option.ttft:.2f}",
             f"{option.tpot * 1e3:.1f}",
             f"{option.per_user:.1f}",
-            f"{option.per_card:,.1f}",
+            f"{option.per_gpu:,.1f}",
             option.limiter,
             option.detail,
         )
@@ -142,7 +142,7 @@ def reasons(plan: DeploymentPlan, best: Option) -> list[str]:
     shares = ", ".join(f"{name} {share:.0%}" for name, share in best.shares)
     within = " within the limits" if goal.ttft or goal.tpot else ""
     lines = [
-        f"The first because it gives the most tokens a card{within}; a decode step is {shares}."
+        f"The first because it gives the most tokens a GPU{within}; a decode step is {shares}."
     ]
     others = [
         option
@@ -152,12 +152,10 @@ def reasons(plan: DeploymentPlan, best: Option) -> list[str]:
     if others:
         second = others[0]
         how = (
-            f"{best.per_card / second.per_card - 1:+.0%} tokens a card at "
+            f"{best.per_gpu / second.per_gpu - 1:+.0%} tokens a GPU at "
             f"{best.tpot / second.tpot - 1:+.0%} TPOT"
         )
-        held = (
-            f"weights {best.weight_bytes / 1e9:.1f} and {second.weight_bytes / 1e9:.1f} GB a card"
-        )
+        held = f"weights {best.weight_bytes / 1e9:.1f} and {second.weight_bytes / 1e9:.1f} GB a GPU"
         lines.append(f"Against {second.kind} {second.layout}: {how}; {held}.")
     fit = best.cache_tokens // (goal.prompt + goal.output)
     lines.append(
@@ -172,22 +170,22 @@ def none_found(plan: DeploymentPlan) -> list[str]:
         return ["\n[bold]Nothing that fits meets the goal.[/bold]"]
     question = plan.question
     config = question.config
-    card = question.card
-    usable = card.memory * question.utilization
+    device = question.device
+    usable = device.memory * question.utilization
     held = costs.weight_bytes(config, fmt=question.fmt).total
     lines = ["\n[bold]Nothing fits.[/bold]"]
     if held > usable * question.count:
-        lines.append(f"The weights alone need {-(-held // usable):.0f} such cards.")
+        lines.append(f"The weights alone need {-(-held // usable):.0f} such GPUs.")
     return lines
 
 
 def sizes_lines(question: Question, best: Option | None) -> list[str]:
     """Critical sizes that explain the rest."""
     config = question.config
-    card = question.card
+    device = question.device
     moe = question.config.moe
-    rows, batch = compute_bound_tokens(config, card)
-    one = expert_seconds(config, card) * 1e6
+    rows, batch = compute_bound_tokens(config, device)
+    one = expert_seconds(config, device) * 1e6
     lines = ["\n[bold]What limits it[/bold]"]
     lines.append(
         f"Experts are bound by memory below {rows:.0f} tokens each, {batch:,.0f} in a step; "
@@ -201,15 +199,15 @@ def sizes_lines(question: Question, best: Option | None) -> list[str]:
             f"The first decodes {tokens:,} tokens a step: {used:.0f} of "
             f"{moe.num_experts} experts a layer, {each:.1f} tokens each."
         )
-    if question.count > card.link.span or card.link.bandwidth < 50e9:
-        call = rpc_seconds(config, card, 1)
-        many = rpc_seconds(config, card, 128)
+    if question.count > device.link.span or device.link.bandwidth < 50e9:
+        call = rpc_seconds(config, device, 1)
+        many = rpc_seconds(config, device, 128)
         layers = sum(config.moe_layers)
         lines.append(
             f"The network's floor: {call * 1e6:.0f} us to send one token to another node "
             f"and back, {layers * call * 1e3:.1f} ms over "
             f"{layers} MoE layers; 128 tokens take {layers * many * 1e3:.0f} ms at "
-            f"{card.network.bandwidth * 8 / 1e9:g} Gb/s."
+            f"{device.network.bandwidth * 8 / 1e9:g} Gb/s."
         )
     return lines
 
@@ -257,7 +255,7 @@ def commands(model: str, question: Question, option: Option) -> list[str]:
     )
     lines = [f"  rorqual serve {model} {flags}"]
     if option.replicas > 1:
-        lines.append(f"  {option.replicas} times, on cards of their own")
+        lines.append(f"  {option.replicas} times, on GPUs of their own")
     if option.prefill_sizes:
         lines.append(
             f"  as the decode role; beside {option.prefill_replicas} prefill instances of "
@@ -270,8 +268,8 @@ def commands(model: str, question: Question, option: Option) -> list[str]:
 
 
 COLUMNS = (
-    "kind layout replicas batch num_speculative_tokens ttft_s tpot_ms tok_s_user tok_s_card "
-    "cards limiter meets_goal pareto detail"
+    "kind layout replicas batch num_speculative_tokens ttft_s tpot_ms tok_s_user tok_s_gpu "
+    "gpus limiter meets_goal pareto detail"
 )
 
 
@@ -288,13 +286,13 @@ def write_csv(plan: DeploymentPlan, path: Path) -> None:
                 round(item.ttft, 4),
                 round(item.tpot * 1e3, 3),
                 round(item.per_user, 2),
-                round(item.per_card, 2),
+                round(item.per_gpu, 2),
             )
             writer.writerow(
                 [
                     *what,
                     *figures,
-                    item.cards,
+                    item.gpus,
                     item.limiter,
                     int(id(item) in good),
                     int(id(item) in front),
@@ -320,19 +318,19 @@ def write_png(plan: DeploymentPlan, path: Path) -> None:
         if points:
             axes.scatter(
                 [o.per_user for o in points],
-                [o.per_card for o in points],
+                [o.per_gpu for o in points],
                 s=8,
                 alpha=0.4,
                 label=kind,
             )
     front = plan.pareto()
     axes.plot(
-        [o.per_user for o in front], [o.per_card for o in front], "k-", linewidth=1, label="front"
+        [o.per_user for o in front], [o.per_gpu for o in front], "k-", linewidth=1, label="front"
     )
     axes.set(
         xlabel="output tokens/s a user",
-        ylabel="output tokens/s a card",
-        title=f"{plan.question.count} x {plan.question.card.title}",
+        ylabel="output tokens/s a GPU",
+        title=f"{plan.question.count} x {plan.question.device.title}",
     )
     axes.legend()
     figure.tight_layout()
@@ -396,16 +394,16 @@ def show_validation(groups: list[ValidationGroup], console: Console) -> None:
             console.print(group.note, highlight=False)
 
 
-def show_cards(console: Console) -> None:
+def show_devices(console: Console) -> None:
     """Every device with its figures, and where each comes from."""
     for name in known_devices():
-        card = load_device(name)
-        peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in card.flops.items())
-        link = card.link
-        network = card.network
-        console.print(f"\n[bold]{name}[/bold]  {card.title}", highlight=False)
+        device = load_device(name)
+        peaks = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in device.flops.items())
+        link = device.link
+        network = device.network
+        console.print(f"\n[bold]{name}[/bold]  {device.title}", highlight=False)
         console.print(
-            f"{card.memory / 2**30:.1f} GiB, {card.bandwidth / 1e9:,.0f} GB/s, TFLOP/s {peaks}",
+            f"{device.memory / 2**30:.1f} GiB, {device.bandwidth / 1e9:,.0f} GB/s, TFLOP/s {peaks}",
             highlight=False,
         )
         console.print(
@@ -413,5 +411,5 @@ def show_cards(console: Console) -> None:
             f"network {network.bandwidth / 1e9:g} GB/s, {network.latency * 1e6:g} us",
             highlight=False,
         )
-        for figure, source in card.sources.items():
+        for figure, source in device.sources.items():
             console.print(f"  {figure}: {source}", highlight=False, markup=False)

@@ -16,7 +16,7 @@ _costs = partial(option, group="Costs")
 class PlanSettings:
     """Everything but the model. tpot is in milliseconds."""
 
-    gpu: str = _question("h200", "A card that ships (list: --cards), or a YAML file of one.")
+    gpu: str = _question("h200", "A GPU that ships (list: --gpus), or a YAML file of one.")
     count: int = _question(8, "How many.")
     prompt: int = _question(1024, "Tokens of a prompt.")
     output: int = _question(1024, "Tokens of an answer.")
@@ -29,10 +29,10 @@ class PlanSettings:
     routing: str = _question(
         "uniform", "uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect."
     )
-    network: float | None = _question(None, "Gbit/s a card between nodes, in place of the card's.")
-    memory_utilization: float = _question(0.9, "Share of a card's memory to use.")
+    network: float | None = _question(None, "Gbit/s a GPU between nodes, in place of the GPU's.")
+    memory_utilization: float = _question(0.9, "Share of a GPU's memory to use.")
     splits: bool = _question(
-        True, "Also prefill and decode, attention and experts, on cards of their own."
+        True, "Also prefill and decode, attention and experts, on GPUs of their own."
     )
     profile: str = _costs(
         "auto", "Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."

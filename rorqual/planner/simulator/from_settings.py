@@ -26,12 +26,12 @@ from rorqual.planner.simulator.workload import (
 from rorqual.planner.timing.profiles import load_profile, profile_for
 from rorqual.planner.timing.roofline import StepModel, with_link
 
-HOST = 8  # cards of one, over which a model is split by default
+HOST = 8  # GPUs of one, over which a model is split by default
 LAYOUT_KEYS = ("tp", "dp", "pp", "ep", "dense_tp", "embed_tp", "head_tp")
 
 
 def counted(params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` with layout and replicas: what was left out follows from the number of cards."""
+    """`params` with layout and replicas: what was left out follows from the number of GPUs."""
     given = dict(params)
     count = given["count"]
     wanted = given["replicas"]
@@ -120,17 +120,18 @@ def deployment_of(given: Mapping[str, Any], longest: tuple[int, int]) -> Deploym
 
 
 def _model(given: Mapping[str, Any], sizes: Any) -> StepModel:
-    card = with_link(load_device(given["gpu"]), given["network"])
+    device = with_link(load_device(given["gpu"]), given["network"])
     if given["network_latency"] is not None:
         if given["network_latency"] < 0:
             raise ConfigError(f"network_latency={given['network_latency']} us must be at least 0")
-        card = replace(card, network=replace(card.network, latency=given["network_latency"] * 1e-6))
-    engine = profile_for(card) if given["profile"] == "auto" else load_profile(given["profile"])
+        network = replace(device.network, latency=given["network_latency"] * 1e-6)
+        device = replace(device, network=network)
+    engine = profile_for(device) if given["profile"] == "auto" else load_profile(given["profile"])
     routing = _routing(given["routing"])
     return StepModel(
         model_of(given["model"], given["quant"]),
         sizes,
-        card,
+        device,
         engine,
         Format(kv_dtype=given["kv_dtype"]),
         routing,

@@ -189,8 +189,8 @@ class ModelCosts:
             model = self.model
             work = work_of(load, num_speculative_tokens, stage)
             ops = rank_step(model.config, model.sizes, work, model.fmt, model.routing).ops
-            compute = sum(op.layers * op.flops / model.card.peak(op.dtype) for op in ops)
-            memory = sum(op.layers * op.bytes / model.card.bandwidth for op in ops)
+            compute = sum(op.layers * op.flops / model.device.peak(op.dtype) for op in ops)
+            memory = sum(op.layers * op.bytes / model.device.bandwidth for op in ops)
             self._floors[key] = (
                 compute,
                 memory,
@@ -223,7 +223,7 @@ class SplitCosts:
     placement: str = "experts"
     micro_batches: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
-    resources: ClassVar[tuple[str, ...]] = ("attention cards", "an expert card", "network")
+    resources: ClassVar[tuple[str, ...]] = ("attention GPUs", "an expert GPU", "network")
     _steps: dict[tuple[StepLoad, int, int, float], tuple[list[list[Stage]], StepCost]] = field(
         default_factory=dict, repr=False
     )
@@ -276,7 +276,7 @@ class SplitCosts:
                 chains.append(
                     split_chain(self.model.config, found, self.experts, self.placement == "layers")
                 )
-                for index, seconds in enumerate((own, sent.expert_card, sent.network)):
+                for index, seconds in enumerate((own, sent.expert_gpu, sent.network)):
                     sums[index] += seconds
             seconds = makespan(chains)
             self._steps[key] = chains, StepCost(seconds, seconds, tuple(sums))

@@ -106,7 +106,7 @@ def layer_chain(config: ModelConfig, sizes: ParallelConfig, time: StepTime) -> l
     return _chain(stages)
 
 
-def split_chain(config: ModelConfig, found: SplitStep, cards: int, by_layer: bool) -> list[Stage]:
+def split_chain(config: ModelConfig, found: SplitStep, gpus: int, by_layer: bool) -> list[Stage]:
     """The same where experts have devices of their own. by_layer: each expert device holds whole
     layers, so that batches in different layers do not meet there; else every expert device works
     on every layer."""
@@ -114,9 +114,9 @@ def split_chain(config: ModelConfig, found: SplitStep, cards: int, by_layer: boo
     stages = []
     index = 0
     for sparse in config.moe_layers:
-        stages.append(Stage("attention cards", "attention", found.attention / config.num_layers))
+        stages.append(Stage("attention GPUs", "attention", found.attention / config.num_layers))
         if sparse:
-            name = f"expert card {index * cards // moe}" if by_layer else "expert cards"
+            name = f"expert GPU {index * gpus // moe}" if by_layer else "expert GPUs"
             stages.append(Stage("network", "dispatch", found.network / moe / 2))
             stages.append(Stage(name, "experts", found.experts / moe))
             stages.append(Stage("network", "combine", found.network / moe / 2))

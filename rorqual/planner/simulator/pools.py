@@ -89,7 +89,7 @@ def _pool(
         replicas=replicas,
         ranks=sizes.dp,
         groups=sizes.pp,
-        cards=sizes.world,
+        gpus=sizes.world,
         steps_in_flight=engine.steps_in_flight,
         acceptance=() if first_only else engine.acceptance,
         remote=remote,
@@ -144,20 +144,20 @@ def split(
         )
     if model.sizes != ParallelConfig():
         raise ConfigError(
-            f"attention cards are a rank each; the layout {model.sizes} does not go with "
+            f"attention GPUs are a rank each; the layout {model.sizes} does not go with "
             "attention:experts"
         )
     if engine.acceptance:
         raise ConfigError(
-            "speculation on cards split by role is not modelled; num_speculative_tokens must be 0"
+            "speculation on GPUs split by role is not modelled; num_speculative_tokens must be 0"
         )
     sized = replace(model, longest=engine.longest)
     memory = split_memory(sized, experts, placement, engine.max_num_batched_tokens)
     if not memory.fits:
         raise ConfigError(
             f"weights and activations do not fit: {memory.left / 1e9:.1f} GB left on an "
-            "attention card, "
-            f"{memory.experts_left / 1e9:.1f} GB on an expert card"
+            "attention GPU, "
+            f"{memory.experts_left / 1e9:.1f} GB on an expert GPU"
         )
     tokens = int(memory.left // rank_kv_bytes_per_token(model.config, model.sizes, model.fmt))
     pool = Pool(
@@ -166,7 +166,7 @@ def split(
         costs=SplitCosts(model, attention, experts, placement, engine.micro_batches, engine.slow),
         replicas=replicas,
         ranks=attention,
-        cards=attention + experts,
+        gpus=attention + experts,
         steps_in_flight=engine.steps_in_flight,
     )
     return Deployment((pool,), delivery=delivery(model), routing=routing)

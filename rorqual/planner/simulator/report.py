@@ -29,7 +29,7 @@ def render(simulation: Simulation, found: Outcome) -> RenderableType:
 
 def _heading(simulation: Simulation, found: Outcome) -> str:
     pools = ", ".join(
-        f"{pool.name} {pool.replicas} x {pool.cards} cards ({pool.ranks} ranks of "
+        f"{pool.name} {pool.replicas} x {pool.gpus} GPUs ({pool.ranks} ranks of "
         f"{pool.scheduler.max_num_seqs} sequences, "
         f"{(pool.scheduler.num_pages - 1) * pool.scheduler.page_size:,} tokens of cache)"
         for pool in simulation.deployment.pools
@@ -37,7 +37,7 @@ def _heading(simulation: Simulation, found: Outcome) -> str:
     refused = f", {found.refused} refused" if found.refused else ""
     return (
         f"{found.requests:,} requests in {found.seconds:.1f} s{refused}, seed "
-        f"{simulation.seed}\n{found.cards} cards: {pools}"
+        f"{simulation.seed}\n{found.gpus} GPUs: {pools}"
     )
 
 
@@ -48,8 +48,8 @@ def _rates(found: Outcome) -> str:
     )
     lines = [
         f"output tokens/s: {found.output_rate:,.0f} in all, "
-        f"{found.output_rate_per_card:,.1f} a card{user}; "
-        f"prompts and outputs: {found.total_rate_per_card:,.1f} a card",
+        f"{found.output_rate_per_gpu:,.1f} a GPU{user}; "
+        f"prompts and outputs: {found.total_rate_per_gpu:,.1f} a GPU",
         f"found in the prefix cache: {reused:.1%} of prompt tokens; preemptions: "
         f"{found.preemptions}",
     ]

@@ -71,7 +71,7 @@ class Outcome:
     recomputed_tokens: int
     output_tokens: int
     preemptions: int
-    cards: int
+    gpus: int
     ttft: Percentiles
     queue: Percentiles
     tpot: Percentiles | None
@@ -86,16 +86,16 @@ class Outcome:
         return self.output_tokens / self.seconds
 
     @property
-    def output_rate_per_card(self) -> float:
-        return self.output_rate / self.cards
+    def output_rate_per_gpu(self) -> float:
+        return self.output_rate / self.gpus
 
     @property
     def rate_per_user(self) -> float | None:
         return 1 / self.tpot.p50 if self.tpot and self.tpot.p50 else None
 
     @property
-    def total_rate_per_card(self) -> float:
-        return (self.prompt_tokens + self.output_tokens) / self.seconds / self.cards
+    def total_rate_per_gpu(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.seconds / self.gpus
 
 
 def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
@@ -126,7 +126,7 @@ def outcome(simulation: Simulation, warm_up: float = 0.0) -> Outcome:
         recomputed_tokens=sum(_again(record) for record in served),
         output_tokens=sum(record.made for record in served),
         preemptions=sum(record.preemptions for record in served),
-        cards=simulation.deployment.cards,
+        gpus=simulation.deployment.gpus,
         ttft=spread([_at(record.first) - record.arrival + late for record in counted]),
         queue=spread([_at(record.admitted) - record.arrival for record in counted]),
         tpot=spread(
@@ -164,7 +164,7 @@ def _accepted(simulation: Simulation) -> tuple[float, ...]:
 
 def as_json(simulation: Simulation, found: Outcome, settings: dict[str, Any]) -> dict[str, Any]:
     """Everything needed to repeat the run, its figures, and what happened over time."""
-    rates = ("output_rate", "output_rate_per_card", "rate_per_user", "total_rate_per_card")
+    rates = ("output_rate", "output_rate_per_gpu", "rate_per_user", "total_rate_per_gpu")
     pools = zip(simulation.deployment.pools, simulation.timelines, strict=True)
     return {
         "settings": {**settings, "workload": asdict(simulation.workload), "seed": simulation.seed},

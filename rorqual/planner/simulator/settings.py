@@ -21,10 +21,10 @@ class SimulationSettings:
     """What is simulated, and what is shown of it."""
 
     gpu: str = _deployment(
-        "h200", "A card that ships (list: rorqual plan --cards), or a YAML file of one."
+        "h200", "A GPU that ships (list: rorqual plan --gpus), or a YAML file of one."
     )
     count: int | None = _deployment(
-        None, "Cards in all: as many replicas as they make, in place of --replicas."
+        None, "GPUs in all: as many replicas as they make, in place of --replicas."
     )
     layout: str | None = _deployment(
         None,
@@ -32,22 +32,20 @@ class SimulationSettings:
         "Left out: tp=8, or less where that does not divide --count.",
     )
     replicas: int | None = _deployment(
-        None, "Replicas, 1 if left out; those that decode where prompts have cards of their own."
+        None, "Replicas, 1 if left out; those that decode where prompts have GPUs of their own."
     )
     prefill_replicas: int = _deployment(
         0, "Replicas for prompts alone; 0 computes prompts where tokens are decoded."
     )
     prefill_layout: str | None = _deployment(None, "Their sizes; --layout if left out.")
     attention: int = _deployment(
-        0, "Attention cards of a replica whose experts lie on cards of their own."
+        0, "Attention GPUs of a replica whose experts lie on GPUs of their own."
     )
-    experts: int = _deployment(0, "Expert cards of such a replica.")
+    experts: int = _deployment(0, "Expert GPUs of such a replica.")
     placement: str = _deployment(
-        "experts", "An expert card holds `experts` of every layer, or whole `layers`."
+        "experts", "An expert GPU holds `experts` of every layer, or whole `layers`."
     )
-    network: float | None = _deployment(
-        None, "Gbit/s a card between nodes, in place of the card's."
-    )
+    network: float | None = _deployment(None, "Gbit/s a GPU between nodes, in place of the GPU's.")
     network_latency: float | None = _deployment(
         None, "Microseconds of a message between nodes, likewise."
     )
@@ -98,7 +96,7 @@ class SimulationSettings:
         (), "Speculation: probability of each of num_speculative_tokens drafts, such as 0.85,0.7."
     )
     steps_in_flight: int = _engine(2, "2: a step is planned while the one before runs.")
-    memory_utilization: float = _engine(0.9, "Share of a card's memory to use.")
+    memory_utilization: float = _engine(0.9, "Share of a GPU's memory to use.")
     routing: str = _costs(
         "uniform", "uniform, zipf:EXPONENT (/placed, /perfect), or a JSON list of counts."
     )

@@ -28,7 +28,7 @@ ARRIVE, LAND, END, BEGIN = range(4)  # of events at the same moment, the order i
 
 @dataclass(frozen=True)
 class Pool:
-    """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `cards`
+    """replicas of `ranks` data-parallel ranks and `groups` pipeline groups each, on `gpus`
     devices. steps_in_flight 2: the next step is planned while one runs, so a request joins a step
     later. remote and first_only: see SimulatedRank. acceptance: of drafts, by place."""
 
@@ -38,14 +38,14 @@ class Pool:
     replicas: int = 1
     ranks: int = 1
     groups: int = 1
-    cards: int = 1
+    gpus: int = 1
     steps_in_flight: int = 1
     acceptance: tuple[float, ...] = ()
     remote: bool = False
     first_only: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "ranks", "groups", "cards"):
+        for name in ("replicas", "ranks", "groups", "gpus"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}: {name}={getattr(self, name)} must be at least 1")
         if self.steps_in_flight not in (1, 2):
@@ -84,8 +84,8 @@ class Deployment:
         assert (self.transfer is not None) == (len(self.pools) == 2)
 
     @property
-    def cards(self) -> int:
-        return sum(pool.cards * pool.replicas for pool in self.pools)
+    def gpus(self) -> int:
+        return sum(pool.gpus * pool.replicas for pool in self.pools)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class Profile:
     name: str
     title: str
     tables: str | None
-    cards: tuple[str, ...]
+    devices: tuple[str, ...]
     scales_to: tuple[str, ...]
     small_us: float
     small: Mapping[str, int]
@@ -59,23 +59,23 @@ class Profile:
     def kernel_tables(self) -> KernelTables | None:
         return load_tables(self.tables) if self.tables else None
 
-    def check(self, card: DeviceSpec) -> bool:
+    def check(self, device: DeviceSpec) -> bool:
         """True where the device is measured, False where times are scaled to it. Raises
         ConfigError where there is no ground to."""
-        if self.calibrated and not card.measured:
+        if self.calibrated and not device.measured:
             raise ConfigError(
-                f"profile {self.name} needs a measured card, and {card.name} is none; run "
+                f"profile {self.name} needs a measured device, and {device.name} is none; run "
                 "rorqual bench calibrate on it"
             )
-        if not self.tables or card.name in self.cards:
+        if not self.tables or device.name in self.devices:
             return bool(self.tables) or self.calibrated
-        if card.name in self.scales_to or (card.measured and card.measured in self.scales_to):
+        if device.name in self.scales_to or (device.measured and device.measured in self.scales_to):
             return False
-        known = ", ".join((*self.cards, *self.scales_to))
+        known = ", ".join((*self.devices, *self.scales_to))
         raise ConfigError(
-            f"profile {self.name} has no kernel times for card {card.name}, nor for one "
+            f"profile {self.name} has no kernel times for device {device.name}, nor for one "
             f"of its kind; it covers {known}. "
-            "Use --profile roofline for lower bounds, or rorqual bench calibrate on that card"
+            "Use --profile roofline for lower bounds, or rorqual bench calibrate on that device"
         )
 
 
@@ -92,7 +92,7 @@ def _read(name: str, entry: Mapping[str, Any]) -> Profile:
     unknown = sorted(set(entry) - known)
     if unknown:
         raise ConfigError(f"profile {name} has unknown fields {', '.join(unknown)}")
-    lists = {key: tuple(entry.get(key, ())) for key in ("cards", "scales_to")}
+    lists = {key: tuple(entry.get(key, ())) for key in ("devices", "scales_to")}
     found = Profile(**{"name": name, **entry, **lists})
     if found.dispatch not in DISPATCH:
         raise ConfigError(
@@ -107,10 +107,10 @@ def load_profile(name: str) -> Profile:
     return _profiles()[name]
 
 
-def profile_for(card: DeviceSpec) -> Profile:
+def profile_for(device: DeviceSpec) -> Profile:
     """This engine's where it has kernel times for the device or its kind, else the bare
     roofline."""
     own = load_profile("rorqual")
-    if card.name in (*own.cards, *own.scales_to):
+    if device.name in (*own.devices, *own.scales_to):
         return own
-    return load_profile("calibrated" if card.measured else "roofline")
+    return load_profile("calibrated" if device.measured else "roofline")

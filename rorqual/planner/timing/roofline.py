@@ -77,7 +77,7 @@ class StepModel:
 
     config: ModelConfig
     sizes: ParallelConfig
-    card: DeviceSpec
+    device: DeviceSpec
     profile: Profile
     fmt: Format = DEFAULT_FORMAT
     routing: Routing = UNIFORM
@@ -86,7 +86,7 @@ class StepModel:
 
     def __post_init__(self) -> None:
         check_parallel(self.config, self.sizes)
-        self.profile.check(self.card)
+        self.profile.check(self.device)
         if self.profile.tables and kv_dtype(self.fmt.kv_dtype) not in (None, "bfloat16", "float16"):
             raise ConfigError(
                 f"profile {self.profile.name} has attention times for a bf16 cache alone, "
@@ -109,7 +109,7 @@ class StepModel:
 
     def _room(self, tokens: int) -> float:
         activations = activation_bytes(self.config, self.sizes, tokens, self.fmt, self.longest)
-        return self.card.memory * self.utilization - activations
+        return self.device.memory * self.utilization - activations
 
     def cache_tokens(self, tokens: int = 0, mtp: bool = False) -> int:
         """Tokens whose cache fits in one attention group, at a step of at most `tokens` tokens:
@@ -126,10 +126,9 @@ class StepModel:
     @cached_property
     def _tables(self) -> KernelTables | None:
         found = self.profile.kernel_tables()
-        if found is None and self.profile.calibrated and self.card.gemm:
-            return KernelTables(
-                {"meta": {"card": self.card.name, "source": "calibration"}, "gemm": self.card.gemm}
-            )
+        if found is None and self.profile.calibrated and self.device.gemm:
+            meta = {"device": self.device.name, "source": "calibration"}
+            return KernelTables({"meta": meta, "gemm": self.device.gemm})
         return found
 
     @cached_property
@@ -178,7 +177,7 @@ class StepModel:
 
     def _kernel_seconds(self) -> float:
         """The shortest kernel: the device's own where the profile stands on its calibration."""
-        return (self.profile.calibrated and self.card.kernel) or self.profile.small_us * 1e-6
+        return (self.profile.calibrated and self.device.kernel) or self.profile.small_us * 1e-6
 
     def _small(self, ops: tuple[RankOp, ...], work: GroupWork) -> list[Timed]:
         """Norms, quantization, rope, activations, routing: kernels that only move activations."""
@@ -188,7 +187,7 @@ class StepModel:
             work.tokens
             * row
             * profile.small_bytes
-            / (self.card.bandwidth * profile.bandwidth_reached)
+            / (self.device.bandwidth * profile.bandwidth_reached)
         )
         items = []
         for kind in ("dense", "moe"):
@@ -203,11 +202,11 @@ class StepModel:
                 items.append(Timed("small kernels", "activations", layers * moved, "memory"))
         return items
 
-    def floor(self, op: RankOp, card: DeviceSpec | None = None) -> tuple[float, str]:
+    def floor(self, op: RankOp, device: DeviceSpec | None = None) -> tuple[float, str]:
         """No kernel is faster: operations over the peak, or bytes over the bandwidth."""
-        card = card or self.card
-        compute = op.flops / card.peak(op.dtype)
-        memory = op.bytes / card.bandwidth
+        device = device or self.device
+        compute = op.flops / device.peak(op.dtype)
+        memory = op.bytes / device.bandwidth
         return (compute, "compute") if compute > memory else (memory, "memory")
 
     def _timed(self, op: RankOp) -> Timed:
@@ -223,11 +222,11 @@ class StepModel:
         """Without a table: the fractions of the peaks the profile or the device's own measurement
         gives, and a start."""
         profile = self.profile
-        card = self.card
-        flops = card.achieved_flops.get(op.dtype, profile.flops_reached)
-        compute = op.flops / (card.peak(op.dtype) * flops)
+        device = self.device
+        flops = device.achieved_flops.get(op.dtype, profile.flops_reached)
+        compute = op.flops / (device.peak(op.dtype) * flops)
         memory = op.bytes / (
-            card.bandwidth * (card.achieved_bandwidth or profile.bandwidth_reached)
+            device.bandwidth * (device.achieved_bandwidth or profile.bandwidth_reached)
         )
         start = self._kernel_seconds()
         seconds = max(compute, memory) + start
@@ -246,10 +245,10 @@ class StepModel:
             if op.kind == "experts"
             else table.seconds(op, self.config.is_mla)
         )
-        measured = self.card if table.card == self.card.name else _card(table.card)
+        measured = self.device if table.device == self.device.name else _device(table.device)
         floor, limiter = self.floor(op)
         there, _ = self.floor(op, measured)
-        if op.kind != "experts" and measured.name not in (self.card.name, self.card.measured):
+        if op.kind != "experts" and measured.name not in (self.device.name, self.device.measured):
             start = min(self.profile.small_us * 1e-6, seconds)
             seconds = start + (seconds - start) * floor / there
         # routers in fp32 are multiplied as three bf16 products or TF32, not at the fp32 rate
@@ -276,11 +275,11 @@ class StepModel:
         ):
             distinct = min(distinct, found.distinct)  # the table's own routing
         there = self._expert_floor(
-            found.hidden, found.inner, found.picks, found.distinct, op, _card(table.card)
+            found.hidden, found.inner, found.picks, found.distinct, op, _device(table.device)
         )
         extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
         here = self._expert_floor(
-            hidden, inner, picks + extra * tokens, distinct + extra, op, self.card
+            hidden, inner, picks + extra * tokens, distinct + extra, op, self.device
         )
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
         return start + (found.seconds - start) * here / there
@@ -297,12 +296,12 @@ class StepModel:
 
     @staticmethod
     def _expert_floor(
-        hidden: float, inner: float, picks: float, distinct: float, op: RankOp, card: DeviceSpec
+        hidden: float, inner: float, picks: float, distinct: float, op: RankOp, device: DeviceSpec
     ) -> float:
         width = 1.0 if op.dtype == "fp8" else 2.0
         return max(
-            3 * hidden * inner * distinct * width / card.bandwidth,
-            6 * hidden * inner * picks / card.peak(op.dtype),
+            3 * hidden * inner * distinct * width / device.bandwidth,
+            6 * hidden * inner * picks / device.peak(op.dtype),
         )
 
     def _sent(self, message: CostedMessage, prefill: bool) -> Timed:
@@ -312,32 +311,32 @@ class StepModel:
     def message_seconds(self, message: CostedMessage, prefill: bool) -> tuple[float, bool]:
         """Measured where a table has the kind and the number of ranks, on a device with the same
         links; else latency and bytes."""
-        fast = message.span <= self.card.link.span
+        fast = message.span <= self.device.link.span
         own = (
-            self.card.collectives.get(message.kind, {}).get(message.ranks)
+            self.device.collectives.get(message.kind, {}).get(message.ranks)
             if self.profile.tables or self.profile.calibrated
             else None
         )
         if own and fast:
             return curve_seconds(own, message.bytes), True
         if self._tables is not None and self.profile.tables:
-            there = _card(self._tables.card)
-            same = there.link == self.card.link and there.network == self.card.network
+            there = _device(self._tables.device)
+            same = there.link == self.device.link and there.network == self.device.network
             looked = self._tables.collective(message, low_latency=not prefill) if same else None
             if looked is not None and (fast or message.kind == "all_to_all"):
                 return looked * message.wide, True
-        link = self.card.link if fast else self.card.network
+        link = self.device.link if fast else self.device.network
         share = 1.0
         if not fast and message.kind == "all_to_all":
             # copies for the own node take the fast link
-            share = (message.ranks - self.card.link.span) / (message.ranks - 1)
+            share = (message.ranks - self.device.link.span) / (message.ranks - 1)
         rounds = 2 if message.kind == "all_reduce" else 1
         return rounds * link.latency + share * message.wire_bytes / (
             link.bandwidth * self.profile.link_reached
         ), False
 
 
-def _card(name: str) -> DeviceSpec:
+def _device(name: str) -> DeviceSpec:
     return load_device(name)
 
 
@@ -384,31 +383,31 @@ def decompressed_bytes(
 # ---- critical sizes
 
 
-def compute_bound_tokens(config: ModelConfig, card: DeviceSpec) -> tuple[float, float]:
+def compute_bound_tokens(config: ModelConfig, device: DeviceSpec) -> tuple[float, float]:
     """(tokens for one expert, tokens in all under even routing) at which reading an expert takes
     as long as multiplying with it: weights of w bytes an element and rate F at bandwidth B give
     F w / 2 B rows."""
     kind = "fp8" if config.quant else "bfloat16"
-    rows = card.peak(kind) * (1 if config.quant else 2) / (2 * card.bandwidth)
+    rows = device.peak(kind) * (1 if config.quant else 2) / (2 * device.bandwidth)
     return rows, rows * config.moe.num_experts / config.moe.top_k
 
 
-def expert_seconds(config: ModelConfig, card: DeviceSpec) -> float:
+def expert_seconds(config: ModelConfig, device: DeviceSpec) -> float:
     """Reading one expert once."""
     return (
         3
         * config.hidden_size
         * config.moe.intermediate_size
         * (1 if config.quant else 2)
-        / card.bandwidth
+        / device.bandwidth
     )
 
 
-def rpc_seconds(config: ModelConfig, card: DeviceSpec, tokens: int, copies: float = 1.0) -> float:
+def rpc_seconds(config: ModelConfig, device: DeviceSpec, tokens: int, copies: float = 1.0) -> float:
     """Sending `tokens` hidden states there and back over the network in the model's dtype, each
     `copies` times."""
     return 2 * (
-        card.network.latency + copies * tokens * config.hidden_size * 2 / card.network.bandwidth
+        device.network.latency + copies * tokens * config.hidden_size * 2 / device.network.bandwidth
     )
 
 
@@ -419,10 +418,10 @@ def largest_batch(model: StepModel, context: int, step_tokens: int = 0, mtp: boo
     return model.cache_tokens(step_tokens, mtp) // context
 
 
-def with_link(card: DeviceSpec, network_gbit: float | None) -> DeviceSpec:
+def with_link(device: DeviceSpec, network_gbit: float | None) -> DeviceSpec:
     """The same device on another network (Gbit/s a device)."""
     if network_gbit is None:
-        return card
+        return device
     if network_gbit <= 0:
         raise ConfigError(f"network={network_gbit} Gbit/s must be above 0")
-    return replace(card, network=replace(card.network, bandwidth=network_gbit / 8 * 1e9))
+    return replace(device, network=replace(device.network, bandwidth=network_gbit / 8 * 1e9))

@@ -31,13 +31,13 @@ class SplitStep:
     attention: float
     experts: float
     network: float
-    expert_card: float
+    expert_gpu: float
     batches: int = 1
 
     @property
     def longest(self) -> float:
         """What one micro-batch takes of the busiest resource."""
-        return max(self.attention, self.expert_card, self.network)
+        return max(self.attention, self.expert_gpu, self.network)
 
     @property
     def needed(self) -> int:
@@ -71,7 +71,7 @@ def split_step(
     timed = alone.step(work)
     own = timed.seconds - sum(item.seconds for item in timed.items if item.part == "routed_experts")
     pass_seconds = _expert_pass(model, work.tokens * attention, experts, placement)
-    card = (
+    device = (
         pass_seconds
         if placement == "experts"
         else pass_seconds
@@ -82,18 +82,18 @@ def split_step(
         own,
         pass_seconds,
         exchange_seconds(model, work.tokens, attention, experts, placement),
-        card,
+        device,
         batches,
     )
 
 
-def _expert_pass(model: StepModel, tokens: int, cards: int, placement: str) -> float:
+def _expert_pass(model: StepModel, tokens: int, gpus: int, placement: str) -> float:
     """All MoE layers one after another for `tokens` tokens."""
-    if placement == "experts" and model.config.moe.num_experts % cards:
+    if placement == "experts" and model.config.moe.num_experts % gpus:
         raise ConfigError(
-            f"{model.config.moe.num_experts} experts cannot lie evenly on {cards} cards"
+            f"{model.config.moe.num_experts} experts cannot lie evenly on {gpus} GPUs"
         )
-    sizes = ParallelConfig(dp=cards, ep=cards) if placement == "experts" else ParallelConfig()
+    sizes = ParallelConfig(dp=gpus, ep=gpus) if placement == "experts" else ParallelConfig()
     wide = replace(model, sizes=sizes)
     work = GroupWork(BatchShape(max(tokens, 1), 1), stage_tokens=tokens)
     return wide.time_of(
@@ -110,9 +110,9 @@ def exchange_seconds(
     holds one of its experts, or to the one device that holds its layer."""
     moe = model.config.moe
     config = model.config
-    card = model.card
+    device = model.device
     copies = 1.0 if placement == "layers" else experts * (1 - (1 - 1 / experts) ** moe.top_k)
-    link = card.link if attention + experts <= card.link.span else card.network
+    link = device.link if attention + experts <= device.link.span else device.network
     busier = float(attention) if placement == "layers" else max(1.0, attention / experts)
     sent = tokens * copies * busier * config.hidden_size * 2 * 2
     return sum(config.moe_layers) * (
@@ -157,17 +157,17 @@ def split_memory(
         - (sums["embedding"] if host_embedding else 0.0)
     )
     held = routed / experts if placement == "experts" else routed / layers * -(-layers // experts)
-    room = model.card.memory * model.utilization
+    room = model.device.memory * model.utilization
     step = 8.0 * step_tokens * config.hidden_size
     step += decompressed_bytes(config, ParallelConfig(), step_tokens, model.fmt, model.longest)
     return SplitMemory(own, held, room - own - step, room - held)
 
 
-def transfer_seconds(model: StepModel, tokens: int, card: DeviceSpec | None = None) -> float:
+def transfer_seconds(model: StepModel, tokens: int, device: DeviceSpec | None = None) -> float:
     """Moving a prompt's cache from a prefill to a decode group: each rank sends its own planes
     over its own network link."""
-    card = card or model.card
+    device = device or model.device
     size = tokens * rank_kv_bytes_per_token(model.config, model.sizes, model.fmt)
     if model.config.is_mla:
         size /= model.sizes.tp  # replicas of a latent need sending once
-    return card.network.latency + size / (card.network.bandwidth * model.profile.link_reached)
+    return device.network.latency + size / (device.network.bandwidth * model.profile.link_reached)

@@ -80,7 +80,7 @@ class KernelTables:
     """
 
     def __init__(self, data: Mapping[str, Any], base: KernelTables | None = None):
-        self.card: str = data["meta"]["card"]
+        self.device: str = data["meta"]["device"]
         self.source: str = data["meta"]["source"]
         self.base = base
         self._relative = {kind: nest(rows) for kind, rows in data.get("relative", {}).items()}

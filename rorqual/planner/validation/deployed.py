@@ -51,7 +51,7 @@ def a3_decode() -> list[Line]:
     model = StepModel(
         config,
         sizes,
-        load_device(row["card"]),
+        load_device(row["device"]),
         load_profile("roofline"),
         Format(kv_dtype=row["kv_dtype"]),
         Routing.parse(row["routing"]),
@@ -110,7 +110,7 @@ def sglang_96() -> list[Line]:
         Line(
             "published step",
             f"{256 * 8 / 22282 * 1e3:.0f} ms",
-            "256 requests a card, 22,282 tokens/s a node",
+            "256 requests a GPU, 22,282 tokens/s a node",
         ),
         Line(
             "predicted step",
@@ -164,12 +164,12 @@ def small_clusters() -> list[Line]:
         model = StepModel(published(R1), sizes, load_device(name), load_profile("sglang"))
         tokens = model.cache_tokens(2048)
         label = (
-            f"{sizes.world} x {model.card.title}, tp{sizes.tp} dp{sizes.dp} pp{sizes.pp} "
+            f"{sizes.world} x {model.device.title}, tp{sizes.tp} dp{sizes.dp} pp{sizes.pp} "
             f"ep{sizes.ep}"
         )
         how = (
             f"{model.weight_bytes / 1e9:.1f} GB of weights, "
-            f"{model.memory_left(2048) / 1e9:.1f} GB left a card"
+            f"{model.memory_left(2048) / 1e9:.1f} GB left a GPU"
         )
         lines.append(Line(label, f"{tokens * sizes.dp:,} tokens of cache", how))
     return lines

@@ -126,12 +126,12 @@ def data_parallel() -> list[Line]:
         )
     ]
     for name in ("h20-96", "h800", "h200", "rtx4090"):
-        card = load_device(name)
-        rows, batch = compute_bound_tokens(config, card)
-        how = f"{card.peak('fp8') / 1e12:.0f} TFLOP/s / (2 x {card.bandwidth / 1e9:.0f} GB/s)"
+        device = load_device(name)
+        rows, batch = compute_bound_tokens(config, device)
+        how = f"{device.peak('fp8') / 1e12:.0f} TFLOP/s / (2 x {device.bandwidth / 1e9:.0f} GB/s)"
         lines.append(
             Line(
-                f"{card.title}: compute-bound from",
+                f"{device.title}: compute-bound from",
                 f"{rows:.0f} tokens an expert, {batch:,.0f} in all",
                 how,
             )
@@ -152,7 +152,7 @@ def data_parallel() -> list[Line]:
     return [
         *lines,
         Line(
-            "cards whose batches together make H800 experts compute-bound",
+            "GPUs whose batches together make H800 experts compute-bound",
             f"{math.ceil(need / each)}",
             f"{need:,.0f} / {each}",
         ),
@@ -165,15 +165,13 @@ def _flight(title: str, moe_layer: float, rpc_layer: float, gbit: float) -> list
     wire = 58 * TOKENS * 7168 * 2 / (gbit / 8 * 1e9)
     step = SplitStep(BACKBONE, 58 * moe_layer, 58 * rpc_layer, 2 * moe_layer)
     total = step.attention + step.experts + step.network
-    busiest = max(step.attention, step.expert_card, wire)
+    busiest = max(step.attention, step.expert_gpu, wire)
     needed = math.ceil(total / busiest - 1e-9)
     parts = (
         f"{BACKBONE * 1e3:.1f} ms backbone + 58 x ({moe_layer * 1e3:.2f} MoE + "
         f"{rpc_layer * 1e3:.2f} RPC) ms = {total * 1e3:.0f} ms"
     )
-    name = (
-        "backbone" if busiest == step.attention else "wire" if busiest == wire else "expert cards"
-    )
+    name = "backbone" if busiest == step.attention else "wire" if busiest == wire else "expert GPUs"
     rates = [TOKENS * min(count / total, 1 / busiest) for count in (1, 2, needed)]
     return [
         Line(
@@ -191,11 +189,11 @@ def _flight(title: str, moe_layer: float, rpc_layer: float, gbit: float) -> list
 
 def batches_in_flight() -> list[Line]:
     config = published(R1)
-    card = load_device("rtx4090")
+    device = load_device("rtx4090")
     used = distinct_experts(UNIFORM, 256, 8, TOKENS)
     skew = distinct_experts(Routing("zipf", 1.0), 256, 8, TOKENS)
-    natural, skewed = (count * expert_seconds(config, card) for count in (used, skew))
-    slow = rpc_seconds(config, with_link(card, 10), TOKENS)
+    natural, skewed = (count * expert_seconds(config, device) for count in (used, skew))
+    slow = rpc_seconds(config, with_link(device, 10), TOKENS)
     natural_lines = _flight(f"natural routing, {used:.0f} experts read", natural, RPC_LAYER, 25)
     flights = int(natural_lines[0].value)
     room = costs.kv_tokens(config, 10 * GIB)
@@ -230,12 +228,12 @@ def network_floor() -> list[Line]:
         ),
     ]
     for gbit in (10, 25, 100, 400):
-        card = with_link(load_device("rtx4090"), gbit)
+        device = with_link(load_device("rtx4090"), gbit)
         lines.append(
             Line(
                 f"{gbit} Gb/s: a layer there and back",
-                f"{rpc_seconds(config, card, TOKENS) * 1e3:.2f} ms",
-                f"58 layers {58 * rpc_seconds(config, card, TOKENS) * 1e3:.0f} ms",
+                f"{rpc_seconds(config, device, TOKENS) * 1e3:.2f} ms",
+                f"58 layers {58 * rpc_seconds(config, device, TOKENS) * 1e3:.0f} ms",
             )
         )
     return lines
@@ -246,20 +244,18 @@ def expert_rpc() -> list[Line]:
     config = published(R1)
     lines = []
     for name, gbit in (("rtx4090", 10), ("rtx4090", 100), ("h800", 400)):
-        card = with_link(load_device(name), gbit)
-        own = expert_seconds(config, card)
+        device = with_link(load_device(name), gbit)
+        own = expert_seconds(config, device)
         lines.append(
             Line(
-                f"{card.title}, {gbit} Gb/s: read one expert",
+                f"{device.title}, {gbit} Gb/s: read one expert",
                 f"{own * 1e6:.0f} us",
-                f"44.0 MB / {card.bandwidth / 1e9:.0f} GB/s",
+                f"44.0 MB / {device.bandwidth / 1e9:.0f} GB/s",
             )
         )
-        call = rpc_seconds(config, card, 1)
-        even = max(
-            0.0,
-            (own / 2 - card.network.latency) * card.network.bandwidth / (config.hidden_size * 2),
-        )
+        call = rpc_seconds(config, device, 1)
+        row = config.hidden_size * 2
+        even = max(0.0, (own / 2 - device.network.latency) * device.network.bandwidth / row)
         how = (
             f"as long as the read at {even:.0f} tokens"
             if even >= 1
@@ -269,7 +265,7 @@ def expert_rpc() -> list[Line]:
     return [
         *lines,
         Line(
-            "floor of a step with an expert a card",
+            "floor of a step with an expert a GPU",
             f"{58 * expert_seconds(config, load_device('h800')) * 1e3:.2f} ms of experts on H800",
             "58 reads, whatever the batch",
         ),
@@ -278,7 +274,7 @@ def expert_rpc() -> list[Line]:
 
 def host_embedding() -> list[Line]:
     config = published(R1)
-    card = load_device("rtx4090")
+    device = load_device("rtx4090")
     size = costs.weight_bytes(config).embedding
     rows = 1024 * config.hidden_size * 2
     return [
@@ -290,12 +286,12 @@ def host_embedding() -> list[Line]:
         ),
         Line(
             "1,024 rows over the host link, at least",
-            f"{rows / card.host_link * 1e3:.2f} ms",
-            f"{rows / 1e6:.1f} MB / {card.host_link / 1e9:.2f} GB/s",
+            f"{rows / device.host_link * 1e3:.2f} ms",
+            f"{rows / 1e6:.1f} MB / {device.host_link / 1e9:.2f} GB/s",
         ),
         Line(
             "measured there, 1,024 tokens",
-            "1.71 ms from the host, 0.77 ms on the card",
+            "1.71 ms from the host, 0.77 ms on the GPU",
             "home-cluster study; 128 tokens: 0.22 and 0.06 ms",
         ),
         Line(

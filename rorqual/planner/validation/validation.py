@@ -70,7 +70,7 @@ def _model(group: Mapping[str, Any], row: Mapping[str, Any]) -> StepModel:
     fmt = Format(kv_dtype=both.get("kv_dtype"))
     routing = Routing.parse(both.get("routing", "uniform"))
     return StepModel(
-        config, sizes, load_device(both["card"]), load_profile(both["profile"]), fmt, routing
+        config, sizes, load_device(both["device"]), load_profile(both["profile"]), fmt, routing
     )
 
 
@@ -131,7 +131,7 @@ def _prefill(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Validatio
 
 def _prefill_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[ValidationPoint]:
     model, time, tokens = _prefill_time(group, row)
-    node = tokens * model.card.link.span / model.sizes.tp
+    node = tokens * model.device.link.span / model.sizes.tp
     return [
         ValidationPoint(
             f"{row['prompt']} tokens",
@@ -149,7 +149,7 @@ def _decode_rate(group: Mapping[str, Any], row: Mapping[str, Any]) -> list[Valid
     node = row["clients"] * 8 * (1 + group.get("accepted", 0.0))
     return [
         ValidationPoint(
-            f"{row['clients']} a card",
+            f"{row['clients']} a GPU",
             "decode",
             "tok/s a node",
             row["tokens_per_s"],

@@ -25,7 +25,7 @@ def test_home_cluster_page() -> None:
         "What limits it",
         "What does not work",
         "The network's floor",
-        "29 expert cards",
+        "29 expert GPUs",
     ):
         assert part in text.replace("\n", " "), part
     assert len(text.splitlines()) < 60, "a page"
@@ -52,7 +52,7 @@ def test_a_node(tmp_path: Path) -> None:
 def test_nothing_fits() -> None:
     text = run("deepseek-ai/DeepSeek-R1", "--gpu", "h100", "--count", "4")
     assert "Nothing fits." in text
-    assert "The weights alone need 9 such cards." in text
+    assert "The weights alone need 9 such GPUs." in text
 
 
 def test_nothing_meets_the_goal() -> None:
@@ -64,7 +64,7 @@ def test_nothing_meets_the_goal() -> None:
 def test_instead_of_a_plan() -> None:
     assert "data-parallel" in run("--questions")
     assert "152,797 tokens" in run("--question", "kv-tokens")
-    assert "bandwidth: NVIDIA H200 datasheet" in run("--cards").replace("\n", " ")
+    assert "bandwidth: NVIDIA H200 datasheet" in run("--gpus").replace("\n", " ")
     assert "mean absolute error" in run("--validate", "--group", "own-v3")
 
 
@@ -90,10 +90,10 @@ def test_an_fp8_cache_counts_scales_and_rope_keys() -> None:
 def test_mistakes() -> None:
     for arguments, message in (
         ((), "name a model"),
-        (("deepseek-v3", "--gpu", "h201"), "card 'h201' is not known"),
+        (("deepseek-v3", "--gpu", "h201"), "device 'h201' is not known"),
         (
             ("deepseek-v3", "--gpu", "atlas-a3", "--profile", "sglang"),
-            "no kernel times for card atlas-a3",
+            "no kernel times for device atlas-a3",
         ),
         (("deepseek-v3", "--routing", "odd"), "kind='odd'"),
         (("deepseek-v3", "--count", "0"), "count=0"),

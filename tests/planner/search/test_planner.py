@@ -33,9 +33,9 @@ R1 = published("deepseek-ai/DeepSeek-R1")
 
 
 def question(
-    card: str = "h200", count: int = 8, profile: str = "sglang", **changes: object
+    device: str = "h200", count: int = 8, profile: str = "sglang", **changes: object
 ) -> Question:
-    return Question(R1, load_device(card), count, load_profile(profile), **changes)  # type: ignore[arg-type]
+    return Question(R1, load_device(device), count, load_profile(profile), **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +51,15 @@ def test_what_is_offered_fits_and_meets_the_goal(node: DeploymentPlan) -> None:
         assert option.ttft <= 1.0
         assert option.tpot <= 0.05
         assert option.batch * 2048 <= option.cache_tokens
-        assert option.weight_bytes < 0.9 * node.question.card.memory
+        assert option.weight_bytes < 0.9 * node.question.device.memory
         assert option.sizes.world * option.replicas <= 8
-    assert [option.per_card for option in node.options] == sorted(
-        (option.per_card for option in node.options), reverse=True
+    assert [option.per_gpu for option in node.options] == sorted(
+        (option.per_gpu for option in node.options), reverse=True
     )
     assert all(option.ttft > 1.0 or option.tpot > 0.05 for option in node.missed)
 
 
-def test_tokens_a_card_are_the_cycle(node: DeploymentPlan) -> None:
+def test_tokens_a_gpu_are_the_cycle(node: DeploymentPlan) -> None:
     """A group's requests in turn: every answer's steps and every prompt once."""
     option = next(
         option
@@ -82,9 +82,9 @@ def test_the_front_is_a_front(node: DeploymentPlan) -> None:
         assert not [
             other
             for other in every
-            if other.per_user > point.per_user and other.per_card > point.per_card
+            if other.per_user > point.per_user and other.per_gpu > point.per_gpu
         ]
-    assert sorted(point.per_card for point in front) == [point.per_card for point in front]
+    assert sorted(point.per_gpu for point in front) == [point.per_gpu for point in front]
 
 
 def test_all_ratios_balance() -> None:
@@ -116,22 +116,22 @@ def test_home_cluster() -> None:
     found = search(question("rtx4090", 32, "roofline"))
     assert {option.sizes.pp for option in found.options if option.kind == "together"} == {4}
     tight = found.question.model(ParallelConfig(tp=8, pp=4))
-    assert 0 < tight.card.memory * tight.utilization - tight.weight_bytes < 1.2e9
+    assert 0 < tight.device.memory * tight.utilization - tight.weight_bytes < 1.2e9
     assert any(
-        "3 attention : 29 expert cards (whole layers)" in option.detail for option in found.options
+        "3 attention : 29 expert GPUs (whole layers)" in option.detail for option in found.options
     )
     assert len(found.rejected) > 50
     assert found.rejected[0].short < 3e9
     assert any(
         "more than the 23.2 that may be used" in rejected.reason for rejected in found.rejected[:3]
     )
-    assert costs.weight_bytes(R1).total < 32 * 0.9 * found.question.card.memory, (
-        "together the cards would hold the weights"
+    assert costs.weight_bytes(R1).total < 32 * 0.9 * found.question.device.memory, (
+        "together the GPUs would hold the weights"
     )
 
 
 def test_refusals() -> None:
-    with pytest.raises(ConfigError, match="no kernel times for card atlas-a3"):
+    with pytest.raises(ConfigError, match="no kernel times for device atlas-a3"):
         question("atlas-a3")
     with pytest.raises(ConfigError, match="has no prediction module"):
         Question(
@@ -158,7 +158,7 @@ def test_refusals() -> None:
 
 
 def test_batches_in_flight_hide_the_shorter_stages() -> None:
-    step = SplitStep(attention=33e-3, experts=58e-3, network=58e-3, expert_card=2e-3)
+    step = SplitStep(attention=33e-3, experts=58e-3, network=58e-3, expert_gpu=2e-3)
     assert replace(step, network=0.0).needed == 3
     assert step.needed == 3
     assert step.longest == 58e-3, "a network that takes longest is itself the limit"
@@ -167,15 +167,15 @@ def test_batches_in_flight_hide_the_shorter_stages() -> None:
     assert step.seconds == pytest.approx(149e-3)
 
 
-def test_experts_on_cards_of_their_own() -> None:
+def test_experts_on_gpus_of_their_own() -> None:
     model = question("rtx4090", 32, "roofline").model(ParallelConfig())
     layers, spread = (
-        split_step(model, GroupWork(BatchShape.decode(8, 500)), 3, cards, kind)
-        for kind, cards in (("layers", 29), ("experts", 16))
+        split_step(model, GroupWork(BatchShape.decode(8, 500)), 3, gpus, kind)
+        for kind, gpus in (("layers", 29), ("experts", 16))
     )
-    assert layers.expert_card == pytest.approx(layers.experts * 2 / 58)
-    assert spread.expert_card == spread.experts < layers.experts, (
-        "a layer's experts are read by sixteen cards at once"
+    assert layers.expert_gpu == pytest.approx(layers.experts * 2 / 58)
+    assert spread.expert_gpu == spread.experts < layers.experts, (
+        "a layer's experts are read by sixteen GPUs at once"
     )
     memory = split_memory(model, 29, "layers")
     assert memory.experts == pytest.approx(costs.weight_bytes(R1).routed_experts * 2 / 58)

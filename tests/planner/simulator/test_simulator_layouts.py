@@ -118,10 +118,10 @@ def test_as_many_batches_as_needed_fill_the_busiest_resource() -> None:
     """The count that split.py derives: with it the busiest resource is hardly ever idle, with
     one batch it is."""
     one = model(ParallelConfig(), "roofline")
-    cards = (32, 32)
-    pass_of = split_step(one, GroupWork(BatchShape.decode(16, 1536)), *cards)
+    gpus = (32, 32)
+    pass_of = split_step(one, GroupWork(BatchShape.decode(16, 1536)), *gpus)
     times = {
-        n: SplitCosts(one, *cards, micro_batches=n).step([StepLoad(16 * n, 1536)] * 32, 0)
+        n: SplitCosts(one, *gpus, micro_batches=n).step([StepLoad(16 * n, 1536)] * 32, 0)
         for n in (1, pass_of.needed)
     }
     assert pass_of.needed > 1
@@ -185,11 +185,11 @@ def test_uneven_experts_make_steps_longer() -> None:
 
 
 def test_a_slower_network_makes_steps_longer() -> None:
-    card = load_device("h200")
-    slow = replace(card, network=replace(card.network, bandwidth=card.network.bandwidth / 8))
+    device = load_device("h200")
+    slow = replace(device, network=replace(device.network, bandwidth=device.network.bandwidth / 8))
     one = model(profile="roofline")
     loads = [StepLoad(256, 1500)] * 32
-    plain, longer = (ModelCosts(replace(one, card=c)).step(loads, 0) for c in (card, slow))
+    plain, longer = (ModelCosts(replace(one, device=c)).step(loads, 0) for c in (device, slow))
     assert longer.seconds > plain.seconds
     assert longer.busy[2] > 4 * plain.busy[2]
 
@@ -213,7 +213,7 @@ def test_deployments_of_every_kind() -> None:
     found = {
         name: simulated(deployment, 20.0, 4.0, output="40")[1] for name, deployment in kinds.items()
     }
-    assert {outcome.cards for outcome in found.values()} == {16}
+    assert {outcome.gpus for outcome in found.values()} == {16}
     assert {outcome.output_tokens for outcome in found.values()} == {
         found["together"].output_tokens
     }
@@ -226,13 +226,13 @@ def test_deployments_of_every_kind() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError):
         pools.together(model(ParallelConfig(tp=4)), engine(), 1)
-    with pytest.raises(ConfigError, match="expert card"):
+    with pytest.raises(ConfigError, match="expert GPU"):
         pools.split(model(ParallelConfig(), "roofline"), engine(), 8, 2, "experts", 1)
     with pytest.raises(ConfigError, match="less than one request"):
         pools.together(model(), engine(num_pages=4), 1)
 
 
-def test_a_minute_of_sixty_four_cards_takes_seconds() -> None:
+def test_a_minute_of_sixty_four_gpus_takes_seconds() -> None:
     """50 requests/s at 1000/300 tokens; ten minutes must stay below two minutes of this
     processor."""
     start = time.process_time()
@@ -242,7 +242,7 @@ def test_a_minute_of_sixty_four_cards_takes_seconds() -> None:
         60.0,
         output="300",
     )
-    assert found.cards == 64
+    assert found.gpus == 64
     assert found.requests > 2500
     assert time.process_time() - start < 12
 

@@ -33,9 +33,9 @@ QWEN = published("qwen3-30b-a3b")
 TABLE = json.loads((DATA / "kernels_h200_sglang.json").read_text())
 
 
-def model(profile: str = "sglang", card: str = "h200", **sizes: int) -> StepModel:
+def model(profile: str = "sglang", device: str = "h200", **sizes: int) -> StepModel:
     return StepModel(
-        R1, ParallelConfig(**(sizes or {"tp": 8})), load_device(card), load_profile(profile)
+        R1, ParallelConfig(**(sizes or {"tp": 8})), load_device(device), load_profile(profile)
     )
 
 
@@ -84,23 +84,23 @@ def test_fused_shared_experts_count_one_by_one() -> None:
 def test_no_table_lies_under_the_datasheet() -> None:
     """Products too large for the L2 cache, latent attention over more than it holds, and experts
     by what their routing reads."""
-    card = load_device("h200")
+    device = load_device("h200")
     for n, k, *times in TABLE["gemm"]["tables"]["fp8"]:
         for m, time in zip(TABLE["gemm"]["m"], times, strict=True):
             floor = max(
-                n * k / card.bandwidth if n * k > 120e6 else 0, 2 * m * n * k / card.peak("fp8")
+                n * k / device.bandwidth if n * k > 120e6 else 0, 2 * m * n * k / device.peak("fp8")
             )
             assert time * 1e-6 > floor, (n, k, m)
     for heads, batch, context, time in TABLE["mla_decode"]:
         read = batch * context * 1152
         assert time * 1e-6 > max(
-            read / card.bandwidth if read > 120e6 else 0,
-            2 * batch * context * heads * 1088 / card.peak("bfloat16"),
+            read / device.bandwidth if read > 120e6 else 0,
+            2 * batch * context * heads * 1088 / device.peak("bfloat16"),
         )
     for entry in TABLE["experts"]:
         one = 3 * entry["hidden"] * entry["inter"] * (1 if entry["dtype"] == "fp8" else 2)
         for _, distinct, time in entry["rows"]:
-            assert time * 1e-6 > distinct * one / card.bandwidth
+            assert time * 1e-6 > distinct * one / device.bandwidth
 
 
 def test_own_kernels_are_ratios_to_the_base() -> None:
@@ -164,25 +164,25 @@ def test_skewed_routing_reads_fewer_experts() -> None:
     assert skewed.step(work).by("name")["experts"] < even.step(work).by("name")["experts"]
 
 
-def test_another_card_is_scaled_by_its_roofline() -> None:
+def test_another_gpu_is_scaled_by_its_roofline() -> None:
     work = GroupWork(BatchShape.decode(64, 4000))
     here = model().step(work).by("name")
-    there = model(card="h100").step(work).by("name")
+    there = model(device="h100").step(work).by("name")
     assert 1.0 < there["attention"] / here["attention"] <= 4800 / 3350 + 1e-6
     assert there["experts"] > here["experts"]
-    assert model(card="h100").profile.check(load_device("h100")) is False
+    assert model(device="h100").profile.check(load_device("h100")) is False
 
 
 def test_measured_collectives_come_first() -> None:
-    card = load_device("h200-measured")
-    own = StepModel(R1, ParallelConfig(tp=8), card, load_profile("sglang"))
+    device = load_device("h200-measured")
+    own = StepModel(R1, ParallelConfig(tp=8), device, load_profile("sglang"))
     message = next(
         m
         for m in rank_step(R1, own.sizes, GroupWork(BatchShape.decode(8, 100))).messages
         if m.kind == "all_reduce"
     )
     assert own.message_seconds(message, False) == (pytest.approx(14.6e-6, rel=1e-3), True)
-    other = replace(own, card=load_device("h800"))
+    other = replace(own, device=load_device("h800"))
     seconds, measured = other.message_seconds(message, False)
     assert not measured, "other links: no table"
     assert seconds == pytest.approx(2 * 4e-6 + message.wire_bytes / (200e9 * 0.8))
@@ -222,8 +222,8 @@ def test_nothing_takes_no_time() -> None:
 
 
 def test_no_data_no_guess() -> None:
-    with pytest.raises(ConfigError, match="no kernel times for card rtx4090"):
-        model(card="rtx4090")
+    with pytest.raises(ConfigError, match="no kernel times for device rtx4090"):
+        model(device="rtx4090")
     with pytest.raises(ConfigError, match="bf16 cache alone"):
         StepModel(
             R1,
@@ -232,7 +232,7 @@ def test_no_data_no_guess() -> None:
             load_profile("sglang"),
             Format(kv_dtype="float8_e4m3fn"),
         )
-    with pytest.raises(ConfigError, match="needs a measured card"):
+    with pytest.raises(ConfigError, match="needs a measured device"):
         model("calibrated")
     with pytest.raises(ConfigError, match="profile 'vllm' is not known"):
         load_profile("vllm")
@@ -240,7 +240,7 @@ def test_no_data_no_guess() -> None:
         model(tp=3)
 
 
-def test_the_profile_of_a_card() -> None:
+def test_the_profile_of_a_gpu() -> None:
     names = {
         name: profile_for(load_device(name)).name
         for name in ("h200", "h100", "rtx4090", "atlas-a3")
@@ -259,7 +259,7 @@ def test_the_profile_of_a_card() -> None:
 def test_memory_adds_up() -> None:
     found = model(tp=8)
     left = found.memory_left(0)
-    assert left + found.weight_bytes == pytest.approx(0.9 * found.card.memory)
+    assert left + found.weight_bytes == pytest.approx(0.9 * found.device.memory)
     assert found.cache_tokens() == int(left // 70_272)
     assert largest_batch(found, 4096) == found.cache_tokens() // 4096
     with pytest.raises(ConfigError, match="context=0"):
@@ -270,7 +270,7 @@ def test_critical_sizes() -> None:
     rows, batch = compute_bound_tokens(R1, load_device("h20-96"))
     assert (rows, batch) == (pytest.approx(37), pytest.approx(1184))
     assert expert_seconds(R1, load_device("rtx4090")) == pytest.approx(44_040_192 / 1008e9)
-    card = with_link(load_device("rtx4090"), 25)
-    assert rpc_seconds(R1, card, 128) == pytest.approx(2 * (30e-6 + 128 * 7168 * 2 / 3.125e9))
+    device = with_link(load_device("rtx4090"), 25)
+    assert rpc_seconds(R1, device, 128) == pytest.approx(2 * (30e-6 + 128 * 7168 * 2 / 3.125e9))
     with pytest.raises(ConfigError, match="network=0"):
-        with_link(card, 0)
+        with_link(device, 0)
