@@ -70,7 +70,7 @@ SMALL = {
 SMALLER = {
     "--data": "--data heldout.txt --weights random --layers 2 --groups 1",
     "--weights random": "--layers 2",
-    "--lone-rank": "--tp 2 --max-num-batched-tokens 64",
+    "--single-rank-bench": "--tp 2 --max-num-batched-tokens 64",
     "--next-n 0,1,2,3": "--next-n 0,3",
     "--sweep": "--sweep 1,2",
     "--slo": "--slo-start 1 --slo-max 1 --slo-probes 1",
@@ -369,7 +369,10 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"rorqual .*--device cuda", needs_a_card),
     (r"rorqual .*--compare vllm", needs_a_card),
     (r"rorqual .*--compare transformers-compiled", only_parse),  # minutes of compiling
-    (r"rorqual (?!.*--lone-rank)(generate|bench offline) .*--[tdpe]p ", only_parse),  # many ranks
+    (
+        r"rorqual (?!.*--single-rank-bench)(generate|bench offline) .*--[tdpe]p ",
+        only_parse,
+    ),  # many ranks
     (r"rorqual bench kernels", needs_a_card),
     (r"rorqual bench calibrate", only_parse),  # minutes of measuring
     (r"rorqual bench serve", ask_server),

@@ -124,8 +124,8 @@ def _check_batches(batches: list[int], asked: Given) -> None:
     uneven = [count for count in batches if asked.get("single_rank_bench") and count % dp]
     if uneven:
         raise ConfigError(
-            f"concurrency={uneven[0]}: a lone rank of dp={dp} has its share of requests, and "
-            "needs a multiple of it"
+            f"concurrency={uneven[0]}: one rank of dp={dp} runs its share of the requests; "
+            "accepted: multiples of dp"
         )
 
 

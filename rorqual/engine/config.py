@@ -192,7 +192,6 @@ class EngineConfig:
         "Compute what rank 0 of the layout computes, without the others: collectives bring copies "
         "of its own rows, or nothing. For benchmarks with random weights; --max-num-seqs are its "
         "own.",
-        aliases=("lone_rank",),
     )
     watchdog_seconds: float = _parallel(
         60.0, "A rank silent for so long, or a collective that takes longer, ends the engine."

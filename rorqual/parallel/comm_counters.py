@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-PICK_BYTES = 8  # a pick beside a row: an int32 place and an fp32 weight
+ROUTING_BYTES = 8  # of one chosen expert, beside a row: an int32 id and an fp32 weight
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig
-from rorqual.parallel.comm_counters import PICK_BYTES, bytes_sent, fp8_row_bytes
+from rorqual.parallel.comm_counters import ROUTING_BYTES, bytes_sent, fp8_row_bytes
 from rorqual.parallel.exchange_policy import (
     chosen_exchange,
     destinations,
@@ -160,17 +160,17 @@ class StepMessages:
         axis, counts = ("stage", self.shards) if self.sharded else ("dp", list(self.tokens))
         ranks = len(counts)
         most = max(counts)
-        picks = self.model.moe.top_k * PICK_BYTES
+        routing = self.model.moe.top_k * ROUTING_BYTES
         if self.exchange.startswith("allgather"):
             yield from _made(
                 CommCall(
-                    "experts gather", axis, "all_gather", ranks * most * (self.row + picks), ranks
+                    "experts gather", axis, "all_gather", ranks * most * (self.row + routing), ranks
                 ),
                 CommCall("experts output", axis, "reduce_scatter", ranks * most * self.row, ranks),
             )
             return
         if self.exchange == "low_latency":
-            there, back = ((ranks - 1) * most * size for size in (self.payload + picks, self.row))
+            there, back = ((ranks - 1) * most * size for size in (self.payload + routing, self.row))
         else:
             copies = (
                 destinations(self.sizes.ep, self.model.moe)
@@ -179,7 +179,7 @@ class StepMessages:
                 / ranks
             )
             own = counts[self.local if self.sharded else self.dp_rank]
-            there = round(own * copies) * (self.row + picks) + COUNT_BYTES * (ranks - 1)
+            there = round(own * copies) * (self.row + routing) + COUNT_BYTES * (ranks - 1)
             back = round(sum(counts) / ranks * copies) * self.row
         yield from _made(
             CommCall("dispatch", axis, "all_to_all", there, ranks),

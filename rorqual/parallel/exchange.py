@@ -74,9 +74,10 @@ class Exchange(Protocol):
     the experts'.
     `capturable` says whether the stages of a decode step may be recorded in a device graph.
     `gate_up` and `down` are the expert weights by physical slot (behind them shared experts, where
-    these are picks like others), `load` [E] int64 counts by logical expert the picks of the tokens
-    dispatched here while `record_load` is on; all are updated in place. Where ranks dispatch the
-    same tokens one of them counts (Layout.counted): a sum over all ranks then has each token once.
+    these are chosen like others), `load` [E] int64 counts by logical expert how often the tokens
+    dispatched here chose it while `record_load` is on; all are updated in place. Where ranks
+    dispatch the same tokens one of them counts (Layout.counted): a sum over all ranks then has each
+    token once.
     """
 
     record_load: bool
@@ -108,7 +109,7 @@ class ExpertStore:
     `shard` is the expert-parallel part: this rank holds slots.local(shard). `table` [E, R]
     int64 names physical slots; a token in row i of its step takes replica i mod R, so ranks that
     hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
-    `shared`: so many experts that every token picks stand behind the routed ones, which are then
+    `shared`: so many experts that every token takes stand behind the routed ones, which are then
     all here; they are not counted.
     """
 
@@ -133,7 +134,7 @@ class ExpertStore:
         self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
         self.load = self.picked[: slots.num_experts]
         self.record_load = False
-        self.plain = self.table is None and shard.count == 1  # logical ids are places
+        self.plain = self.table is None and shard.count == 1  # logical ids are local ids
         assert self.plain or not shared
 
     def slots(self, ids: Tensor, counted: bool = True) -> Tensor:
@@ -147,9 +148,9 @@ class ExpertStore:
         row = torch.arange(ids.shape[0], device=ids.device) % self.table.shape[1]
         return self.table[ids, row[:, None]]
 
-    def places(self, ids: Tensor, counted: bool = True) -> Tensor:
-        """Logical ids [T, K] to places in gate_up and down, -1 where another rank holds the
-        expert."""
+    def local_ids(self, ids: Tensor, counted: bool = True) -> Tensor:
+        """Logical ids [T, K] to local ids (indices of gate_up and down), -1 where another rank
+        holds the expert."""
         return self.here(self.slots(ids, counted))
 
     def remap(self, slots: SlotMap) -> None:
@@ -164,28 +165,30 @@ class ExpertStore:
         self.table.copy_(torch.tensor(rows))
 
     def here(self, slots: Tensor) -> Tensor:
-        """Physical slots to places in gate_up and down, -1 where another rank holds the slot."""
+        """Physical slots to local ids, -1 where another rank holds the slot."""
         if self.shard.count == 1:
             return slots
-        place = slots - self.mine.start
-        return place.masked_fill((place < 0) | (place >= len(self.mine)), -1)
+        local = slots - self.mine.start
+        return local.masked_fill((local < 0) | (local >= len(self.mine)), -1)
 
-    def run(self, x: Tensor, places: Tensor, weights: Tensor, base: Tensor | None = None) -> Tensor:
-        """The weighted sum over the experts that are here: x [T, hidden], places and weights [T,
-        K] (-1: not here). `base` is added."""
+    def run(
+        self, x: Tensor, local_ids: Tensor, weights: Tensor, base: Tensor | None = None
+    ) -> Tensor:
+        """The weighted sum over the experts that are here: x [T, hidden], local_ids and weights
+        [T, K] (-1: not here). `base` is added."""
         if not x.shape[0]:
             return x
-        return self.compute(x, places, weights, self.gate_up, self.down, base)
+        return self.compute(x, local_ids, weights, self.gate_up, self.down, base)
 
     def run_sent(
-        self, parts: Sequence[Tensor], dtype: torch.dtype, places: Tensor, weights: Tensor
+        self, parts: Sequence[Tensor], dtype: torch.dtype, local_ids: Tensor, weights: Tensor
     ) -> Tensor:
         """The same for rows as they travelled: (rows,), or (e4m3 rows, scales)."""
         if len(parts) == 1:
-            return self.run(parts[0], places, weights)
+            return self.run(parts[0], local_ids, weights)
         assert self.compute_fp8 is not None, "the layer was made without fp8 dispatch"
         return self.compute_fp8(
-            parts[0].view(FP8), parts[1], dtype, places, weights, self.gate_up, self.down
+            parts[0].view(FP8), parts[1], dtype, local_ids, weights, self.gate_up, self.down
         )
 
 
@@ -224,7 +227,7 @@ class StoreExchange:
 @dataclass
 class Ticket:
     x: Tensor
-    places: Tensor
+    local_ids: Tensor
     weights: Tensor
     y: Tensor | None = None
 
@@ -236,7 +239,7 @@ class LocalExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store
         plain = store.plain and not store.record_load
-        return Ticket(x, ids if plain else store.places(ids, layout.counted), weights)
+        return Ticket(x, ids if plain else store.local_ids(ids, layout.counted), weights)
 
     def dense_rows(self, ticket: Ticket) -> Tensor:
         """Every rank's columns of a dense layer meet the same tokens as its experts, and are
@@ -244,7 +247,7 @@ class LocalExchange(StoreExchange):
         return ticket.x
 
     def run_experts(self, ticket: Ticket, dense: Tensor | None = None) -> None:
-        ticket.y = self.store.run(ticket.x, ticket.places, ticket.weights, dense)
+        ticket.y = self.store.run(ticket.x, ticket.local_ids, ticket.weights, dense)
 
     def combine(self, ticket: Ticket) -> Tensor:
         assert ticket.y is not None, "run_experts comes before combine"

@@ -33,12 +33,12 @@ def wanted(store: ExpertStore, slots: Tensor, ranks: int) -> Tensor:
     return mask.repeat_interleave(ranks // groups, 1)
 
 
-def places_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
-    """Slots [N, K] of rows that go to `rank` [N], as places there; -1 where that rank does not
+def local_ids_at(store: ExpertStore, slots: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """Slots [N, K] of rows that go to `rank` [N], as local ids there; -1 where that rank does not
     hold them."""
     each = len(store.mine)
-    place = slots - (rank // (ranks // store.shard.count) * each)[:, None]
-    return place.masked_fill((place < 0) | (place >= each), -1)
+    local = slots - (rank // (ranks // store.shard.count) * each)[:, None]
+    return local.masked_fill((local < 0) | (local >= each), -1)
 
 
 def add_parts(parts: Tensor, row: Tensor, mask: Tensor, like: Tensor) -> Tensor:
@@ -82,19 +82,19 @@ class AllToAllExchange(StoreExchange):
         rank, token = mask.t().nonzero(as_tuple=True)  # by rank, then by token
         row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
         sent = AllToAllTicket(axis, x, row, mask, ids.dtype, send=send, receive=receive)
-        picks = pack(
-            places_at(self.store, slots.index_select(0, token), rank, axis.size),
+        routing = pack(
+            local_ids_at(self.store, slots.index_select(0, token), rank, axis.size),
             weights.index_select(0, token),
         )
-        for message in (x.index_select(0, token), picks):
+        for message in (x.index_select(0, token), routing):
             sent.messages.append(axis.start_all_to_all(message, send, receive))
         return sent
 
     def run_experts(self, ticket: AllToAllTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"
-        x, picks = (message.wait() for message in ticket.messages)
-        places, weights = unpack(picks, ticket.ids)
-        y = self.store.run(x, places, weights)
+        x, routing = (message.wait() for message in ticket.messages)
+        local_ids, weights = unpack(routing, ticket.ids)
+        y = self.store.run(x, local_ids, weights)
         ticket.y = ticket.axis.start_all_to_all(y, ticket.receive, ticket.send)
 
     def combine(self, ticket: AllToAllTicket) -> Tensor:
@@ -120,10 +120,10 @@ class LowLatencyExchange(StoreExchange):
         row = place.clamp(0) + torch.arange(axis.size, device=x.device) * capacity
         sent = AllToAllTicket(axis, x, row, mask, ids.dtype)
         if capacity:
-            picks = self._picks(slots, weights, token, mask.sum(0), capacity)
+            routing = self._routing(slots, weights, token, mask.sum(0), capacity)
             sent.messages = [
                 axis.start_all_to_all_fixed(message)
-                for message in (*self._payload(x, token, axis.size), picks)
+                for message in (*self._payload(x, token, axis.size), routing)
             ]
         return sent
 
@@ -137,7 +137,7 @@ class LowLatencyExchange(StoreExchange):
             parts = (data.view(torch.uint8), scale)
         return [part.index_select(0, token).view(ranks, -1, part.shape[1]) for part in parts]
 
-    def _picks(
+    def _routing(
         self, slots: Tensor, weights: Tensor, token: Tensor, counts: Tensor, capacity: int
     ) -> Tensor:
         ranks = counts.shape[0]
@@ -145,19 +145,19 @@ class LowLatencyExchange(StoreExchange):
             slots = slots.new_zeros(1, slots.shape[1])
             weights = weights.new_zeros(1, weights.shape[1])
         rank = torch.arange(ranks, device=slots.device).repeat_interleave(capacity)
-        places = places_at(self.store, slots.index_select(0, token), rank, ranks)
+        local_ids = local_ids_at(self.store, slots.index_select(0, token), rank, ranks)
         empty = torch.arange(capacity, device=slots.device) >= counts[:, None]
-        places = places.masked_fill(empty.view(-1, 1), -1)
-        return pack(places, weights.index_select(0, token)).view(ranks, capacity, -1)
+        local_ids = local_ids.masked_fill(empty.view(-1, 1), -1)
+        return pack(local_ids, weights.index_select(0, token)).view(ranks, capacity, -1)
 
     def run_experts(self, ticket: AllToAllTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"
         if not ticket.messages:
             return
-        *parts, picks = (message.wait() for message in ticket.messages)
-        places, weights = unpack(picks.flatten(0, 1), ticket.ids)
+        *parts, routing = (message.wait() for message in ticket.messages)
+        local_ids, weights = unpack(routing.flatten(0, 1), ticket.ids)
         y = self.store.run_sent(
-            [part.flatten(0, 1) for part in parts], ticket.like.dtype, places, weights
+            [part.flatten(0, 1) for part in parts], ticket.like.dtype, local_ids, weights
         )
         ticket.y = ticket.axis.start_all_to_all_fixed(y.view(ticket.axis.size, -1, y.shape[1]))
 

@@ -20,14 +20,15 @@ from rorqual.parallel.exchange import StoreExchange
 from rorqual.parallel.layout import Layout
 
 
-def pack(places: Tensor, weights: Tensor) -> Tensor:
-    """Places and fp32 weights [T, K] as one message, int32 [T, 2 K]."""
-    return torch.cat((places.to(torch.int32), weights.view(torch.int32)), 1)
+def pack(ids: Tensor, weights: Tensor) -> Tensor:
+    """Ids (slots or local ids) and fp32 weights [T, K] as one message, int32 [T, 2 K]."""
+    return torch.cat((ids.to(torch.int32), weights.view(torch.int32)), 1)
 
 
-def unpack(message: Tensor, ids: torch.dtype) -> tuple[Tensor, Tensor]:
-    places, weights = message.chunk(2, 1)
-    return places.to(ids).contiguous(), weights.contiguous().view(torch.float32)
+def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The ids, as `dtype`, and the weights."""
+    ids, weights = message.chunk(2, 1)
+    return ids.to(dtype).contiguous(), weights.contiguous().view(torch.float32)
 
 
 @dataclass
@@ -35,7 +36,7 @@ class GatherTicket:
     axis: Axis
     counts: tuple[int, ...] | None
     x: PendingCollective
-    picks: PendingCollective
+    routing: PendingCollective
     ids: torch.dtype
     dense: slice | None
     y: PendingCollective | None = None
@@ -45,8 +46,8 @@ class AllGatherExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis = layout.moe_axis
         counts = layout.moe_rows
-        picks = pack(self.store.slots(ids, layout.counted), weights)
-        messages = axis.start_all_gather(x, counts), axis.start_all_gather(picks, counts)
+        routing = pack(self.store.slots(ids, layout.counted), weights)
+        messages = axis.start_all_gather(x, counts), axis.start_all_gather(routing, counts)
         return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)
 
     def dense_rows(self, ticket: GatherTicket) -> Tensor | None:
@@ -56,7 +57,7 @@ class AllGatherExchange(StoreExchange):
         return ticket.x.wait()[ticket.dense]
 
     def run_experts(self, ticket: GatherTicket, dense: Tensor | None = None) -> None:
-        slots, weights = unpack(ticket.picks.wait(), ticket.ids)
+        slots, weights = unpack(ticket.routing.wait(), ticket.ids)
         y = self.store.run(ticket.x.wait(), self.store.here(slots), weights)
         if dense is not None:
             y[ticket.dense] += dense

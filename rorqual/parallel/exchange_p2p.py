@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rorqual.parallel.collectives import Axis
-from rorqual.parallel.comm_counters import PICK_BYTES, fp8_row_bytes
+from rorqual.parallel.comm_counters import ROUTING_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import Exchange, ExpertStore, StoreExchange
 from rorqual.parallel.layout import Layout
 
@@ -56,7 +56,7 @@ class P2PExchange(StoreExchange):
         slots = self.store.slots(ids, layout.counted)
         flight = axis.peers.send(x, slots, weights, capacity, self._place(layout), self.fp8)
         row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
-        self._count(axis, "all_gather", capacity * (row + PICK_BYTES * ids.shape[1]))
+        self._count(axis, "all_gather", capacity * (row + ROUTING_BYTES * ids.shape[1]))
         return P2PTicket(axis, flight, x.dtype)
 
     def _place(self, layout: Layout) -> Any:
@@ -89,8 +89,8 @@ class P2PExchange(StoreExchange):
         peers = ticket.axis.peers
         flight = ticket.flight
         assert peers is not None
-        parts, places, weights = peers.receive(flight)
-        y = self.store.run_sent(parts, ticket.dtype, places, weights)
+        parts, local_ids, weights = peers.receive(flight)
+        y = self.store.run_sent(parts, ticket.dtype, local_ids, weights)
         self._count(ticket.axis, "reduce_scatter", y.nbytes // ticket.axis.size)
         peers.send_back(flight, y)
         return None

@@ -84,8 +84,8 @@ class P2PDispatchBuffers:
         return DispatchInFlight(buffer, capacity, x, fp8)
 
     def receive(self, flight: DispatchInFlight) -> tuple[Sequence[Tensor], Tensor, Tensor]:
-        """(rows [ranks * capacity, columns], or e4m3 rows and their scales; places [.., K] int32
-        here or -1; weights): views, valid until `finish`. Where no row came all places are -1,
+        """(rows [ranks * capacity, columns], or e4m3 rows and their scales; local ids [.., K] int32
+        here or -1; weights): views, valid until `finish`. Where no row came all of them are -1,
         and the row is what lay there before."""
         kernels.recv_dispatch(flight.buffer)
         return kernels.arrived(

@@ -119,7 +119,7 @@ def test_bench_offline_of_one_rank_alone(tmp_path: Path):
         "bench",
         "offline",
         *sizes,
-        "--lone-rank",
+        "--single-rank-bench",
         "--dp",
         "2",
         "--ep",
@@ -133,7 +133,7 @@ def test_bench_offline_of_one_rank_alone(tmp_path: Path):
     report = json.loads(target.read_text())
     assert [row["concurrency"] for row in report["rows"]] == [2, 4]
     for row in report["rows"]:
-        assert "dp2 ep2, LONE RANK: nothing is sent" in row["settings"]
+        assert "dp2 ep2, SINGLE RANK: nothing is sent" in row["settings"]
         assert row["tokens_per_s"] == pytest.approx(
             row["concurrency"] * row["output"] / row["seconds"]
         )
@@ -233,7 +233,7 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
         (["generate", "--device", "cuda:99"], "cuda:99"),
         (["bench", "offline", "--exe-mode", "warp"], "warp"),
         (
-            ["bench", "offline", "--tp", "2", "--lone-rank"],
+            ["bench", "offline", "--tp", "2", "--single-rank-bench"],
             "single_rank_bench needs weights='random'",
         ),
         (
@@ -242,13 +242,13 @@ def test_a_bad_checkpoint_gets_one_sentence(broken: Path, case: str):
                 "offline",
                 "--dp",
                 "2",
-                "--lone-rank",
+                "--single-rank-bench",
                 "--weights",
                 "random",
                 "--concurrency",
                 "3",
             ],
-            "a multiple of it",
+            "accepted: multiples of dp",
         ),
     ],
 )

@@ -233,12 +233,12 @@ def exchange(
     world: int,
     sizes: dict[str, Any],
     tokens: list[int],
-    picks: str,
+    routing: str,
     slots: list[int] | None = None,
     decode: bool = True,
     steps: int = 1,
 ) -> dict[str, Any]:
-    """One layer's exchange against all experts on one device. picks: `spread`, or `first`: all
+    """One layer's exchange against all experts on one device. routing: `spread`, or `first`: all
     tokens want the first experts."""
     mesh = mesh_of(sizes, world)
     hidden = 256
@@ -274,7 +274,7 @@ def exchange(
         generator.manual_seed(100 * step + mesh.dp_rank)
         x = torch.randn(tokens[mesh.dp_rank], hidden, generator=generator)
         ids = torch.rand(len(x), experts, generator=generator).topk(top_k).indices
-        ids = torch.arange(top_k).expand(len(x), -1).contiguous() if picks == "first" else ids
+        ids = torch.arange(top_k).expand(len(x), -1).contiguous() if routing == "first" else ids
         weights = torch.rand(len(x), top_k, generator=generator)
         ticket = made.dispatch(*(layout.enter(part) for part in (x, ids, weights)), layout)
         made.run_experts(ticket)

@@ -61,9 +61,11 @@ def test_sums_are_those_of_one_device(pool: RankPool, sizes: dict[str, Any]) -> 
     """Uneven rows, ranks without rows, and experts whose rank nobody asks (`first`: three of
     eight experts take all tokens)."""
     for tokens in ROWS[sizes.get("dp", 1)]:
-        for picks in ("spread", "first"):
-            results = pool.run("exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks=picks)
-            assert max(result["worst"] for result in results) < 1e-5, (tokens, picks)
+        for routing in ("spread", "first"):
+            results = pool.run(
+                "exchange", world_of(sizes), sizes=sizes, tokens=tokens, routing=routing
+            )
+            assert max(result["worst"] for result in results) < 1e-5, (tokens, routing)
             assert sum(result["rows"] for result in results) == sum(tokens) * sizes.get("tp", 1)
 
 
@@ -76,7 +78,7 @@ REPLICAS = [0, 1, 2, 3, 4, 5, 6, 7, 5, 2, 5, 0]
 def test_replicas(pool: RankPool, sizes: dict[str, Any]) -> None:
     tokens = ROWS[sizes.get("dp", 1)][-3 if "dp" in sizes else 0]
     results = pool.run(
-        "exchange", world_of(sizes), sizes=sizes, tokens=tokens, picks="spread", slots=REPLICAS
+        "exchange", world_of(sizes), sizes=sizes, tokens=tokens, routing="spread", slots=REPLICAS
     )
     assert max(result["worst"] for result in results) < 1e-5
 
@@ -85,7 +87,7 @@ def test_replicas(pool: RankPool, sizes: dict[str, Any]) -> None:
 def test_load_counts_logical_picks_of_the_tokens_submitted(pool: RankPool, exchange: str) -> None:
     sizes = {"dp": 2, "ep": 2, "exchange": exchange}
     results = pool.run(
-        "exchange", 2, sizes=sizes, tokens=[5, 2], picks="first", slots=REPLICAS, steps=2
+        "exchange", 2, sizes=sizes, tokens=[5, 2], routing="first", slots=REPLICAS, steps=2
     )
     assert [result["load"] for result in results] == [[10] * 3 + [0] * 5, [4] * 3 + [0] * 5]
 
@@ -94,34 +96,34 @@ def test_one_exchange_for_prompts_another_for_decoding(pool: RankPool) -> None:
     """`auto` with long prompts goes all-to-all, with tokens sharded; with few tokens it gathers.
     The same experts serve both."""
     sizes = {"tp": 2, "dp": 2, "ep": 4}
-    few = pool.run("exchange", 4, sizes=sizes, tokens=[3, 5], picks="spread")
+    few = pool.run("exchange", 4, sizes=sizes, tokens=[3, 5], routing="spread")
     assert "all_to_all" not in few[0]["traffic"].get("stage", {})
     assert few[0]["capturable"]
     many = pool.run(
-        "exchange", 4, sizes=sizes, tokens=[2 * ALLTOALL_ROWS, 7], picks="spread", decode=False
+        "exchange", 4, sizes=sizes, tokens=[2 * ALLTOALL_ROWS, 7], routing="spread", decode=False
     )
     assert "all_to_all" in many[0]["traffic"]["stage"]
     assert max(result["worst"] for result in few + many) < 1e-5
 
 
 def test_tokens_go_once_to_each_rank(pool: RankPool) -> None:
-    """Three experts of a token on one rank: one row of 256 fp32 and 3 picks there, one row back;
-    nothing for the rank's own."""
+    """Three experts of a token on one rank: one row of 256 fp32 with 3 ids and weights there, one
+    row back; nothing for the rank's own."""
     sizes = {"dp": 2, "ep": 2, "exchange": "alltoall"}
-    first, second = pool.run("exchange", 2, sizes=sizes, tokens=[5, 2], picks="first")
+    first, second = pool.run("exchange", 2, sizes=sizes, tokens=[5, 2], routing="first")
     row = 256 * 4
-    picks = 3 * 8
+    routing = 3 * 8
     counts = 8
     # only sums for the other's two tokens
     assert first["traffic"]["dp"]["all_to_all"] == counts + 2 * row
-    assert second["traffic"]["dp"]["all_to_all"] == counts + 2 * (row + picks)
+    assert second["traffic"]["dp"]["all_to_all"] == counts + 2 * (row + routing)
 
 
 def test_fp8_dispatch_rounds_what_it_sends_and_halves_it(pool: RankPool) -> None:
     sizes = {"dp": 2, "ep": 2, "exchange": "low_latency"}
     exact, rounded = (
         pool.run(
-            "exchange", 2, sizes={**sizes, "fp8_dispatch": fp8}, tokens=[8, 5], picks="spread"
+            "exchange", 2, sizes={**sizes, "fp8_dispatch": fp8}, tokens=[8, 5], routing="spread"
         )[0]
         for fp8 in (False, True)
     )

@@ -24,7 +24,7 @@ from rorqual.errors import EngineError
 from rorqual.ops import reference
 from rorqual.ops.reference import Weight
 from rorqual.parallel.collectives import Axis
-from rorqual.parallel.comm_counters import PICK_BYTES, fp8_row_bytes
+from rorqual.parallel.comm_counters import ROUTING_BYTES, fp8_row_bytes
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_alltoall import wanted
 from rorqual.parallel.exchange_select import make_exchange
@@ -171,7 +171,7 @@ def _shared(
     columns = x.shape[1]
     place = kernels.ExpertPlacement(len(layer.store.mine))
     rows = layer.rows_away()
-    picks = PICK_BYTES * layer.ids.shape[1]
+    picks = ROUTING_BYTES * layer.ids.shape[1]
     row = fp8_row_bytes(columns) if layer.fp8 else columns * x.element_size()
     there = round(rows * (picks + row))
     back = round(rows * columns * x.element_size())

@@ -313,7 +313,7 @@ def ours(
         row.settings += ", SIMULATED acceptance" if config.simulated_acceptance else ""
     if not config.parallel.is_single:
         row.settings += f", {layout_name(config.parallel)}" + (
-            ", LONE RANK: nothing is sent" if config.single_rank_bench else ""
+            ", SINGLE RANK: nothing is sent" if config.single_rank_bench else ""
         )
     row.experts_hit = experts_hit(llm, groups[0])
     return row

@@ -308,13 +308,6 @@ def total(ops: Iterable[Op], name: str = "total") -> Op:
     return Op(name, name, *sums)
 
 
-def prefill_flops_per_token(
-    config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT
-) -> float:
-    """The mean over a prompt of `context` tokens; its head runs once."""
-    return total(step_ops(config, BatchShape(1, context), fmt)).flops / context
-
-
 def decode_flops_per_token(
     config: ModelConfig, context: int, fmt: Format = DEFAULT_FORMAT
 ) -> float:

@@ -19,6 +19,7 @@ from rorqual.errors import ConfigError
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, BatchShape, Format, GroupWork
 from rorqual.planner.costs.routing import UNIFORM, Routing
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
+from rorqual.planner.search.settings import PlanSettings
 from rorqual.planner.timing.profiles import Profile
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import (
@@ -30,9 +31,6 @@ from rorqual.planner.timing.split import (
 )
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-# of a first draft (arXiv 2412.19437, section 5.4.3: 85 to 90 %); further drafts decay by the same
-# factor each
-ACCEPTANCE = 0.85
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class Goal:
     """Tokens of prompt and output; seconds of TTFT and TPOT at most, None where they do not
     matter."""
 
-    prompt: int = 1024
-    output: int = 1024
+    prompt: int = PlanSettings.prompt
+    output: int = PlanSettings.output
     ttft: float | None = None
     tpot: float | None = None
 
@@ -67,10 +65,10 @@ class Question:
     goal: Goal = field(default_factory=Goal)
     fmt: Format = DEFAULT_FORMAT
     routing: Routing = UNIFORM
-    num_speculative_tokens: tuple[int, ...] = (0,)
-    acceptance: float = ACCEPTANCE
-    utilization: float = 0.9
-    splits: bool = True
+    num_speculative_tokens: tuple[int, ...] = PlanSettings.num_speculative_tokens
+    acceptance: float = PlanSettings.acceptance
+    utilization: float = PlanSettings.memory_utilization
+    splits: bool = PlanSettings.splits
 
     def __post_init__(self) -> None:
         if self.count < 1:

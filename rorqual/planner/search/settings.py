@@ -25,6 +25,7 @@ class PlanSettings:
     num_speculative_tokens: tuple[int, ...] = _question(
         (0,), "Draft counts to try, comma-separated.", aliases=("next_n",)
     )
+    # 85 to 90 % in arXiv 2412.19437, section 5.4.3; further drafts decay by the same factor each
     acceptance: float = _question(0.85, "Probability that a draft is taken.")
     routing: str = _question(
         "uniform", "uniform, zipf:EXPONENT or recorded:FILE, with /placed or /perfect."

@@ -23,6 +23,7 @@ from rorqual.planner.simulator.micro_batches import (
     play,
     split_chain,
 )
+from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.timing.roofline import StepModel, StepTime
 from rorqual.planner.timing.split import split_step
 
@@ -107,7 +108,7 @@ class ModelCosts:
     bandwidth, of an average rank."""
 
     model: StepModel
-    micro_batches: int = 1
+    micro_batches: int = SimulationSettings.micro_batches
     slow: Mapping[int, float] = field(default_factory=dict)
     exact: bool = False
     resources: ClassVar[tuple[str, ...]] = ("compute", "memory", "network")
@@ -220,8 +221,8 @@ class SplitCosts:
     model: StepModel
     attention: int
     experts: int
-    placement: str = "experts"
-    micro_batches: int = 1
+    placement: str = SimulationSettings.placement
+    micro_batches: int = SimulationSettings.micro_batches
     slow: Mapping[int, float] = field(default_factory=dict)
     resources: ClassVar[tuple[str, ...]] = ("attention GPUs", "an expert GPU", "network")
     _steps: dict[tuple[StepLoad, int, int, float], tuple[list[list[Stage]], StepCost]] = field(

@@ -11,6 +11,7 @@ from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.costs.shards import rank_kv_bytes_per_token
 from rorqual.planner.simulator.layout_costs import ModelCosts, SplitCosts
+from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulator import Deployment, Pool
 from rorqual.planner.timing.roofline import StepModel
 from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seconds
@@ -20,19 +21,20 @@ from rorqual.planner.timing.split import PLACEMENTS, split_memory, transfer_seco
 class PoolSettings:
     """Settings of every rank's scheduler, as the engine has them. max_num_seqs None: as many as
     have pages at `context` tokens each, 256 at most. acceptance: probability of each of
-    num_speculative_tokens drafts, given that those before it were right."""
+    num_speculative_tokens drafts, given that those before it were right. Defaults are those of
+    SimulationSettings."""
 
     context: int
     max_num_seqs: int | None = None
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = SimulationSettings.max_num_batched_tokens
     max_model_len: int | None = None
     chunked_prefill_size: int | None = None
-    page_size: int = 64
+    page_size: int = SimulationSettings.page_size
     num_pages: int | None = None
-    prefix_caching: bool = True
+    prefix_caching: bool = SimulationSettings.prefix_caching
     acceptance: tuple[float, ...] = ()
-    steps_in_flight: int = 2
-    micro_batches: int = 1
+    steps_in_flight: int = SimulationSettings.steps_in_flight
+    micro_batches: int = SimulationSettings.micro_batches
     slow: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -102,7 +104,10 @@ def delivery(model: StepModel) -> float:
 
 
 def together(
-    model: StepModel, engine: PoolSettings, replicas: int, routing: str = "live-tokens"
+    model: StepModel,
+    engine: PoolSettings,
+    replicas: int,
+    routing: str = SimulationSettings.balancing,
 ) -> Deployment:
     """Every replica computes prompts and decodes."""
     return Deployment(
@@ -115,7 +120,7 @@ def disaggregated(
     decode: StepModel,
     engine: PoolSettings,
     replicas: tuple[int, int],
-    routing: str = "live-tokens",
+    routing: str = SimulationSettings.balancing,
 ) -> Deployment:
     """(prefill, decode) replicas; caches cross the devices' network."""
     pools = (
@@ -134,7 +139,7 @@ def split(
     experts: int,
     placement: str,
     replicas: int,
-    routing: str = "live-tokens",
+    routing: str = SimulationSettings.balancing,
 ) -> Deployment:
     """Attention devices, one rank each, before expert devices. The model's own sizes must be those
     of one device."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.errors import ConfigError
 from rorqual.planner.simulator.cost_runner import IDLE, StepCosts, StepLoad
+from rorqual.planner.simulator.settings import SimulationSettings
 from rorqual.planner.simulator.simulated_rank import RequestTimeline, SimulatedRank
 from rorqual.planner.simulator.timeline import Timeline
 from rorqual.planner.simulator.workload import Arrival, Workload
@@ -70,7 +71,7 @@ class Deployment:
     pools: tuple[Pool, ...]
     transfer: Callable[[int], float] | None = None
     delivery: float = 0.0
-    routing: str = "live-tokens"
+    routing: str = SimulationSettings.balancing
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING:
@@ -123,8 +124,8 @@ class Simulation:
 
     deployment: Deployment
     workload: Workload
-    seed: int = 0
-    interval: float = 1.0
+    seed: int = SimulationSettings.seed
+    interval: float = SimulationSettings.interval
     watch: tuple[float, int] = (0.0, 0)
     records: list[RequestTimeline] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rorqual.errors import ConfigError
+from rorqual.planner.simulator.settings import SimulationSettings
 
 FILLER = list(range(1 << 16)) * 4
 # first ids of requests and of shared blocks, above every filler
@@ -39,9 +40,9 @@ class Arrivals:
     below 1 is burstier than Poisson), `fixed` (equal intervals), `at-once`, or `closed`
     (`clients` of which each sends its next request when the last is answered)."""
 
-    kind: str = "poisson"
+    kind: str = SimulationSettings.arrivals
     rate: float = 1.0
-    burstiness: float = 1.0
+    burstiness: float = SimulationSettings.burstiness
     clients: int = 1
 
     def __post_init__(self) -> None:
@@ -120,9 +121,9 @@ class SharedPrefix:
     """Each prompt begins with one of `groups` prefixes of `tokens` tokens, which come before its
     own; chosen with weights 1 / rank^exponent (0: evenly)."""
 
-    groups: int = 0
-    tokens: int = 0
-    exponent: float = 0.0
+    groups: int = SimulationSettings.prefix_groups
+    tokens: int = SimulationSettings.prefix_len
+    exponent: float = SimulationSettings.prefix_zipf
 
     def __post_init__(self) -> None:
         if (
@@ -171,8 +172,8 @@ class Workload:
     requests: int | None = None
     seconds: float | None = None
     trace: str | None = None
-    trace_block: int = 512
-    speed: float = 1.0
+    trace_block: int = SimulationSettings.trace_block
+    speed: float = SimulationSettings.speed
 
     def __post_init__(self) -> None:
         timed = self.arrivals.kind in ("poisson", "gamma", "fixed")
