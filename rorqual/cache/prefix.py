@@ -116,7 +116,7 @@ class PrefixCache:
                 self.idle[page] = None
 
     def clear(self) -> int:
-        """Drop every page that nobody uses; returns how many."""
+        """Drop every page that is not in use; returns how many."""
         count = len(self.idle)
         while self.idle:
             self.evict()

@@ -14,12 +14,12 @@ from rorqual.errors import EngineError
 from rorqual.request import FinishReason, Request
 from rorqual.text.detokenizer import Completion, Delta
 
-LOOK_SECONDS = 1.0  # between two looks of a thread that waits, should nobody wake it
+LOOK_SECONDS = 1.0  # how often a waiting thread looks without being woken
 
 
 class OpenCall:
     """What one `generate` or `stream` has under way. open: unfinished completions by request id;
-    said: what nobody has read yet; error: why the rest will never come."""
+    said: what has not been read yet; error: why the rest will never come."""
 
     def __init__(self) -> None:
         self.open: dict[str, Completion] = {}

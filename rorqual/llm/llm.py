@@ -189,7 +189,7 @@ class LLM:
 
 
 def _engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Other names to ours; a name nobody knows is refused, and an option under two names."""
+    """Other names to ours; an unknown name is refused, and so is an option under two names."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name == "load_format":

@@ -217,7 +217,7 @@ class Transformer:
             yield from self.head.targets()
 
     def skips(self, name: str) -> bool:
-        """True for a checkpoint tensor that is left out by design: another stage's, or nobody's."""
+        """True for a checkpoint tensor that is left out by design: another stage's, or unused."""
         tied = self.config.tie_embeddings and name == "lm_head.weight"
         return name.endswith("rotary_emb.inv_freq") or tied or self._elsewhere(name)
 

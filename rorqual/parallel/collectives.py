@@ -205,11 +205,11 @@ class NullAxis:
         return Ready(x)
 
     def send(self, x: Tensor, to: int) -> None:
-        raise AssertionError(f"axis {self.name} has one rank: nobody to send to")
+        raise AssertionError(f"axis {self.name} has one rank: there is none to send to")
 
     def receive(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
     ) -> PendingCollective:
-        raise AssertionError(f"axis {self.name} has one rank: nobody to receive from")
+        raise AssertionError(f"axis {self.name} has one rank: there is none to receive from")
 
     def flush(self) -> None: ...

@@ -47,7 +47,7 @@ class CommCall:
 
 @dataclass
 class StepMessages:
-    """The messages of one rank in one step, part by part; calls that nobody makes are left out.
+    """The messages of one rank in one step, part by part; calls that are not made are left out.
     `tokens`, `logits`: rows of each data-parallel rank; `itemsize` of activations in bytes."""
 
     model: ModelConfig

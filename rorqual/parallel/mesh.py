@@ -159,7 +159,7 @@ class Mesh:
     @staticmethod
     def fake(sizes: ParallelConfig) -> Mesh:
         """Rank 0's place in a mesh that has no other ranks (fake_axis.py). One pipeline stage."""
-        assert sizes.pp == 1, "a stage alone has nobody to hear from"
+        assert sizes.pp == 1, "a single stage has none to receive from"
         lengths = {name: len(members(sizes, 0, name)) for name in AXES}
         return Mesh(
             sizes,
