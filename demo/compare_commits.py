@@ -28,6 +28,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +181,24 @@ class Side:
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(self.folder)},
         )
-        self.device = self.ask({**job, "folder": str(self.folder)})
+        self.send({**job, "folder": str(self.folder)})  # both load at once; see `device`
+
+    @cached_property
+    def device(self) -> str:
+        """The child's first answer: its engine is there."""
+        return str(self.answer())
 
     def ask(self, question: object) -> Any:
+        self.send(question)
+        return self.answer()
+
+    def send(self, question: object) -> None:
         assert self.process.stdin
-        assert self.process.stdout
-        with suppress(BrokenPipeError):  # it has ended, and the line below says so
+        with suppress(BrokenPipeError):  # it has ended, which `answer` says
             self.process.stdin.write(json.dumps(question) + "\n")
+
+    def answer(self) -> Any:
+        assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"--{self.name}: its process ended with {self.process.wait()}")
