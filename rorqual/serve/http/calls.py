@@ -102,16 +102,21 @@ class ChatCall(Call):
             self.entries[choice].extend(entries or ())
             return
         part = self.parts[choice]
-        if not self.begun[choice]:
+        first = not self.begun[choice]
+        if first:
             self.begun[choice] = True
             events.append(self._event(part.role()))
+        before = len(events)
         if entries and self.top is not None:
             self._with_logprobs(reply, part, text, entries, events)
         elif reply.plain:
-            if text:
+            if text or reply.finish is None:
                 events.append(self._event(part.content(text)))
         else:
             self._fields(reply, part, text, events)
+        if first and len(events) == before:
+            # clients take the time of the first token from the chunk after the role's
+            events.append(self._event(part.content("")))
         if reply.finish is not None:
             events.append(self._event(part.last(reply.finish_reason or "stop", reply.stop_reason)))
 
@@ -214,12 +219,10 @@ class TextCall(Call):
                 entries, self.top, self.offsets[choice], self.tokenizer
             )
             logprobs = encode(found)
-        if text or entries or reply.finish is not None:
-            events.append(
-                self._event(
-                    self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason)
-                )
-            )
+        # also without text, as where a token ends inside a character: clients time tokens by chunks
+        events.append(
+            self._event(self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason))
+        )
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
