@@ -218,10 +218,14 @@ class DeepSeekParser:
             self.state = "between"
             self.count += 1
             return True
-        safe = self._without_fence(self.held[: len(self.held) - overlap(self.held, self.CALL_END)])
+        safe = self._known_arguments()
         told.arguments(self.count, safe)
         self.held = self.held[len(safe) :]
         return False
+
+    def _known_arguments(self) -> str:
+        """What is held, without a tail that may begin the closing mark."""
+        return self._without_fence(self.held[: len(self.held) - overlap(self.held, self.CALL_END)])
 
     def _without_fence(self, text: str) -> str:
         return text.rstrip().rstrip("`").rstrip() if self.fenced else text.rstrip()
@@ -233,7 +237,7 @@ class DeepSeekParser:
         elif self.state == "header":
             told.content = self.CALL + self.held
         elif self.state == "arguments":
-            told.arguments(self.count, self._without_fence(self.held))
+            told.arguments(self.count, self._known_arguments())
             self.count += 1
         self.held = ""
         return told

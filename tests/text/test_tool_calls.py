@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("msgspec")
 
+from rorqual.request import SamplingParams
 from rorqual.serve.http.calls import _joined
+from rorqual.serve.http.choice import ChatChoiceBuilder
 from rorqual.text.json_scan import CallObject
+from rorqual.text.reasoning import Reasoning
 from rorqual.text.tool_calls import FORMATS, DeepSeekParser, HermesParser, Told, detect
 
 B = "<｜tool▁calls▁begin｜>"
@@ -178,3 +181,36 @@ def test_detect():
 
 def test_told_is_empty_by_default():
     assert Told() == Told("", [])
+
+
+def forced_text(name: str) -> str:
+    """Two calls in the form that a forced choice has."""
+    found = FORMATS[name]
+    begin = found.begin.format(name="f")
+    calls = "\n".join([begin + '{"a": 1}' + found.end] * 2)
+    return found.before + calls + found.after
+
+
+@pytest.mark.parametrize("inside", [None, False, True])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_forced_call_cut_anywhere_shows_none_of_its_marks(name: str, inside: bool | None):
+    text = forced_text(name)
+    for cut in range(len(text) + 1):
+        params = SamplingParams(max_tokens=1)
+        reasoning = None if inside is None else Reasoning(inside)
+        builder = ChatChoiceBuilder(
+            0,
+            params,
+            None,
+            reasoning,
+            FORMATS[name].parser(),
+            forced=True,  # type: ignore[arg-type]
+        )
+        fields = list(builder.fields(("</think>" if inside else "") + text[: cut // 2]))
+        builder.finish = "length"
+        fields += builder.fields(text[cut // 2 : cut])
+        assert {kind for kind, _ in fields} <= {"tool_calls"}, text[:cut]
+        told = "".join(delta["function"]["arguments"] for _, deltas in fields for delta in deltas)
+        assert ('{"a": 1}' * 2).startswith(told), text[:cut]
+        assert (told == '{"a": 1}' * 2) >= (cut == len(text))
+        assert builder.finish_reason == "length"

@@ -93,7 +93,8 @@ class ChoiceBuilder:
 
 
 class ChatChoiceBuilder(ChoiceBuilder):
-    """Splits the text: fields() yields (name, value) of the deltas, in order."""
+    """Splits the text: fields() yields (name, value) of the deltas, in order. forced: the text is
+    tool calls alone, so that what is left of one cut short is no text for the reader."""
 
     def __init__(
         self,
@@ -102,10 +103,12 @@ class ChatChoiceBuilder(ChoiceBuilder):
         tokenizer: Tokenizer,
         reasoning: Reasoning | None,
         tools: ToolParser | None,
+        forced: bool = False,
     ):
         super().__init__(choice, params, tokenizer)
         self.reasoning = reasoning
         self.tools = tools
+        self.forced = forced
 
     @property
     def plain(self) -> bool:
@@ -126,7 +129,8 @@ class ChatChoiceBuilder(ChoiceBuilder):
             return
         yield from _told(self.tools.push(text))
         if self.finish is not None:
-            yield from _told(self.tools.flush())
+            rest = self.tools.flush()
+            yield from _told(Told("", rest.calls) if self.forced else rest)
 
     @property
     def finish_reason(self) -> str | None:

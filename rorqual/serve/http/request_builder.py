@@ -110,7 +110,12 @@ class RequestBuilder:
             reasoning = Reasoning(inside) if self.served.reasoning else None
             call.replies.append(
                 ChatChoiceBuilder(
-                    i, request.params, self.served.tokenizer, reasoning, parser() if parse else None
+                    i,
+                    request.params,
+                    self.served.tokenizer,
+                    reasoning,
+                    parser() if parse else None,
+                    bool(forced),
                 )
             )
         return _streaming(call, body)

@@ -421,6 +421,13 @@ def test_forced_tool_call_streams_arguments_as_they_come(client: Client):
     assert streamed == chat(client, **given).choices[0].message.tool_calls[0].function.arguments
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_cut_short_is_no_content(client: Client, stream: bool):
+    out = chat(client, tools=TOOLS, tool_choice=NAMED, max_tokens=3, stream=stream)
+    parts = [chunk.choices[0].delta for chunk in out] if stream else [out.choices[0].message]
+    assert not any(part.content or part.tool_calls for part in parts)
+
+
 def test_auto_finds_calls_in_the_text(client: Client):
     """The grammar stands for a model that has learnt the format."""
     calls = (
