@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from rorqual.errors import RequestError
 from rorqual.serve.engines.job import EngineJob, parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request, not_ready
+from rorqual.serve.errors import ApiError, bad_request, not_ready, quoted
 from rorqual.serve.http.auth import Authenticator
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room
@@ -28,6 +28,7 @@ from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
 from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.sse import encode
+from rorqual.serve.http.validation import invalid_body, is_json, not_json
 from rorqual.serve.limits import ServerLimits
 
 LONGEST_RETRY = 60  # seconds
@@ -38,6 +39,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"description": "No such model."},
     408: {"description": "The body took too long to arrive."},
     413: {"description": "The body is too large."},
+    415: {"description": "The body is not said to be JSON."},
     429: {"description": "As many sequences wait as the server queues; see Retry-After."},
     500: {"description": "The engine process ended while it worked on this request."},
     503: {"description": "No engine is ready, or the server is shutting down."},
@@ -129,7 +131,10 @@ def _completions(app: FastAPI, api: Api) -> None:
         """One of them."""
         if name not in api.served.names:
             raise ApiError(
-                404, f"the model {name!r} is not served here", param="model", code="model_not_found"
+                404,
+                f"the model {quoted(name)} is not served here",
+                param="model",
+                code="model_not_found",
             )
         return _json(_model(api, name))
 
@@ -211,7 +216,9 @@ def _errors(app: FastAPI, api: Api) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return answer(_of_validation(error))
+        kind = request.headers.get("content-type", "")
+        wrong_kind = request.method == "POST" and not is_json(kind)
+        return answer(not_json(kind) if wrong_kind else invalid_body(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -223,24 +230,6 @@ def _errors(app: FastAPI, api: Api) -> None:
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> Response:
         return answer(ApiError(500, f"internal error: {type(error).__name__}", "server_error"))
-
-
-def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first thing wrong, with the field's name. Where a field may have several types, the
-    name of the type is left out."""
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]
-    field = ".".join(where) or None
-    if first["type"] == "json_invalid":
-        return bad_request(
-            f"the body is not valid JSON: {first['ctx']['error']} at byte "
-            f"{where[0] if where else 0}"
-        )
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"the field {field!r} is not known here", field)
-    if field == "suffix":
-        return bad_request("suffix is not supported: these models do not fill in", field)
-    return bad_request(f"{field or 'the body'}: {first['msg']}", field)
 
 
 def _json(value: Any) -> Response:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from rorqual.errors import RequestError
 from rorqual.request import Request, SamplingParams, StructuredOutput
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request
+from rorqual.serve.errors import ApiError, bad_request, quoted
 from rorqual.serve.http.calls import ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
 from rorqual.serve.http.clients import user_name
@@ -33,6 +34,7 @@ from rorqual.text.reasoning import BEGIN, Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
+MOST_DIGITS = 10  # of a token id
 LONG_TEXT = 20_000  # characters from which tokenizing is worth a thread
 PASSED_ON = (
     "temperature",
@@ -136,7 +138,8 @@ class RequestBuilder:
             named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
             if not named:
                 raise bad_request(
-                    f"tool_choice names {choice.function.name!r}, which is not among the tools",
+                    f"tool_choice names {quoted(choice.function.name)}, which is not among "
+                    "the tools",
                     "tool_choice",
                 )
             return tools, named[:1]
@@ -214,7 +217,7 @@ class RequestBuilder:
     def _check_model(self, body: Sampling) -> None:
         if body.model is not None and body.model not in self.served.names:
             message = (
-                f"the model {body.model!r} is not served here; available: "
+                f"the model {quoted(body.model)} is not served here; available: "
                 f"{', '.join(self.served.names)}"
             )
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -248,12 +251,13 @@ class RequestBuilder:
         top: int | None,
         structure: StructuredOutput | None,
     ) -> SamplingParams:
+        _check_tokens(body.stop_token_ids or (), self.served.vocab_size, "stop_token_ids")
         given = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
         values = {
             **self.served.defaults.sampling,
             **given,
             "max_tokens": max_tokens,
-            "logit_bias": _bias(body),
+            "logit_bias": _bias(body, self.served.vocab_size),
             "stop": body.stop or (),
         }
         try:
@@ -340,11 +344,24 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _bias(body: Sampling) -> dict[int, float] | None:
-    try:
-        return {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None
-    except ValueError as error:
-        raise bad_request(f"logit_bias takes token ids as keys: {error}", "logit_bias") from None
+def _bias(body: Sampling, vocab_size: int) -> dict[int, float] | None:
+    found = {}
+    for token, bias in (body.logit_bias or {}).items():
+        # int() would also take "1_0", " 5" and the digits of any script
+        if not (token.isascii() and token.isdigit() and len(token) <= MOST_DIGITS):
+            raise bad_request(
+                f"logit_bias takes token ids as keys, in digits 0 to 9; given: {quoted(token)}",
+                "logit_bias",
+            )
+        found[int(token)] = bias
+    _check_tokens(found, vocab_size, "logit_bias")
+    return found or None
+
+
+def _check_tokens(tokens: Iterable[int], vocab_size: int, name: str) -> None:
+    wrong = next((token for token in tokens if token >= vocab_size), None)
+    if wrong is not None:
+        raise bad_request(f"{name}={wrong} is no token id; accepted: 0 to {vocab_size - 1}", name)
 
 
 def _prompts(given: Any) -> list[str | list[int]]:

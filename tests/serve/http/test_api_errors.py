@@ -94,8 +94,8 @@ def check_shape(body: Any) -> dict[str, Any]:
                     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
                 ]
             },
-            None,
-            "",
+            "messages.0.content.0",
+            "a string or an array of text parts",
         ),
         (
             CHAT,
@@ -200,7 +200,7 @@ def test_other_content_types(server: Running):
     status, body = server.request(
         "POST", COMPLETE, b'{"prompt": "a"}', **{"content-type": "text/plain"}
     )
-    assert status == 400
+    assert status == 415
     check_shape(body)
 
 

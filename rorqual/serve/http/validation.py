@@ -1,0 +1,116 @@
+"""What is wrong with a body, in the words of the API: the parameter at fault and what it takes,
+nothing of the library that found it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rorqual.serve.errors import ApiError, bad_request, quoted
+
+# Fields that take values of several forms. pydantic puts the name of the form it tried after the
+# field's own; that name is no part of the request.
+FORMS = {
+    "prompt": "a string, an array of strings, an array of token ids or an array of such arrays",
+    "stop": "a string or an array of strings",
+    "guided_json": "an object or a string",
+    "structured_outputs.json": "an object or a string",
+    "messages.content": "a string or an array of text parts",
+    "tool_choice": "'none', 'auto', 'required' or an object that names a function",
+}
+WORDS = {
+    "missing": "is required",
+    "string_type": "should be a string",
+    "int_type": "should be an integer",
+    "float_type": "should be a number",
+    "bool_type": "should be true or false",
+    "list_type": "should be an array",
+    "dict_type": "should be an object",
+    "model_type": "should be an object",
+    "model_attributes_type": "should be an object",
+    "none_required": "should be null",
+}
+MISMATCHES = frozenset((*WORDS, "literal_error")) - {"missing"}
+Error = dict[str, Any]
+
+
+def invalid_body(errors: Sequence[Error]) -> ApiError:
+    """The first thing wrong. Where a field takes several forms: what is wrong with the one that
+    was meant, as far as can be told."""
+    first = errors[0]
+    loc = tuple(first["loc"][1:])  # after "body"
+    if first["type"] == "json_invalid":
+        where = loc[0] if loc else 0
+        return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at byte {where}")
+    field, form = _field(loc)
+    if form is None:
+        return _wrong(first, field)
+    union = loc[: form + 1]
+    meant = _meant([error for error in errors if tuple(error["loc"][1:])[:form] == union[:form]])
+    takes = FORMS[_name(loc[:form])]
+    whole, _ = _field(loc[:form])
+    if meant is None:
+        return bad_request(f"{whole}: should be {takes}", whole)
+    found = _wrong(meant, _field(tuple(meant["loc"][1:]))[0])
+    return bad_request(f"{found.message} ({whole} takes {takes})", found.param)
+
+
+def _wrong(error: Error, field: str | None) -> ApiError:
+    field = quoted(field, "") if field else None
+    if error["type"] == "extra_forbidden":
+        return bad_request(f"the field '{field}' is not known here", field)
+    if field == "suffix":
+        return bad_request("suffix is not supported: these models do not fill in", field)
+    words = WORDS.get(error["type"]) or error["msg"].replace("Input should", "should").replace(
+        " after validation", ""
+    )
+    return bad_request(f"{field or 'the body'}: {words}", field)
+
+
+def _meant(errors: list[Error]) -> Error | None:
+    """Of the errors of one field's forms: the first of the form whose kind of value was given;
+    of several such forms, the one that was right for longest."""
+    forms: dict[Any, list[Error]] = {}
+    for error in errors:
+        loc = tuple(error["loc"][1:])
+        position = _field(loc)[1]
+        assert position is not None
+        forms.setdefault(loc[position], []).append(error)
+    meant = None
+    furthest = -1
+    for found in forms.values():
+        first = found[0]
+        loc = tuple(first["loc"][1:])
+        inner = loc[(_field(loc)[1] or 0) + 1 :]
+        if not inner and first["type"] in MISMATCHES:
+            continue
+        depth = inner[0] if inner and isinstance(inner[0], int) else 0
+        if depth > furthest:
+            meant = first
+            furthest = depth
+    return meant
+
+
+def _field(loc: tuple[Any, ...]) -> tuple[str | None, int | None]:
+    """The parameter's name with the numbers of its items, and where in `loc` the name of a form
+    stands, if one does."""
+    for i in range(1, len(loc)):
+        if _name(loc[:i]) in FORMS and not isinstance(loc[i - 1], int):
+            return ".".join(map(str, (*loc[:i], *loc[i + 1 :]))), i
+    return ".".join(map(str, loc)) or None, None
+
+
+def _name(loc: tuple[Any, ...]) -> str:
+    return ".".join(part for part in loc if isinstance(part, str))
+
+
+def is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+def not_json(content_type: str) -> ApiError:
+    given = f"given: {quoted(content_type)}" if content_type else "none was given"
+    return ApiError(415, f"the header Content-Type should be application/json; {given}")
