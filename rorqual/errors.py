@@ -33,3 +33,19 @@ class CapacityError(RorqualError):
 
 class TargetError(RorqualError):
     """A server to be measured that does not answer, or not as an OpenAI-compatible server does."""
+
+
+ECHOED = 100  # characters of a caller's own text that an error says back
+
+
+def escaped(text: str) -> str:
+    """On one line, without characters that a terminal acts on."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def quoted(text: str, mark: str = "'") -> str:
+    """What a caller sent, to be said back or logged: on one line, and not all of a long text."""
+    rest = f"... ({len(text)} characters)" if len(text) > ECHOED else ""
+    return f"{mark}{escaped(text[:ECHOED])}{rest}{mark}"

@@ -24,6 +24,7 @@ from rorqual.cli.options import (
 from rorqual.cli.plan import plan
 from rorqual.cli.serve import serve
 from rorqual.cli.simulate import simulate
+from rorqual.config.log import log_to_stderr
 from rorqual.config.option import options_of
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import RorqualError
@@ -58,7 +59,7 @@ def _sampling(max_tokens: int) -> Flags:
 
 def main() -> None:
     """Entry point: a user's mistake becomes one sentence and exit status 2, an interruption 130."""
-    logging.basicConfig(level=logging.WARNING, format="rorqual: %(message)s")
+    log_to_stderr("rorqual: %(message)s", logging.WARNING)
     try:
         app()
     except RorqualError as error:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from rorqual.serve.limits import ECHOED
-
 
 class ApiError(Exception):
     """An answer that is not a success. `param` names the field at fault; retry_after is in
@@ -43,13 +41,6 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-
-
-def quoted(text: str, mark: str = "'") -> str:
-    """What a caller sent, to be said back or logged: on one line, and not all of a long text."""
-    shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
-    rest = f"... ({len(text)} characters)" if len(shown) > ECHOED else ""
-    return f"{mark}{shown[:ECHOED]}{rest}{mark}"
 
 
 class Disconnected(Exception):

@@ -237,6 +237,7 @@ def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:
         loop="none",
         lifespan="off",
         access_log=False,
+        log_config=None,  # its own would write a stranger's text as it came
         log_level="error",
         server_header=False,
         date_header=False,

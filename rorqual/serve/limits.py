@@ -12,8 +12,6 @@ from rorqual.text.grammar_limits import GrammarLimits
 
 _limit = partial(option, group="Limits")
 
-ECHOED = 100  # characters of a caller's own text that an error says back
-
 
 @dataclass(frozen=True)
 class ServerLimits:

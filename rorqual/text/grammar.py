@@ -30,6 +30,7 @@ from rorqual.engine.execution.grammar_matcher import XMatcher
 from rorqual.errors import RequestError
 from rorqual.request import StructuredOutput
 from rorqual.text.grammar_limits import GrammarLimits
+from rorqual.text.schema_refs import check_refs
 
 
 def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
@@ -178,6 +179,7 @@ class XGrammars:
         import xgrammar
 
         check_size(structure, self.limits)
+        check_refs(structure)
         if not any(0 <= token < self.vocab_size for token in self.eos):
             # After its text a grammar would allow no token at all, and the sampler must draw one.
             raise RequestError(

@@ -7,6 +7,7 @@ limits; each further one is (kind, text) and is answered by {"compiled": ...} or
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
@@ -20,9 +21,15 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from rorqual.config.log import log_to_stderr
+from rorqual.errors import escaped
 from rorqual.text.child_process import die_with_parent
 from rorqual.text.grammar import tokenizer_info
 from rorqual.text.grammar_limits import GrammarLimits
+
+log = logging.getLogger("rorqual.grammar")
+
+MOST_SAID = 2048  # bytes of what a compilation prints
 
 
 def read(stream: BinaryIO) -> Any:
@@ -70,15 +77,18 @@ def _check_start(matcher: Any, vocab_size: int) -> None:
 def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str, str]:
     """Compile in a child; what it says, or that it said nothing."""
     source, target = os.pipe()
+    said = os.memfd_create("said")
     child = os.fork()
     if not child:
         os.close(source)
+        _redirect(said)
         _as_child(target, info, kind, text, limits)
     os.close(target)
     data = _drain(source, time.monotonic() + limits.seconds + 2.0, limits.compiled)
     os.close(source)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    _log_said(said)
     if data is None:
         return {
             "error": f"it takes more than {limits.seconds:g} s, or {limits.memory_mib} MiB, or "
@@ -86,6 +96,20 @@ def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str,
             "compiled form is too large"
         }
     return msgspec.msgpack.decode(data)
+
+
+def _redirect(said: int) -> None:
+    """What xgrammar prints holds the stranger's text as it came, so it goes to a file first."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_SAID, MOST_SAID))
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+
+
+def _log_said(said: int) -> None:
+    text = os.pread(said, MOST_SAID, 0).decode(errors="replace").strip()
+    os.close(said)
+    if text:
+        log.warning("%s", text)
 
 
 def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimits) -> None:
@@ -116,7 +140,7 @@ def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimit
 def _first_line(error: Exception) -> str:
     """What xgrammar says, without the time and the line of its own source."""
     text = re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", str(error).strip())
-    return " ".join(text.split())[:300] or type(error).__name__
+    return escaped(" ".join(text.split())[:300]) or type(error).__name__
 
 
 def _drain(source: int, deadline: float, most: int) -> bytes | None:
@@ -138,6 +162,7 @@ def main() -> None:
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not stand between messages
+    log_to_stderr("rorqual grammar: %(message)s", logging.WARNING)
     first = read(source)
     die_with_parent(first["parent"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,9 +4,12 @@ nothing hostile gets through."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -211,3 +214,62 @@ def test_only_so_many_are_kept_and_those_in_use_stay(grammars: XGrammars):
     assert len(grammars.compiled) == 4
     assert not grammars.ready(first)
     assert grammars.hold(first) is held, "a live request's grammar needs no compiling"
+
+
+FOREIGN = ["http://example.org/a.json\nrorqual: \x1b[31mforged", "#anchor", "other.json#/a", ""]
+AROUND = [
+    lambda ref: ref,
+    lambda ref: {"type": "object", "properties": {"default": ref}},
+    lambda ref: {"type": "array", "items": {"anyOf": [{"type": "null"}, ref]}},
+    lambda ref: {"$defs": {"enum": ref}, "$ref": "#/$defs/enum"},
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("ref", FOREIGN)
+def test_a_reference_that_is_not_followed_is_refused(grammars: XGrammars, ref: str, around: Any):
+    schema = around({"$ref": ref})
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    for kind, value in (("json_schema", schema), ("structural_tag", tag)):
+        with pytest.raises(RequestError, match="accepted as \\$ref") as found:
+            grammars.matcher(StructuredOutput(kind, json.dumps(value)))
+        assert str(found.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a"},
+        {"type": "object", "properties": {"$ref": {"type": "integer"}}, "required": ["$ref"]},
+        {"enum": [{"$ref": "http://example.org"}]},
+        {"type": "object", "properties": {"a": {"const": {"$ref": "x"}, "default": {"$ref": "x"}}}},
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+    ],
+)
+def test_other_references_and_what_only_looks_like_one(grammars: XGrammars, schema: Any):
+    assert grammars.matcher(StructuredOutput("json_schema", json.dumps(schema)))
+
+
+def test_what_the_compiler_prints_is_logged_on_one_line(capfd: pytest.CaptureFixture[str]):
+    """xgrammar warns of a name that a schema gives, and writes it as it came."""
+    code = (
+        "import logging, sys\n"
+        "from pathlib import Path\n"
+        "from rorqual.config.log import log_to_stderr\n"
+        "from rorqual.models.hub import BUNDLED\n"
+        "from rorqual.text.grammar import tokenizer_info\n"
+        "from rorqual.text.grammar_limits import GrammarLimits\n"
+        "from rorqual.text.grammar_process import limited\n"
+        "log_to_stderr('rorqual grammar: %(message)s', logging.WARNING)\n"
+        f"info = tokenizer_info(Path(BUNDLED), {VOCAB}, ({EOS},))\n"
+        "limited(info, 'json_schema', sys.stdin.read(), GrammarLimits())\n"
+    )
+    for ref in ("a\nrorqual: \x1b[31mforged", "a\n" * 100_000):
+        text = json.dumps({"$ref": ref})
+        subprocess.run([sys.executable, "-c", code], input=text, text=True, check=True)
+        out, err = capfd.readouterr()
+        assert out == ""
+        (line,) = err.splitlines()
+        assert line.isprintable()
+        assert line.startswith("rorqual grammar: ")
+        assert r"a\nrorqual: \x1b[31mforged" in line or len(line) < 5000

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from rorqual.config.log import log_to_stderr
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
@@ -289,7 +290,7 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
 def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
     die_with_parent(config.parent)
-    logging.basicConfig(level=logging.INFO, format="rorqual engine: %(message)s")
+    log_to_stderr("rorqual engine: %(message)s", logging.INFO)
     faulthandler.register(signal.SIGUSR1)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

@@ -14,10 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
-from rorqual.errors import RequestError
+from rorqual.errors import RequestError, quoted
 from rorqual.serve.engines.job import EngineJob, parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request, not_ready, quoted
+from rorqual.serve.errors import ApiError, bad_request, not_ready
 from rorqual.serve.http.auth import Authenticator
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rorqual.errors import RequestError
+from rorqual.errors import RequestError, quoted
 from rorqual.request import Request, SamplingParams, StructuredOutput
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
-from rorqual.serve.errors import ApiError, bad_request, quoted
+from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.calls import ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
 from rorqual.serve.http.clients import user_name
@@ -26,7 +26,13 @@ from rorqual.serve.http.protocol import (
     Sampling,
 )
 from rorqual.serve.http.sse import ChunkHead
-from rorqual.serve.http.structured_output import after_thinking, as_format, structure_of, tag
+from rorqual.serve.http.structured_output import (
+    after_thinking,
+    as_format,
+    check_schema,
+    structure_of,
+    tag,
+)
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.chat_template import ChatTemplate, RawJson
 from rorqual.text.generation_config import GenerationDefaults
@@ -170,6 +176,7 @@ class RequestBuilder:
                 f"most {self.limits.grammar.size}",
                 "tools",
             )
+        check_schema("tools" if forced else "response_format", found)
         return found
 
     # ---- plain completions

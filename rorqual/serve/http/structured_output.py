@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rorqual.errors import RequestError
 from rorqual.request import StructuredOutput
 from rorqual.serve.errors import bad_request
 from rorqual.serve.http.protocol import (
@@ -16,6 +17,7 @@ from rorqual.serve.http.protocol import (
 )
 from rorqual.text.grammar import check_size
 from rorqual.text.grammar_limits import GrammarLimits
+from rorqual.text.schema_refs import check_refs
 
 SCHEMA_DEPTH = 64
 
@@ -41,7 +43,16 @@ def structure_of(
         raise bad_request("a choice must not be empty", name)
     _check_depth(name, structure)
     check_size(structure, limits)
+    check_schema(name, structure)
     return structure
+
+
+def check_schema(name: str, structure: StructuredOutput) -> None:
+    """The references of a schema; `name` is the parameter it came in."""
+    try:
+        check_refs(structure)
+    except RequestError as error:
+        raise bad_request(str(error), name) from None
 
 
 def _from_format(given: ResponseFormat | None) -> list[tuple[str, StructuredOutput]]:

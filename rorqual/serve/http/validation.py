@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rorqual.serve.errors import ApiError, bad_request, quoted
+from rorqual.errors import quoted
+from rorqual.serve.errors import ApiError, bad_request
 
 # Fields that take values of several forms. pydantic puts the name of the form it tried after the
 # field's own; that name is no part of the request.

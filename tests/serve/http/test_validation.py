@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -11,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+from rorqual.errors import ECHOED
 from rorqual.models.hub import BUNDLED
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError
@@ -18,7 +20,8 @@ from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
 from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.http.validation import FORMS
-from rorqual.serve.limits import ECHOED, ServerLimits
+from rorqual.serve.launch import _uvicorn
+from rorqual.serve.limits import ServerLimits
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import GenerationDefaults
 from rorqual.text.tokenizer import Tokenizer
@@ -206,3 +209,41 @@ def test_what_is_said_back_is_short(served: Served, api: Api, client: TestClient
     with pytest.raises(ApiError) as found:
         builder._tools(ChatRequest(messages=TURN, tools=tools, tool_choice=choice))  # type: ignore[arg-type]
     assert len(found.value.message) < 3 * ECHOED
+
+
+FOREIGN = {"type": "object", "properties": {"a": {"$ref": "http://example.org/a.json"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": FOREIGN}, "guided_json"),
+        ({"guided_json": json.dumps(FOREIGN)}, "guided_json"),
+        ({"structured_outputs": {"json": FOREIGN}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": FOREIGN}}},
+            "response_format",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": FOREIGN}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+    ],
+    ids=["object", "string", "structured_outputs", "response_format", "tools"],
+)
+def test_a_schema_elsewhere_is_refused(
+    served: Served, api: Api, fields: dict[str, Any], param: str
+):
+    builder = RequestBuilder(served, api.fleet, api.limits)
+    with pytest.raises(ApiError) as found:
+        asyncio.run(builder.chat(ChatRequest.model_validate({"messages": TURN, **fields})))
+    assert (found.value.status, found.value.param) == (400, param)
+    assert "example.org" in found.value.message
+
+
+def test_the_http_library_logs_as_everything_else():
+    found = _uvicorn(None, ServerLimits())
+    assert found.log_config is None

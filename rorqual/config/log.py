@@ -1,0 +1,33 @@
+"""How this program logs: a record's message is one line, whatever a stranger's text holds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rorqual.errors import escaped
+
+
+class LineFormatter(logging.Formatter):
+    """Characters that a terminal or a reader of lines would act on are escaped. A traceback keeps
+    its lines, each indented: none can pass for a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))
+
+
+def log_to_stderr(form: str, level: int) -> None:
+    """As logging.basicConfig: nothing changes where the root logger has a handler."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
