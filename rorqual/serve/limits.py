@@ -12,6 +12,9 @@ from rorqual.text.grammar_limits import GrammarLimits
 
 _limit = partial(option, group="Limits")
 
+GUESS_SECONDS = 60.0  # in which an address may try `wrong_keys` of them
+MOST_GUESSERS = 10_000  # addresses remembered
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -48,10 +51,24 @@ class ServerLimits:
     patience: float = _limit(
         30.0, "Seconds a client has to send its request.", flags=("--client-seconds",)
     )
+    wrong_keys: int = _limit(
+        20,
+        "Wrong API keys that one address may try in a minute; beyond, 429 for it.",
+        flags=("--max-wrong-keys",),
+    )
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:
-        for name in ("body", "headers", "n", "choices", "logprobs", "tools", "buffered"):
+        for name in (
+            "body",
+            "headers",
+            "n",
+            "choices",
+            "logprobs",
+            "tools",
+            "buffered",
+            "wrong_keys",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is out of range; accepted: at least 1"

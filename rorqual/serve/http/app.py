@@ -23,6 +23,7 @@ from rorqual.serve.http.calls import Call
 from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room
 from rorqual.serve.http.dashboard import add_dashboard
 from rorqual.serve.http.history import History
+from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.metrics import EngineCollector, Rates, snapshot
 from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
 from rorqual.serve.http.request_builder import RequestBuilder, Served
@@ -40,7 +41,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"description": "The body took too long to arrive."},
     413: {"description": "The body is too large."},
     415: {"description": "The body is not said to be JSON."},
-    429: {"description": "As many sequences wait as the server queues; see Retry-After."},
+    429: {
+        "description": "As many sequences wait as the server queues, or an address tried too many "
+        "wrong keys; see Retry-After."
+    },
     500: {"description": "The engine process ended while it worked on this request."},
     503: {"description": "No engine is ready, or the server is shutting down."},
     504: {"description": "The request took longer than the server allows."},
@@ -102,9 +106,10 @@ def create_app(api: Api, key: str | None) -> FastAPI:
     app = FastAPI(title="Rorqual", version=api.version, redirect_slashes=False)
     _completions(app, api)
     _state(app, api)
-    add_dashboard(app, api, key)
+    guard = KeyGuard(ApiKeys(key), api.limits.wrong_keys)
+    add_dashboard(app, api, key, guard)
     _errors(app, api)
-    app.add_middleware(Authenticator, keys=ApiKeys(key), limits=api.limits)
+    app.add_middleware(Authenticator, guard=guard, limits=api.limits, counts=api.counts)
     return app
 
 
@@ -146,11 +151,13 @@ def _model(api: Api, name: str) -> dict[str, Any]:
 
 
 def _state(app: FastAPI, api: Api) -> None:
+    @app.head("/live", include_in_schema=False)
     @app.get("/live", tags=["state"])
     async def live() -> Response:
         """The API process answers."""
         return _json({"status": "ok"})
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: ERRORS[503]}, tags=["state"])
     async def health() -> Response:
         """Every engine serves and new requests are taken."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rorqual.serve.errors import ApiError
-from rorqual.serve.http.clients import CLIENT, ApiKeys, address_of
+from rorqual.serve.http.clients import CLIENT, address_of, bearer
+from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.response import error_response
 from rorqual.serve.limits import ServerLimits
 
@@ -23,24 +25,27 @@ DISCARD_SECONDS = 5.0
 
 
 class Authenticator:
-    """ASGI middleware. With a key, every path but OPEN and BY_COOKIE needs `Authorization:
-    Bearer KEY`."""
+    """ASGI middleware. With keys, every path but OPEN and BY_COOKIE needs `Authorization:
+    Bearer KEY`. What is refused here is counted in `counts`, as the routes count theirs."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: ServerLimits):
+    def __init__(self, app: ASGIApp, guard: KeyGuard, limits: ServerLimits, counts: Counter[str]):
         self.app = app
         self.limits = limits
-        self.keys = keys
+        self.guard = guard
+        self.counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        holder = self.keys.bearer(headers.get(b"authorization", b""))
+        given = bearer(headers.get(b"authorization"))
+        holder = self.guard.keys.holder(given) if given else None
         scope[CLIENT] = holder or address_of(scope)
-        error = self._refusal(scope["path"], headers, holder)
+        error = self._refusal(scope, given, headers)
         has_body = b"content-length" in headers or b"transfer-encoding" in headers
         if error is not None:
+            self.counts[f"failed_{error.status}"] += 1
             if has_body:
                 await self._discard(receive)
             await error_response(error)(scope, receive, send)
@@ -48,15 +53,12 @@ class Authenticator:
         await self.app(scope, self._limited(receive) if has_body else receive, send)
 
     def _refusal(
-        self, path: str, headers: dict[bytes, bytes], holder: str | None
+        self, scope: Scope, given: bytes | None, headers: dict[bytes, bytes]
     ) -> ApiError | None:
-        if self.keys.keys and holder is None and path not in OPEN | BY_COOKIE:
-            return ApiError(
-                401,
-                "the API key is missing or wrong",
-                "authentication_error",
-                code="invalid_api_key",
-            )
+        if scope["path"] not in OPEN | BY_COOKIE:
+            error = self.guard.refusal(given, (scope["client"] or ("",))[0])
+            if error is not None:
+                return error
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.limits.body:
             return too_large(self.limits.body)

@@ -13,6 +13,7 @@ from rorqual.serve.errors import over_share, queue_full
 
 CLIENT = "rorqual.client"  # the scope's entry for who sent a request
 RESERVE = 8  # one part in so many of the room is kept for clients that have less than that open
+SCHEME = b"bearer "
 LONGEST_USER = 64  # characters, beyond which a digest stands for the name
 
 
@@ -23,11 +24,6 @@ class ApiKeys:
         """keys: with commas between them. Without any, everybody may ask."""
         self.keys = [key.strip().encode() for key in (keys or "").split(",") if key.strip()]
 
-    def bearer(self, header: bytes) -> str | None:
-        """Who sent this Authorization header."""
-        scheme, _, given = header.partition(b" ")
-        return self.holder(given.strip()) if scheme.lower() == b"bearer" else None
-
     def holder(self, given: bytes) -> str | None:
         """The client's name, or None where it is none of them. Looks at all in equal time."""
         found = None
@@ -35,6 +31,14 @@ class ApiKeys:
             if hmac.compare_digest(given, key):
                 found = f"key {index}"
         return found
+
+
+def bearer(header: bytes | None) -> bytes | None:
+    """The key of an Authorization header, empty where it is of another scheme; the scheme's name
+    may have any case."""
+    if header is None:
+        return None
+    return header[len(SCHEME) :].strip() if header[: len(SCHEME)].lower() == SCHEME else b""
 
 
 def address_of(scope: Scope) -> str:

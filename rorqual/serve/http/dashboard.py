@@ -24,8 +24,9 @@ from starlette.responses import Response
 
 from rorqual.serve.engines.pool import EngineSlot
 from rorqual.serve.errors import ApiError
-from rorqual.serve.http.clients import ApiKeys
+from rorqual.serve.http.clients import bearer
 from rorqual.serve.http.history import KEPT_SECONDS, History, HistoryRow, LatencyRow
+from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.metrics import snapshot
 from rorqual.serve.http.response import error_response
 from rorqual.serve.http.sse import encode
@@ -40,7 +41,6 @@ class Sessions:
     logged in with it."""
 
     def __init__(self, key: str | None):
-        self.keys = ApiKeys(key)
         self.key = key.encode() if key else None
         self.secret = (
             hashlib.scrypt(self.key, salt=b"rorqual dashboard", n=1 << 14, r=8, p=1)
@@ -63,15 +63,6 @@ class Sessions:
         if not hmac.compare_digest(signature.encode(), self._sign(body).encode()):
             return False
         return now < int(body.partition(".")[0])  # signed here, so it is a number
-
-    def right_key(self, given: str) -> bool:
-        return self.keys.holder(given.encode()) is not None
-
-    def admits(self, request: Request) -> bool:
-        if self.key is None:
-            return True
-        given = request.headers.get("authorization", "").encode("latin-1")
-        return self.keys.bearer(given) is not None or self.has_cookie(request)
 
     def has_cookie(self, request: Request) -> bool:
         try:
@@ -97,9 +88,9 @@ class Sessions:
         return response
 
 
-def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
-    """Routes of the page. `api` is api.Api. The gate lets these paths pass: they ask for their
-    own cookie."""
+def add_dashboard(app: FastAPI, api: Any, key: str | None, guard: KeyGuard) -> None:
+    """Routes of the page. `api` is api.Api; `guard` is the keys'. The
+    middleware lets these paths pass: they ask for their own cookie."""
     sessions = Sessions(key)
     body = PAGE.read_bytes()
     headers = {
@@ -112,6 +103,24 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
     def page(status: int) -> Response:
         return Response(body, status, headers, "text/html")
 
+    def refusal(given: bytes | None, request: Request) -> ApiError | None:
+        """None where the key is right, or nobody asks for one."""
+        error = guard.refusal(given, request.client.host if request.client else "")
+        if error is not None:
+            api.counts[f"failed_{error.status}"] += 1
+        return error
+
+    def unseen(request: Request) -> ApiError | None:
+        """Why this request may not see the page: it has neither a session nor the key."""
+        if sessions.key is None or sessions.has_cookie(request):
+            return None
+        given = request.headers.get("authorization")
+        if given is not None:
+            return refusal(bearer(given.encode("latin-1")), request)
+        return ApiError(
+            401, "log in at /dashboard first", "authentication_error", code="no_session"
+        )
+
     def to_page() -> Response:
         return Response(
             status_code=303, headers={"location": "/dashboard", "cache-control": "no-store"}
@@ -119,16 +128,14 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
 
     @app.get("/dashboard", include_in_schema=False)
     async def dashboard(request: Request) -> Response:
-        return page(200 if sessions.admits(request) else 401)
+        error = unseen(request)
+        return page(200 if error is None else error.status)
 
     @app.get("/dashboard/data", include_in_schema=False)
     async def figures(request: Request, since: float = 0.0, experts: bool = False) -> Response:
-        if not sessions.admits(request):
-            return error_response(
-                ApiError(
-                    401, "log in at /dashboard first", "authentication_error", code="no_session"
-                )
-            )
+        error = unseen(request)
+        if error is not None:
+            return error_response(error)
         found = {
             **data(api, since, experts),
             "session": sessions.key is not None and sessions.has_cookie(request),
@@ -141,8 +148,9 @@ def add_dashboard(app: FastAPI, api: Any, key: str | None) -> None:
     async def login(request: Request) -> Response:
         if sessions.key is None:
             return to_page()
-        if not sessions.right_key(_form_key(await request.body())):
-            return page(401)
+        error = refusal(_form_key(await request.body()).encode(), request)
+        if error is not None:
+            return page(401) if error.status == 401 else error_response(error)
         return sessions.set_cookie(to_page(), request, sessions.token(time.time()))
 
     @app.post("/dashboard/logout", include_in_schema=False)

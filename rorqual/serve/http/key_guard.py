@@ -1,0 +1,74 @@
+"""How often an address may send a wrong API key."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import math
+import time
+from collections import OrderedDict
+
+from rorqual.serve.errors import ApiError
+from rorqual.serve.http.clients import ApiKeys
+from rorqual.serve.limits import GUESS_SECONDS, MOST_GUESSERS
+
+
+class KeyGuard:
+    """Each wrong key that an address tries counts once: a client that was set up with a wrong key
+    and repeats it guesses nothing. An address that has tried `most` of them within GUESS_SECONDS
+    is turned away, whatever it sends, until that time is over."""
+
+    def __init__(self, keys: ApiKeys, most: int):
+        self.keys = keys
+        self.most = most
+        # by address: when its time is over, and hashes of what it tried; the oldest come first
+        self.guesses: OrderedDict[str, tuple[float, set[bytes]]] = OrderedDict()
+
+    def refusal(self, given: bytes | None, address: str) -> ApiError | None:
+        """given: the key that was sent, if any was."""
+        if not self.keys.keys:
+            return None
+        if self.guesses:
+            wait = self._wait(_network(address), time.monotonic())
+            if wait > 0:
+                return too_many_guesses(wait)
+        if given is not None and self.keys.holder(given) is not None:
+            return None
+        if given is not None:
+            self._note(_network(address), given, time.monotonic())
+        return ApiError(
+            401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key"
+        )
+
+    def _wait(self, network: str, now: float) -> float:
+        """Seconds for which this address is turned away."""
+        until, tried = self.guesses.get(network, (0.0, set()))
+        if until <= now:
+            self.guesses.pop(network, None)
+            return 0.0
+        return until - now if len(tried) >= self.most else 0.0
+
+    def _note(self, network: str, given: bytes, now: float) -> None:
+        _, tried = self.guesses.setdefault(network, (now + GUESS_SECONDS, set()))
+        tried.add(hashlib.blake2b(given, digest_size=16).digest())
+        while len(self.guesses) > MOST_GUESSERS:
+            self.guesses.popitem(last=False)
+
+
+def _network(address: str) -> str:
+    """Whoever has one IPv6 address has all of its /64."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(found if found.version == 4 else ipaddress.ip_network((found, 64), strict=False))
+
+
+def too_many_guesses(wait: float) -> ApiError:
+    return ApiError(
+        429,
+        "too many wrong API keys came from this address; try again later",
+        "rate_limit_error",
+        code="too_many_wrong_keys",
+        retry_after=math.ceil(wait),
+    )
