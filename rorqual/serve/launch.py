@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -40,6 +41,7 @@ log = logging.getLogger("rorqual.serve")
 SAMPLE_SECONDS = 0.5
 # bytes the kernel is asked to keep for a slow reader; connections inherit it
 SEND_BUFFER = 128 << 10
+SPARE_FILES = 128  # open files besides the connections of requests: libraries, sockets, probes
 # how long a server that lost its engine still answers, so that callers and probes learn of it
 RED_SECONDS = 2.0
 
@@ -222,11 +224,26 @@ async def _sample(api: Api) -> None:
 async def _announce(api: Api, sock: socket.socket) -> None:
     while not api.fleet.healthy:
         await asyncio.sleep(0.05)
+    check_open_files(api.fleet.room)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.warning(
         "serving %s on http://%s:%d (docs at /docs)", ", ".join(api.served.names), shown, port
     )
+
+
+def check_open_files(room: int) -> None:
+    """Warn where connections would be refused before `room` sequences are open."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = room + SPARE_FILES
+    if most != resource.RLIM_INFINITY and most < needed:
+        log.warning(
+            "at most %d files may be open, but %d requests may run or wait, each with a "
+            "connection: raise the limit (ulimit -n %d), or lower --max-waiting",
+            most,
+            room,
+            needed,
+        )
 
 
 def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.client import ClientUsage, EngineClient
 from rorqual.serve.engines.job import EngineJob
+from rorqual.serve.engines.socket_folder import SocketFolder
 from rorqual.serve.errors import not_ready
 from rorqual.serve.limits import ServerLimits
 
@@ -88,8 +88,8 @@ class EnginePool:
         self.structured = structured
         self.tokenizer = tokenizer
         self.engines = [EngineSlot(index) for index in range(len(options))]
-        # mode 0700: no one else reaches the sockets
-        self.folder = Path(tempfile.mkdtemp(prefix="rorqual-"))
+        self.sockets = SocketFolder()
+        self.folder = self.sockets.path
         self.usage = ClientUsage()
         self.ids = itertools.count()
         self.lives = itertools.count()
@@ -112,10 +112,10 @@ class EnginePool:
                 return
             died = engine.client.dying if engine.client else None
             reason = died.message if died else f"exit status {status}"
-            log.error("engine %d ended: %s", engine.index, reason)
             engine.deaths = 1 if time.monotonic() - since > CALM else engine.deaths + 1
             if not self.restart or (died and died.user) or engine.deaths > len(BACKOFF):
-                raise EngineFailure(f"engine {engine.index} ended: {reason}")
+                raise EngineFailure(f"engine {engine.index} ended: {reason}")  # who waits logs it
+            log.error("engine %d ended: %s", engine.index, reason)
             self.restarts += 1
             await asyncio.sleep(BACKOFF[engine.deaths - 1])
 
@@ -203,10 +203,7 @@ class EnginePool:
         for engine in self.engines:
             if engine.child is not None:
                 _kill(engine.child)
-        for path in self.folder.glob("*"):
-            path.unlink()
-        with suppress(FileNotFoundError):
-            self.folder.rmdir()
+        self.sockets.remove()
 
     # ---- state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,26 @@ from rorqual.engine.distributed import worker_process
 from rorqual.errors import ConfigError
 from rorqual.request import Request, SamplingParams
 from rorqual.serve.engines.pool import EXPECTED, SLACK, EnginePool
-from rorqual.serve.launch import ServeConfig, engine_options
+from rorqual.serve.launch import ServeConfig, check_open_files, engine_options
 from rorqual.serve.limits import ServerLimits
 
 FOLDER = Path("model")
+
+
+# ---- open files
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(1407, True), (1408, False), (-1, False)])
+def test_a_low_limit_of_open_files_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit: int,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    check_open_files(1280)
+    assert bool(caplog.records) == warned
+    assert not warned or "ulimit -n 1408" in caplog.text
 
 
 # ---- GPUs

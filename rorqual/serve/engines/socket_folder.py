@@ -1,0 +1,68 @@
+"""The folder of the sockets between the API process and its engines. One left by a server that was
+killed is removed by the next server to start."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger("rorqual.serve")
+
+PREFIX = "rorqual-"
+LOCK = "server.lock"
+YOUNG_SECONDS = 60.0  # a younger folder may belong to a server that has yet to take its lock
+
+
+class SocketFolder:
+    """Of mode 0700: no one else reaches the sockets. This process holds the lock in it as long as
+    it lives, however it ends."""
+
+    def __init__(self) -> None:
+        sweep(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """May be called twice."""
+        if self.lock >= 0:
+            _remove(self.path)
+            os.close(self.lock)
+            self.lock = -1
+
+
+def sweep(parent: Path) -> None:
+    """Remove folders whose server has ended: of this user, with a lock that nobody holds."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another server may be sweeping too
+            if _stale(folder):
+                _remove(folder)
+                log.info("removed %s, which a killed server left", folder)
+
+
+def _stale(folder: Path) -> bool:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return False
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if time.time() - os.fstat(lock).st_mtime < YOUNG_SECONDS:
+            return False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Sockets and the lock; a folder with anything else in it stays."""
+    for path in folder.iterdir():
+        if path.name == LOCK or path.is_socket():
+            path.unlink()
+    folder.rmdir()
