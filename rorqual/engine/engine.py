@@ -140,7 +140,10 @@ class Engine:
                 refused = error
             else:
                 return
-        raise refused
+        try:
+            raise refused
+        finally:
+            del refused  # its traceback holds this frame, and so the request
 
     def _check_structured(self, request: Request) -> None:
         if self.grammars is None:

@@ -161,7 +161,8 @@ async def serve(
         loop.add_signal_handler(number, told.set)
     http = asyncio.create_task(server.serve([sock]))
     engines = asyncio.create_task(fleet.run())
-    others = [asyncio.create_task(_sample(api)), asyncio.create_task(_announce(api, sock))]
+    beside = (_sample(api), _announce(api, sock), api.memory.run())
+    others = [asyncio.create_task(work) for work in beside]
     stop = asyncio.create_task(told.wait())
     try:
         await asyncio.wait({engines, http, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -24,6 +24,7 @@ from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room
 from rorqual.serve.http.dashboard import add_dashboard
 from rorqual.serve.http.history import History
 from rorqual.serve.http.key_guard import KeyGuard
+from rorqual.serve.http.memory import MemoryTrimmer
 from rorqual.serve.http.metrics import EngineCollector, Rates, snapshot
 from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
 from rorqual.serve.http.request_builder import RequestBuilder, Served
@@ -80,6 +81,7 @@ class Api:
         self.running: set[EngineJob] = set()
         self.rates = Rates(fleet)
         self.history = History(fleet)
+        self.memory = MemoryTrimmer()
         self.draining = False
         self.created = int(time.time())
         self.registry = CollectorRegistry(auto_describe=False)
@@ -109,7 +111,9 @@ def create_app(api: Api, key: str | None) -> FastAPI:
     guard = KeyGuard(ApiKeys(key), api.limits.wrong_keys)
     add_dashboard(app, api, key, guard)
     _errors(app, api)
-    app.add_middleware(Authenticator, guard=guard, limits=api.limits, counts=api.counts)
+    app.add_middleware(
+        Authenticator, guard=guard, limits=api.limits, counts=api.counts, memory=api.memory
+    )
     return app
 
 

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.clients import CLIENT, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
+from rorqual.serve.http.memory import MemoryTrimmer
 from rorqual.serve.http.response import error_response
 from rorqual.serve.limits import ServerLimits
 
@@ -28,11 +29,19 @@ class Authenticator:
     """ASGI middleware. With keys, every path but OPEN and BY_COOKIE needs `Authorization:
     Bearer KEY`. What is refused here is counted in `counts`, as the routes count theirs."""
 
-    def __init__(self, app: ASGIApp, guard: KeyGuard, limits: ServerLimits, counts: Counter[str]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        guard: KeyGuard,
+        limits: ServerLimits,
+        counts: Counter[str],
+        memory: MemoryTrimmer,
+    ):
         self.app = app
         self.limits = limits
         self.guard = guard
         self.counts = counts
+        self.memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,6 +100,7 @@ class Authenticator:
                     408, f"the body did not arrive within {self.limits.patience:g} s"
                 ) from None
             seen += len(message.get("body", b""))
+            self.memory.note(len(message.get("body", b"")))
             complete = not message.get("more_body", False)
             if seen > self.limits.body:
                 raise HTTPException(413, too_large(self.limits.body).message)

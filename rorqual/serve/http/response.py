@@ -70,6 +70,7 @@ class StreamResponse(Response):
             watcher.cancel()
             deadline.cancel()
             job.close()
+            job.error = None  # its traceback holds the job, and so the prompt
             self.running.discard(job)
 
     def _late(self, timeout: float) -> None:
