@@ -40,15 +40,15 @@ class ChatTemplate:
         **switches: bool,
     ) -> str:
         if self.template is None:
-            return plain(messages)
+            return plain(messages, switches.get("add_generation_prompt", True))
         from jinja2 import TemplateError
 
         values = {
             **self.special,
+            "add_generation_prompt": True,
             **switches,
             "messages": messages,
             "tools": tools or None,
-            "add_generation_prompt": True,
         }
         try:
             text = self.template.render(**values)
@@ -74,10 +74,10 @@ class ChatTemplate:
         return self.tokenizer.encode(text, add_special_tokens=self.builtin)
 
 
-def plain(messages: Sequence[Mapping[str, Any]]) -> str:
+def plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
     """The built-in form for base models, ending where the answer begins."""
     lines = [f"{message['role']}: {message.get('content') or ''}" for message in messages]
-    return "\n".join([*lines, "assistant:"])
+    return "\n".join([*lines, "assistant:"] if add_generation_prompt else lines)
 
 
 def _environment(source: str) -> Any:

@@ -26,7 +26,12 @@ from rorqual.serve.http.history import History
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer
 from rorqual.serve.http.metrics import EngineCollector, Rates, snapshot
-from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
+from rorqual.serve.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.sse import encode
@@ -57,6 +62,9 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "content": {"application/json": {}, "text/event-stream": {}},
     },
     **ERRORS,
+}
+TEXT_ANSWERS: dict[int | str, dict[str, Any]] = {
+    status: ERRORS[status] for status in (400, 401, 404, 408, 413, 415)
 }
 
 
@@ -130,6 +138,24 @@ def _completions(app: FastAPI, api: Api) -> None:
         api.check_open()
         return api.admit(await api.builder.completion(body, request.scope[CLIENT]))
 
+    @app.post("/tokenize", responses=TEXT_ANSWERS, tags=["text"])
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a prompt or a conversation, as vLLM tells them."""
+        ids = await api.builder.tokenize(body)
+        lengths = _lengths(api)
+        found = {
+            "count": len(ids),
+            "max_model_len": min(lengths) if lengths else None,
+            "tokens": ids,
+            "token_strs": _strings(api, ids) if body.return_token_strs else None,
+        }
+        return _json(found)
+
+    @app.post("/detokenize", responses=TEXT_ANSWERS, tags=["text"])
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        return _json({"prompt": await api.builder.detokenize(body)})
+
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> Response:
         """What is served, under each of its names."""
@@ -148,8 +174,18 @@ def _completions(app: FastAPI, api: Api) -> None:
         return _json(_model(api, name))
 
 
+def _lengths(api: Api) -> list[int]:
+    return [client.info.max_model_len for client in api.fleet.clients if client.info is not None]
+
+
+def _strings(api: Api, ids: list[int]) -> list[str]:
+    """As the vocabulary writes them."""
+    raw = api.served.tokenizer.raw
+    return [raw.id_to_token(token) or "" for token in ids]
+
+
 def _model(api: Api, name: str) -> dict[str, Any]:
-    lengths = [client.info.max_model_len for client in api.fleet.clients if client.info is not None]
+    lengths = _lengths(api)
     length = {"max_model_len": min(lengths)} if lengths else {}
     return {"id": name, "object": "model", "created": api.created, "owned_by": "rorqual", **length}
 
@@ -170,6 +206,18 @@ def _state(app: FastAPI, api: Api) -> None:
                 not_ready("it is shutting down" if api.draining else "an engine is not ready")
             )
         return _json({"status": "ok"})
+
+    @app.head("/ping", include_in_schema=False)
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping", tags=["state"], responses={503: ERRORS[503]})
+    async def ping() -> Response:
+        """As /health, by the name that SageMaker asks for."""
+        return await health()
+
+    @app.get("/load", tags=["state"])
+    async def load() -> Response:
+        """How many requests are open now, under vLLM's name."""
+        return _json({"server_load": len(api.running)})
 
     @app.get("/version", tags=["state"])
     async def version() -> Response:

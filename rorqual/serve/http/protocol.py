@@ -200,3 +200,23 @@ class CompletionRequest(Sampling):
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     suffix: None = Field(default=None, description="Refused: these models do not fill in.")
+
+
+class TokenizeRequest(Model):
+    """vLLM's two forms in one: a prompt, or messages with what their template takes."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description="If left out: as the completion routes do."
+    )
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Model):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -22,8 +22,10 @@ from rorqual.serve.http.protocol import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     NamedTool,
     Sampling,
+    TokenizeRequest,
 )
 from rorqual.serve.http.sse import ChunkHead
 from rorqual.serve.http.structured_output import (
@@ -86,12 +88,7 @@ class RequestBuilder:
         self._check_model(body)
         tools, forced = self._tools(body)
         messages = [_message(message) for message in body.messages]
-        switches = (
-            body.chat_template_kwargs.model_dump(exclude_none=True)
-            if body.chat_template_kwargs
-            else {}
-        )
-        text = self.served.template.render(messages, tools, **switches)
+        text = self.served.template.render(messages, tools, **_switches(body))
         prompt = await self._encode(text, self.served.template.builtin)
         inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
@@ -131,10 +128,7 @@ class RequestBuilder:
     def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The functions to describe to the model, and those of which one must be called."""
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        if len(tools) > self.limits.tools:
-            raise bad_request(
-                f"{len(tools)} tools were given; accepted: at most {self.limits.tools}", "tools"
-            )
+        self._check_tools(tools)
         choice = body.tool_choice
         if choice is None or choice in ("none", "auto"):
             return ([] if choice == "none" else tools), []
@@ -150,6 +144,12 @@ class RequestBuilder:
                 )
             return tools, named[:1]
         return tools, tools
+
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        if len(tools) > self.limits.tools:
+            raise bad_request(
+                f"{len(tools)} tools were given; accepted: at most {self.limits.tools}", "tools"
+            )
 
     def _structure(
         self, body: ChatRequest, forced: list[dict[str, Any]], inside: bool
@@ -219,9 +219,34 @@ class RequestBuilder:
         )
         return _streaming(call, body)
 
+    # ---- text and tokens alone
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """The ids that a completion of this prompt, or a chat of these messages, begins with."""
+        self._check_model(body)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("either prompt or messages must be given", "prompt")
+        if body.prompt is not None:
+            return await self._encode(body.prompt, body.add_special_tokens is not False)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        self._check_tools(tools)
+        text = self.served.template.render(
+            [_message(message) for message in body.messages or ()],
+            tools,
+            **{"add_generation_prompt": body.add_generation_prompt is not False, **_switches(body)},
+        )
+        special = self.served.template.builtin
+        given = body.add_special_tokens
+        return await self._encode(text, special if given is None else given)
+
+    async def detokenize(self, body: DetokenizeRequest) -> str:
+        self._check_model(body)
+        _check_tokens(body.tokens, self.served.vocab_size, "tokens")
+        return await asyncio.to_thread(self.served.tokenizer.decode, body.tokens, False)
+
     # ---- both
 
-    def _check_model(self, body: Sampling) -> None:
+    def _check_model(self, body: Sampling | TokenizeRequest | DetokenizeRequest) -> None:
         if body.model is not None and body.model not in self.served.names:
             message = (
                 f"the model {quoted(body.model)} is not served here; available: "
@@ -332,6 +357,11 @@ class RequestBuilder:
             name,
             self.served.fingerprint,
         )
+
+
+def _switches(body: ChatRequest | TokenizeRequest) -> dict[str, bool]:
+    given = body.chat_template_kwargs
+    return given.model_dump(exclude_none=True) if given else {}
 
 
 def _streaming(call: Any, body: Sampling) -> Any:
