@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from typing import Any
 
 from rorqual.errors import escaped
+
+# of the HTTP request on whose behalf a line is written
+request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class LineFormatter(logging.Formatter):
@@ -13,7 +17,8 @@ class LineFormatter(logging.Formatter):
     its lines, each indented: none can pass for a record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return escaped(super().formatMessage(record))
+        name = request_id.get()
+        return escaped(super().formatMessage(record) + (f" [request {name}]" if name else ""))
 
     def formatException(self, ei: Any) -> str:
         return _indented(super().formatException(ei))

@@ -14,6 +14,7 @@ _limit = partial(option, group="Limits")
 
 GUESS_SECONDS = 60.0  # in which an address may try `wrong_keys` of them
 MOST_GUESSERS = 10_000  # addresses remembered
+LONGEST_REQUEST_ID = 128  # characters of a caller's X-Request-Id
 LARGE_BODIES = 4 << 20  # bytes of bodies after which freed memory is given back to the system,
 TRIM_SECONDS = 5.0  # a few times, so far apart
 

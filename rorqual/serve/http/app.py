@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
+from rorqual.config.log import request_id
 from rorqual.errors import RequestError, quoted
 from rorqual.serve.engines.job import EngineJob, parameter_of
 from rorqual.serve.engines.pool import EnginePool
@@ -288,7 +289,9 @@ def _errors(app: FastAPI, api: Api) -> None:
 
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> Response:
-        return answer(ApiError(500, f"internal error: {type(error).__name__}", "server_error"))
+        found = answer(ApiError(500, f"internal error: {type(error).__name__}", "server_error"))
+        found.headers["x-request-id"] = request_id.get()  # answered outside the middleware
+        return found
 
 
 def _json(value: Any) -> Response:

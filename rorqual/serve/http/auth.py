@@ -1,9 +1,11 @@
-"""What stands before every route: the API key, the size of the body, and the time it may take to
-arrive."""
+"""What stands before every route: the API key, the size of the body, the time it may take to
+arrive, and the request's name."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 import time
 from collections import Counter
 from contextlib import suppress
@@ -11,18 +13,20 @@ from contextlib import suppress
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rorqual.config.log import request_id
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.clients import CLIENT, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer
 from rorqual.serve.http.response import error_response
-from rorqual.serve.limits import ServerLimits
+from rorqual.serve.limits import LONGEST_REQUEST_ID, ServerLimits
 
 OPEN = frozenset(("/live", "/health"))
 # dashboard.py asks for a session
 BY_COOKIE = frozenset(("/dashboard", "/dashboard/data", "/dashboard/login", "/dashboard/logout"))
 DISCARDED = 4  # times the largest body that is read of one that is refused
 DISCARD_SECONDS = 5.0
+NAME = re.compile(rb"[!-~]+")  # printable ASCII without spaces
 
 
 class Authenticator:
@@ -48,6 +52,14 @@ class Authenticator:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        name = _request_name(headers.get(b"x-request-id", b""))
+        request_id.set(name.decode())
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+            await send(message)
+
         given = bearer(headers.get(b"authorization"))
         holder = self.guard.keys.holder(given) if given else None
         scope[CLIENT] = holder or address_of(scope)
@@ -57,9 +69,9 @@ class Authenticator:
             self.counts[f"failed_{error.status}"] += 1
             if has_body:
                 await self._discard(receive)
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, named)
             return
-        await self.app(scope, self._limited(receive) if has_body else receive, send)
+        await self.app(scope, self._limited(receive) if has_body else receive, named)
 
     def _refusal(
         self, scope: Scope, given: bytes | None, headers: dict[bytes, bytes]
@@ -107,6 +119,12 @@ class Authenticator:
             return message
 
         return counted
+
+
+def _request_name(given: bytes) -> bytes:
+    """The caller's own name of a request, where it is one; else a new one."""
+    fits = 0 < len(given) <= LONGEST_REQUEST_ID and NAME.fullmatch(given)
+    return given if fits else secrets.token_hex(16).encode()
 
 
 def too_large(most: int) -> ApiError:
