@@ -48,6 +48,7 @@ class Engines:
     def __init__(self, refuses: bool):
         self.refuses = refuses
         self.live: dict[str, Any] = {}
+        self.ended: list[Any] = []
         self.seen: list[weakref.ref[Request]] = []
 
     def add(

@@ -168,7 +168,7 @@ def served() -> Served:
 def refused(served: Served, api: Api, **fields: Any) -> ApiError:
     builder = RequestBuilder(served, api.fleet, api.limits)
     with pytest.raises(ApiError) as found:
-        asyncio.run(builder.completion(CompletionRequest(prompt="a", **fields)))
+        asyncio.run(builder.completion(CompletionRequest(prompt="a", **fields), "me"))
     return found.value
 
 
@@ -239,7 +239,7 @@ def test_a_schema_elsewhere_is_refused(
 ):
     builder = RequestBuilder(served, api.fleet, api.limits)
     with pytest.raises(ApiError) as found:
-        asyncio.run(builder.chat(ChatRequest.model_validate({"messages": TURN, **fields})))
+        asyncio.run(builder.chat(ChatRequest.model_validate({"messages": TURN, **fields}), "me"))
     assert (found.value.status, found.value.param) == (400, param)
     assert "example.org" in found.value.message
 
