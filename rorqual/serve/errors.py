@@ -31,9 +31,9 @@ class ApiError(Exception):
         return msgspec.json.encode(
             {
                 "error": {
-                    "message": self.message,
+                    "message": _encodable(self.message),
                     "type": self.kind,
-                    "param": self.param,
+                    "param": self.param and _encodable(self.param),
                     "code": self.code,
                 }
             }
@@ -41,6 +41,11 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+def _encodable(text: str) -> str:
+    """What a caller wrote may be no text; the answer must be."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Disconnected(Exception):

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rorqual.request import MAX_N, MAX_PRIORITY, MAX_STOP
+from rorqual.request import MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
+from rorqual.serve.errors import bad_request
 
+
+def _whole(value: Any) -> Any:
+    """16.0 is 16, as JSON has one kind of number; 16.5 is left to be refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=0, le=MAX_COUNT)]
+Positive = Annotated[Whole, Field(ge=1, le=MAX_COUNT)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -42,17 +53,28 @@ class StructuredOutputs(Model):
 class Sampling(Model):
     """What both kinds of completion share."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        """Half of a surrogate pair, which JSON's escapes can spell, is no character: nothing
+        behind this could encode it."""
+        try:
+            msgspec.json.encode(data)  # a hundred times as fast as a walk
+        except (ValueError, OverflowError, RecursionError):
+            _check_text(data)
+        return data
+
     model: str | None = Field(
         default=None, description="The served name; the only model if left out."
     )
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Count | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
@@ -89,6 +111,32 @@ class Sampling(Model):
     )
     prompt_cache_retention: str | None = Field(default=None, description="Without effect.")
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
+
+
+def _check_text(data: Any) -> None:
+    """Refuses the first string that cannot be encoded, by the name of its field."""
+    open_parts: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    while open_parts:
+        where, value = open_parts.pop()
+        if isinstance(value, dict):
+            for key in value:
+                _check_string(where, key)
+            open_parts.extend(((*where, key), part) for key, part in value.items())
+        elif isinstance(value, list):
+            open_parts.extend(((*where, str(i)), part) for i, part in enumerate(value))
+        elif isinstance(value, str):
+            _check_string(where, value)
+
+
+def _check_string(where: tuple[str, ...], text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        name = ".".join(where) or None
+        half = f"U+{ord(text[error.start]):04X}, half of a surrogate pair"
+        raise bad_request(
+            f"{name or 'the body'}: the text cannot be encoded: it holds {half}", name
+        ) from None
 
 
 class TextPart(Model):
@@ -167,9 +215,9 @@ class TemplateArguments(Model):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Count | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -193,10 +241,8 @@ class CompletionRequest(Sampling):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Accepted where it equals n."
-    )
+    logprobs: Count | None = None
+    best_of: Positive | None = Field(default=None, description="Accepted where it equals n.")
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     suffix: None = Field(default=None, description="Refused: these models do not fill in.")

@@ -4,13 +4,14 @@ structure to a grammar."""
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rorqual.errors import RequestError
-from rorqual.request import Request, SamplingParams, StructuredOutput
+from rorqual.request import MAX_COUNT, Request, SamplingParams, StructuredOutput
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
@@ -33,6 +34,8 @@ from rorqual.text.reasoning import BEGIN, Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
+TOKEN_ID = re.compile("[0-9]{1,10}")
+SHOWN = 40  # characters of a caller's text that an error repeats
 LONG_TEXT = 20_000  # characters from which tokenizing is worth a thread
 PASSED_ON = (
     "temperature",
@@ -336,10 +339,13 @@ def _wrapped(seed: int) -> int:
 
 
 def _bias(body: Sampling) -> dict[int, float] | None:
-    try:
-        return {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None
-    except ValueError as error:
-        raise bad_request(f"logit_bias takes token ids as keys: {error}", "logit_bias") from None
+    """int() alone would take digits of any script, spaces and underscores."""
+    for token in body.logit_bias or ():
+        if not TOKEN_ID.fullmatch(token) or int(token) > MAX_COUNT:
+            raise bad_request(
+                f"logit_bias takes token ids as keys: {token[:SHOWN]!r} is none", "logit_bias"
+            )
+    return {int(token): bias for token, bias in (body.logit_bias or {}).items()} or None
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
