@@ -25,11 +25,40 @@ Count = Annotated[Whole, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[Whole, Field(ge=1, le=MAX_COUNT)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[Finite, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _one_wrong_bias(value: Any) -> Any:
+    """Of many wrong entries only the first is told."""
+    if not isinstance(value, dict):
+        return value
+    for token, bias in value.items():
+        number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:
+            return {token: bias}
+    return value
+
+
+# A list of a million wrong items is told by its first.
+FAST = Field(fail_fast=True)
+SEVERAL = Field(min_length=1, fail_fast=True)
+Ids = Annotated[list[TokenId], SEVERAL]
 
 
 class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        """Of more fields than there are, only the first unknown one is told."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in data if name not in known)
+        kept = {name: data[name] for name in known if name in data}
+        return {**kept, unknown: data[unknown]}
 
 
 class StreamOptions(Model):
@@ -45,7 +74,7 @@ class StructuredOutputs(Model):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -61,7 +90,8 @@ class Sampling(Model):
         try:
             msgspec.json.encode(data)  # a hundred times as fast as a walk
         except (ValueError, OverflowError, RecursionError):
-            _check_text(data)
+            if isinstance(data, dict):
+                _check_text(data)
         return data
 
     model: str | None = Field(
@@ -78,11 +108,15 @@ class Sampling(Model):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_one_wrong_bias)] | None = Field(
         default=None, description="Token id to bias."
     )
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP)] | None = None
+    stop: (
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOP, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP, fail_fast=True)] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -91,7 +125,9 @@ class Sampling(Model):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: (
+        Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    ) = None
     guided_grammar: str | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None, description="Requests share prefixes within a salt."
@@ -113,19 +149,21 @@ class Sampling(Model):
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
 
 
-def _check_text(data: Any) -> None:
+def _check_text(data: dict[str, Any]) -> None:
     """Refuses the first string that cannot be encoded, by the name of its field."""
-    open_parts: list[tuple[tuple[str, ...], Any]] = [((), data)]
-    while open_parts:
-        where, value = open_parts.pop()
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    while waiting:
+        where, value = waiting.pop()
+        if isinstance(value, str):
+            _check_string(where, value)
+            continue
         if isinstance(value, dict):
             for key in value:
                 _check_string(where, key)
-            open_parts.extend(((*where, key), part) for key, part in value.items())
-        elif isinstance(value, list):
-            open_parts.extend(((*where, str(i)), part) for i, part in enumerate(value))
-        elif isinstance(value, str):
-            _check_string(where, value)
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        waiting.extend(
+            ((*where, str(key)), part) for key, part in parts if isinstance(part, (str, dict, list))
+        )
 
 
 def _check_string(where: tuple[str, ...], text: str) -> None:
@@ -160,9 +198,9 @@ class ChatMessage(Model):
     """One turn. The fields an answer of this server carries may be sent back as they came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FAST] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FAST] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -214,11 +252,11 @@ class TemplateArguments(Model):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FAST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -228,17 +266,14 @@ class ChatRequest(Sampling):
     chat_template_kwargs: TemplateArguments | None = None
     reasoning_effort: str | None = Field(default=None, description="Without effect.")
     verbosity: str | None = Field(default=None, description="Without effect.")
-    modalities: list[Literal["text"]] | None = Field(
+    modalities: Annotated[list[Literal["text"]], FAST] | None = Field(
         default=None, description="Without effect: answers are text."
     )
 
 
 class CompletionRequest(Sampling):
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL] = Field(
+        union_mode="left_to_right"
     )
     echo: bool | None = None
     logprobs: Count | None = None

@@ -87,7 +87,7 @@ class RequestBuilder:
             else {}
         )
         text = self.served.template.render(messages, tools, **switches)
-        prompt = await self._encode(text, self.served.template.builtin)
+        (prompt,) = await self._encode([text], self.served.template.builtin)
         inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
@@ -191,7 +191,8 @@ class RequestBuilder:
             structure_of(body, self.limits.grammar),
         )
         special = body.add_special_tokens is not False
-        prompts = [await self._encode(p, special) if isinstance(p, str) else p for p in given]
+        encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special))
+        prompts = [next(encoded) if isinstance(p, str) else p for p in given]
         requests = self._requests(prompts, params, body, count, client)
         echo = None
         if body.echo:
@@ -287,6 +288,12 @@ class RequestBuilder:
     def _check_ids(self, prompt: list[int], name: str) -> None:
         if not prompt:
             raise bad_request("the prompt is empty", name)
+        most = self._most_tokens()
+        if len(prompt) > most:
+            raise bad_request(
+                f"the prompt has {len(prompt)} tokens; with max_model_len={most + 1} at most "
+                f"{most} fit"
+            )
         if max(prompt) >= self.served.vocab_size:
             raise bad_request(
                 f"the prompt holds token id {max(prompt)}; accepted: 0 to "
@@ -294,17 +301,29 @@ class RequestBuilder:
                 name,
             )
 
-    async def _encode(self, text: str, special: bool) -> list[int]:
-        """Long texts are tokenized on a thread, so that other streams go on."""
-        encode = self.served.tokenizer.encode
+    async def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        """Long texts are tokenized on a thread, so that other streams go on; a text with too
+        many tokens whatever they are is not tokenized at all."""
+        tokenizer = self.served.tokenizer
+        most = self._most_tokens()
+        longest = tokenizer.longest
+        for text in texts:
+            if longest is not None and len(text) > most * longest:
+                raise bad_request(
+                    f"the prompt has {len(text)} characters; with max_model_len={most + 1} at "
+                    f"most {most} tokens fit, and none has more than {longest} characters"
+                )
         try:
-            return (
-                await asyncio.to_thread(encode, text, special)
-                if len(text) > LONG_TEXT
-                else encode(text, special)
-            )
+            if sum(map(len, texts)) > LONG_TEXT:
+                return await asyncio.to_thread(tokenizer.encode_all, texts, special)
+            return [tokenizer.encode(text, special) for text in texts]
         except (UnicodeError, TypeError) as error:
             raise bad_request(f"the text cannot be encoded: {error}") from None
+
+    def _most_tokens(self) -> int:
+        """Of a prompt, on the engine with the longest context."""
+        lengths = [it.info.max_model_len for it in self.fleet.clients if it.info is not None]
+        return max(lengths, default=MAX_COUNT) - 1
 
     def _decode(self, prompt: list[int]) -> str:
         self._check_ids(prompt, "prompt")
