@@ -15,8 +15,8 @@ from rorqual.serve.limits import BODY_GRACE, ServerLimits
 
 
 class Connection(HttpToolsProtocol):
-    """Every message has `patience` seconds for its headers, from its first byte (which has as
-    long from when the connection was made), and then a little more than that for its body: until then
+    """Every message has `patience` seconds for its headers, from its first byte (which has as long
+    from when the connection was made), and then a little more than that for its body: until then
     the route's own deadline answers 408, and where no route reads the body nobody would notice."""
 
     limits = ServerLimits()
