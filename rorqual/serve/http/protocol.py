@@ -135,7 +135,7 @@ class Sampling(Model):
     user: str | None = Field(
         default=None, description="Divides the share of its own API key or address."
     )
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+    priority: Annotated[Whole, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         default=None, description="Lower numbers come first; needs --scheduling-policy priority."
     )
     metadata: dict[str, Any] | None = Field(default=None, description="Without effect.")

@@ -25,6 +25,7 @@ SHARED_NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "priority",
 )
 NUMBERS = [
     *((path, (name,)) for path in (COMPLETE, CHAT) for name in SHARED_NUMBERS),
