@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from rorqual.serve.http import connection
 from rorqual.serve.http.app import _errors
 from rorqual.serve.http.auth import Authenticator
+from rorqual.serve.http.clients import ApiKeys
 from rorqual.serve.limits import ServerLimits
 
 PATIENCE = 0.4
@@ -49,7 +50,7 @@ def make_app(limits: ServerLimits) -> FastAPI:
 
     api: Any = SimpleNamespace(counts=Counter())
     _errors(app, api)
-    app.add_middleware(Authenticator, key=None, limits=limits)
+    app.add_middleware(Authenticator, keys=ApiKeys(None), limits=limits)
     return app
 
 
