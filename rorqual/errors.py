@@ -23,6 +23,10 @@ class RequestError(RorqualError):
     an unknown token id."""
 
 
+class BusyError(RorqualError):
+    """Too much of the same waits already; later there may be room."""
+
+
 class EngineError(RorqualError):
     """The engine can compute nothing more: one of its ranks died, hangs, or failed in a step."""
 

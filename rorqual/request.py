@@ -16,6 +16,7 @@ MAX_LOGPROBS = 64
 MAX_STOP = 64
 MAX_N = 128
 MAX_PRIORITY = 100
+MAX_COUNT = 2**31 - 1  # of tokens: what the sampler's tensors and the messages hold
 GREEDY_TEMPERATURE = 1e-5
 
 
@@ -123,7 +124,12 @@ class SamplingParams:
         _check(1 <= self.n <= MAX_N, "n", self.n, f"1 to {MAX_N}")
         _check(0 <= self.temperature <= 100, "temperature", self.temperature, "0 to 100")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0, up to 1")
-        _check(self.top_k >= 0, "top_k", self.top_k, "-1 or 0 (off), or at least 1")
+        _check(
+            0 <= self.top_k <= MAX_COUNT,
+            "top_k",
+            self.top_k,
+            f"-1 or 0 (off), or 1 to {MAX_COUNT}",
+        )
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "0 to 1")
         _check(
             -2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "-2 to 2"
@@ -148,12 +154,12 @@ class SamplingParams:
         )
         tokens = self.max_tokens
         _check(
-            tokens is None or (isinstance(tokens, int) and tokens >= 1),
+            tokens is None or (isinstance(tokens, int) and 1 <= tokens <= MAX_COUNT),
             "max_tokens",
             tokens,
-            "at least 1, or None",
+            f"1 to {MAX_COUNT}, or None",
         )
-        most = math.inf if tokens is None else tokens
+        most = MAX_COUNT if tokens is None else tokens
         _check(
             0 <= self.min_tokens <= most, "min_tokens", self.min_tokens, f"0 to max_tokens={tokens}"
         )

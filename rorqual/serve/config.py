@@ -62,5 +62,10 @@ class ServeConfig:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         check_options(self)
+        if self.api_key is not None and not any(map(str.strip, self.api_key.split(","))):
+            raise ConfigError(
+                f"api_key={self.api_key!r} holds no key; accepted: keys with commas between them, "
+                "or none at all for an open server"
+            )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+BUSY_SECONDS = 5  # after which an engine that is busy may have room again
+
 
 class ApiError(Exception):
     """An answer that is not a success. `param` names the field at fault; retry_after is in
@@ -31,9 +33,9 @@ class ApiError(Exception):
         return msgspec.json.encode(
             {
                 "error": {
-                    "message": self.message,
+                    "message": _encodable(self.message),
                     "type": self.kind,
-                    "param": self.param,
+                    "param": self.param and _encodable(self.param),
                     "code": self.code,
                 }
             }
@@ -41,6 +43,11 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+def _encodable(text: str) -> str:
+    """What a caller wrote may be no text; the answer must be."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Disconnected(Exception):
@@ -77,6 +84,10 @@ def queue_full(waiting: int, seconds: int) -> ApiError:
 
 def over_share(message: str, seconds: int) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="client_limit", retry_after=seconds)
+
+
+def engine_busy(message: str) -> ApiError:
+    return ApiError(429, message, "rate_limit_error", code="engine_busy", retry_after=BUSY_SECONDS)
 
 
 def timed_out(seconds: float) -> ApiError:

@@ -10,6 +10,9 @@ from rorqual.config.option import option
 from rorqual.errors import ConfigError
 from rorqual.text.grammar_limits import GrammarLimits
 
+# seconds after `patience` at which a body that still comes is cut off without an answer
+BODY_GRACE = 10.0
+
 _limit = partial(option, group="Limits")
 
 GUESS_SECONDS = 60.0  # in which an address may try `wrong_keys` of them
@@ -52,7 +55,7 @@ class ServerLimits:
         flags=("--max-buffered-tokens",),
     )
     patience: float = _limit(
-        30.0, "Seconds a client has to send its request.", flags=("--client-seconds",)
+        30.0, "Seconds a client has to send each request.", flags=("--client-seconds",)
     )
     wrong_keys: int = _limit(
         20,

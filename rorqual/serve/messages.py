@@ -55,10 +55,12 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """A request that can never be served, and why: the caller's mistake."""
+    """A request that can never be served, and why: the caller's mistake. busy: it could be,
+    later."""
 
     id: str
     message: str
+    busy: bool = False
 
 
 class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):

@@ -3,7 +3,8 @@ can be stopped.
 
 A schema or regular expression comes from a stranger and may take for ever to compile, or all
 memory. So it is compiled in a child of `grammar_process`, under limits on time and memory; the
-result comes back serialized and is kept.
+result comes back serialized and is kept. Most compile in an instant: each is tried for a moment
+first, and what takes longer waits for a second process, so that it holds up its like alone.
 """
 
 from __future__ import annotations
@@ -11,14 +12,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import select
-import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,9 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rorqual.engine.execution.grammar_matcher import XMatcher
-from rorqual.errors import RequestError
+from rorqual.errors import BusyError, RequestError
 from rorqual.request import StructuredOutput
+from rorqual.text.grammar_lanes import Framed, GrammarJob, GrammarQueue, Lane
 from rorqual.text.grammar_limits import GrammarLimits
 from rorqual.text.schema_refs import check_refs
 
@@ -42,49 +40,8 @@ def check_size(structure: StructuredOutput, limits: GrammarLimits) -> None:
         )
 
 
-class Framed:
-    """Messages of msgpack with a length before them, over a child's standard input and output."""
-
-    def __init__(self, command: list[str]):
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
-        self.input = self.child.stdin
-        self.output = self.child.stdout
-
-    def ask(self, message: Any, seconds: float) -> Any:
-        """Send one message, wait for its answer; raises TimeoutError, or EOFError where the
-        child has gone."""
-        data = msgspec.msgpack.encode(message)
-        try:
-            self.input.write(len(data).to_bytes(8, "little") + data)
-            self.input.flush()
-        except BrokenPipeError:
-            raise EOFError from None
-        deadline = time.monotonic() + seconds
-        size = int.from_bytes(self._read(8, deadline), "little")
-        return msgspec.msgpack.decode(self._read(size, deadline))
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        fd = self.output.fileno()
-        parts = []
-        missing = size
-        while missing:
-            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
-            part = os.read(fd, min(missing, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
-
-    def close(self) -> None:
-        self.child.kill()
-        self.child.wait()
-        for pipe in (self.input, self.output):
-            with suppress(BrokenPipeError):
-                pipe.close()
+class TooMuch(RequestError):
+    """A structure that met the limits of its try."""
 
 
 class XGrammars:
@@ -100,13 +57,19 @@ class XGrammars:
         self.eos = eos_token_ids
         self.limits = limits
         self.info: Any = None
+        self.info_lock = threading.Lock()
         self.compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()
         # Also what has been dropped but a live request still holds: one that was preempted asks
         # again.
         self.alive: WeakValueDictionary[StructuredOutput, Any] = WeakValueDictionary()
-        self.helper: Framed | None = None
-        self.lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self.jobs: dict[StructuredOutput, GrammarJob] = {}  # waiting or being compiled
+        self.lock = threading.Lock()  # of all of these, never held for long
+        self.first = Lane(self._start_helper)
+        self.slow = Lane(self._start_helper)
+        self.queue = GrammarQueue(limits.waiting)
+        self.slow_queue = GrammarQueue(limits.slow_waiting)
+        self.threads: list[threading.Thread] = []
+        self.closed = False
 
     @classmethod
     def make(
@@ -122,30 +85,80 @@ class XGrammars:
     def warm(self) -> None:
         """Bring up the compiling process now, beside everything else, rather than at the first
         request."""
-        self.pool.submit(self._find, StructuredOutput("json_object"))
+        self.prepare(StructuredOutput("json_object"), lambda error: None)
 
     def ready(self, structure: StructuredOutput) -> bool:
         """True where `matcher` need not compile; the structure then counts as used last."""
-        with suppress(KeyError):
+        with self.lock, suppress(KeyError):
             self.compiled.move_to_end(structure)
             return True
         return False
 
     def prepare(
-        self, structure: StructuredOutput, done: Callable[[Exception | None], None]
+        self,
+        structure: StructuredOutput,
+        done: Callable[[Exception | None], None],
+        client: str = "",
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Compile on a thread of its own and call done(error or None) from there."""
-        self.pool.submit(self._prepare, structure, done)
+        """Compile on a thread of its own and call done(error or None), from there or at once.
+        Clients take turns; BusyError where too many wait. What is not `wanted` any more when its
+        turn comes is passed over."""
+        with self.lock:
+            job = self.jobs.get(structure)
+            if job is not None:
+                job.waiters.append((done, wanted))
+                return
+            job = self.jobs[structure] = GrammarJob(structure, client, [(done, wanted)])
+            if not self.threads:
+                self._start_threads()
+        self._push(self.queue, job)
 
-    def _prepare(
-        self, structure: StructuredOutput, done: Callable[[Exception | None], None]
-    ) -> None:
-        error: Exception | None = None
+    def _start_threads(self) -> None:
+        for work in (self._try_all, self._compile_slow):
+            thread = threading.Thread(target=work, name="grammars", daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def _push(self, queue: GrammarQueue, job: GrammarJob) -> None:
+        for dropped in queue.push(job):
+            message = f"{queue.most} grammars wait to be compiled, which is as many as may"
+            self._finish(dropped, BusyError(f"{message}; try again later"))
+
+    def _try_all(self) -> None:
+        while (job := self.queue.pop()) is not None:
+            if self._still_wanted(job):
+                error = self._try(job, self.first, self.limits.quick)
+                if isinstance(error, TooMuch):
+                    self._push(self.slow_queue, job)
+                else:
+                    self._finish(job, error)
+
+    def _compile_slow(self) -> None:
+        while (job := self.slow_queue.pop()) is not None:
+            if self._still_wanted(job):
+                self._finish(job, self._try(job, self.slow, self.limits.seconds))
+
+    def _still_wanted(self, job: GrammarJob) -> bool:
+        with self.lock:
+            wanted = job.wanted
+            if not wanted:
+                del self.jobs[job.structure]  # whoever asks from now on makes a new one
+            return wanted
+
+    def _try(self, job: GrammarJob, lane: Lane, seconds: float) -> Exception | None:
         try:
-            self._find(structure)
-        except Exception as found:
-            error = found
-        done(error)
+            self._find(job.structure, lane, seconds)
+        except Exception as error:
+            return error
+        return None
+
+    def _finish(self, job: GrammarJob, error: Exception | None) -> None:
+        with self.lock:
+            self.jobs.pop(job.structure, None)
+            waiters = [] if self.closed else job.waiters
+        for done, _ in waiters:
+            done(error)
 
     def hold(self, structure: StructuredOutput | None) -> Any:
         """What keeps a compiled grammar at hand for as long as the caller keeps it."""
@@ -153,29 +166,27 @@ class XGrammars:
 
     def matcher(self, structure: StructuredOutput) -> XMatcher:
         """Raises RequestError where the structure cannot be compiled within the limits."""
-        return XMatcher(self._find(structure))
+        return XMatcher(self._find(structure, self.first, self.limits.seconds))
 
     def packed(self, structure: StructuredOutput) -> str:
-        return self._find(structure).serialize_json()
+        return self._find(structure, self.first, self.limits.seconds).serialize_json()
 
     def vocabulary(self) -> str:
         """Known once something has been compiled."""
         return self.info.serialize_json()
 
-    def _find(self, structure: StructuredOutput) -> Any:
-        """The lock is held while compiling, which the engine's thread must never wait for when
-        it asks for what is there."""
+    def _find(self, structure: StructuredOutput, lane: Lane, seconds: float) -> Any:
+        """The engine's thread asks for what is there, and never waits for what is compiled."""
         found = self.alive.get(structure)
-        if found is not None:
-            return found
-        with self.lock:
-            if structure not in self.compiled:
-                self.compiled[structure] = self.alive[structure] = self._compile(structure)
+        if found is None:
+            found = self._compile(structure, lane, seconds)
+            with self.lock:
+                self.compiled[structure] = self.alive[structure] = found
                 while len(self.compiled) > self.limits.kept:
                     self.compiled.popitem(last=False)
-            return self.compiled[structure]
+        return found
 
-    def _compile(self, structure: StructuredOutput) -> Any:
+    def _compile(self, structure: StructuredOutput, lane: Lane, seconds: float) -> Any:
         import xgrammar
 
         check_size(structure, self.limits)
@@ -187,23 +198,23 @@ class XGrammars:
                 f"has ids 0 to {self.vocab_size - 1}; the model names {list(self.eos)}"
             )
         request = compile_request(structure)
-        if self.info is None:
-            self.info = tokenizer_info(self.folder, self.vocab_size, self.eos)
-        text = self._ask(structure.kind, request)
+        text = self._ask(structure.kind, request, lane, seconds)
+        with self.info_lock:
+            if self.info is None:
+                self.info = tokenizer_info(self.folder, self.vocab_size, self.eos)
         return xgrammar.CompiledGrammar.deserialize_json(text, self.info)
 
-    def _ask(self, kind: str, request: tuple[str, str]) -> str:
+    def _ask(self, kind: str, request: tuple[str, str], lane: Lane, seconds: float) -> str:
         try:
-            self.helper = self.helper or self._start_helper()
-            answer = self.helper.ask(request, self.limits.seconds + 5.0)
+            answer = lane.ask((*request, seconds), seconds + 5.0)
         except (TimeoutError, EOFError):
-            self._stop_helper()
-            raise RequestError(
+            raise TooMuch(
                 f"the {kind} could not be compiled; accepted: one that compiles within "
-                f"{self.limits.seconds:g} s"
+                f"{seconds:g} s"
             ) from None
         if "error" in answer:
-            raise RequestError(f"the {kind} cannot be compiled: {answer['error']}")
+            error = TooMuch if answer.get("limit") else RequestError
+            raise error(f"the {kind} cannot be compiled: {answer['error']}")
         return answer["compiled"]
 
     def _start_helper(self) -> Framed:
@@ -218,14 +229,12 @@ class XGrammars:
         helper.ask({**where, "limits": limits}, 120.0)
         return helper
 
-    def _stop_helper(self) -> None:
-        if self.helper is not None:
-            self.helper.close()
-            self.helper = None
-
     def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        self._stop_helper()
+        self.closed = True
+        for queue in (self.queue, self.slow_queue):
+            queue.close()
+        for lane in (self.first, self.slow):
+            lane.close()
 
 
 def compile_request(structure: StructuredOutput) -> tuple[str, str]:

@@ -2,7 +2,8 @@
 memory, thrown away afterwards.
 
 Framed msgpack on standard input and output. The first message says whose vocabulary and which
-limits; each further one is (kind, text) and is answered by {"compiled": ...} or {"error": ...}.
+limits; each further one is (kind, text, processor seconds) and is answered by {"compiled": ...} or
+{"error": ...}, with "limit" where more seconds or memory might have done it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import select
 import signal
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,7 +76,7 @@ def _check_start(matcher: Any, vocab_size: int) -> None:
         raise ValueError("no text of this vocabulary matches it")
 
 
-def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str, str]:
+def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str, Any]:
     """Compile in a child; what it says, or that it said nothing."""
     source, target = os.pipe()
     said = os.memfd_create("said")
@@ -93,7 +95,8 @@ def limited(info: Any, kind: str, text: str, limits: GrammarLimits) -> dict[str,
         return {
             "error": f"it takes more than {limits.seconds:g} s, or {limits.memory_mib} MiB, or "
             "its "
-            "compiled form is too large"
+            "compiled form is too large",
+            "limit": True,
         }
     return msgspec.msgpack.decode(data)
 
@@ -121,6 +124,9 @@ def _as_child(target: int, info: Any, kind: str, text: str, limits: GrammarLimit
         resource.setrlimit(
             resource.RLIMIT_CPU, (seconds + int(used.ru_utime + used.ru_stime), seconds + 60)
         )
+        # That one knows whole seconds alone.
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, limits.seconds)
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])
         most = pages * resource.getpagesize() + (limits.memory_mib << 20)
@@ -171,7 +177,8 @@ def main() -> None:
     info = tokenizer_info(Path(first["folder"]), first["vocab_size"], tuple(first["eos"]))
     write(target, {})
     while (message := read(source)) is not None:
-        write(target, limited(info, message[0], message[1], limits))
+        kind, text, seconds = message
+        write(target, limited(info, kind, text, replace(limits, seconds=seconds)))
 
 
 if __name__ == "__main__":

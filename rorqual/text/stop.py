@@ -3,56 +3,124 @@ part."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+CHARS = 0x110000
+
+
+class StopAutomaton:
+    """Aho and Corasick's: a state for every beginning of a stop string, so that a character of
+    text costs one step on average, however many and long the stops are.
+
+    depth[state]: characters of that beginning, the longest one that ends the text so far.
+    complete[state]: index of the longest stop that is complete there, -1 if none is.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.edges: dict[int, int] = {}  # state * CHARS + character -> state
+        self.depth = [0]
+        self.complete = [-1]
+        self.shorter = [0]  # the state of the next shorter beginning that ends the same text
+        children: list[list[int]] = [[]]
+        for index, stop in enumerate(stops):
+            self._insert(stop, index, children)
+        self._link(children)
+
+    def _insert(self, stop: str, index: int, children: list[list[int]]) -> None:
+        state = 0
+        for char in map(ord, stop):
+            key = state * CHARS + char
+            after = self.edges.get(key)
+            if after is None:
+                after = self.edges[key] = len(self.depth)
+                children[state].append(char)
+                children.append([])
+                self.depth.append(self.depth[state] + 1)
+                self.complete.append(-1)
+                self.shorter.append(0)
+            state = after
+        self.complete[state] = index
+
+    def _link(self, children: list[list[int]]) -> None:
+        """By depth: a state's shorter one is known before its own children ask."""
+        waiting = deque((0,))
+        while waiting:
+            state = waiting.popleft()
+            for char in children[state]:
+                after = self.edges[state * CHARS + char]
+                if state:
+                    self.shorter[after] = self.step(self.shorter[state], char)
+                if self.complete[after] < 0:
+                    self.complete[after] = self.complete[self.shorter[after]]
+                waiting.append(after)
+
+    def step(self, state: int, char: int) -> int:
+        while True:
+            after = self.edges.get(state * CHARS + char)
+            if after is not None:
+                return after
+            if not state:
+                return 0
+            state = self.shorter[state]
+
+
+# Those of texts still under way: choices of one request share theirs.
+_made: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
+
+
+def automaton_of(stops: tuple[str, ...]) -> StopAutomaton:
+    found = _made.get(stops)
+    if found is None:
+        found = _made[stops] = StopAutomaton(stops)
+    return found
 
 
 class StopStrings:
     """Holds back any tail that could still become a stop string.
 
     push(text) returns what is safe to show; once `found` is set, nothing more comes. flush()
-    returns the held tail.
+    returns the held tail. Of stop strings the one that is complete first counts; of those complete
+    at the same place, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
         self.stops = tuple(stops)
         self.include = include
+        self.automaton = automaton_of(self.stops) if self.stops else None
+        self.state = 0
         self.tail = ""
         self.found: str | None = None
 
     def push(self, text: str) -> str:
         if self.found is not None:
             return ""
-        if not self.stops:
+        if self.automaton is None:
             return text
-        self.tail += text
-        hit = self._earliest()
-        if hit is not None:
-            start, self.found = hit
-            shown = self.tail[: start + (len(self.found) if self.include else 0)]
-            self.tail = ""
-            return shown
-        keep = max(overlap(self.tail, stop) for stop in self.stops)
-        shown = self.tail[: len(self.tail) - keep]
-        self.tail = self.tail[len(self.tail) - keep :]
-        return shown
+        step = self.automaton.step
+        complete = self.automaton.complete
+        state = self.state
+        for place, char in enumerate(map(ord, text)):
+            state = step(state, char)
+            if complete[state] >= 0:
+                self.found = self.stops[complete[state]]
+                return self._last(self.tail + text[: place + 1], self.found)
+        self.state = state
+        seen = self.tail + text
+        shown = len(seen) - self.automaton.depth[state]
+        self.tail = seen[shown:]
+        return seen[:shown]
+
+    def _last(self, seen: str, found: str) -> str:
+        self.tail = ""
+        return seen if self.include else seen[: len(seen) - len(found)]
 
     def flush(self) -> str:
         rest = self.tail
         self.tail = ""
+        self.state = 0
         return rest
-
-    def _earliest(self) -> tuple[int, str] | None:
-        """The stop string that is complete first; of those complete at the same place, the
-        longest."""
-        hits = [
-            (self.tail.find(stop) + len(stop), -len(stop), stop)
-            for stop in self.stops
-            if stop in self.tail
-        ]
-        if not hits:
-            return None
-        end, _, stop = min(hits)
-        return end - len(stop), stop
 
 
 def overlap(text: str, stop: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rorqual.errors import ConfigError, LoadError, RequestError
 from rorqual.models.hub import BUNDLED, model_folder
+from rorqual.text.token_length import longest_token
 
 log = logging.getLogger("rorqual.serve")
 
@@ -90,6 +92,17 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_all(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """The same of each text. Other threads run meanwhile, which `encode` does not let them,
+        whatever its thread."""
+        found = self.raw.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [item.ids for item in found]
+
+    @cached_property
+    def longest(self) -> int | None:
+        """The most characters of a text that become one token, where that is known."""
+        return longest_token(self.raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -178,17 +178,17 @@ def test_memory_and_time_are_bounded_and_the_process_survives(
             StructuredOutput("grammar", "root ::= r0\n" + rules + 'r12 ::= "x"{0,3000}')
         )
     assert time.monotonic() - start < 10
-    assert grammars.helper is not None
-    before = grammars.helper.child.pid
+    assert grammars.first.helper is not None
+    before = grammars.first.helper.child.pid
     assert grammars.matcher(StructuredOutput("regex", "a+"))
-    assert grammars.helper.child.pid == before
+    assert grammars.first.helper.child.pid == before
 
 
 def test_a_killed_helper_is_an_error_and_comes_back(grammars: XGrammars):
     grammars.matcher(StructuredOutput("regex", "first"))
-    assert grammars.helper is not None
-    grammars.helper.child.kill()
-    grammars.helper.child.wait()
+    assert grammars.first.helper is not None
+    grammars.first.helper.child.kill()
+    grammars.first.helper.child.wait()
     with pytest.raises(RequestError, match="could not be compiled"):
         grammars.matcher(StructuredOutput("regex", "second"))
     assert grammars.matcher(StructuredOutput("regex", "third"))

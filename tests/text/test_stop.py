@@ -3,6 +3,7 @@ string that is completed later."""
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -138,3 +139,39 @@ def test_flush_empties_the_tail() -> None:
     assert stream.push("a") == ""
     assert stream.flush() == "a"
     assert stream.flush() == ""
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.text("ab", max_size=60),
+    stops=st.lists(st.text("ab", min_size=3, max_size=12), min_size=1, max_size=8),
+    cuts=st.lists(st.integers(0, 60), max_size=20),
+    include=st.booleans(),
+)
+def test_stops_that_begin_and_end_alike(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    stream = StopStrings(stops, include)
+    wanted, found = by_definition(text, stops, include)
+    assert "".join(feed(stream, split(text, cuts))) == wanted
+    assert stream.found == found
+
+
+def test_long_stops_cost_a_character_no_more_than_short_ones() -> None:
+    """The text keeps to one stop of 1,024 characters; comparing the tail with each beginning of 63
+    others took 10 seconds."""
+    stops = ["ab" * 511 + "ac", *("aa" * 511 + f"{i:02}" for i in range(63))]
+    start = time.process_time()
+    stream = StopStrings(stops)
+    shown = [stream.push("abab") for _ in range(1500)]
+    shown.append(stream.flush())
+    assert "".join(shown) == "abab" * 1500
+    assert time.process_time() - start < 2.0
+
+
+def test_choices_of_a_request_share_their_automaton() -> None:
+    one, other = (StopStrings(["one", "two"]) for _ in range(2))
+    assert one.automaton is other.automaton
+    assert one.push("on") == other.push("tw") == ""
+    assert one.push("e") == other.push("o") == ""
+    assert (one.found, other.found) == ("one", "two")

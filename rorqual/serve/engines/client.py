@@ -131,7 +131,7 @@ class EngineClient:
         elif isinstance(message, messages.Refused):
             entry = self.live.get(message.id)
             if self._forget(message.id) and entry is not None:
-                entry.job.refuse(message.message)
+                entry.job.refuse(message.message, message.busy)
         elif isinstance(message, messages.EngineInfo):
             self.info = message
             self.ready.set()

@@ -25,7 +25,7 @@ from rorqual.engine.config import EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
-from rorqual.errors import RequestError, RorqualError
+from rorqual.errors import BusyError, RequestError, RorqualError
 from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
@@ -137,11 +137,17 @@ class EngineProcess:
         elif self.grammars.ready(structure):
             self._add(add)
         else:
-            self.preparing[add.request.id] = add
-            self.grammars.prepare(structure, partial(self._when_prepared, add))
+            name = add.request.id
+            self.preparing[name] = add
+            self.grammars.prepare(
+                structure,
+                partial(self._when_prepared, add),
+                add.request.client,
+                lambda: name in self.preparing,
+            )
 
     def _when_prepared(self, add: messages.Add, error: Exception | None) -> None:
-        """Called on the preparing thread."""
+        """Called on a preparing thread, or at once."""
         self.prepared.put((add, error))
         self.link.wake()
 
@@ -157,7 +163,7 @@ class EngineProcess:
         self.live[request.id] = self.unstarted[request.id] = live
 
     def _refuse(self, request: Request, error: Exception) -> None:
-        self.link.send(messages.Refused(request.id, str(error)))
+        self.link.send(messages.Refused(request.id, str(error), isinstance(error, BusyError)))
 
     # ---- what goes out
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rorqual.serve.errors import ApiError, too_slow
+from rorqual.serve.errors import ApiError, engine_busy, too_slow
 from rorqual.serve.messages import Output
 
 
@@ -49,8 +49,11 @@ class EngineJob:
             self.close()
         self._wake()
 
-    def refuse(self, message: str) -> None:
-        """The engine will not serve this request: the caller's mistake."""
+    def refuse(self, message: str, busy: bool = False) -> None:
+        """The engine will not serve this request: the caller's mistake, unless it is busy."""
+        if busy:
+            self.fail(engine_busy(message))
+            return
         self.fail(ApiError(400, message, param=parameter_of(message)))
 
     def cancel(self, choice: int) -> None:

@@ -109,7 +109,9 @@ class Authenticator:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 raise HTTPException(
-                    408, f"the body did not arrive within {self.limits.patience:g} s"
+                    408,
+                    f"the body did not arrive within {self.limits.patience:g} s",
+                    {"connection": "close"},  # else the sender could go on
                 ) from None
             seen += len(message.get("body", b""))
             self.memory.note(len(message.get("body", b"")))

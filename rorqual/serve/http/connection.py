@@ -11,25 +11,33 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.response import ABORT
-from rorqual.serve.limits import ServerLimits
+from rorqual.serve.limits import BODY_GRACE, ServerLimits
 
 
 class Connection(HttpToolsProtocol):
+    """Every message has `patience` seconds for its headers, from its first byte (which has as long
+    from when the connection was made), and then a little more than that for its body: until then
+    the route's own deadline answers 408, and where no route reads the body nobody would notice."""
+
     limits = ServerLimits()
+    deadline: asyncio.TimerHandle | None = None
+    receiving = False  # a message has begun and is not complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.header_bytes = 0
-        self.impatience = self.loop.call_later(self.limits.patience, transport.abort)
+        self._arm(self.limits.patience)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.impatience.cancel()
+        self._disarm()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.header_bytes = 0
         self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]
+        self.receiving = True
+        self._arm(self.limits.patience)
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -40,8 +48,31 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.impatience.cancel()  # from here the body's time is the gate's to watch
         super().on_headers_complete()
+        self._disarm()
+        if not self.pipeline:
+            self._arm(self.limits.patience + BODY_GRACE)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.receiving = False
+        self._disarm()
+
+    def on_response_complete(self) -> None:
+        """A message that waited for this answer is read on from here, so its time begins."""
+        waited = bool(self.pipeline)
+        super().on_response_complete()
+        if waited and not self.pipeline and self.receiving:
+            self._arm(self.limits.patience + BODY_GRACE)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self.deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    def _disarm(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
     def _count(self, size: int) -> None:
         self.header_bytes += size
@@ -52,6 +83,9 @@ class Connection(HttpToolsProtocol):
         if self.parser is None or self.transport.is_closing():
             return
         super().data_received(data)
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and not self.receiving and self.deadline is None:
+            self._arm(self.limits.patience)  # blank lines: uvicorn takes them for a sign of life
 
     def send_400_response(self, msg: str) -> None:
         """As uvicorn's, in the API's own shape."""

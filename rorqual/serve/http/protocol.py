@@ -8,17 +8,57 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rorqual.request import MAX_N, MAX_PRIORITY, MAX_STOP
+from rorqual.request import MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
+from rorqual.serve.errors import bad_request
 
+
+def _whole(value: Any) -> Any:
+    """16.0 is 16, as JSON has one kind of number; 16.5 is left to be refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=0, le=MAX_COUNT)]
+Positive = Annotated[Whole, Field(ge=1, le=MAX_COUNT)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[Finite, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _one_wrong_bias(value: Any) -> Any:
+    """Of many wrong entries only the first is told."""
+    if not isinstance(value, dict):
+        return value
+    for token, bias in value.items():
+        number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:
+            return {token: bias}
+    return value
+
+
+# A list of a million wrong items is told by its first.
+FAST = Field(fail_fast=True)
+SEVERAL = Field(min_length=1, fail_fast=True)
+Ids = Annotated[list[TokenId], SEVERAL]
 
 
 class Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        """Of more fields than there are, only the first unknown one is told."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in data if name not in known)
+        kept = {name: data[name] for name in known if name in data}
+        return {**kept, unknown: data[unknown]}
 
 
 class StreamOptions(Model):
@@ -34,7 +74,7 @@ class StructuredOutputs(Model):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -42,25 +82,41 @@ class StructuredOutputs(Model):
 class Sampling(Model):
     """What both kinds of completion share."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        """Half of a surrogate pair, which JSON's escapes can spell, is no character: nothing
+        behind this could encode it."""
+        try:
+            msgspec.json.encode(data)  # a hundred times as fast as a walk
+        except (ValueError, OverflowError, RecursionError):
+            if isinstance(data, dict):
+                _check_text(data)
+        return data
+
     model: str | None = Field(
         default=None, description="The served name; the only model if left out."
     )
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Count | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_one_wrong_bias)] | None = Field(
         default=None, description="Token id to bias."
     )
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP)] | None = None
+    stop: (
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOP, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP, fail_fast=True)] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -69,7 +125,9 @@ class Sampling(Model):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: (
+        Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    ) = None
     guided_grammar: str | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None, description="Requests share prefixes within a salt."
@@ -77,7 +135,7 @@ class Sampling(Model):
     user: str | None = Field(
         default=None, description="Divides the share of its own API key or address."
     )
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+    priority: Annotated[Whole, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
         default=None, description="Lower numbers come first; needs --scheduling-policy priority."
     )
     metadata: dict[str, Any] | None = Field(default=None, description="Without effect.")
@@ -89,6 +147,34 @@ class Sampling(Model):
     )
     prompt_cache_retention: str | None = Field(default=None, description="Without effect.")
     spaces_between_special_tokens: bool | None = Field(default=None, description="Without effect.")
+
+
+def _check_text(data: dict[str, Any]) -> None:
+    """Refuses the first string that cannot be encoded, by the name of its field."""
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), data)]
+    while waiting:
+        where, value = waiting.pop()
+        if isinstance(value, str):
+            _check_string(where, value)
+            continue
+        if isinstance(value, dict):
+            for key in value:
+                _check_string(where, key)
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        waiting.extend(
+            ((*where, str(key)), part) for key, part in parts if isinstance(part, (str, dict, list))
+        )
+
+
+def _check_string(where: tuple[str, ...], text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        name = ".".join(where) or None
+        half = f"U+{ord(text[error.start]):04X}, half of a surrogate pair"
+        raise bad_request(
+            f"{name or 'the body'}: the text cannot be encoded: it holds {half}", name
+        ) from None
 
 
 class TextPart(Model):
@@ -112,9 +198,9 @@ class ChatMessage(Model):
     """One turn. The fields an answer of this server carries may be sent back as they came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FAST] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FAST] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -166,11 +252,11 @@ class TemplateArguments(Model):
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: list[Tool] | None = None
+    top_logprobs: Count | None = None
+    tools: Annotated[list[Tool], FAST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -180,23 +266,18 @@ class ChatRequest(Sampling):
     chat_template_kwargs: TemplateArguments | None = None
     reasoning_effort: str | None = Field(default=None, description="Without effect.")
     verbosity: str | None = Field(default=None, description="Without effect.")
-    modalities: list[Literal["text"]] | None = Field(
+    modalities: Annotated[list[Literal["text"]], FAST] | None = Field(
         default=None, description="Without effect: answers are text."
     )
 
 
 class CompletionRequest(Sampling):
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL] = Field(
+        union_mode="left_to_right"
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Accepted where it equals n."
-    )
+    logprobs: Count | None = None
+    best_of: Positive | None = Field(default=None, description="Accepted where it equals n.")
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
     suffix: None = Field(default=None, description="Refused: these models do not fill in.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rorqual.errors import RequestError, quoted
-from rorqual.request import Request, SamplingParams, StructuredOutput
+from rorqual.request import MAX_COUNT, Request, SamplingParams, StructuredOutput
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
@@ -89,7 +89,7 @@ class RequestBuilder:
         tools, forced = self._tools(body)
         messages = [_message(message) for message in body.messages]
         text = self.served.template.render(messages, tools, **_switches(body))
-        prompt = await self._encode(text, self.served.template.builtin)
+        (prompt,) = await self._encode([text], self.served.template.builtin)
         inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
@@ -203,7 +203,8 @@ class RequestBuilder:
             structure_of(body, self.limits.grammar),
         )
         special = body.add_special_tokens is not False
-        prompts = [await self._encode(p, special) if isinstance(p, str) else p for p in given]
+        encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special))
+        prompts = [next(encoded) if isinstance(p, str) else p for p in given]
         requests = self._requests(prompts, params, body, count, client)
         echo = None
         if body.echo:
@@ -227,7 +228,8 @@ class RequestBuilder:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("either prompt or messages must be given", "prompt")
         if body.prompt is not None:
-            return await self._encode(body.prompt, body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            return (await self._encode([body.prompt], special))[0]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
         text = self.served.template.render(
@@ -237,7 +239,7 @@ class RequestBuilder:
         )
         special = self.served.template.builtin
         given = body.add_special_tokens
-        return await self._encode(text, special if given is None else given)
+        return (await self._encode([text], special if given is None else given))[0]
 
     async def detokenize(self, body: DetokenizeRequest) -> str:
         self._check_model(body)
@@ -325,6 +327,12 @@ class RequestBuilder:
     def _check_ids(self, prompt: list[int], name: str) -> None:
         if not prompt:
             raise bad_request("the prompt is empty", name)
+        most = self._most_tokens()
+        if len(prompt) > most:
+            raise bad_request(
+                f"the prompt has {len(prompt)} tokens; with max_model_len={most + 1} at most "
+                f"{most} fit"
+            )
         if max(prompt) >= self.served.vocab_size:
             raise bad_request(
                 f"the prompt holds token id {max(prompt)}; accepted: 0 to "
@@ -332,17 +340,29 @@ class RequestBuilder:
                 name,
             )
 
-    async def _encode(self, text: str, special: bool) -> list[int]:
-        """Long texts are tokenized on a thread, so that other streams go on."""
-        encode = self.served.tokenizer.encode
+    async def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        """Long texts are tokenized on a thread, so that other streams go on; a text with too
+        many tokens whatever they are is not tokenized at all."""
+        tokenizer = self.served.tokenizer
+        most = self._most_tokens()
+        longest = tokenizer.longest
+        for text in texts:
+            if longest is not None and len(text) > most * longest:
+                raise bad_request(
+                    f"the prompt has {len(text)} characters; with max_model_len={most + 1} at "
+                    f"most {most} tokens fit, and none has more than {longest} characters"
+                )
         try:
-            return (
-                await asyncio.to_thread(encode, text, special)
-                if len(text) > LONG_TEXT
-                else encode(text, special)
-            )
+            if sum(map(len, texts)) > LONG_TEXT:
+                return await asyncio.to_thread(tokenizer.encode_all, texts, special)
+            return [tokenizer.encode(text, special) for text in texts]
         except (UnicodeError, TypeError) as error:
             raise bad_request(f"the text cannot be encoded: {error}") from None
+
+    def _most_tokens(self) -> int:
+        """Of a prompt, on the engine with the longest context."""
+        lengths = [it.info.max_model_len for it in self.fleet.clients if it.info is not None]
+        return max(lengths, default=MAX_COUNT) - 1
 
     def _decode(self, prompt: list[int]) -> str:
         self._check_ids(prompt, "prompt")

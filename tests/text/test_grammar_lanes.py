@@ -1,0 +1,162 @@
+"""Grammars that take long hold up their like alone, and clients take turns."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from rorqual.errors import BusyError, ConfigError, RequestError
+from rorqual.models.hub import BUNDLED
+from rorqual.request import StructuredOutput
+from rorqual.text.grammar import XGrammars
+from rorqual.text.grammar_lanes import GrammarJob, GrammarQueue
+from rorqual.text.grammar_limits import GrammarLimits
+
+WORDS = StructuredOutput("choice", json.dumps(["yes", "no"]))
+SECONDS = 3.0
+
+
+def bomb(number: int) -> StructuredOutput:
+    """A grammar of exponential size."""
+    rules = "".join(f"r{i} ::= r{i + 1} r{i + 1} r{i + 1} r{i + 1} | [a-z]\n" for i in range(12))
+    return StructuredOutput(
+        "grammar", f"root ::= r0\n{rules}" + f'r12 ::= "x"{{0,{3000 + number}}}'
+    )
+
+
+def made(**limits: float) -> XGrammars:
+    found = XGrammars.make(BUNDLED, 4096, (1,), GrammarLimits(**limits))  # type: ignore[arg-type]
+    assert found is not None
+    found.warm()
+    return found
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[XGrammars]:
+    found = made(seconds=SECONDS, quick=0.3)
+    wait_for(found, StructuredOutput("regex", "warm"))
+    yield found
+    found.close()
+
+
+def wait_for(grammars: XGrammars, structure: StructuredOutput) -> Exception | None:
+    heard: SimpleQueue[Exception | None] = SimpleQueue()
+    grammars.prepare(structure, heard.put, "waiter")
+    return heard.get(timeout=60)
+
+
+def test_bombs_do_not_hold_up_two_words(grammars: XGrammars) -> None:
+    """Three bombs are three times all the seconds in one queue; here three first tries, of which
+    clients who take turns wait for one."""
+    heard: SimpleQueue[Exception | None] = SimpleQueue()
+    for number in range(3):
+        grammars.prepare(bomb(number), heard.put, "bomber")
+    start = time.monotonic()
+    assert wait_for(grammars, WORDS) is None
+    assert time.monotonic() - start < SECONDS
+    for _ in range(3):
+        assert isinstance(heard.get(timeout=60), RequestError)
+
+
+def test_what_takes_longer_than_its_first_try_is_compiled_all_the_same() -> None:
+    grammars = made(quick=0.002)
+    try:
+        assert wait_for(grammars, StructuredOutput("regex", "[a-z]{1,200}x{1,200}")) is None
+        assert grammars.slow.helper is not None
+    finally:
+        grammars.close()
+
+
+def test_the_same_grammar_is_compiled_once_for_all_who_wait(grammars: XGrammars) -> None:
+    heard: SimpleQueue[Exception | None] = SimpleQueue()
+    start = time.monotonic()
+    for _ in range(8):
+        grammars.prepare(bomb(100), heard.put)
+    assert all(isinstance(heard.get(timeout=60), RequestError) for _ in range(8))
+    assert time.monotonic() - start < 3 * (SECONDS + 2)
+    assert not grammars.jobs
+
+
+def test_nobody_waits_for_what_nobody_wants(grammars: XGrammars) -> None:
+    """Requests that were cancelled while they waited cost no time."""
+    heard: SimpleQueue[Exception | None] = SimpleQueue()
+    for number in range(30):
+        grammars.prepare(bomb(200 + number), heard.put, "gone", lambda: False)
+    start = time.monotonic()
+    assert wait_for(grammars, StructuredOutput("regex", "wanted")) is None
+    assert time.monotonic() - start < SECONDS
+    assert heard.empty()
+    assert not grammars.jobs
+
+
+def test_too_many_are_refused_at_once() -> None:
+    grammars = made(waiting=2, seconds=1.0, quick=0.3)
+    try:
+        wait_for(grammars, WORDS)
+        heard: SimpleQueue[Exception | None] = SimpleQueue()
+        for number in range(6):
+            grammars.prepare(bomb(number), heard.put, "bomber")
+        error = heard.get(timeout=0.2)
+        assert isinstance(error, BusyError)
+        assert "2 grammars wait" in str(error)
+    finally:
+        grammars.close()
+
+
+def job(client: str, number: int = 0) -> GrammarJob:
+    return GrammarJob(
+        StructuredOutput("regex", f"{client}{number}"), client, [(lambda error: None, lambda: True)]
+    )
+
+
+def test_clients_take_turns() -> None:
+    queue = GrammarQueue(10)
+    for number in range(3):
+        assert queue.push(job("a", number)) == []
+    queue.push(job("b"))
+    queue.push(job("c"))
+    taken = [queue.pop() for _ in range(5)]
+    assert [it.structure.value for it in taken if it is not None] == ["a0", "b0", "c0", "a1", "a2"]
+
+
+def test_the_client_with_most_gives_way() -> None:
+    queue = GrammarQueue(3)
+    mine = [job("a", number) for number in range(4)]
+    assert [queue.push(it) for it in mine] == [[], [], [], [mine[3]]]
+    assert queue.push(job("b")) == [mine[2]]
+    assert queue.push(job("c")) == [mine[1]], "of a's two the newer"
+    late = job("d")
+    assert queue.push(late) == [late], "everybody has one"
+    assert len(queue) == 3
+
+
+def test_closing_ends_whoever_waits_for_a_job() -> None:
+    queue = GrammarQueue(3)
+    heard: SimpleQueue[GrammarJob | None] = SimpleQueue()
+    threading.Thread(target=lambda: heard.put(queue.pop())).start()
+    queue.close()
+    assert heard.get(timeout=5) is None
+
+
+def test_limits_are_checked() -> None:
+    for given in ({"quick": 0.0}, {"seconds": -1.0}, {"waiting": 0}, {"slow_waiting": 0}):
+        with pytest.raises(ConfigError, match=next(iter(given))):
+            GrammarLimits(**given)  # type: ignore[arg-type]
+
+
+def test_a_busy_engine_is_429_to_the_client() -> None:
+    from rorqual.serve.engines.job import EngineJob
+    from rorqual.serve.errors import ApiError
+
+    refused = EngineJob(10)
+    refused.refuse("2 grammars wait", busy=True)
+    assert isinstance(refused.error, ApiError)
+    assert refused.error.status == 429
+    assert refused.error.headers()["retry-after"] == "5"
