@@ -19,7 +19,7 @@ from rorqual.planner.costs import costs
 from rorqual.planner.costs.costs import Format
 
 CARD_GIB = (24, 48, 80, 96, 141)
-CARDS = (1, 2, 4, 8, 16)
+GPUS = (1, 2, 4, 8, 16)
 USABLE = 0.9  # of a GPU: the engine's default; the rest is activations, graphs and the driver
 LABELS = {"lm_head": "LM head", "dense_ffn": "dense FFN"}
 
@@ -149,9 +149,9 @@ def cache_table(config: ModelConfig) -> Table:
 
 
 def fit_table(config: ModelConfig, memory_gib: float | None = None) -> Table:
-    table = _table("card", *(f"x{cards}" for cards in CARDS))
-    for card in sorted({*CARD_GIB, *([memory_gib] if memory_gib else [])}):
-        table.add_row(f"{card:g} GiB", *(_fit(config, card * cards * 2**30) for cards in CARDS))
+    table = _table("GPU", *(f"x{gpus}" for gpus in GPUS))
+    for memory in sorted({*CARD_GIB, *([memory_gib] if memory_gib else [])}):
+        table.add_row(f"{memory:g} GiB", *(_fit(config, memory * gpus * 2**30) for gpus in GPUS))
     return table
 
 

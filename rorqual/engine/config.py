@@ -110,7 +110,7 @@ class EngineConfig:
         None, "Most bytes of the cache; --num-pages goes before it.", at_least_one=True
     )
     memory_utilization: float = _cache(
-        0.9, "Share of a card's memory to use.", aliases=("gpu_memory_utilization",)
+        0.9, "Share of the device's memory to use.", aliases=("gpu_memory_utilization",)
     )
     enable_prefix_caching: bool = _cache(
         True, "Keep and find pages of common prefixes.", aliases=("prefix_caching",)
@@ -190,7 +190,7 @@ class EngineConfig:
     fp8_dispatch: bool = _size("fp8_dispatch")
     p2p_memory: bool = _parallel(
         True,
-        "Decode steps add up partial sums and reach their experts through memory that the cards "
+        "Decode steps add up partial sums and reach their experts through memory that the GPUs "
         "of a host share, where they can; else by collectives.",
     )
     single_rank_bench: bool = _parallel(
@@ -202,9 +202,7 @@ class EngineConfig:
     watchdog_seconds: float = _parallel(
         60.0, "A rank silent for so long, or a collective that takes longer, ends the engine."
     )
-    first_device: int = _parallel(
-        0, "The ranks of a host take its cards in order from this one on."
-    )
+    first_device: int = _parallel(0, "The ranks of a host take its GPUs in order from this one on.")
     launcher: str = _parallel(
         "local",
         "Who starts the other ranks: local (this process, on this host), torchrun or ray.",
@@ -296,7 +294,7 @@ class EngineConfig:
             )
         if ":" in self.device and (self.first_device or not self.parallel.is_single):
             raise ConfigError(
-                f"device={self.device!r} names one card; several ranks, and first_device, "
+                f"device={self.device!r} names one device; several ranks, and first_device, "
                 "take: auto, cpu, cuda"
             )
 

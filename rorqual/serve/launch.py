@@ -128,7 +128,7 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
     engine = EngineConfig.from_dict(base)
     if config.replicas > 1 and ":" in engine.device:
         raise ConfigError(
-            f"device={engine.device!r} names one card for {config.replicas} replicas; "
+            f"device={engine.device!r} names one device for {config.replicas} replicas; "
             "accepted: auto, cpu, cuda"
         )
     if engine.launcher == "torchrun" and (config.replicas > 1 or config.restart):

@@ -18,6 +18,8 @@ import openai
 
 from tests.serve.running import Running, start_server
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 CROWD = 60
 ROWS = 8
 LENGTH = 60
@@ -58,7 +60,6 @@ async def first_token(sender: openai.AsyncOpenAI, tokens: int, **more: Any) -> f
     return first
 
 
-@pytest.mark.exhaustive(but_first=True)
 @pytest.mark.parametrize("users", [False, True], ids=["one user", "invented users"])
 def test_one_request_beside_a_crowd_is_next(server: Running, users: bool) -> None:
     async def scene() -> tuple[float, float, int]:
@@ -89,7 +90,6 @@ def stats(server: Running) -> list[dict[str, Any]]:
     return found["engines"]
 
 
-@pytest.mark.exhaustive
 def test_a_priority_needs_its_policy_and_goes_before_clients(server: Running) -> None:
     async def scene() -> list[str]:
         async with client(server, "crowd") as many:
@@ -125,7 +125,6 @@ def test_keys_are_clients_and_others_are_refused(server: Running) -> None:
     assert server.request("GET", "/v1/models", authorization="single")[0] == 401
 
 
-@pytest.mark.exhaustive
 def test_limits_of_one_client() -> None:
     body = {"prompt": "Once", "max_tokens": 200, "n": 3, "temperature": 1, "ignore_eos": True}
     options = ("--dtype", "float32", "--max-model-len", "512", "--api-key", "a,b")

@@ -19,6 +19,8 @@ from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_lanes import GrammarJob, GrammarQueue
 from rorqual.text.grammar_limits import GrammarLimits
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 WORDS = StructuredOutput("choice", json.dumps(["yes", "no"]))
 SECONDS = 3.0
 

@@ -87,7 +87,7 @@ def bench(setup: CommSetup) -> list[CommRow]:
         and "RANK" not in os.environ
     ):
         raise ConfigError(
-            f"ranks={setup.ranks} exceeds the {torch.cuda.device_count()} cards of this host"
+            f"ranks={setup.ranks} exceeds the {torch.cuda.device_count()} GPUs of this host"
         )
     if "RANK" in os.environ:
         return _joined(setup)

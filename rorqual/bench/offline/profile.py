@@ -123,7 +123,7 @@ def check_platform(platform: Platform) -> None:
     """Raises ConfigError where there is no GPU."""
     if platform.name != "cuda":
         raise ConfigError(
-            f"--profile reads a card's clock; accepted: device cuda, not {platform.name}"
+            f"--profile reads a GPU's clock; accepted: device cuda, not {platform.name}"
         )
 
 

@@ -45,7 +45,7 @@ def check(config: EngineConfig) -> None:
         or config.kv_cache_dtype != "auto"
     ):
         raise ConfigError(
-            "--compare vllm takes one card, no speculation, and a cache as the model has it"
+            "--compare vllm takes one GPU, no speculation, and a cache as the model has it"
         )
 
 

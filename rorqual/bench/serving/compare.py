@@ -94,11 +94,11 @@ def _pages(path: Path) -> list[Figures]:
 
 def _complete(row: Figures, gpus: int | None) -> Figures:
     """What other scripts do not write follows from what they do."""
-    cards = gpus or row.get("num_gpus") or 1
+    gpus_used = gpus or row.get("num_gpus") or 1
     tpot = row.get("median_tpot_ms")
     more = {
-        "num_gpus": cards,
-        "output_throughput_per_gpu": row["output_throughput"] / cards,
+        "num_gpus": gpus_used,
+        "output_throughput_per_gpu": row["output_throughput"] / gpus_used,
         "tps_user": 1e3 / tpot if tpot else None,
         "median_e2el_ms": row.get("median_e2el_ms", row.get("median_e2e_latency_ms")),
     }

@@ -80,7 +80,7 @@ class ServingSettings:
     goodput: tuple[str, ...] = _method(
         (), "ttft, tpot or e2el a good request keeps: ttft:2000, tpot=50ms."
     )
-    gpus: int | None = _method(None, "Cards the server runs on; divides tokens/s. 1 if left out.")
+    gpus: int | None = _method(None, "GPUs the server runs on; divides tokens/s. 1 if left out.")
     repeats: int = _method(1, "Figures are medians over this many runs.")
     num_warmups: int | None = _method(
         None, "Requests before each run; as many as the concurrency if left out."
@@ -90,7 +90,7 @@ class ServingSettings:
     percentiles: str = _method("90,95,99", "Comma-separated.", flags=("--metric-percentiles",))
     info_path: str | None = _results(None, "Page with the server's configuration, for the JSON.")
     label: str | None = _results(None, "Name of this result in tables and charts.")
-    card: str | None = _results(None, "The server's card, for the JSON, where it cannot be asked.")
+    card: str | None = _results(None, "The server's GPU, for the JSON, where it cannot be asked.")
     save_detailed: bool = _results(False, "Also write every request's times and text to the JSON.")
     chart: Path | None = option(
         None, "PATH.png and PATH.html; next to --json if left out.", group="Results"

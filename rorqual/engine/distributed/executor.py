@@ -140,7 +140,7 @@ class DistributedExecutor:
         collectives_on(launcher.interface)
         for handle in self.handles:
             handle.send_config({"config": asdict(config), "meeting": asdict(launcher.rendezvous)})
-        platform = make_platform(rank_device(config, launcher.card()))
+        platform = make_platform(rank_device(config, launcher.device_index()))
         groups = launcher.rendezvous.join(platform, 0, self.sizes.world, config.watchdog_seconds)
         self.mesh = Mesh.of(self.sizes, groups=groups)
         self.worker = Worker(config, platform, self.mesh)

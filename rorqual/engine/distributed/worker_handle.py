@@ -19,13 +19,14 @@ LAST_WORDS_SECONDS = 1.0  # from the end of a child's link until its exit status
 @dataclass(frozen=True)
 class JoinedWorker:
     """A rank that has been started and connected. process: where this process started it; host:
-    empty on this one. card: which of its host's it takes, None where it knows best itself."""
+    empty on this one. device_index: which of its host's devices it takes, None where it decides
+    itself."""
 
     channel: Channel
     pid: int
     host: str = ""
     process: subprocess.Popen[bytes] | None = None
-    card: int | None = None
+    device_index: int | None = None
 
 
 class WorkerHandle:
@@ -47,7 +48,7 @@ class WorkerHandle:
 
     def send_config(self, hello: dict[str, Any]) -> None:
         """Tell it what to be. It starts loading."""
-        told = {**hello, "rank": self.number, "card": self.joined.card}
+        told = {**hello, "rank": self.number, "device_index": self.joined.device_index}
         self.channel.send(FrameKind.HELLO, json.dumps(told).encode())
 
     def listen(self) -> None:

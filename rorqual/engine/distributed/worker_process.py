@@ -47,11 +47,11 @@ LEAVE_SECONDS = 3.0  # from STOP until the process must have left, in whatever c
 ORPHANED = 1  # exit status: rank 0 went without a word
 
 
-def rank_device(config: EngineConfig, card: int) -> str:
+def rank_device(config: EngineConfig, device_index: int) -> str:
     """One GPU of several; on a CPU there is one device for all. `device` may name a GPU only
     where there is one rank."""
     return (
-        f"cuda:{card}"
+        f"cuda:{device_index}"
         if config.device in ("auto", "cuda") and device_of(config.device).type == "cuda"
         else config.device
     )
@@ -91,7 +91,7 @@ class WorkerProcess:
         self.channel = channel
         number = hello["rank"]
         self.inbox = Inbox(channel, number, config.watchdog_seconds)
-        platform = make_platform(rank_device(config, hello["card"]))
+        platform = make_platform(rank_device(config, hello["device_index"]))
         groups = Rendezvous(**hello["meeting"]).join(
             platform, number, config.parallel.world, config.watchdog_seconds
         )
@@ -163,7 +163,7 @@ def send_heartbeats(links: list[Channel], stopped: threading.Event) -> None:
 def serve(
     channel: Channel,
     interface: str | None = None,
-    card: int | None = None,
+    device_index: int | None = None,
     model: str | None = None,
 ) -> int:
     """Be the rank that rank 0 says, until told to stop; returns the exit status. interface,
@@ -183,9 +183,9 @@ def serve(
         if model is not None:
             config = replace(config, model=str(model_folder(model)))
         collectives_on(interface or "lo")
-        process = WorkerProcess(
-            channel, {**hello, "card": hello["card"] if card is None else card}, config
-        )
+        if device_index is not None:
+            hello["device_index"] = device_index
+        process = WorkerProcess(channel, hello, config)
         channel.send(FrameKind.READY)
         process.run()
         process.worker.runner.forget()

@@ -281,7 +281,7 @@ def test_the_variables_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"interface": "lo"}, "interface='lo' does not go with launcher='local'"),
         ({"secret_file": "x"}, "secret_file='x' does not go"),
         ({"first_device": -1}, "first_device=-1"),
-        ({"device": "cuda:1", "tp": 2}, "device='cuda:1' names one card"),
+        ({"device": "cuda:1", "tp": 2}, "device='cuda:1' names one device"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], named: str) -> None:

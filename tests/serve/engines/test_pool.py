@@ -78,7 +78,7 @@ def test_replicas_take_disjoint_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("server", "engine", "named"),
     [
-        ({"replicas": 2}, {"device": "cuda:0"}, "device='cuda:0' names one card for 2 replicas"),
+        ({"replicas": 2}, {"device": "cuda:0"}, "device='cuda:0' names one device for 2 replicas"),
         ({"replicas": 2}, {"launcher": "torchrun", "tp": 2}, "neither replicas nor restart"),
         ({"restart": True}, {"launcher": "torchrun", "tp": 2}, "neither replicas nor restart"),
         ({}, {"tp": 2, "ep": 3}, "ep=3"),

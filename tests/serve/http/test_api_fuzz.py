@@ -12,6 +12,8 @@ import pytest
 from tests.serve.http.test_api_errors import CHAT, COMPLETE, TOOL, TURN, check_shape
 from tests.serve.running import Running
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 BASE = {COMPLETE: {"prompt": "Hello"}, CHAT: {"messages": TURN}}
 SHARED_NUMBERS = (
     "n",

@@ -13,6 +13,8 @@ import pytest
 from tests.serve.http.test_api_errors import CHAT, COMPLETE, TURN, check_shape
 from tests.serve.running import Running, start_server
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 MOST = 4 << 20  # the default limit of a body
 STALL = 1.0  # seconds /live may take on a busy machine; each of these took 2 to 27
 

@@ -27,6 +27,8 @@ from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer
 from rorqual.serve.limits import ServerLimits
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 PATIENCE = 0.4
 GRACE = 0.2
 SLOW = 1.5  # seconds the slow route takes: longer than any time limit here

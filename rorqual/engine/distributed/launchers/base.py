@@ -27,7 +27,7 @@ class Launcher:
         for what the user can mend."""
         raise AssertionError("launchers say how ranks are started")
 
-    def card(self) -> int:
+    def device_index(self) -> int:
         """Which of its host's GPUs rank 0 takes."""
         return self.config.first_device
 

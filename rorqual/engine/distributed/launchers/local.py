@@ -32,7 +32,7 @@ class LocalLauncher(Launcher):
     def start(self) -> list[JoinedWorker]:
         return [self._child(self.config.first_device + rank) for rank in range(1, self.world)]
 
-    def _child(self, card: int) -> JoinedWorker:
+    def _child(self, device_index: int) -> JoinedWorker:
         mine, theirs = socket.socketpair()
         command = [
             sys.executable,
@@ -43,7 +43,7 @@ class LocalLauncher(Launcher):
         ]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=child_environment())
         theirs.close()
-        return JoinedWorker(Channel(mine), process.pid, process=process, card=card)
+        return JoinedWorker(Channel(mine), process.pid, process=process, device_index=device_index)
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -21,7 +21,7 @@ class Starter:
         """The host's name, and the numbers of the GPUs that Ray gave to this actor."""
         import ray
 
-        return socket.gethostname(), [int(card) for card in ray.get_gpu_ids()]
+        return socket.gethostname(), [int(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(
         self, address: str, port: int, rank: int, world: int, secret: str | None, file: str | None

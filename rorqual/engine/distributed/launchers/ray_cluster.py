@@ -46,7 +46,7 @@ def _ray() -> Any:
 class RayLauncher(RemoteLauncher):
     def __init__(self, config: EngineConfig):
         self.ray = _ray()
-        self.cards = device_of(config.device).type == "cuda"
+        self.has_gpus = device_of(config.device).type == "cuda"
         self.actors: list[Any] = []
         self.group: Any = None
         self.waits = 0
@@ -57,9 +57,9 @@ class RayLauncher(RemoteLauncher):
         """The cluster's name for this host: the address that its other hosts use."""
         return str(self.ray.util.get_node_ip_address())
 
-    def card(self) -> int:
+    def device_index(self) -> int:
         """The first of rank 0's place, among those this process sees."""
-        if not self.cards:
+        if not self.has_gpus:
             return 0
         (given,) = self.ray.get(self.actors[0].place.remote(), timeout=ANSWER_SECONDS)[1]
         return visible_device(given)
@@ -78,7 +78,7 @@ class RayLauncher(RemoteLauncher):
 
     def _reserve(self) -> tuple[Any, list[str]]:
         """A placement group of one place a rank, the first on this host; and the node of each."""
-        need = {"GPU": 1, "CPU": 1} if self.cards else {"CPU": 1}
+        need = {"GPU": 1, "CPU": 1} if self.has_gpus else {"CPU": 1}
         here = f"node:{self.ray.util.get_node_ip_address()}"
         bundles = [{**need, here: 0.001}, *([need] * (self.world - 1))]
         group = self.ray.util.placement_group(bundles, strategy="PACK")
@@ -105,7 +105,7 @@ class RayLauncher(RemoteLauncher):
         )
         options = {
             "num_cpus": 1,
-            "num_gpus": int(self.cards),
+            "num_gpus": int(self.has_gpus),
             "max_restarts": 0,
             "scheduling_strategy": strategy,
         }
@@ -133,7 +133,7 @@ class RayLauncher(RemoteLauncher):
 
     def _joined(self, rank: int, channel: Channel, identity: PeerIdentity) -> JoinedWorker:
         return JoinedWorker(
-            channel, identity.pid, host=f"{identity.host} ({channel.peer})", card=0
+            channel, identity.pid, host=f"{identity.host} ({channel.peer})", device_index=0
         )  # Ray shows a process its own GPU alone
 
     def close(self) -> None:

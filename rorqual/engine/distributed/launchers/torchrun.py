@@ -128,7 +128,7 @@ class TorchrunLauncher(RemoteLauncher):
     def _peer(self) -> str:
         return self.place.host
 
-    def card(self) -> int:
+    def device_index(self) -> int:
         return self.config.first_device + self.place.local_rank
 
     def _announce(self, port: int, secret: bytes | None) -> None:

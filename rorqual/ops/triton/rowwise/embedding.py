@@ -34,7 +34,7 @@ def rows(ids: Tensor, table: Tensor) -> Tensor:
     columns = table.shape[1]
     assert table.is_contiguous()
     assert table.device == ids.device or table.is_pinned(), (
-        "a card reads host memory only where it is pinned"
+        "a GPU reads host memory only where it is pinned"
     )
     out = torch.empty(tokens, columns, dtype=table.dtype, device=ids.device)
     if tokens:

@@ -30,6 +30,8 @@ from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.generation_config import GenerationDefaults
 from rorqual.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
