@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from rorqual.config.option import option
+from rorqual.config.option import check_options, option
 from rorqual.errors import ConfigError
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -62,9 +62,16 @@ class ServerLimits:
         "Wrong API keys that one address may try in a minute; beyond, 429 for it.",
         flags=("--max-wrong-keys",),
     )
+    unknown_fields: str = _limit(
+        "ignore",
+        "Fields of a completion's body that are not known: ignore (the answer's header "
+        "x-rorqual-ignored names them) or refuse.",
+        choices=("ignore", "refuse"),
+    )
     grammar: GrammarLimits = field(default_factory=GrammarLimits)
 
     def __post_init__(self) -> None:
+        check_options(self)
         for name in (
             "body",
             "headers",

@@ -90,6 +90,7 @@ def stats(server: Running) -> list[dict[str, Any]]:
     return found["engines"]
 
 
+@pytest.mark.exhaustive
 def test_a_priority_needs_its_policy_and_goes_before_clients(server: Running) -> None:
     async def scene() -> list[str]:
         async with client(server, "crowd") as many:
@@ -125,6 +126,7 @@ def test_keys_are_clients_and_others_are_refused(server: Running) -> None:
     assert server.request("GET", "/v1/models", authorization="single")[0] == 401
 
 
+@pytest.mark.exhaustive
 def test_limits_of_one_client() -> None:
     body = {"prompt": "Once", "max_tokens": 200, "n": 3, "temperature": 1, "ignore_eos": True}
     options = ("--dtype", "float32", "--max-model-len", "512", "--api-key", "a,b")
@@ -183,6 +185,7 @@ def test_limits_of_one_client() -> None:
         running.wait_until(free)
 
 
+@pytest.mark.exhaustive
 def test_a_priority_without_its_policy_is_refused() -> None:
     with start_server("--dtype", "float32", "--max-model-len", "256") as running:
         status, found = running.request(

@@ -54,6 +54,7 @@ def wait_for(grammars: XGrammars, structure: StructuredOutput) -> Exception | No
     return heard.get(timeout=60)
 
 
+@pytest.mark.exhaustive
 def test_bombs_do_not_hold_up_two_words(grammars: XGrammars) -> None:
     """Three bombs are three times all the seconds in one queue; here three first tries, of which
     clients who take turns wait for one."""
@@ -67,6 +68,7 @@ def test_bombs_do_not_hold_up_two_words(grammars: XGrammars) -> None:
         assert isinstance(heard.get(timeout=60), RequestError)
 
 
+@pytest.mark.exhaustive
 def test_what_takes_longer_than_its_first_try_is_compiled_all_the_same() -> None:
     grammars = made(quick=0.002)
     try:
@@ -76,6 +78,7 @@ def test_what_takes_longer_than_its_first_try_is_compiled_all_the_same() -> None
         grammars.close()
 
 
+@pytest.mark.exhaustive
 def test_the_same_grammar_is_compiled_once_for_all_who_wait(grammars: XGrammars) -> None:
     heard: SimpleQueue[Exception | None] = SimpleQueue()
     start = time.monotonic()

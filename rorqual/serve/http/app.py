@@ -36,6 +36,7 @@ from rorqual.serve.http.protocol import (
 from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.sse import encode
+from rorqual.serve.http.unknown_fields import UnknownFields
 from rorqual.serve.http.validation import invalid_body, is_json, not_json
 from rorqual.serve.limits import ServerLimits
 
@@ -90,6 +91,7 @@ class Api:
         self.running: set[EngineJob] = set()
         self.rates = Rates(fleet)
         self.history = History(fleet)
+        self.unknown = UnknownFields(limits.unknown_fields == "refuse")
         self.memory = MemoryTrimmer()
         self.draining = False
         self.created = int(time.time())
@@ -99,9 +101,12 @@ class Api:
     def admit(self, call: Call) -> StreamResponse:
         """Raises ApiError where there is no engine or no room in the queue."""
         check_room(self.fleet, call.requests, self._retry_after())
-        return StreamResponse(call, self.fleet, self.counts, self.running)
+        more = self.unknown.headers()
+        return StreamResponse(call, self.fleet, self.counts, self.running, more)
 
     def check_open(self) -> None:
+        """Before a completion's body is looked at any further."""
+        self.unknown.check()
         if self.draining:
             raise not_ready("it is shutting down")
         if not self.fleet.clients:

@@ -1,7 +1,8 @@
-"""The requests of the OpenAI API, with vLLM's extensions: what is accepted, and nothing else.
+"""The requests of the OpenAI API, with vLLM's extensions.
 
-Any other field is refused by name. Answers are not modelled here: they are written by hand in
-`chunks`, where every microsecond counts.
+A field of a completion's body that is not here is set aside (unknown_fields.py); in the objects
+within it, and on the other routes, it is refused by name. Answers are not modelled here: they are
+written by hand in `sse`, where every microsecond counts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from rorqual.request import MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
 from rorqual.serve.errors import bad_request
+from rorqual.serve.http.unknown_fields import set_aside
 
 
 def _whole(value: Any) -> Any:
@@ -84,7 +86,7 @@ class Sampling(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, data: Any) -> Any:
+    def _read(cls, data: Any) -> Any:
         """Half of a surrogate pair, which JSON's escapes can spell, is no character: nothing
         behind this could encode it."""
         try:
@@ -92,7 +94,10 @@ class Sampling(Model):
         except (ValueError, OverflowError, RecursionError):
             if isinstance(data, dict):
                 _check_text(data)
-        return data
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return set_aside(data, known)
 
     model: str | None = Field(
         default=None, description="The served name; the only model if left out."

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +36,12 @@ class StreamResponse(Response):
     first token, so that whatever the engine refuses is still an HTTP status."""
 
     def __init__(
-        self, call: Call, fleet: EnginePool, counts: Counter[str], running: set[EngineJob]
+        self,
+        call: Call,
+        fleet: EnginePool,
+        counts: Counter[str],
+        running: set[EngineJob],
+        more_headers: Sequence[tuple[bytes, bytes]] = (),
     ):
         self.call = call
         self.fleet = fleet
@@ -45,6 +51,7 @@ class StreamResponse(Response):
         self.background = None
         self.job = EngineJob(fleet.limits.buffered)
         self.started = False
+        self.more_headers = more_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self.job
@@ -88,7 +95,7 @@ class StreamResponse(Response):
         while call.open:
             items = await job.take()
             if not self.started:
-                await send(_start(200, EVENTS))
+                await send(_start(200, [*EVENTS, *self.more_headers]))
                 self.started = True
             events = call.take(items, job)
             if events and call.open:
@@ -106,7 +113,7 @@ class StreamResponse(Response):
     async def _whole(self, send: Send) -> None:
         while self.call.open:
             self.call.take(await self.job.take(), self.job)
-        await _send_all(send, 200, JSON, self.call.whole())
+        await _send_all(send, 200, [*JSON, *self.more_headers], self.call.whole())
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         self.counts[f"failed_{error.status}"] += 1

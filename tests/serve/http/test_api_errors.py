@@ -29,7 +29,7 @@ def check_shape(body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "fields", "param", "words"),
     [
-        (COMPLETE, {"surprise": 1}, "surprise", "not known"),
+        (COMPLETE, {"use_beam_search": True}, "use_beam_search", "not supported"),
         (COMPLETE, {"n": 0}, "n", "greater than or equal to 1"),
         (COMPLETE, {"n": 9}, "n", "1 to 8"),
         (COMPLETE, {"n": "2"}, "n", "integer"),
@@ -129,14 +129,13 @@ def check_shape(body: Any) -> dict[str, Any]:
             "json_schema.schema",
         ),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", ""),
-        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "not known"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
         (
             CHAT,
             {"chat_template_kwargs": {"loops": 10**9}},
             "chat_template_kwargs.loops",
             "not known",
         ),
-        (CHAT, {"prompt": "a"}, "prompt", "not known"),
     ],
 )
 def test_a_bad_field_is_named(

@@ -1,0 +1,90 @@
+"""Fields of a body that this server does not have: those that would change the answer are refused,
+others are left out and named in the answer's header, or refused too."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import quote
+
+from rorqual.errors import quoted
+from rorqual.serve.errors import bad_request
+
+log = logging.getLogger("rorqual.serve")
+
+HEADER = b"x-rorqual-ignored"
+LISTED = 20  # names in the header
+LONGEST = 64  # characters of a name there
+MOST = 100  # unknown fields that are ignored; a body with more is no request
+WARNED = 1_000  # names of which the log has told
+
+# Known to OpenAI's or vLLM's API, not supported here, and no matter of taste: they change tokens,
+# or what an answer means. The values that ask for nothing are accepted, as is null.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "documents": ([],),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "web_search_options": (),
+    "structural_tag": (),
+    "top_a": (0, 0.0),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "previous_response_id": (),
+}
+
+# Of the body being read, in the task that reads it: pydantic's validators have no other place.
+ignored: ContextVar[tuple[str, ...]] = ContextVar("ignored", default=())
+
+
+def set_aside(data: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The fields that are `known`; the names of others go to `ignored`. Raises ApiError for one of
+    REFUSED that asks for something."""
+    others = [name for name in data if name not in known and data[name] is not None]
+    for name in others:
+        if name in REFUSED and data[name] not in REFUSED[name]:
+            raise bad_request(f"{name} is not supported here", name)
+    ignored.set(tuple(name for name in others if name not in REFUSED))
+    return {name: value for name, value in data.items() if name in known}
+
+
+class UnknownFields:
+    """refuse: any is a mistake of the caller's, not only more than MOST. warned: names of which the
+    log has told."""
+
+    def __init__(self, refuse: bool):
+        self.refuse = refuse
+        self.warned: set[str] = set()
+
+    def check(self) -> None:
+        """Once a body was read. Raises ApiError where unknown fields are refused."""
+        names = ignored.get()
+        if len(names) > MOST or (names and self.refuse):
+            shown = quoted(names[0], "")
+            raise bad_request(f"the field '{shown}' is not known here", shown)
+        for name in names[:LISTED]:
+            if name not in self.warned and len(self.warned) < WARNED:
+                self.warned.add(name)
+                log.warning("a request's unknown field %s is ignored", quoted(name))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of the answer: what was left out of its request."""
+        names = ignored.get()
+        listed = [quote(name[:LONGEST], safe="") for name in names[:LISTED]]
+        return [(HEADER, ", ".join(listed).encode())] if listed else []
