@@ -67,7 +67,7 @@ def test_a_product_is_timed_in_each_dtype() -> None:
 def test_bad_names() -> None:
     with pytest.raises(ConfigError, match="name='a/b'"):
         calibrate.run("cpu", "a/b")
-    with pytest.raises(ConfigError, match="card 'h201'"):
+    with pytest.raises(ConfigError, match="device 'h201'"):
         calibrate.run("cpu", "mine", based_on="h201")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 
 from starlette.types import Scope
 
@@ -43,7 +44,16 @@ def bearer(header: bytes | None) -> bytes | None:
 
 def address_of(scope: Scope) -> str:
     client = scope.get("client")
-    return f"address {client[0]}" if client else "address unknown"
+    return f"address {network_of(client[0])}" if client else "address unknown"
+
+
+def network_of(address: str) -> str:
+    """Whoever has one IPv6 address has all of its /64, and counts once."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return str(found if found.version == 4 else ipaddress.ip_network((found, 64), strict=False))
 
 
 def user_name(user: str | None) -> str:

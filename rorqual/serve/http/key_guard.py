@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import math
 import time
 from collections import OrderedDict
 
 from rorqual.serve.errors import ApiError
-from rorqual.serve.http.clients import ApiKeys
+from rorqual.serve.http.clients import ApiKeys, network_of
 from rorqual.serve.limits import GUESS_SECONDS, MOST_GUESSERS
 
 
@@ -29,13 +28,13 @@ class KeyGuard:
         if not self.keys.keys:
             return None
         if self.guesses:
-            wait = self._wait(_network(address), time.monotonic())
+            wait = self._wait(network_of(address), time.monotonic())
             if wait > 0:
                 return too_many_guesses(wait)
         if given is not None and self.keys.holder(given) is not None:
             return None
         if given is not None:
-            self._note(_network(address), given, time.monotonic())
+            self._note(network_of(address), given, time.monotonic())
         return ApiError(
             401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key"
         )
@@ -53,15 +52,6 @@ class KeyGuard:
         tried.add(hashlib.blake2b(given, digest_size=16).digest())
         while len(self.guesses) > MOST_GUESSERS:
             self.guesses.popitem(last=False)
-
-
-def _network(address: str) -> str:
-    """Whoever has one IPv6 address has all of its /64."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    return str(found if found.version == 4 else ipaddress.ip_network((found, 64), strict=False))
 
 
 def too_many_guesses(wait: float) -> ApiError:

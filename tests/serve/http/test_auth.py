@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.http import key_guard
 from rorqual.serve.http.app import Api, create_app
-from rorqual.serve.http.clients import ApiKeys, bearer
+from rorqual.serve.http.clients import ApiKeys, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.limits import GUESS_SECONDS, MOST_GUESSERS, ServerLimits
 
@@ -128,3 +128,11 @@ def test_so_many_addresses_are_remembered(clock: list[float]):
 def test_probes_may_ask_for_the_head_alone(api: Api, path: str):
     client = browse(api)
     assert client.head(path).status_code == client.get(path).status_code
+
+
+def test_addresses_of_one_ipv6_network_are_one_client() -> None:
+    found = [address_of({"client": (address, 1)}) for address in ("2001:db8::1", "2001:db8::2")]
+    assert found == ["address 2001:db8::/64"] * 2
+    assert address_of({"client": ("2001:db8:0:1::1", 1)}) != found[0]
+    assert address_of({"client": ("192.0.2.7", 1)}) == "address 192.0.2.7"
+    assert address_of({}) == address_of({"client": None}) == "address unknown"
