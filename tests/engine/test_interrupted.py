@@ -501,5 +501,5 @@ def test_several_ranks_go_on_with_right_tokens_or_not_at_all(expected: list[list
         assert time.monotonic() - start < 5
     finally:
         engine.close()
-    assert group.workers[0].process is not None
-    assert group.workers[0].process.wait(5) is not None
+    assert group.handles[0].process is not None
+    assert group.handles[0].process.wait(5) is not None

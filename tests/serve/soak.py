@@ -35,7 +35,7 @@ BROKEN = [
     b"null",
     b'{"prompt": 1}',
     b'{"prompt": "a", "n": -1}',
-    b'{"prompt": "a", "nope": 1}',
+    b'{"prompt": "a", "use_beam_search": true}',
     b"\xff\xfe",
     b'{"messages": []}',
 ]
