@@ -38,6 +38,7 @@ def test_generate_prints_text():
     assert "tokens/s" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_generate_is_repeatable_with_a_seed():
     first, second = (run("generate", "-q", "-n", "16", "--seed", "4").stdout for _ in range(2))
     assert first == second
@@ -81,6 +82,7 @@ def test_bench_offline_writes_json(output: int, tmp_path: Path):
     assert output == 4 or all(row["step_ms"] > 0 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_bench_offline_of_an_fp8_cache(tmp_path: Path):
     target = tmp_path / "out.json"
     sizes = ("--concurrency", "1", "--prompt-len", "8", "--output-len", "4", "--repeats", "1")
@@ -99,6 +101,7 @@ def test_bench_offline_of_an_fp8_cache(tmp_path: Path):
     assert json.loads(target.read_text())["kv_cache_dtype"] == "fp8"
 
 
+@pytest.mark.exhaustive
 def test_bench_offline_of_one_rank_alone(tmp_path: Path):
     """Requests are those of the whole layout, of which the rank has its share; so is what it
     makes."""
@@ -140,6 +143,7 @@ def test_bench_offline_of_one_rank_alone(tmp_path: Path):
     assert report["all2all_backend"] == "nowhere (one rank alone)"
 
 
+@pytest.mark.exhaustive
 def test_bench_layers_runs(tmp_path: Path):
     target = tmp_path / "out.json"
     done = run(

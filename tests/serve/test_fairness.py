@@ -18,7 +18,7 @@ import openai
 
 from tests.serve.running import Running, start_server
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 CROWD = 60
 ROWS = 8
