@@ -92,6 +92,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # so many likely tokens for each token of the prompt
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured: StructuredOutput | None = None
@@ -191,13 +192,14 @@ class SamplingParams:
             self.stop,
             "no stop strings when detokenize is False",
         )
-        count = self.logprobs
-        _check(
-            count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS),
-            "logprobs",
-            count,
-            f"0 to {MAX_LOGPROBS}, or None",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _check(
+                count is None or (isinstance(count, int) and 0 <= count <= MAX_LOGPROBS),
+                name,
+                count,
+                f"0 to {MAX_LOGPROBS}, or None",
+            )
         for token, bias in (self.logit_bias or {}).items():
             _check(isinstance(token, int) and token >= 0, "logit_bias", token, "token ids as keys")
             _check(-100 <= _number("logit_bias", bias) <= 100, "logit_bias", bias, "-100 to 100")
@@ -307,3 +309,4 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token

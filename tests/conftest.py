@@ -5,6 +5,7 @@ anything imports Triton."""
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -35,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for jobs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "full_matrix: every valid combination of parallel sizes (make test-parallel)"
     )

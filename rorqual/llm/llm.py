@@ -159,7 +159,10 @@ class LLM:
             child = params
             if params.n > 1:
                 child = replace(
-                    params, n=1, seed=None if params.seed is None else params.seed + sample
+                    params,
+                    n=1,
+                    seed=None if params.seed is None else params.seed + sample,
+                    prompt_logprobs=None if sample else params.prompt_logprobs,
                 )
             name = f"{result.request_id}-{sample}"
             eos = self.defaults.eos_token_ids

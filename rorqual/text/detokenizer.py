@@ -3,6 +3,7 @@ probabilities."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
@@ -22,6 +23,26 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+
+
+def logprob_entry(
+    token: int, found: TokenLogprobs, show: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The most likely tokens, and `token` itself in any case."""
+    entry = {
+        t: Logprob(p, rank + 1, show(t))
+        for rank, (t, p) in enumerate(zip(found.top_ids, found.top, strict=True))
+    }
+    entry.setdefault(token, Logprob(found.sampled, found.rank, show(token)))
+    return entry
+
+
+def prompt_entries(
+    prompt: Sequence[int], found: Sequence[TokenLogprobs], show: Callable[[int], str | None]
+) -> list[dict[int, Logprob] | None]:
+    """One a token; None for the first, before which there is nothing."""
+    pairs = zip(prompt[1:], found, strict=True)
+    return [None, *(logprob_entry(token, entry, show) for token, entry in pairs)]
 
 
 class Completion:
@@ -52,6 +73,9 @@ class Completion:
         result = self.result
         if result is not None:
             result.num_cached_tokens = sequence.num_cached_prompt or 0
+            if len(self.out.token_ids) == 1 and self.params.prompt_logprobs is not None:
+                found = sequence.prompt_logprobs
+                result.prompt_logprobs = prompt_entries(result.prompt_token_ids, found, self._show)
         if delta.finish_reason is not None:
             # Steps in flight go on counting.
             self.out.drafted = list(sequence.drafted)
@@ -100,12 +124,7 @@ class Completion:
         assert self.out.logprobs is not None
         assert self.out.cumulative_logprob is not None
         self.out.cumulative_logprob += found.sampled
-        entry = {
-            t: Logprob(p, rank + 1, self._show(t))
-            for rank, (t, p) in enumerate(zip(found.top_ids, found.top, strict=True))
-        }
-        entry.setdefault(token, Logprob(found.sampled, found.rank, self._show(token)))
-        self.out.logprobs.append(entry)
+        self.out.logprobs.append(logprob_entry(token, found, self._show))
 
     def _show(self, token: int) -> str | None:
         return self.tokenizer.token(token) if self.tokenizer else None

@@ -20,6 +20,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     PrefillChunk,
     SchedulerOutput,
     StepResult,
+    TokenLogprobs,
 )
 from rorqual.engine.scheduling.sequence import InFlight, TokenOut
 from rorqual.request import Request
@@ -50,6 +51,20 @@ def expected(request: Request, max_model_len: int, vocab: int) -> list[int]:
         if outputs[-1] in request.stop_ids and len(outputs) > params.min_tokens:
             break
     return outputs
+
+
+def scores(prompt: tuple[int, ...]) -> list[TokenLogprobs]:
+    """What the model thought of each token of a prompt behind the first: a hash of all before."""
+    state = ROOT
+    found = []
+    for token in prompt[:-1]:
+        state = advance(state, token)
+        found.append(score(state))
+    return found
+
+
+def score(state: int) -> TokenLogprobs:
+    return TokenLogprobs(-float(next_token(state, 2**31)), 1, (), ())
 
 
 @dataclass
@@ -138,6 +153,7 @@ class FakeRunner:
             [output.num_speculative_tokens * (row < decoded) for row in range(len(tokens))]
             if output.num_speculative_tokens
             else [],
+            prompt_logprobs=[self._scores(chunk) for chunk in output.chunks if chunk.num_scored],
         )
         self.queue.append(result)
         self.steps += 1
@@ -215,6 +231,20 @@ class FakeRunner:
         if chunk.sample:
             row.last_token = next_token(state, self.vocab)
         return row.last_token
+
+    def _scores(self, chunk: PrefillChunk) -> list[TokenLogprobs]:
+        assert chunk.start <= chunk.score_start < chunk.score_stop <= chunk.stop, (
+            "scored rows are computed in the same step"
+        )
+        after = (*chunk.tokens[1:], *chunk.following)
+        assert chunk.score_stop - chunk.start <= len(after), "the token after a scored row is known"
+        table = self._row(chunk.slot).table
+        size = self.page_size
+        states = [
+            self.pages[table[i // size]].states[i % size]
+            for i in range(chunk.score_start, chunk.score_stop)
+        ]
+        return [score(state) for state in states]
 
     def _write(self, row: Row, start: int, tokens: list[int] | tuple[int, ...]) -> int:
         """Read everything before `start` through the table, then write the entries of `tokens`;
@@ -330,6 +360,9 @@ class Loop:
         step, pending = self.in_flight.popleft()
         outs = self.scheduler.update(step, self.runner.collect(pending))
         for out in outs:
+            sequence = out.sequence
+            wanted = sequence.request.params.prompt_logprobs is not None
+            assert sequence.prompt_logprobs == (scores(sequence.request.prompt) if wanted else [])
             self.outputs.setdefault(out.sequence.request.id, []).append(out.token)
             if out.finish is not None:
                 self.finishes[out.sequence.request.id] = out.finish.value

@@ -67,7 +67,7 @@ def params(**changes: Any) -> SamplingParams:
 
 
 MIXED = [
-    params(max_tokens=10),
+    params(max_tokens=10, prompt_logprobs=1),
     params(temperature=0.9, seed=3),
     params(presence_penalty=0.7, repetition_penalty=1.2, max_tokens=8),
     params(structured=StructuredOutput("regex", "[a-m]{5,9}"), ignore_eos=False, max_tokens=12),
@@ -184,7 +184,9 @@ def finished(llm: LLM) -> tuple[list[list[int]], int]:
             return list(found.values()), raised
         try:
             for out in engine.step():
-                found[out.sequence.request.id].append(out.token)
+                sequence = out.sequence
+                found[sequence.request.id].append(out.token)
+                assert len(sequence.prompt_logprobs) == sequence.score_end
         except ERRORS:
             raised += 1
     raise AssertionError(f"requests never end: {found}")

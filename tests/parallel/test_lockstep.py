@@ -38,6 +38,11 @@ SCENES: dict[str, list[tuple[int, int, int, SamplingParams]]] = {
     "plain and top-p": [(0, 0, 5, FILTERED), (0, 1, 6, PLAIN)],
     "a row that draws joins": [(0, 0, 5, asks(16)), (0, 1, 6, asks(16)), (3, 1, 3, FILTERED)],
     "log probabilities on one rank": [(0, 0, 5, GREEDY), (0, 1, 6, asks(4, logprobs=2))],
+    "a scored prompt on one rank": [
+        (0, 0, 5, asks(20)),
+        (3, 1, 30, asks(prompt_logprobs=2)),
+        (8, 1, 3, PLAIN),
+    ],
     "edited logits on one rank": [(0, 0, 5, asks(4, presence_penalty=1.0)), (0, 1, 6, PLAIN)],
     "a grammar on one rank": [(0, 0, 5, asks(12)), (2, 1, 6, GRAMMAR)],
     "an idle rank": [(0, 0, 5, GREEDY)],

@@ -1,4 +1,5 @@
-"""Plans as bytes, for ranks in other processes: JSON of plain lists, never pickle. No torch."""
+"""Step outputs and results as bytes, for ranks in other processes: JSON of plain lists, never
+pickle. No torch."""
 
 from __future__ import annotations
 
@@ -43,20 +44,24 @@ def decode_output(data: bytes) -> DataParallelOutput:
 
 
 def encode_result(result: StepResult) -> bytes:
-    logprobs = {
-        row: [[e.sampled, e.rank, e.top_ids, e.top] for e in entries]
-        for row, entries in result.logprobs.items()
-    }
-    return json.dumps([result.tokens, result.drafted, logprobs], separators=(",", ":")).encode()
+    logprobs = {row: _from_entries(entries) for row, entries in result.logprobs.items()}
+    prompts = [_from_entries(entries) for entries in result.prompt_logprobs]
+    columns = [result.tokens, result.drafted, logprobs, prompts]
+    return json.dumps(columns, separators=(",", ":")).encode()
 
 
 def decode_result(data: bytes) -> StepResult:
-    tokens, drafted, logprobs = json.loads(data)
-    entries = {
-        int(row): [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in found]
-        for row, found in logprobs.items()
-    }
-    return StepResult(tokens, drafted, entries)
+    tokens, drafted, logprobs, prompts = json.loads(data)
+    entries = {int(row): _to_entries(found) for row, found in logprobs.items()}
+    return StepResult(tokens, drafted, entries, [_to_entries(found) for found in prompts])
+
+
+def _from_entries(entries: list[TokenLogprobs]) -> list[list[Any]]:
+    return [[e.sampled, e.rank, e.top_ids, e.top] for e in entries]
+
+
+def _to_entries(data: list[list[Any]]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(p, rank, tuple(ids), tuple(top)) for p, rank, ids, top in data]
 
 
 def _from_part(part: SchedulerOutput) -> list[Any]:
@@ -84,7 +89,8 @@ def _from_part(part: SchedulerOutput) -> list[Any]:
 
 
 def _from_chunk(chunk: PrefillChunk) -> list[Any]:
-    return [chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following]
+    scores = (chunk.score_start, chunk.score_stop)
+    return [chunk.slot, chunk.start, list(chunk.tokens), chunk.sample, chunk.following, *scores]
 
 
 def _to_part(data: list[Any]) -> SchedulerOutput:
@@ -96,8 +102,8 @@ def _to_part(data: list[Any]) -> SchedulerOutput:
         for slot, params, seed, held, prompt_len, tokens, stops in rows
     ]
     made = [
-        PrefillChunk(slot, start, tokens, sample, tuple(following))
-        for slot, start, tokens, sample, following in chunks
+        PrefillChunk(slot, start, tokens, sample, tuple(following), *scores)
+        for slot, start, tokens, sample, following, *scores in chunks
     ]  # fmt: skip
     return SchedulerOutput(
         slots, bounds, made, new_requests, [tuple(page) for page in pages], num_speculative_tokens

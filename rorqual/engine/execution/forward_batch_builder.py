@@ -24,7 +24,8 @@ class BatchPart:
     sampled: their `logit_rows` among the part's tokens, `slots`, and `bounds` of their cached
     entries. `following`: the prompt's token after each (0 after the last). `ends`: with several
     prediction modules, the last rows [C] of chunks that are not sampled, and the tokens after
-    them [C, modules]; where the prompt ends before, its last one stands in."""
+    them [C, modules]; where the prompt ends before, its last one stands in. `scored`: rows of a
+    prompt whose next token's log probability is wanted."""
 
     ids: Tensor
     positions: Tensor
@@ -35,6 +36,7 @@ class BatchPart:
     bounds: tuple[int, ...]
     following: Tensor | None = None
     ends: tuple[Tensor, Tensor] | None = None
+    scored: Tensor | None = None
 
     def columns(self) -> tuple[Tensor, ...]:
         return self.ids, self.positions, self.slot_mapping, self.logit_rows
@@ -129,8 +131,9 @@ class ForwardBatchBuilder:
         mapping = held * self.page_size + tokens[1] % self.page_size
         sampled = tuple(chunk.stop for chunk in chunks if chunk.sample)
         ends = self._ends(host)
+        scored = to_device(torch.tensor(host.scored)) if host.scored else None
         last = picked[0], picked[1], segment, sampled
-        return BatchPart(tokens[0], tokens[1], mapping, *last, tokens[3], ends)
+        return BatchPart(tokens[0], tokens[1], mapping, *last, tokens[3], ends, scored)
 
     def _ends(self, host: _ChunkColumns) -> tuple[Tensor, Tensor] | None:
         if self.modules < 2 or not host.ends:
@@ -153,8 +156,12 @@ class _ChunkColumns:
         self.slots: list[int] = []
         self.ends: list[int] = []
         self.after: list[tuple[int, ...]] = []
+        self.scored: list[int] = []
 
     def add(self, index: int, chunk: PrefillChunk) -> None:
+        if chunk.num_scored:
+            shift = len(self.ids) - chunk.start
+            self.scored.extend(range(chunk.score_start + shift, chunk.score_stop + shift))
         self.ids.extend(chunk.tokens)
         self.positions.extend(range(chunk.start, chunk.stop))
         self.owner.extend([index] * len(chunk.tokens))

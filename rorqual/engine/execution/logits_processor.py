@@ -109,6 +109,16 @@ class Logprobs:
             float(self.logprob[row]), int(self.rank[row]), tuple(ids), tuple(values)
         )
 
+    def rows(self, start: int, stop: int, count: int) -> list[TokenLogprobs]:
+        """`row` for many."""
+        columns = (
+            self.logprob[start:stop].tolist(),
+            self.rank[start:stop].tolist(),
+            map(tuple, self.top_ids[start:stop, :count].tolist()),
+            map(tuple, self.top[start:stop, :count].tolist()),
+        )
+        return list(map(TokenLogprobs, *columns))
+
 
 class HostSampling:
     """One step's rows of logits where some request needs the host. Use in this order: `process`

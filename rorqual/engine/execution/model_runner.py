@@ -207,12 +207,12 @@ class ModelRunner:
         return result
 
     def _forward(self, batch: BuiltBatch, metadata: StepMetadata) -> Tensor:
-        """Hidden states [T, hidden] where a drafter reads all of them, else those of the step's
-        logit rows. A step of decoding alone has no others, so its last norm may also add up what
-        experts gave."""
+        """Hidden states [T, hidden] where a drafter or a scored prompt reads them, else those of
+        the step's logit rows. A step of decoding alone has no others, so its last norm may also
+        add up what experts gave."""
         if self.compiled and metadata.decodes:
             return self.compiled(batch.step)
-        every_row = metadata.decodes or self.sampler.reads_hidden
+        every_row = metadata.decodes or self.sampler.reads_hidden or metadata.scores
         return run_one(self.model.forward(batch.step, every_row=every_row))
 
     def collect(self, pending: PendingStep) -> StepResult:

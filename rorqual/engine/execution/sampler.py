@@ -16,6 +16,7 @@ from torch import Tensor
 from rorqual.engine.execution.drafters import Drafter, Drafting
 from rorqual.engine.execution.forward_batch_builder import BatchPart, BuiltBatch, join
 from rorqual.engine.execution.logits_processor import HostSampling
+from rorqual.engine.execution.prompt_scorer import PromptScorer, PromptScores
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampling import sample
 from rorqual.engine.execution.verifier import Verifier
@@ -32,10 +33,11 @@ from rorqual.models.transformer import Transformer
 class PendingStep:
     """A launched step. tokens: waits for those it drew, as `Sampler` packs them; None on pipeline
     stages that draw none, and where no request of this rank drew. host: what is left to do with
-    them there."""
+    them there. scores: log probabilities of prompts."""
 
     tokens: Callable[[], Tensor] | None = None
     host: HostSampling | None = None
+    scores: PromptScores | None = None
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Sampler:
         self.verifier = verifier
         self.drafter = drafter
         self.max_len = max_len
+        self.scorer = PromptScorer(model, rows)
         self.nothing = torch.zeros(0, dtype=torch.int64, device=rows.platform.device)
 
     @property
@@ -95,6 +98,7 @@ class Sampler:
         for the device."""
         decode = batch.decode
         prefill = batch.prefill
+        scores = self.scorer.score(output, batch, hidden, metadata) if metadata.scores else None
         logits = raw = self._logits(batch, hidden, metadata) if any(metadata.logit_rows) else hidden
         host = None
         if any(params.needs_host for params in self.rows.asked(output.sampled_slots)):
@@ -108,17 +112,18 @@ class Sampler:
             first = self._sample_prefill(logits[split:], metadata.sampling, prefill)
         self._draft(batch, hidden, decoded, first, metadata)
         if decoded is None and first is None:
-            return PendingStep()
+            return PendingStep(scores=scores)
         if host is not None:
             drawn = [decoded.tokens.flatten() if decoded else None, first]
             host.record(raw, join([part for part in drawn if part is not None]))
-        return PendingStep(self.rows.platform.fetch(self._packed(decoded, first, metadata)), host)
+        drawn_tokens = self.rows.platform.fetch(self._packed(decoded, first, metadata))
+        return PendingStep(drawn_tokens, host, scores)
 
     def _logits(
         self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata, wide: bool = True
     ) -> Tensor:
         """wide: in fp32, see Transformer.logits."""
-        if self.reads_hidden and not metadata.decodes:
+        if (self.reads_hidden or metadata.scores) and not metadata.decodes:
             # of a decode step every row is wanted
             hidden = hidden.index_select(0, batch.step.logit_rows)
         return self.model.logits(hidden, metadata.logit_rows, wide)
@@ -235,17 +240,21 @@ class Sampler:
     # ---- on the host
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a step's tokens."""
+        """Wait for a step's tokens, and what they and those of prompts were thought of."""
+        result = self._drawn(pending)
+        if pending.host is not None:
+            pending.host.finish(result)
+        if pending.scores is not None:
+            result.prompt_logprobs = pending.scores.finish()
+        return result
+
+    def _drawn(self, pending: PendingStep) -> StepResult:
         if pending.tokens is None:
             return StepResult([])
         drawn = pending.tokens().tolist()
         if self.drafter is None:
-            result = StepResult([[token] for token in drawn])
-        else:
-            result = StepResult(
-                [[token for token in row[:-1] if token >= 0] for row in drawn],
-                [row[-1] for row in drawn],
-            )
-        if pending.host is not None:
-            pending.host.finish(result)
-        return result
+            return StepResult([[token] for token in drawn])
+        return StepResult(
+            [[token for token in row[:-1] if token >= 0] for row in drawn],
+            [row[-1] for row in drawn],
+        )

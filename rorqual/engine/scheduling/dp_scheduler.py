@@ -140,7 +140,7 @@ class DataParallelScheduler:
         return rank.live_tokens + len(request.prompt) - self._cached(rank, request)
 
     def _cached(self, rank: Scheduler, request: Request) -> int:
-        if not rank.prefix.pages:
+        if not rank.prefix.pages or request.params.prompt_logprobs is not None:
             return 0
         pages, _ = rank.prefix.match(request.prompt, request.cache_salt)
         rank.prefix.release(pages)

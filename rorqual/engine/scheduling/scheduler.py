@@ -241,6 +241,8 @@ class Scheduler:
         if not output.decode_slots and not output.chunks:
             return None
         step = InFlight(output, sampled, computed)
+        chunks = zip(computed, output.chunks, strict=True)
+        step.scored = [sequence for (sequence, _), chunk in chunks if chunk.num_scored]
         if self.config.micro_batches > 1:
             self.in_flight.append(step)
         return step
@@ -389,7 +391,8 @@ class Scheduler:
         sequence = self.waiting.head
         if sequence.pending or self._still_blocked(sequence):
             return None
-        pages, key = self.prefix.match(sequence.tokens, sequence.request.cache_salt)
+        reusable = sequence.reusable
+        pages, key = self.prefix.match(reusable, sequence.request.cache_salt)
         known = len(sequence.tokens)
         # The first drafts are made in the step that ends the prompt, and leave entries behind it.
         need = self._pages_for(
@@ -398,7 +401,7 @@ class Scheduler:
         spare = min(self.num_running, self.allocator.capacity - need - len(pages))
         if need + spare > self.prefix.available and self.num_running:
             self.prefix.release(pages)
-            wanted = self.prefix.following(sequence.tokens, len(pages), key)
+            wanted = self.prefix.following(reusable, len(pages), key)
             now = (self.prefix.available, self.num_running)
             self._blocked = Blocked(sequence, *now, len(pages), wanted)
             return None
@@ -422,7 +425,7 @@ class Scheduler:
     ) -> None:
         size = self.config.page_size
         self._blocked = None
-        self.prefix.queries += len(sequence.tokens)
+        self.prefix.queries += len(sequence.reusable)
         self.prefix.hits += len(pages) * size
         sequence.pages = pages
         sequence.key = key
@@ -475,9 +478,12 @@ class Scheduler:
             stop = max(start + 1, known - ahead)
         last = stop == known
         following = () if last else tuple(sequence.tokens[stop : stop + max(1, ahead)])
-        output.chunks.append(
-            PrefillChunk(sequence.slot, start, sequence.tokens[start:stop], last, following)
-        )
+        scores = (0, 0)
+        if sequence.num_scored < (score_stop := min(stop, sequence.score_end)):
+            scores = (sequence.num_scored, score_stop)
+            sequence.num_scored = score_stop
+        tokens = sequence.tokens[start:stop]
+        output.chunks.append(PrefillChunk(sequence.slot, start, tokens, last, following, *scores))
         sequence.num_computed_tokens = stop
         charge(sequence, stop - start)
         computed.append((sequence, stop))
@@ -507,6 +513,9 @@ class Scheduler:
                 )
                 if sequence.collected >= sequence.next_hash:
                     self._offer(sequence)
+        step.scored_before = [len(sequence.prompt_logprobs) for sequence in step.scored]
+        for sequence, found in zip(step.scored, result.prompt_logprobs, strict=True):
+            sequence.prompt_logprobs += found
         outs = []
         for row, (sequence, tokens) in enumerate(zip(step.sampled, result.tokens, strict=True)):
             sequence.pending -= 1
@@ -531,6 +540,8 @@ class Scheduler:
                 del sequence.tokens[length:]
                 sequence.finish = sequence.stop_token = None
                 self.sequences[sequence.request.id] = sequence
+        for sequence, length in zip(step.scored, step.scored_before, strict=False):
+            del sequence.prompt_logprobs[length:]
 
     def restart(self) -> None:
         """After an error in the midst of anything: trust nothing but the tokens handed out. No page

@@ -28,17 +28,24 @@ class NewRequest:
 class PrefillChunk:
     """Prompt tokens of one request at positions start, start + 1, ...; `sample` when the next token
     is wanted, else `following` are the prompt's tokens after the chunk, as many as prediction
-    modules look ahead, at least 1; fewer where the prompt ends before."""
+    modules look ahead, at least 1; fewer where the prompt ends before. score_start, score_stop: the
+    positions at which the log probability of the prompt's next token is wanted; none if equal."""
 
     slot: int
     start: int
     tokens: ReadOnly[int]
     sample: bool
     following: tuple[int, ...] = ()
+    score_start: int = 0
+    score_stop: int = 0
 
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def num_scored(self) -> int:
+        return self.score_stop - self.score_start
 
 
 @dataclass
@@ -72,6 +79,10 @@ class SchedulerOutput:
     @property
     def num_sampled(self) -> int:
         return len(self.decode_slots) + sum(chunk.sample for chunk in self.chunks)
+
+    @property
+    def num_scored(self) -> int:
+        return sum(chunk.num_scored for chunk in self.chunks)
 
     def logit_row(self, sampled: int) -> int:
         """The first row of logits of the request that stands at `sampled` in `sampled_slots`; at
@@ -108,11 +119,12 @@ class StepMetadata:
     own attention group and its stages. A rank that decided by its own output what it does with the
     others would wait for them in a call that they never make.
 
-    Of each data-parallel rank: tokens, rows of logits, and requests that draw (`sampled`); each may
-    be 0. decodes: no rank brings a chunk of prompt. num_speculative_tokens: drafts verified, and
-    made, for each request. sampling: how tokens are drawn, wide enough for every row of every rank:
-    never FULL. host: some row of some rank needs the host's word, so of a captured step every rank
-    replays the forward pass alone, and samples and drafts behind it.
+    Of each data-parallel rank: tokens, rows of logits, requests that draw (`sampled`), and rows
+    that score a token of the prompt (`scored`); each may be 0. decodes: no rank brings a chunk of
+    prompt. num_speculative_tokens: drafts verified, and made, for each request. sampling: how
+    tokens are drawn, wide enough for every row of every rank: never FULL. host: some row of some
+    rank needs the host's word, so of a captured step every rank replays the forward pass alone, and
+    samples and drafts behind it.
     """
 
     tokens: tuple[int, ...]
@@ -122,6 +134,7 @@ class StepMetadata:
     num_speculative_tokens: int
     sampling: SamplingVariant
     host: bool
+    scored: tuple[int, ...]
 
     @staticmethod
     def of(parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool) -> StepMetadata:
@@ -139,6 +152,7 @@ class StepMetadata:
             num_speculative_tokens=num_speculative_tokens,
             sampling=sampling,
             host=host,
+            scored=tuple(part.num_scored for part in parts),
         )
 
     @staticmethod
@@ -149,9 +163,15 @@ class StepMetadata:
         rows = (size * (num_speculative_tokens + 1),) * ranks
         host = variant is SamplingVariant.FULL
         sampling = SamplingVariant.GREEDY if host else variant
+        scored = (0,) * ranks
         return StepMetadata(
-            rows, rows, (size,) * ranks, True, num_speculative_tokens, sampling, host
+            rows, rows, (size,) * ranks, True, num_speculative_tokens, sampling, host, scored
         )
+
+    @property
+    def scores(self) -> bool:
+        """Whether some rank wants log probabilities of a prompt."""
+        return any(self.scored)
 
     @property
     def variant(self) -> SamplingVariant:
@@ -161,7 +181,7 @@ class StepMetadata:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities of one sampled token and of the most likely ones, and the sampled
+    """Log probabilities of one token, sampled or of a prompt, and of the most likely ones, and the
     token's rank (from 1)."""
 
     sampled: float
@@ -174,8 +194,10 @@ class TokenLogprobs:
 class StepResult:
     """New tokens of each of `SchedulerOutput.sampled_slots`: accepted drafts, then one that the
     model itself drew. `drafted` counts the drafts that were up for verification; `logprobs` holds
-    one entry a token for the rows that asked."""
+    one entry a token for the rows that asked. `prompt_logprobs`: of each chunk that scores, in
+    order, one entry a token."""
 
     tokens: list[list[int]]
     drafted: list[int] = field(default_factory=list)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)

@@ -31,6 +31,8 @@ class Sequence:
     least it brings; max_extra_tokens: what it may bring beyond. drafted, accepted: drafts verified
     and found right, by their place behind the newest token. client_account, user_account: charged
     for what is computed; made by the waiting queue. reserved: tokens charged beforehand.
+    num_scored: tokens of the prompt behind its first whose log probabilities launched steps give;
+    prompt_logprobs: those that are here; score_end: how many are wanted.
     """
 
     __slots__ = (
@@ -48,13 +50,16 @@ class Sequence:
         "num_cached_prompt",
         "num_computed_tokens",
         "num_hashed_pages",
+        "num_scored",
         "order",
         "pages",
         "pending",
         "preemptions",
         "prompt_len",
+        "prompt_logprobs",
         "request",
         "reserved",
+        "score_end",
         "seed",
         "slot",
         "stop_ids",
@@ -83,6 +88,10 @@ class Sequence:
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.next_hash = 0
+        wants_scores = request.params.prompt_logprobs is not None
+        self.score_end = self.prompt_len - 1 if wants_scores else 0
+        self.num_scored = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish: FinishReason | None = None
         self.stop_token: int | None = None
         self.num_cached_prompt: int | None = None
@@ -93,11 +102,19 @@ class Sequence:
         self.pages = []
         self.capacity = self.num_computed_tokens = self.collected = self.pending = 0
         self.num_hashed_pages = self.max_extra_tokens = self.next_hash = self.reserved = 0
+        self.num_scored = len(self.prompt_logprobs)
         self.key = b""
 
     @property
     def outputs(self) -> list[int]:
         return self.tokens[self.prompt_len :]
+
+    @property
+    def reusable(self) -> list[int]:
+        """The tokens of which a cached prefix may be taken: who wants a prompt's log probabilities
+        has to compute the rows that are still to be scored."""
+        unscored = self.num_scored < self.score_end
+        return self.tokens[: self.num_scored + 1] if unscored else self.tokens
 
     @property
     def known(self) -> int:
@@ -107,12 +124,15 @@ class Sequence:
 @dataclass
 class InFlight:
     """A planned step and whose tokens it samples, in order. before: how many tokens each of these
-    had as its result was taken in, -1 where the request had ended by then; empty until then."""
+    had as its result was taken in, -1 where the request had ended by then; empty until then.
+    scored: whose prompts it scores, a chunk each, in order; scored_before: as `before`, entries."""
 
     output: SchedulerOutput
     sampled: list[Sequence]
     computed: list[tuple[Sequence, int]]  # prompt chunks: entries cached once the step is done
     before: list[int] = field(default_factory=list)
+    scored: list[Sequence] = field(default_factory=list)
+    scored_before: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

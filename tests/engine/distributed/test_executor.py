@@ -47,7 +47,7 @@ def params(**changes: Any) -> SamplingParams:
 MIXED = [
     params(),
     params(temperature=0.9, seed=3),
-    params(logprobs=2),
+    params(logprobs=2, prompt_logprobs=1),
     params(presence_penalty=0.7, repetition_penalty=1.2),
     params(temperature=1.1, top_k=9, seed=8, max_tokens=33),
     params(speculate=False, max_tokens=7),
@@ -63,10 +63,8 @@ MIXED = [
 
 def told(out: RequestOutput) -> Any:
     completion = out.outputs[0]
-    logprobs = [
-        {t: round(entry.logprob, 3) for t, entry in step.items()}
-        for step in completion.logprobs or ()
-    ]
+    entries = [*(completion.logprobs or ()), *(out.prompt_logprobs or ())[1:]]
+    logprobs = [{t: round(entry.logprob, 3) for t, entry in step.items()} for step in entries]
     return completion.token_ids, completion.finish_reason, logprobs
 
 

@@ -283,7 +283,7 @@ def test_plans_and_results_survive_as_bytes() -> None:
         NewRequest(i, p, 2**62 + i, (1, 2), 3, (4, 5, 6), frozenset({8, 1}))
         for i, p in enumerate(params)
     ]
-    chunks = [PrefillChunk(1, 0, [4, 5, 6], True), PrefillChunk(3, 8, (1,), False, (77, 78))]
+    chunks = [PrefillChunk(1, 0, [4, 5, 6], True), PrefillChunk(3, 8, (1,), False, (77, 78), 8, 9)]
     output = SchedulerOutput([0, 2], [5, 9], chunks, rows, [(0, 1, 17)], 2)
     whole = DataParallelOutput(
         [output, SchedulerOutput(num_speculative_tokens=2)], SamplingVariant.FILTERED, host=True
@@ -300,7 +300,9 @@ def test_plans_and_results_survive_as_bytes() -> None:
         2,
     )
     assert [chunk.following for chunk in back[0].chunks] == [(), (77, 78)]
-    result = StepResult([[1, 2], [3]], [2, 0], {1: [TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))]})
+    assert back[0].num_scored == 1
+    entry = TokenLogprobs(-0.25, 3, (9, 8), (-0.1, -0.2))
+    result = StepResult([[1, 2], [3]], [2, 0], {1: [entry]}, [[entry, entry]])
     assert decode_result(encode_result(result)) == result
 
 

@@ -67,15 +67,23 @@ class History(RuleBasedStateMachine):
         least=st.integers(0, 8),
         stops=st.sets(st.integers(0, VOCAB - 1), max_size=2),
         salt=st.sampled_from(["", "a"]),
+        scored=st.sampled_from([None, None, 0]),
     )
     def add(
-        self, prompt: list[int], most: int | None, least: int, stops: set[int], salt: str
+        self,
+        prompt: list[int],
+        most: int | None,
+        least: int,
+        stops: set[int],
+        salt: str,
+        scored: int | None,
     ) -> None:
         name = f"r{len(self.requests)}"
         params = SamplingParams(
             max_tokens=most,
             min_tokens=least if most is None else min(least, most),
             stop_token_ids=sorted(stops),
+            prompt_logprobs=scored,
         )
         self.requests[name] = Request(name, tuple(prompt), params, cache_salt=salt)
         self.scheduler.add(self.requests[name])
