@@ -31,6 +31,11 @@ class ServerLimits:
     n: int = _limit(32, "Completions of one prompt.", flags=("--max-n",))
     choices: int = _limit(256, "Completions of one request.", flags=("--max-choices",))
     logprobs: int = _limit(20, "Most likely tokens to list.", flags=("--max-logprobs",))
+    prompt_logprobs: int = _limit(
+        500_000,
+        "Log probabilities of prompts in one request: tokens times one more than the likely ones.",
+        flags=("--max-prompt-logprobs",),
+    )
     tools: int = _limit(128, "Functions of one request.", flags=("--max-tools",))
     waiting: int = _limit(
         1024,
@@ -78,6 +83,7 @@ class ServerLimits:
             "n",
             "choices",
             "logprobs",
+            "prompt_logprobs",
             "tools",
             "buffered",
             "wrong_keys",

@@ -40,7 +40,8 @@ ToEngine = Add | Cancel | ResetPrefix | Shutdown
 
 class Output(msgspec.Struct, array_like=True):
     """New tokens of one request. `finish` and `stop_token` on the last; `cached` counts prompt
-    tokens the prefix cache held."""
+    tokens the prefix cache held. `prompt_logprobs`: with the first, where asked for, one for each
+    token of the prompt but its first."""
 
     id: str
     tokens: list[int]
@@ -48,6 +49,7 @@ class Output(msgspec.Struct, array_like=True):
     stop_token: int | None = None
     cached: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True):

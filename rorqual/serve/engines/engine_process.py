@@ -195,7 +195,7 @@ class EngineProcess:
                 continue
             tokens[name] = tokens.get(name, 0) + 1
             if live.every_step:
-                self._extend(found, name, out)
+                self._extend(found, name, out, first=not live.first)
             elif out.logprobs is not None:
                 live.logprobs.append(out.logprobs)
             if out.finish is not None:
@@ -205,12 +205,15 @@ class EngineProcess:
             self._count(self.live[name], count, now)
         return list(found.values())
 
-    def _extend(self, found: dict[str, messages.Output], name: str, out: TokenOut) -> None:
+    def _extend(
+        self, found: dict[str, messages.Output], name: str, out: TokenOut, first: bool
+    ) -> None:
         output = found.get(name)
         if output is None:
             output = found[name] = messages.Output(
                 name, [], cached=out.sequence.num_cached_prompt or 0
             )
+            output.prompt_logprobs = _prompt_logprobs(out.sequence) if first else None
         output.tokens.append(out.token)
         if out.logprobs is not None:
             output.logprobs = [*(output.logprobs or ()), out.logprobs]
@@ -249,7 +252,13 @@ def _whole(name: str, out: TokenOut, logprobs: list[TokenLogprobs]) -> messages.
         sequence.stop_token,
         sequence.num_cached_prompt or 0,
         logprobs or None,
+        _prompt_logprobs(sequence),
     )
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs] | None:
+    wanted = sequence.request.params.prompt_logprobs is not None
+    return sequence.prompt_logprobs if wanted else None
 
 
 def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:

@@ -12,13 +12,16 @@ from rorqual.serve.http.sse import (
     ChatChoice,
     ChunkHead,
     Entries,
+    PromptEntries,
     TextChoice,
     chat_logprobs,
     encode,
+    prompt_logprobs,
     text_logprobs,
     usage,
 )
 from rorqual.serve.messages import Output
+from rorqual.text.detokenizer import prompt_entries
 from rorqual.text.tokenizer import Tokenizer
 
 
@@ -26,7 +29,9 @@ class Call:
     """`requests` and `replies` go together, one a choice. take() feeds replies; `events` are what
     take() found to send.
 
-    top: how many likely tokens to list, None for no log probabilities.
+    top: how many likely tokens to list, None for no log probabilities. scores: some request wants
+    those of its prompt: `read_scores` before take(), and then `prompt_entries` has them by choice.
+    prompt_top: how many likely tokens to list for each token of a prompt, None for no such list.
     """
 
     def __init__(
@@ -45,6 +50,17 @@ class Call:
         self.replies: list[ChoiceBuilder] = []
         self.stream = self.include_usage = self.continuous_usage = False
         self.open = len(requests)
+        self.scores = any(request.params.prompt_logprobs is not None for request in requests)
+        self.prompt_entries: dict[int, PromptEntries] = {}
+        self.prompt_top: int | None = None
+
+    def read_scores(self, items: list[tuple[int, Output]]) -> None:
+        """On a thread: a prompt may have a hundred thousand tokens."""
+        for choice, output in items:
+            if output.prompt_logprobs is not None:
+                prompt = self.requests[choice].prompt
+                show = self.tokenizer.token
+                self.prompt_entries[choice] = prompt_entries(prompt, output.prompt_logprobs, show)
 
     @property
     def every_step(self) -> bool:
@@ -159,7 +175,14 @@ class ChatCall(Call):
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
-        return self.head.whole("chat.completion", choices, usage(self.prompt_tokens, self.replies))
+        more = {}
+        if self.prompt_top is not None:
+            found = prompt_logprobs(
+                self.requests[0].prompt, self.prompt_entries[0], self.prompt_top
+            )
+            more["prompt_logprobs"] = found
+        counts = usage(self.prompt_tokens, self.replies)
+        return self.head.whole("chat.completion", choices, counts, **more)
 
     def _choice(self, i: int) -> dict[str, Any]:
         reply = self.replies[i]
@@ -194,14 +217,19 @@ class ChatCall(Call):
 
 
 class TextCall(Call):
-    """`echo`: each choice's text begins with its prompt."""
+    """`echo`: each choice's text begins with its prompt, and so do its log probabilities. `count`:
+    choices of one prompt."""
 
-    def __init__(self, *args: Any, echo: list[str] | None = None):
+    def __init__(self, *args: Any, echo: list[str] | None = None, count: int = 1):
         super().__init__(*args)
+        self.count = count
+        self.echo_scores = echo is not None and self.top is not None
+        self.begun = [False] * len(self.requests)
         self.echo = echo or [""] * len(self.requests)
         self.parts = [TextChoice(i) for i in range(len(self.requests))]
         self.texts: list[list[str]] = [[text] if text else [] for text in self.echo]
         self.offsets = [len(text) for text in self.echo]
+        self.echoed: dict[int, dict[str, Any]] = {}
         self.entries: list[Entries] = [[] for _ in self.requests]
 
     def _note(self, choice: int, text: str, entries: Entries | None, events: list[bytes]) -> None:
@@ -211,18 +239,40 @@ class TextCall(Call):
             return
         reply = self.replies[choice]
         logprobs = b"null"
-        if self.echo[choice]:
+        first = not self.begun[choice]
+        if first:
+            self.begun[choice] = True
             text = self.echo[choice] + text
-            self.echo[choice] = ""
-        if entries and self.top is not None:
-            found, self.offsets[choice] = text_logprobs(
-                entries, self.top, self.offsets[choice], self.tokenizer
-            )
-            logprobs = encode(found)
+        with_prompt = first and self.echo_scores
+        if self.top is not None and (entries or with_prompt):
+            logprobs = encode(self._logprobs(choice, entries or [], with_prompt))
         # also without text, as where a token ends inside a character: clients time tokens by chunks
         events.append(
             self._event(self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason))
         )
+
+    def read_scores(self, items: list[tuple[int, Output]]) -> None:
+        super().read_scores(items)
+        if self.top is None or not self.echo_scores:
+            return
+        for choice, entries in self.prompt_entries.items():
+            if choice not in self.echoed:
+                pairs = zip(self.requests[choice].prompt, entries, strict=True)
+                self.echoed[choice], _ = text_logprobs(pairs, self.top, 0, self.tokenizer)
+
+    def _logprobs(self, choice: int, entries: Entries, with_prompt: bool) -> dict[str, Any]:
+        assert self.top is not None
+        offset = self.offsets[choice]
+        found, self.offsets[choice] = text_logprobs(entries, self.top, offset, self.tokenizer)
+        if not with_prompt:
+            return found
+        before = self.echoed[self._scored(choice)]
+        return {name: before[name] + found[name] for name in found}
+
+    def _scored(self, choice: int) -> int:
+        """The choice that scored this one's prompt."""
+        first = choice - choice % self.count
+        return choice if choice in self.prompt_entries else first
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
@@ -232,14 +282,19 @@ class TextCall(Call):
         reply = self.replies[i]
         logprobs = None
         if self.top is not None:
-            logprobs, _ = text_logprobs(self.entries[i], self.top, self.offsets[i], self.tokenizer)
+            logprobs = self._logprobs(i, self.entries[i], self.echo_scores)
         choice = {
             "index": i,
             "text": "".join(self.texts[i]),
             "logprobs": logprobs,
             "finish_reason": reply.finish,
+            "stop_reason": reply.stop_reason,
         }
-        return {**choice, "stop_reason": reply.stop_reason}
+        if self.prompt_top is not None:
+            entries = self.prompt_entries[self._scored(i)]
+            found = prompt_logprobs(self.requests[i].prompt, entries, self.prompt_top)
+            choice["prompt_logprobs"] = found
+        return choice
 
 
 def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:

@@ -92,6 +92,15 @@ class ChoiceBuilder:
         )
 
 
+class UnheardChoiceBuilder(ChoiceBuilder):
+    """Of a request for no token at all. The engine draws one nevertheless: it ends the prompt."""
+
+    def push(self, output: Output) -> Piece:
+        self.cached = output.cached
+        self.finish = FinishReason.LENGTH.value
+        return Piece("", None)
+
+
 class ChatChoiceBuilder(ChoiceBuilder):
     """Splits the text: fields() yields (name, value) of the deltas, in order. forced: the text is
     tool calls alone, so that what is left of one cut short is no text for the reader."""

@@ -122,6 +122,9 @@ class Sampling(Model):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP, fail_fast=True)] | None = (
         None
     )
+    prompt_logprobs: Count | None = Field(
+        default=None, description="For each token of the prompt; not in a stream."
+    )
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -280,7 +283,12 @@ class CompletionRequest(Sampling):
     prompt: str | Ids | Annotated[list[str], SEVERAL] | Annotated[list[Ids], SEVERAL] = Field(
         union_mode="left_to_right"
     )
-    echo: bool | None = None
+    max_tokens: Count | None = Field(
+        default=None, description="0 draws nothing: the prompt alone, with echo."
+    )
+    echo: bool | None = Field(
+        default=None, description="The prompt before the answer; with logprobs, scored."
+    )
     logprobs: Count | None = None
     best_of: Positive | None = Field(default=None, description="Accepted where it equals n.")
     response_format: ResponseFormat | None = None

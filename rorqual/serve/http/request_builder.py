@@ -16,7 +16,7 @@ from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
 from rorqual.serve.http.calls import ChatCall, TextCall
-from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
+from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, UnheardChoiceBuilder
 from rorqual.serve.http.clients import user_name
 from rorqual.serve.http.protocol import (
     ChatMessage,
@@ -99,6 +99,7 @@ class RequestBuilder:
             body.max_completion_tokens or body.max_tokens,
             top,
             self._structure(body, forced, inside),
+            self._prompt_top(body),
         )
         count = self._count(body, 1)
         call = ChatCall(
@@ -109,6 +110,8 @@ class RequestBuilder:
             top,
             include_reasoning=body.include_reasoning is not False,
         )
+        call.prompt_top = params.prompt_logprobs
+        self._check_scores(call.requests)
         parser = FORMATS[self.served.tool_format].parser
         parse = bool(tools) and body.tool_choice != "none"
         for i, request in enumerate(call.requests):
@@ -183,12 +186,6 @@ class RequestBuilder:
 
     async def completion(self, body: CompletionRequest, client: str) -> TextCall:
         self._check_model(body)
-        if body.echo and body.logprobs is not None:
-            raise bad_request(
-                "echo with logprobs is not supported: the prompt's log probabilities are not "
-                "computed",
-                "echo",
-            )
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request(
                 f"best_of={body.best_of} is not supported; accepted: the value of n", "best_of"
@@ -196,27 +193,37 @@ class RequestBuilder:
         given = _prompts(body.prompt)
         count = self._count(body, len(given))
         top = self._top(body.logprobs) if body.logprobs is not None else None
+        prompt_top = self._prompt_top(body)
+        most = body.max_tokens
+        if most is None:
+            most = self.served.defaults.sampling.get("max_tokens", 16)
+        if not most and body.min_tokens:
+            raise bad_request(f"min_tokens={body.min_tokens} is above max_tokens=0", "min_tokens")
         params = self._params(
             body,
-            body.max_tokens or self.served.defaults.sampling.get("max_tokens", 16),
-            top,
+            most or 1,
+            top if most else None,
             structure_of(body, self.limits.grammar),
+            max(
+                (n for n in (prompt_top, top if body.echo else None) if n is not None), default=None
+            ),
         )
         special = body.add_special_tokens is not False
         encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special))
         prompts = [next(encoded) if isinstance(p, str) else p for p in given]
         requests = self._requests(prompts, params, body, count, client)
+        self._check_scores(requests)
         echo = None
         if body.echo:
             shown = [p if isinstance(p, str) else self._decode(p) for p in given]
             echo = [text for text in shown for _ in range(count)]
         head = self._head("cmpl", "text_completion", body)
-        call = TextCall(
-            head, requests, sum(map(len, prompts)), self.served.tokenizer, top, echo=echo
-        )
+        tokens = sum(map(len, prompts))
+        call = TextCall(head, requests, tokens, self.served.tokenizer, top, echo=echo, count=count)
+        call.prompt_top = prompt_top
+        builder = ChoiceBuilder if most else UnheardChoiceBuilder
         call.replies.extend(
-            ChoiceBuilder(i, request.params, self.served.tokenizer)
-            for i, request in enumerate(requests)
+            builder(i, request.params, self.served.tokenizer) for i, request in enumerate(requests)
         )
         return _streaming(call, body)
 
@@ -269,14 +276,35 @@ class RequestBuilder:
             )
         return n
 
-    def _top(self, count: int) -> int:
+    def _top(self, count: int, name: str = "top_logprobs") -> int:
         if count > self.limits.logprobs:
             raise bad_request(
                 f"{count} log probabilities a token were asked for; accepted: at most "
                 f"{self.limits.logprobs}",
-                "top_logprobs",
+                name,
             )
         return count
+
+    def _prompt_top(self, body: Sampling) -> int | None:
+        if body.prompt_logprobs is None:
+            return None
+        if body.stream:
+            raise bad_request("prompt_logprobs are not sent in a stream", "prompt_logprobs")
+        return self._top(body.prompt_logprobs, "prompt_logprobs")
+
+    def _check_scores(self, requests: list[Request]) -> None:
+        """All of a request's are in the API process at once, as objects."""
+        scored = [r for r in requests if r.params.prompt_logprobs is not None]
+        entries = sum(
+            len(r.prompt) * (r.params.prompt_logprobs or 0) + len(r.prompt) for r in scored
+        )
+        most = self.limits.prompt_logprobs
+        if entries > most:
+            raise bad_request(
+                f"{entries} log probabilities of prompts were asked for; accepted: at most {most} "
+                "a request",
+                "prompt_logprobs",
+            )
 
     def _params(
         self,
@@ -284,6 +312,7 @@ class RequestBuilder:
         max_tokens: int | None,
         top: int | None,
         structure: StructuredOutput | None,
+        prompt_top: int | None,
     ) -> SamplingParams:
         _check_tokens(body.stop_token_ids or (), self.served.vocab_size, "stop_token_ids")
         given = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
@@ -295,7 +324,8 @@ class RequestBuilder:
             "stop": body.stop or (),
         }
         try:
-            return SamplingParams(**{**values, "logprobs": top, "structured": structure})
+            told = {"logprobs": top, "prompt_logprobs": prompt_top, "structured": structure}
+            return SamplingParams(**{**values, **told})
         except RequestError as error:
             raise bad_request(str(error), parameter_of(str(error))) from None
 
@@ -315,11 +345,11 @@ class RequestBuilder:
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
             for sample in range(count):
-                child = (
-                    params
-                    if params.seed is None or not sample
-                    else replace(params, seed=_wrapped(params.seed + sample))
-                )
+                child = params
+                if params.seed is not None and sample:
+                    child = replace(child, seed=_wrapped(params.seed + sample))
+                if params.prompt_logprobs is not None and sample and not body.stream:
+                    child = replace(child, prompt_logprobs=None)  # the first choice's are shown
                 given = (tuple(prompt), child, eos, now, salt, *name)
                 requests.append(Request(self.fleet.new_id(), *given))
         return requests

@@ -94,6 +94,8 @@ class StreamResponse(Response):
         job = self.job
         while call.open:
             items = await job.take()
+            if call.scores:
+                await asyncio.to_thread(call.read_scores, items)
             if not self.started:
                 await send(_start(200, [*EVENTS, *self.more_headers]))
                 self.started = True
@@ -111,9 +113,14 @@ class StreamResponse(Response):
         )
 
     async def _whole(self, send: Send) -> None:
-        while self.call.open:
-            self.call.take(await self.job.take(), self.job)
-        await _send_all(send, 200, [*JSON, *self.more_headers], self.call.whole())
+        call = self.call
+        while call.open:
+            items = await self.job.take()
+            if call.scores:
+                await asyncio.to_thread(call.read_scores, items)
+            call.take(items, self.job)
+        body = await asyncio.to_thread(call.whole) if call.scores else call.whole()
+        await _send_all(send, 200, [*JSON, *self.more_headers], body)
 
     async def _fail(self, error: ApiError, send: Send) -> None:
         self.counts[f"failed_{error.status}"] += 1

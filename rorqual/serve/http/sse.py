@@ -3,6 +3,7 @@ costs one encoded string."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 
 Entries = list[tuple[int, dict[int, Logprob]]]
+PromptEntries = list[dict[int, Logprob] | None]
 
 
 class ChunkHead:
@@ -36,8 +38,10 @@ class ChunkHead:
         tail = b'],"usage":' + usage + b"}\n\n" if usage else b"]}\n\n"
         return self.start + choice + tail
 
-    def whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        return encode({**self.fields, "object": kind, "choices": choices, "usage": usage})
+    def whole(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any], **more: Any
+    ) -> bytes:
+        return encode({**self.fields, "object": kind, "choices": choices, "usage": usage, **more})
 
 
 class ChatChoice:
@@ -128,10 +132,36 @@ def _token(token: int, found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def prompt_logprobs(
+    prompt: Sequence[int], entries: PromptEntries, top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: each token and the `top` likely ones, by token id."""
+    return [
+        None if entry is None else _by_id(token, entry, top)
+        for token, entry in zip(prompt, entries, strict=True)
+    ]
+
+
+def _by_id(token: int, entry: dict[int, Logprob], top: int) -> dict[str, Any]:
+    return {
+        str(likely): {
+            "logprob": max(found.logprob, LOWEST),
+            "rank": found.rank,
+            "decoded_token": found.decoded_token,
+        }
+        for likely, found in entry.items()
+        if likely == token or (found.rank or 0) <= top
+    }
+
+
 def text_logprobs(
-    entries: Entries, top: int, offset: int, tokenizer: Tokenizer
+    entries: Iterable[tuple[int, dict[int, Logprob] | None]],
+    top: int,
+    offset: int,
+    tokenizer: Tokenizer,
 ) -> tuple[dict[str, Any], int]:
-    """The lists of the older API, and the offset at which the next token's text begins."""
+    """The lists of the older API, and the offset at which the next token's text begins. The first
+    token of a prompt has no entry."""
     result: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -139,16 +169,20 @@ def text_logprobs(
         "text_offset": [],
     }
     for token, found in entries:
-        text = found[token].decoded_token or ""
+        text = tokenizer.token(token) if found is None else found[token].decoded_token or ""
+        result["tokens"].append(text)
+        result["text_offset"].append(offset)
+        offset += len(text)
+        if found is None:
+            result["token_logprobs"].append(None)
+            result["top_logprobs"].append(None)
+            continue
         ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)
         kept = [item for rank, item in enumerate(ranked) if rank < top or item[0] == token]
-        result["tokens"].append(text)
         result["token_logprobs"].append(max(found[token].logprob, LOWEST))
         result["top_logprobs"].append(
             {likely.decoded_token or "": max(likely.logprob, LOWEST) for _, likely in kept}
         )
-        result["text_offset"].append(offset)
-        offset += len(text)
     return result, offset
 
 
