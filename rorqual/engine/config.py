@@ -24,6 +24,9 @@ EXE_MODES = {
     "max-autotune": "compile",
 }
 MAX_SPECULATIVE_TOKENS = 8
+OFF = "off"
+AUTO = "auto"
+LONGEST_STEP = 60_000.0  # milliseconds
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -90,7 +93,16 @@ class EngineConfig:
     max_num_seqs: int = _scheduling(
         256, "Sequences that run at once in one engine.", at_least_one=True
     )
-    max_num_batched_tokens: int = _scheduling(2048, "Tokens of one step.", at_least_one=True)
+    max_num_batched_tokens: int | None = _scheduling(
+        None, "Tokens of one step; 8192 on a GPU, 2048 on a CPU if left out.", at_least_one=True
+    )
+    itl_ms: str = _scheduling(
+        OFF,
+        "How long a step with prompts may hold up those that decode: milliseconds; auto: three of "
+        "their steps, or what it takes to be through with all that waits in twice the time it "
+        "would take alone; off: as many tokens as fit. Chunks then depend on the clock, and in "
+        "bf16 a token may differ from run to run.",
+    )
     scheduling_policy: str = _scheduling(
         "fair",
         "fair: requests wait by client, the least served first, and none may name a priority; or "
@@ -236,6 +248,7 @@ class EngineConfig:
             raise ConfigError(f"num_layers={self.num_layers} goes with weights='random' alone")
         self._check_capture_sizes()
         self._check_speculation()
+        assert self.itl_target is not None or self.itl_ms in (OFF, AUTO)  # raises ConfigError
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(
                 f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600"
@@ -297,6 +310,22 @@ class EngineConfig:
                 f"device={self.device!r} names one device; several ranks, and first_device, "
                 "take: auto, cpu, cuda"
             )
+
+    @property
+    def itl_target(self) -> float | None:
+        """Seconds of a step, where itl_ms names them."""
+        if self.itl_ms in (OFF, AUTO):
+            return None
+        try:
+            given = float(self.itl_ms)
+        except (TypeError, ValueError):
+            given = -1.0
+        if not 0 < given <= LONGEST_STEP:
+            raise ConfigError(
+                f"itl_ms={self.itl_ms!r}; accepted: {OFF}, {AUTO}, or milliseconds up to "
+                f"{LONGEST_STEP:g}"
+            )
+        return given / 1000
 
     @property
     def parallel(self) -> ParallelConfig:

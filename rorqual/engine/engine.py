@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rorqual.engine.config import EngineConfig
+from rorqual.engine.config import OFF, EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
+from rorqual.engine.execution.chunk_controller import ChunkController
 from rorqual.engine.execution.draft_controller import DraftController
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.executor import Executor, LaunchedStep, LocalExecutor
@@ -69,6 +70,9 @@ class Engine:
         self.controller = DraftController(
             config.num_speculative_tokens, adaptive=config.speculative_policy == "adaptive"
         )
+        most = worker.batched_tokens
+        adaptive = config.itl_ms != OFF
+        self.chunks = ChunkController(most, config.itl_target) if adaptive else None
         self.stats = Stats(
             drafted=self.scheduler.drafted, accepted=self.scheduler.accepted, startup=worker.startup
         )
@@ -84,7 +88,7 @@ class Engine:
         worker = self.worker
         return SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=worker.batched_tokens,
             max_model_len=worker.max_model_len,
             num_pages=worker.num_pages,
             page_size=worker.spec.page_size,
@@ -212,9 +216,12 @@ class Engine:
                 self.scheduler.num_speculative_tokens = self.controller.next_count(
                     self.scheduler.num_decoding
                 )
+            if self.chunks is not None:
+                self.scheduler.prompt_budget = self.chunks.budget(*self.scheduler.next_load())
             step = self.scheduler.schedule()
             if step is None:
                 return False
+            step.launched = time.perf_counter()
             self.in_flight.append((step, self.executor.launch(step.output)))
             self.stats.steps += 1
             self.stats.prompt_tokens += sum(len(chunk.tokens) for chunk in step.output.chunks)
@@ -227,25 +234,25 @@ class Engine:
                 return []
             step, launched = self.in_flight[0]
             outs = self.scheduler.update(step, self.executor.collect(launched))
-            if self.config.num_speculative_tokens:
-                self._observe(step, len(outs))
+            self._observe(step, len(outs))
             self.stats.output_tokens += len(outs)
             self.in_flight.popleft()  # until here its tokens can be taken back
             return outs
 
     def _observe(self, step: DataParallelInFlight, tokens: int) -> None:
-        """Tell the controller what a step of decoding alone brought, and how long it took since
-        the one before was read."""
+        """Tell the controllers what a step brought, and how long it took: since the one before was
+        read, or since it was launched if that was later."""
         now = time.perf_counter()
-        before = self._collected
+        seconds = now - max(self._collected, step.launched)
+        began = self._collected
         self._collected = now
-        if before and step.output.decode_slots and not step.output.chunks:
-            self.controller.observe(
-                len(step.output.decode_slots),
-                step.output.num_speculative_tokens,
-                tokens,
-                now - before,
-            )
+        decoding = len(step.output.decode_slots)
+        prompts = sum(len(chunk.tokens) for chunk in step.output.chunks)
+        if self.chunks is not None:
+            self.chunks.observe(decoding, prompts, seconds)
+        if self.config.num_speculative_tokens and began and decoding and not prompts:
+            drafts = step.output.num_speculative_tokens
+            self.controller.observe(decoding, drafts, tokens, seconds)
 
 
 def make_executor(config: EngineConfig) -> Executor:

@@ -13,13 +13,15 @@ from torch import Tensor
 class Platform:
     """A device with its memory and its way of bringing results home.
 
-    default_page_size in tokens; steps_in_flight: how many steps to launch before reading the first;
+    default_page_size in tokens; default_batched_tokens: of a step, decoding and prompts;
+    steps_in_flight: how many steps to launch before reading the first;
     has_graphs: `capture` works; asynchronous: what is launched runs later, else it is done when the
     call returns.
     """
 
     name = "base"
     default_page_size = 16
+    default_batched_tokens = 2048
     steps_in_flight = 1
     collectives = "gloo"
     has_graphs = False

@@ -18,6 +18,9 @@ from rorqual.platforms.base import Platform
 class CudaPlatform(Platform):
     name = "cuda"
     default_page_size = 64
+    # experts read all their weights for a few tokens as for many: Qwen3-30B on an H200 computes
+    # 40,000 tokens/s of prompts with 2,048 a step, 75,000 with 8,192
+    default_batched_tokens = 8192
     steps_in_flight = 2
     collectives = "nccl"
     has_graphs = True

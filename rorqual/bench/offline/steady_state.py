@@ -13,7 +13,7 @@ from rorqual.request import Request, SamplingParams
 def enough_tokens(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> int:
     """So many that the first request still decodes `steps` steps after the last prompt is
     through, as far as the model's length allows."""
-    waiting = sum(map(len, prompts)) // engine.config.max_num_batched_tokens
+    waiting = sum(map(len, prompts)) // engine.worker.batched_tokens
     longest = max(map(len, prompts))
     return min(
         (waiting + steps) * (engine.config.num_speculative_tokens + 1),

@@ -344,10 +344,17 @@ class Worker:
             self.spec.page_size,
             requests=config.max_num_seqs,
             longest=self.max_row_len,
-            queries=min(
-                config.max_num_batched_tokens, config.chunked_prefill_size or self.max_row_len
-            ),
+            queries=min(self.batched_tokens, config.chunked_prefill_size or self.max_row_len),
         )
+
+    @property
+    def batched_tokens(self) -> int:
+        """Most tokens of a step."""
+        config = self.config
+        if config.max_num_batched_tokens is not None:
+            return config.max_num_batched_tokens
+        least = config.max_num_seqs * (config.num_speculative_tokens + 1)
+        return max(self.platform.default_batched_tokens, least)
 
     def _cache_bytes(self) -> int:
         """What is left beside weights and workspace, unless the cache's size was given."""

@@ -67,8 +67,11 @@ class DataParallelOutput:
 
 @dataclass
 class DataParallelInFlight:
+    """launched: seconds on the engine's clock."""
+
     output: DataParallelOutput
     parts: list[InFlight | None] = field(default_factory=list)
+    launched: float = 0.0
 
 
 class PrefixCaches:
@@ -102,6 +105,7 @@ class DataParallelScheduler:
         self.assigned_rank: dict[str, Scheduler] = {}
         self.prefix = PrefixCaches(self.schedulers)
         self.num_speculative_tokens = config.num_speculative_tokens
+        self.prompt_budget = config.max_num_batched_tokens
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
 
@@ -167,6 +171,11 @@ class DataParallelScheduler:
     def live_tokens(self) -> int:
         return sum(rank.live_tokens for rank in self.schedulers)
 
+    def next_load(self) -> tuple[int, int]:
+        """See Scheduler; of the rank with the most of each, for all wait for the longest."""
+        loads = [rank.next_load() for rank in self.schedulers]
+        return max(load[0] for load in loads), max(load[1] for load in loads)
+
     def usage(self) -> Usage:
         return reduce(add, (rank.usage() for rank in self.schedulers))
 
@@ -177,6 +186,7 @@ class DataParallelScheduler:
         parts = []
         for rank in self.schedulers:
             rank.num_speculative_tokens = self.num_speculative_tokens
+            rank.prompt_budget = self.prompt_budget
             parts.append(rank.schedule())
         if not any(parts):
             return None

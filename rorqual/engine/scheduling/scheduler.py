@@ -105,6 +105,7 @@ class Scheduler:
         )
         # of the next step: a controller may lower it
         self.num_speculative_tokens = config.num_speculative_tokens
+        self.prompt_budget = config.max_num_batched_tokens  # of prompts alone; likewise
         self.drafted = [0] * config.num_speculative_tokens
         self.accepted = [0] * config.num_speculative_tokens
         self.waiting = WaitingQueue()
@@ -221,6 +222,17 @@ class Scheduler:
 
     # ---- scheduling
 
+    def next_load(self) -> tuple[int, int]:
+        """(requests that decode, prompt tokens that could be computed now), the latter counted as
+        far as a step can hold them."""
+        most = self.config.max_num_batched_tokens
+        waiting = sum(len(s.tokens) - s.num_computed_tokens for s in self.prefilling.values())
+        for sequence in islice(self.waiting, len(self.free_slots)) if self.waiting else ():
+            if waiting >= most:
+                break
+            waiting += len(sequence.tokens)
+        return len(self.decoding), min(waiting, most)
+
     def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is
         collected."""
@@ -229,7 +241,8 @@ class Scheduler:
         output = SchedulerOutput(num_speculative_tokens=self.num_speculative_tokens)
         sampled = self._schedule_decode(output)
         computed: list[tuple[Sequence, int]] = []
-        budget = self.config.max_num_batched_tokens - output.num_tokens
+        most = self.config.max_num_batched_tokens - output.num_tokens
+        budget = min(most, self.prompt_budget)
         for sequence in list(self.prefilling.values()):
             if budget > 0:
                 budget -= self._schedule_chunk(output, sequence, budget, sampled, computed)

@@ -1,0 +1,132 @@
+"""How many tokens of prompts a step takes beside requests that decode. No torch.
+
+Every stream waits for a step as long as its prompts take, and a prompt of which little is taken a
+step comes late. What a step costs is measured, not modelled: by number of decoding requests, and
+what prompts add by how many tokens they bring.
+
+With a target, a step takes as many prompt tokens as keep it within that. Without one, steps stay
+within GAP steps of decoding alone, unless what waits would then take longer than DELAY times what
+it takes with nothing beside: a burst is worked off, a prompt now and then disturbs nobody.
+"""
+
+from __future__ import annotations
+
+GAP = 3.0
+DELAY = 2.0
+LEAST = 16  # tokens: prompts go on whatever decoding costs
+UNKNOWN = 256  # tokens, before anything was measured
+WEIGHT = 0.2  # of a new step in a running mean
+DISTURBED = 3.0  # times the mean: a step that took longer counts as that
+
+
+class MeanSeconds:
+    """Running mean of steps alike. It follows the newest ones, and one disturbed step moves it
+    little."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        if self.steps:
+            seconds = min(seconds, DISTURBED * self.seconds)
+        self.steps += 1
+        self.seconds += max(WEIGHT, 1 / self.steps) * (seconds - self.seconds)
+
+
+class ChunkController:
+    """`budget` before each step, `observe` after it. most: tokens of a step; target: seconds of a
+    step that decodes, None for GAP steps of decoding alone."""
+
+    def __init__(self, most: int, target: float | None = None):
+        self.most = most
+        self.target = target
+        self.decode: dict[int, MeanSeconds] = {}  # by bucket of decoding requests
+        self.alone: dict[int, MeanSeconds] = {}  # by bucket of prompt tokens, a token
+        self.added: dict[int, MeanSeconds] = {}  # likewise, beside decoding requests
+        self.sizes = _sizes(most)
+
+    def observe(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        """A step took so long."""
+        if not prompt_tokens:
+            self.decode.setdefault(_bucket(decoding), MeanSeconds()).add(seconds)
+            return
+        if not decoding:
+            costs = self.alone
+        else:
+            costs = self.added
+            seconds = max(0.0, seconds - self._decode_seconds(decoding))
+        costs.setdefault(_bucket(prompt_tokens), MeanSeconds()).add(seconds / prompt_tokens)
+
+    def budget(self, decoding: int, waiting: int) -> int:
+        """Prompt tokens of the next step. waiting: of prompts that could be computed now."""
+        if not decoding or not waiting:
+            return self.most
+        base = self._decode_seconds(decoding)
+        if not base or not (self.alone or self.added):
+            return min(self.most, UNKNOWN)
+        target = self.target or GAP * base
+        wanted = LEAST
+        for size in self.sizes:
+            if base + self._added_seconds(size) <= target:
+                wanted = size
+        if self.target is None:
+            wanted = max(wanted, self._least_delay(base, min(waiting, self.most)))
+        return min(self.most, wanted)
+
+    def _least_delay(self, base: float, waiting: int) -> int:
+        """The fewest tokens a step with which `waiting` of them take at most DELAY times as long
+        as with nothing beside."""
+        usual = _seconds((self.alone,), waiting) or self._added_seconds(waiting)
+        tried = max(self.added, default=0)
+        for size in self.sizes:
+            if (base + self._added_seconds(size)) / size <= DELAY * usual / waiting:
+                return size
+            if _bucket(size) > tried:
+                return size  # what more would cost is only a guess: go on from here
+        return self.most
+
+    def _decode_seconds(self, decoding: int) -> float:
+        """Of a step of decoding alone; 0 where none was seen. Larger batches take longer."""
+        found = self.decode.get(_bucket(decoding))
+        if found is None:
+            near = min(self.decode, key=lambda b: abs(b - _bucket(decoding)), default=None)
+            found = None if near is None else self.decode[near]
+        return found.seconds if found else 0.0
+
+    def _added_seconds(self, tokens: int) -> float:
+        """Alone they take no less."""
+        return _seconds((self.added, self.alone), tokens)
+
+
+def _seconds(tables: tuple[dict[int, MeanSeconds], ...], tokens: int) -> float:
+    """What so many tokens take: as measured, else what one among fewer costs so many times, as a
+    token costs less the more there are. Where only more are known, what one among them costs: too
+    little, but soon measured. 0 where nothing is known."""
+    bucket = _bucket(tokens)
+    fewer = []
+    more = []
+    for costs in tables:
+        below = max((known for known in costs if known <= bucket), default=None)
+        above = min((known for known in costs if known > bucket), default=None)
+        if below is not None:
+            fewer.append(tokens * costs[below].seconds)
+            if below == bucket:
+                break
+        elif above is not None:
+            more.append(tokens * costs[above].seconds)
+    return min(fewer) if fewer else max(more, default=0.0)
+
+
+def _bucket(count: int) -> int:
+    """Counts share a bucket up to a power of two."""
+    return (count - 1).bit_length()
+
+
+def _sizes(most: int) -> tuple[int, ...]:
+    """Two in each doubling, from LEAST on."""
+    found = [LEAST]
+    while found[-1] < most:
+        found.append(found[-1] * 3 // 2)
+        found.append(found[-2] * 2)
+    return (*(size for size in found if size < most), most)
