@@ -26,6 +26,7 @@ EXE_MODES = {
 MAX_SPECULATIVE_TOKENS = 8
 OFF = "off"
 AUTO = "auto"
+MOST_PIECEWISE = 65_536
 LONGEST_STEP = 60_000.0  # milliseconds
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -148,6 +149,11 @@ class EngineConfig:
         "Batch sizes whose steps are recorded at the start, the others when first needed; all, up "
         "to --max-num-seqs, if left out.",
     )
+    piecewise_tokens: int = _execution(
+        4096,
+        "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
+        "attention is launched; 0 for none. On one GPU alone.",
+    )
     precompile_kernels: bool = _execution(
         True,
         "Kernels of recorded steps are compiled side by side before, not one after the other when "
@@ -249,6 +255,11 @@ class EngineConfig:
         self._check_capture_sizes()
         self._check_speculation()
         assert self.itl_target is not None or self.itl_ms in (OFF, AUTO)  # raises ConfigError
+        if not 0 <= self.piecewise_tokens <= MOST_PIECEWISE:
+            raise ConfigError(
+                f"piecewise_tokens={self.piecewise_tokens} is out of range; accepted: 0 to "
+                f"{MOST_PIECEWISE}"
+            )
         if not 1 <= self.watchdog_seconds <= 3600:
             raise ConfigError(
                 f"watchdog_seconds={self.watchdog_seconds} is out of range; accepted: 1 to 3600"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from rorqual.engine.config import OFF, EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
-from rorqual.engine.execution.chunk_controller import ChunkController
 from rorqual.engine.execution.draft_controller import DraftController
 from rorqual.engine.execution.grammar import Grammars
 from rorqual.engine.executor import Executor, LaunchedStep, LocalExecutor
+from rorqual.engine.scheduling.chunk_controller import ChunkController
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut

@@ -52,19 +52,23 @@ class GQA:
         self.scale = dim**-0.5
 
     def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
-        if not step.segments:  # an idle rank
+        if step.idle:
             return hidden_of(x)
         planes = step.pool.layers[self.index]
         qkv = self.qkv.forward(step.layout.gather(x)).view(
             step.num_tokens, -1, self.config.head_dim
         )
         q = self.ops.gqa_prologue(qkv, self.weights, step.places, (planes["k"], planes["v"]))
+        out = step.between(self._attend, (q,), tuple(q.shape))
+        return self.out.forward(out.flatten(1))
+
+    def _attend(self, step: ForwardBatch, q: Tensor) -> Tensor:
+        planes = step.pool.layers[self.index]
         outs = [
             self.ops.attention(q[part], planes["k"], planes["v"], segment, self.scale)
             for segment, part in step.segments
         ]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return self.out.forward(out.flatten(1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def targets(self) -> Iterator[Target]:
         for layer in (self.qkv, self.out, self.q_norm, self.k_norm):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,6 +13,16 @@ from rorqual.cache.pool import KVPool
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.parallel.layout import Layout
 from rorqual.parallel.mesh import SINGLE_LAYOUT
+
+Between = Callable[..., Tensor]  # (step, *inputs)
+
+
+class PieceRecorder(Protocol):
+    """Captures a forward pass in pieces, between which something is computed anew each time."""
+
+    def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+        """Where the result of `work`, of this shape and the inputs' dtype, will be when the next
+        piece runs. Inputs and result begin with the step's tokens."""
 
 
 @dataclass
@@ -21,7 +33,8 @@ class ForwardBatch:
     token_ids, positions [T] int64; `places`: how attention rotates the tokens and where it writes
     them. `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None
     where a kind is absent; both, on a rank that has no token. `layout` says where tokens are on
-    several ranks: Transformer.layout makes it.
+    several ranks: Transformer.layout makes it. `recorder`: the pass is captured for any step of so
+    many tokens, whose segments are not known yet.
     """
 
     token_ids: Tensor
@@ -32,6 +45,19 @@ class ForwardBatch:
     decode: AttentionMetadata | None = None
     prefill: AttentionMetadata | None = None
     layout: Layout = SINGLE_LAYOUT
+    recorder: PieceRecorder | None = None
+
+    @property
+    def idle(self) -> bool:
+        """No token is on this rank."""
+        return not self.segments and self.recorder is None
+
+    def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+        """`work(step, *inputs)`, which depends on what segments are in the step: now, or each time
+        a captured pass is replayed."""
+        if self.recorder is None:
+            return work(self, *inputs)
+        return self.recorder.between(work, inputs, shape)
 
     @property
     def num_tokens(self) -> int:

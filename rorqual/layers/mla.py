@@ -171,7 +171,7 @@ class MLA:
         return [*first, query, self.kv_b.weight.data, self.out.weight.data]
 
     def forward(self, x: Activation, step: ForwardBatch) -> Tensor:
-        if not step.segments:  # an idle rank
+        if step.idle:
             return hidden_of(x)
         planes = step.pool.layers[self.index]
         query_in, q, entries = self._prologue(x, step, planes.get("latent"))
@@ -179,13 +179,21 @@ class MLA:
             k, v = self.decompress(entries)
             self.ops.write_cache(planes["k"], step.places.slots, k)
             self.ops.write_cache(planes["v"], step.places.slots, v)
+        inputs = (q, query_in) if self.materialized is not None else (q,)
+        shape = (step.num_tokens, self.down.columns)
+        return step.between(self._attend_segments, inputs, shape)
+
+    def _attend_segments(
+        self, step: ForwardBatch, q: Tensor, query_in: Tensor | None = None
+    ) -> Tensor:
         # the usual step: nothing to slice, nothing to join
         if step.prefill is None and step.decode is not None:
             return self.attend(self.decode_form, query_in, q, step, step.decode, slice(None))
         outs = []
         for segment, part in step.segments:
             form = self.decode_form if segment is step.decode else self.prefill_form
-            outs.append(self.attend(form, query_in[part], q[part], step, segment, part))
+            own = None if query_in is None else query_in[part]
+            outs.append(self.attend(form, own, q[part], step, segment, part))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _prologue(
@@ -217,12 +225,13 @@ class MLA:
     def attend(
         self,
         form: str,
-        query_in: Tensor,
+        query_in: Tensor | None,
         q: Tensor,
         step: ForwardBatch,
         segment: AttentionMetadata,
         part: slice,
     ) -> Tensor:
+        """`query_in`: for a materialized form, see MLAWeights."""
         planes = step.pool.layers[self.index]
         if form == "CD":
             heads = self.ops.attention(q, planes["k"], planes["v"], segment, self.scale)
@@ -231,6 +240,7 @@ class MLA:
             heads = self._attend_decompressed(q, planes["latent"], segment)
             return self.out.forward(heads.flatten(1))
         if form == "AM_CC_ME":
+            assert query_in is not None
             return self._attend_materialized(query_in, planes["latent"], step, segment, part)
         # an fp8 cache keeps latent and rope key apart
         if form == "A_CC" and planes["latent"].dtype != torch.uint8:

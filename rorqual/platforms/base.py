@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+Pieces = Callable[[Callable[[T], None]], Tensor]
 
 
 class Platform:
@@ -67,6 +71,13 @@ class Platform:
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture device work; the result replays it and returns the same output tensor each
+        time, overwritten."""
+        raise AssertionError(f"the {self.name} platform records no graphs")
+
+    def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
+        """Capture device work with gaps: `work(gap)` calls gap(what) where one is, and what comes
+        before and after is captured apart. The result takes a function, replays the pieces, calls
+        the function with each gap's `what` in between, and returns the same output tensor each
         time, overwritten."""
         raise AssertionError(f"the {self.name} platform records no graphs")
 

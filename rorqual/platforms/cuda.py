@@ -3,6 +3,7 @@ event."""
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rorqual.errors import CapacityError
-from rorqual.platforms.base import Platform
+from rorqual.platforms.base import Pieces, Platform, T
 
 
 class CudaPlatform(Platform):
@@ -31,6 +32,12 @@ class CudaPlatform(Platform):
         # kernels, streams and events are made on the current GPU; a process has one
         torch.cuda.set_device(device)
         self.pool: Any = None
+
+    def _graph_pool(self) -> Any:
+        """All captured graphs share one."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
 
     def stream(self) -> AbstractContextManager[object]:
         """The current device is a thread's own: steps may be launched by another thread than the
@@ -94,14 +101,49 @@ class CudaPlatform(Platform):
             work()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self._graph_pool()):
             out = work()
 
         def replay() -> Tensor:
             graph.replay()
+            return out
+
+        return replay
+
+    def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        parts: list[tuple[torch.cuda.CUDAGraph, T]] = []
+        pool = self._graph_pool()
+        graph = torch.cuda.CUDAGraph()
+
+        def gap(what: T) -> None:
+            nonlocal graph
+            graph.capture_end()
+            parts.append((graph, what))
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool)
+
+        with torch.cuda.stream(side):
+            work(lambda what: None)
+            work(lambda what: None)
+            torch.cuda.synchronize(self.device)
+            gc.collect()  # what it frees must not be freed while a graph is captured
+            torch.cuda.empty_cache()
+            graph.capture_begin(pool=pool)
+            try:
+                out = work(gap)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        last = graph
+
+        def replay(between: Callable[[T], None]) -> Tensor:
+            for piece, what in parts:
+                piece.replay()
+                between(what)
+            last.replay()
             return out
 
         return replay

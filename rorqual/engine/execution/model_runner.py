@@ -13,6 +13,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
 from rorqual.engine.execution.drafters import Drafter, MTPDrafter, NgramDrafter, Speculation
 from rorqual.engine.execution.forward_batch_builder import BuiltBatch, ForwardBatchBuilder
+from rorqual.engine.execution.piecewise_graphs import PiecewiseGraphs
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
 from rorqual.engine.execution.sampler import PendingStep, Sampler
@@ -23,8 +24,9 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepMetadata,
     StepResult,
 )
-from rorqual.layers.forward_batch import ForwardBatch
+from rorqual.layers.forward_batch import ForwardBatch, PieceRecorder
 from rorqual.models.transformer import Transformer
+from rorqual.ops.interface import TokenPlaces
 from rorqual.parallel.overlap import run_one
 from rorqual.platforms.base import Platform
 
@@ -45,9 +47,11 @@ class ModelRunner:
         graphs: bool = False,
         speculation: Speculation | None = None,
         compiled: CompiledForward | None = None,
+        piecewise_tokens: int = 0,
     ):
         """`max_len`: positions a row may reach, the drafts of all steps in flight included.
-        `compiled` computes steps of decoding alone."""
+        `compiled` computes steps of decoding alone. piecewise_tokens: steps with prompts, of up to
+        so many tokens, are captured in pieces."""
         self.compiled = compiled
         self.model = model
         self.pool = pool
@@ -72,6 +76,11 @@ class ModelRunner:
         self.graphs = (
             DecodeGraphs(self._decode_body, platform, max_num_seqs, self.rows.padding)
             if graphs
+            else None
+        )
+        self.pieces = (
+            PiecewiseGraphs(self._piecewise_body, platform, piecewise_tokens)
+            if graphs and piecewise_tokens
             else None
         )
 
@@ -106,13 +115,19 @@ class ModelRunner:
             if ahead:
                 with self.platform.stream(), self.model.ops.compiling():
                     self.graphs.warm_up(variants, draft_counts, sizes)
+                    if self.pieces:
+                        self.pieces.warm_up()
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
+                if self.pieces:
+                    self.pieces.capture()
 
     def forget(self) -> None:
         """Let go of captured steps."""
         if self.graphs:
             self.graphs.graphs.clear()
+        if self.pieces:
+            self.pieces.graphs.clear()
 
     def _examples(self, draft_counts: tuple[int, ...]) -> list[ForwardBatch]:
         """Steps of padding rows: one token if there can be one alone, and several if there can
@@ -206,12 +221,26 @@ class ModelRunner:
         rows.length[rows.padding :].zero_()
         return result
 
+    def _piecewise_body(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, recorder: PieceRecorder
+    ) -> Tensor:
+        """The forward pass of so many tokens, whatever requests they are of."""
+        model = self.model
+        places = TokenPlaces(*model.rotary.rows(positions), slots)
+        layout = model.layout((ids.shape[0],))
+        step = ForwardBatch(
+            ids, positions, places, ids, self.pool, layout=layout, recorder=recorder
+        )
+        return run_one(model.forward(step, every_row=True))
+
     def _forward(self, batch: BuiltBatch, metadata: StepMetadata) -> Tensor:
-        """Hidden states [T, hidden] where a drafter or a scored prompt reads them, else those of
-        the step's logit rows. A step of decoding alone has no others, so its last norm may also
-        add up what experts gave."""
+        """Hidden states [T, hidden] where a drafter or a scored prompt reads them, or the pass was
+        captured, else those of the step's logit rows. A step of decoding alone has no others, so
+        its last norm may also add up what experts gave."""
         if self.compiled and metadata.decodes:
             return self.compiled(batch.step)
+        if self.pieces and not metadata.decodes and self.pieces.fits(batch.step.num_tokens):
+            return self.pieces.run(batch.step)
         every_row = metadata.decodes or self.sampler.reads_hidden or metadata.scores
         return run_one(self.model.forward(batch.step, every_row=every_row))
 

@@ -123,8 +123,7 @@ class Sampler:
         self, batch: BuiltBatch, hidden: Tensor, metadata: StepMetadata, wide: bool = True
     ) -> Tensor:
         """wide: in fp32, see Transformer.logits."""
-        if (self.reads_hidden or metadata.scores) and not metadata.decodes:
-            # of a decode step every row is wanted
+        if hidden.shape[0] != batch.step.logit_rows.shape[0]:  # all rows are here
             hidden = hidden.index_select(0, batch.step.logit_rows)
         return self.model.logits(hidden, metadata.logit_rows, wide)
 

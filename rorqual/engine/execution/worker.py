@@ -115,7 +115,14 @@ class Worker:
         self.compiled = self._compiled(pool)
         sizes = (config.max_num_seqs, self.max_row_len)
         self.runner = ModelRunner(
-            self.model, pool, platform, *sizes, self._graphs(), self.speculation, self.compiled
+            self.model,
+            pool,
+            platform,
+            *sizes,
+            self._graphs(),
+            self.speculation,
+            self.compiled,
+            self._piecewise_tokens(),
         )
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
@@ -189,6 +196,13 @@ class Worker:
             )
         recordable = records_decode(self.config.parallel, self.model_config.moe)
         return mode != "eager" and self.platform.has_graphs and recordable
+
+    def _piecewise_tokens(self) -> int:
+        """Tokens up to which steps with prompts are captured. Several ranks launch theirs one
+        operation after the other."""
+        if not self.mesh.is_single or self.compiles:
+            return 0
+        return min(self.config.piecewise_tokens, self.batched_tokens)
 
     @property
     def compiles(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rorqual.platforms.base import Pieces, T
 from rorqual.platforms.cpu import CpuPlatform
 
 
@@ -20,7 +21,7 @@ class ReplayingPlatform(CpuPlatform):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.replays = 0
+        self.replays = self.pieces = 0
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         work()
@@ -29,6 +30,16 @@ class ReplayingPlatform(CpuPlatform):
         def replay() -> Tensor:
             self.replays += 1
             return out.copy_(work())
+
+        return replay
+
+    def capture_pieces(self, work: Callable[[Callable[[T], None]], Tensor]) -> Pieces[T]:
+        work(lambda what: None)
+        out = work(lambda what: None).clone()
+
+        def replay(between: Callable[[T], None]) -> Tensor:
+            self.pieces += 1
+            return out.copy_(work(between))
 
         return replay
 

@@ -71,6 +71,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
     llm = LLM(folder, **options)
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == eager
     assert platform.replays > 5
+    assert platform.pieces > 0
     before = platform.replays
     assert [out.outputs[0].token_ids for out in llm.generate(prompts[:1], params[:1])] == eager[:1]
     assert platform.replays > before

@@ -8,7 +8,7 @@ import pytest
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
-from rorqual.engine.execution.chunk_controller import DELAY, GAP, ChunkController
+from rorqual.engine.scheduling.chunk_controller import DELAY, GAP, ChunkController
 from rorqual.errors import ConfigError
 
 MOST = 8192

@@ -1,0 +1,127 @@
+"""Steps that bring chunks of prompts, captured in pieces: what lies between two layers' attention
+depends on nothing but the number of tokens.
+
+One capture a bucket of tokens. Attention itself is launched as ever, between the pieces: what it
+computes depends on the requests. A step with fewer tokens is padded with rows that write to the
+null page. Without this the host cannot launch a step of up to some two thousand tokens as fast as
+a GPU computes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rorqual.layers.forward_batch import Between, ForwardBatch, PieceRecorder
+from rorqual.platforms.base import Pieces, Platform
+
+Body = Callable[[Tensor, Tensor, Tensor, PieceRecorder], Tensor]
+
+
+def token_buckets(most: int) -> list[int]:
+    """Every 64 up to 512, 128 up to 1,024, 256 up to 2,048, 512 beyond: at most an eighth of a
+    step of more than 512 tokens is padding."""
+    sizes = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256))
+    found = [size for size in (*sizes, *range(2048, most + 1, 512)) if size <= most]
+    return found if not found or found[-1] == most else [*found, most]
+
+
+@dataclass
+class Gap:
+    """`work` of a step and `inputs` goes to `out`."""
+
+    work: Between
+    inputs: tuple[Tensor, ...]
+    out: Tensor
+
+
+class Buffers:
+    """Memory that outlives a piece, by its use: every layer and every capture has the same."""
+
+    def __init__(self, platform: Platform):
+        self.platform = platform
+        self.held: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Rows of a buffer; the largest is asked for first. Zeros at the start: rows of padding are
+        read, and must be numbers."""
+        key = (use, shape[1:], dtype)
+        if key not in self.held:
+            self.held[key] = torch.zeros(shape, dtype=dtype, device=self.platform.device)
+        return self.held[key][: shape[0]]
+
+
+class Recorder:
+    """The PieceRecorder of one capture."""
+
+    def __init__(self, buffers: Buffers, gap: Callable[[Gap], None]):
+        self.buffers = buffers
+        self.gap = gap
+
+    def between(self, work: Between, inputs: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+        dtype = inputs[0].dtype
+        kept = []
+        for place, tensor in enumerate(inputs):
+            buffer = self.buffers.get(f"input {place}", tuple(tensor.shape), tensor.dtype)
+            kept.append(buffer.copy_(tensor))
+        out = self.buffers.get("output", shape, dtype)
+        self.gap(Gap(work, tuple(kept), out))
+        return out
+
+
+class PiecewiseGraphs:
+    """`body(token ids, positions, cache slots, recorder)` computes the hidden states of so many
+    tokens, [bucket] each."""
+
+    def __init__(self, body: Body, platform: Platform, most: int):
+        self.body = body
+        self.platform = platform
+        self.sizes = token_buckets(most)
+        self.buffers = Buffers(platform)
+        self.graphs: dict[int, Pieces[Gap]] = {}
+        self.columns: Tensor | None = None
+
+    def capture(self) -> None:
+        """The largest first: the others fit into its memory."""
+        for size in reversed(self.sizes):
+            self.graphs[size] = self.platform.capture_pieces(partial(self._compute, size))
+
+    def warm_up(self) -> None:
+        """Compute what `capture` will."""
+        for size in reversed(self.sizes):
+            self._compute(size, lambda gap: None)
+
+    def _compute(self, size: int, gap: Callable[[Gap], None]) -> Tensor:
+        columns = self._columns(size)
+        return self.body(columns[0], columns[1], columns[2], Recorder(self.buffers, gap))
+
+    def _columns(self, size: int) -> Tensor:
+        """[3, size]: token ids, positions, cache slots. Zeros are padding: of the null page."""
+        if self.columns is None:
+            shape = (3, self.sizes[-1])
+            self.columns = torch.zeros(shape, dtype=torch.int64, device=self.platform.device)
+        return self.columns[:, :size]
+
+    def fits(self, tokens: int) -> bool:
+        return bool(self.graphs) and 0 < tokens <= self.sizes[-1]
+
+    def run(self, step: ForwardBatch) -> Tensor:
+        """The hidden states of all of the step's tokens, [T, hidden]; valid until the next run, in
+        stream order."""
+        tokens = step.num_tokens
+        size = self.sizes[bisect_left(self.sizes, tokens)]
+        columns = self._columns(size)
+        for row, given in enumerate((step.token_ids, step.positions, step.places.slots)):
+            columns[row, :tokens].copy_(given)
+        columns[:, tokens:].zero_()
+
+        def between(gap: Gap) -> None:
+            inputs = (tensor[:tokens] for tensor in gap.inputs)
+            gap.out[:tokens].copy_(gap.work(step, *inputs))
+
+        return self.graphs[size](between)[:tokens]
