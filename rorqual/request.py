@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,30 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(f"{name}={value!r} must be a finite number")
     return float(value)
+
+
+def check_object(
+    name: str, value: object, characters: int, depth: int, largest: float = math.inf
+) -> None:
+    """A JSON object of a caller's: so many characters as JSON, so deep, no larger numbers."""
+    _check(isinstance(value, Mapping), name, value, "an object")
+    waiting: list[tuple[Any, int]] = [(value, 1)]
+    while waiting:
+        part, level = waiting.pop()
+        if isinstance(part, (Mapping, list, tuple)):
+            if level > depth:
+                raise RequestError(f"{name}: it nests deeper than {depth}; accepted: {depth}")
+            inner = part.values() if isinstance(part, Mapping) else part
+            waiting.extend((item, level + 1) for item in inner)
+        elif isinstance(part, (int, float)) and not abs(part) <= largest:
+            raise RequestError(
+                f"{name}: {part} is too large a number; accepted: up to {largest:,.0f}"
+            )
+    size = len(json.dumps(value, ensure_ascii=False))
+    if size > characters:
+        raise RequestError(
+            f"{name}: it has {size} characters as JSON; accepted: at most {characters}"
+        )
 
 
 STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")

@@ -80,6 +80,11 @@ def read_served(config: ServeConfig, folder: Path) -> Served:
             "this is a base model without a chat template: /v1/chat/completions writes its "
             "turns as lines `role: content`"
         )
+    elif not template.describes_tools:
+        log.warning(
+            "the model's chat template leaves out the functions that requests bring: the model "
+            "only learns of those that the messages describe"
+        )
     vocabulary = tokenizer.raw.get_vocab(with_added_tokens=True)
     reasoning = "<think>" in vocabulary if config.reasoning == "auto" else config.reasoning == "on"
     tools = (

@@ -46,6 +46,10 @@ def _one_wrong_bias(value: Any) -> Any:
 FAST = Field(fail_fast=True)
 SEVERAL = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[TokenId], SEVERAL]
+TEMPLATE_KWARGS = Field(default=None, description="Variables for the chat template.")
+CONTINUE = Field(
+    default=None, description="The prompt ends with the last message's text, which goes on."
+)
 
 
 class Model(BaseModel):
@@ -251,14 +255,6 @@ class ResponseFormat(Model):
     json_schema: JsonSchema | None = None
 
 
-class TemplateArguments(Model):
-    """The switches that published chat templates know; others could make a template run for
-    ever."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-
-
 class ChatRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Positive | None = None
@@ -271,7 +267,11 @@ class ChatRequest(Sampling):
     include_reasoning: bool | None = Field(
         default=None, description="False leaves reasoning_content out of the answer."
     )
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_KWARGS
+    add_generation_prompt: bool | None = Field(
+        default=None, description="If left out: unless the final message is continued."
+    )
+    continue_final_message: bool | None = CONTINUE
     reasoning_effort: str | None = Field(default=None, description="Without effect.")
     verbosity: str | None = Field(default=None, description="Without effect.")
     modalities: Annotated[list[Literal["text"]], FAST] | None = Field(
@@ -306,8 +306,9 @@ class TokenizeRequest(Model):
     )
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = CONTINUE
     tools: list[Tool] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_KWARGS
     return_token_strs: bool | None = None
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,9 +37,9 @@ from rorqual.serve.http.structured_output import (
     tag,
 )
 from rorqual.serve.limits import ServerLimits
-from rorqual.text.chat_template import ChatTemplate, RawJson
+from rorqual.text.chat_template import ChatTemplate, RawJson, check_variables
 from rorqual.text.generation_config import GenerationDefaults
-from rorqual.text.reasoning import BEGIN, Reasoning
+from rorqual.text.reasoning import BEGIN, END, Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
@@ -87,10 +88,8 @@ class RequestBuilder:
     async def chat(self, body: ChatRequest, client: str) -> ChatCall:
         self._check_model(body)
         tools, forced = self._tools(body)
-        messages = [_message(message) for message in body.messages]
-        text = self.served.template.render(messages, tools, **_switches(body))
+        text, inside = self._render(body, body.messages, tools)
         (prompt,) = await self._encode([text], self.served.template.builtin)
-        inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -101,6 +100,10 @@ class RequestBuilder:
             self._structure(body, forced, inside),
             self._prompt_top(body),
         )
+        parser = FORMATS[self.served.tool_format].parser
+        parse = bool(tools) and body.tool_choice != "none"
+        if parse and self._hides_marks():
+            params = replace(params, skip_special_tokens=False)
         count = self._count(body, 1)
         call = ChatCall(
             self._head("chatcmpl", "chat.completion.chunk", body),
@@ -112,8 +115,6 @@ class RequestBuilder:
         )
         call.prompt_top = params.prompt_logprobs
         self._check_scores(call.requests)
-        parser = FORMATS[self.served.tool_format].parser
-        parse = bool(tools) and body.tool_choice != "none"
         for i, request in enumerate(call.requests):
             reasoning = Reasoning(inside) if self.served.reasoning else None
             call.replies.append(
@@ -127,6 +128,34 @@ class RequestBuilder:
                 )
             )
         return _streaming(call, body)
+
+    def _render(
+        self,
+        body: ChatRequest | TokenizeRequest,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]],
+    ) -> tuple[str, bool]:
+        """The prompt, and whether it ends within a <think> block."""
+        going_on = bool(body.continue_final_message)
+        if going_on and body.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        turns = [_message(message) for message in messages]
+        last = turns[-1]["content"] or ""
+        if going_on and (not last or turns[-1].get("tool_calls")):
+            raise bad_request(
+                "continue_final_message needs a last message of text, without tool calls",
+                "continue_final_message",
+            )
+        variables = body.chat_template_kwargs or {}
+        with _named("chat_template_kwargs"):
+            check_variables("chat_template_kwargs", variables)
+        opens = not going_on and body.add_generation_prompt is not False
+        text = self.served.template.render(turns, tools, opens, going_on, variables)
+        inside = text.rstrip().endswith(BEGIN) or (going_on and last.rfind(BEGIN) > last.rfind(END))
+        return text, self.served.reasoning and inside
 
     def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The functions to describe to the model, and those of which one must be called."""
@@ -147,6 +176,13 @@ class RequestBuilder:
                 )
             return tools, named[:1]
         return tools, tools
+
+    def _hides_marks(self) -> bool:
+        """Whether the tokens around calls are special ones, which are left out of a text unless it
+        is asked for them."""
+        tokenizer = self.served.tokenizer
+        marks = FORMATS[self.served.tool_format].marks
+        return any(tokenizer.raw.token_to_id(mark) in tokenizer.special_ids for mark in marks)
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         if len(tools) > self.limits.tools:
@@ -239,11 +275,7 @@ class RequestBuilder:
             return (await self._encode([body.prompt], special))[0]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
-        text = self.served.template.render(
-            [_message(message) for message in body.messages or ()],
-            tools,
-            **{"add_generation_prompt": body.add_generation_prompt is not False, **_switches(body)},
-        )
+        text, _ = self._render(body, body.messages or [], tools)
         special = self.served.template.builtin
         given = body.add_special_tokens
         return (await self._encode([text], special if given is None else given))[0]
@@ -409,9 +441,13 @@ class RequestBuilder:
         )
 
 
-def _switches(body: ChatRequest | TokenizeRequest) -> dict[str, bool]:
-    given = body.chat_template_kwargs
-    return given.model_dump(exclude_none=True) if given else {}
+@contextmanager
+def _named(parameter: str) -> Iterator[None]:
+    """What is wrong in here is wrong with this parameter."""
+    try:
+        yield
+    except RequestError as error:
+        raise bad_request(str(error), parameter) from None
 
 
 def _streaming(call: Any, body: Sampling) -> Any:

@@ -32,8 +32,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),

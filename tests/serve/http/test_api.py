@@ -457,6 +457,36 @@ def test_auto_finds_calls_in_the_text(client: Client):
     assert unread.message.content == said, "with tool_choice none the text is only text"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_nobody_forced_is_cut_like_one(client: Client, stream: bool):
+    said = 'So. <tool_call>\n{"name": "now", "arguments": {"where": "here"}}\n</tool_call>'
+    seen = set()
+    for most in range(4, 40, 3):
+        extra = {"guided_choice": [said]}
+        out = chat(client, tools=TOOLS, max_tokens=most, stream=stream, extra_body=extra)
+        choices = [chunk.choices[0] for chunk in out] if stream else [out.choices[0]]
+        parts = [choice.delta if stream else choice.message for choice in choices]
+        text = "".join(part.content or "" for part in parts)
+        calls = [call for part in parts for call in part.tool_calls or ()]
+        reason = choices[-1].finish_reason
+        assert reason == "length" or (reason == "tool_calls" and calls)
+        assert "{" not in text
+        seen.add((text, bool(calls)))
+    assert ("So.", True) in seen
+
+
+def test_the_last_message_goes_on(client: Client):
+    begun = [*CHAT, {"role": "assistant", "content": "It is the old"}]
+    lines = "system: Be brief.\nuser: Who is there?\nassistant: It is the old"
+    wanted = text(client, prompt=lines).choices[0].text
+    for extra in ({}, {"add_generation_prompt": False}):
+        extra = {**extra, "continue_final_message": True}
+        assert chat(client, messages=begun, extra_body=extra).choices[0].message.content == wanted
+    bare = text(client, prompt=lines.rpartition("\n")[0]).choices[0].text
+    extra = {"add_generation_prompt": False, "chat_template_kwargs": {"unused": [1, {"a": "b"}]}}
+    assert chat(client, extra_body=extra).choices[0].message.content == bare
+
+
 def test_an_answer_with_tool_calls_can_be_sent_back(client: Client):
     message = chat(client, tools=TOOLS, tool_choice=NAMED, max_tokens=200).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
