@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rorqual.request import MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
+from rorqual.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
 from rorqual.serve.errors import bad_request
 from rorqual.serve.http.unknown_fields import set_aside
 
@@ -141,6 +141,24 @@ class Sampling(Model):
         Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None
     ) = None
     guided_grammar: str | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="With the ids of the prompt and of the answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="In log probabilities tokens are named token_id:ID."
+    )
+    kv_transfer_params: dict[str, Any] | None = Field(
+        default=None, description="Without effect; the answer has null."
+    )
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_COUNT)] | None = Field(
+        default=None, description="The last so many tokens of the prompt; -1: as many as fit."
+    )
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
+    ) = Field(default=None, description="No other tokens are drawn.")
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(default=None, description="Words that are not written.")
+    )
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None, description="Requests share prefixes within a salt."
     )

@@ -28,9 +28,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "chat_template": (),
     "documents": ([],),
@@ -40,9 +37,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "structural_tag": (),
     "top_a": (0, 0.0),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "kv_transfer_params": (),
     "previous_response_id": (),
 }
 
