@@ -9,12 +9,15 @@ was cut off is told as far as it is known, and what is not known of it is no tex
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rorqual.text.json_scan import CallObject
 from rorqual.text.stop import overlap
+
+OBJECT = re.compile(r'\\?"arguments\\?"\s*:')  # also within a string of the template's
 
 
 @dataclass
@@ -416,12 +419,14 @@ FORMATS = {
 }
 
 
-def detect(vocabulary: dict[str, int], template: str | None) -> str:
-    """The format a model was trained on, by its vocabulary and template; Hermes where neither
-    says. The tokens of DeepSeek and Kimi are theirs alone; which of DeepSeek's two forms it is,
-    the template says by how it writes earlier calls."""
+def detect(vocabulary: dict[str, int], template: str | None) -> str | None:
+    """The format a model was trained on, by its vocabulary and template; None where they do not
+    say. The tokens of DeepSeek and Kimi are theirs alone; which of DeepSeek's two forms it is,
+    the template says by how it writes earlier calls. Hermes's tag others have too, around another
+    text than an object with arguments."""
     if KimiParser.CALLS in vocabulary:
         return "kimi_k2"
     if DeepSeekParser.CALLS in vocabulary:
         return "deepseek_v3" if template is None or "```json" in template else "deepseek_v31"
-    return "hermes"
+    tagged = HermesParser.BEGIN in vocabulary or HermesParser.BEGIN in (template or "")
+    return "hermes" if tagged and (template is None or OBJECT.search(template)) else None

@@ -196,7 +196,10 @@ def test_detect():
     assert detect({B: 1}, "... ```json ...") == "deepseek_v3"
     assert detect({B: 1}, "... no fence ...") == "deepseek_v31"
     assert detect({"<tool_call>": 1}, None) == "hermes"
-    assert detect({}, None) == "hermes"
+    assert detect({"<tool_call>": 1}, 'a \\"arguments\\": b') == "hermes"
+    assert detect({}, '<tool_call> "arguments": ') == "hermes"
+    assert detect({"<tool_call>": 1}, "<function=f> <parameter=a>") is None
+    assert detect({}, None) is None
 
 
 def test_told_is_empty_by_default():

@@ -4,6 +4,7 @@ that the parser reads calls as the template writes them."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ pytest.importorskip("msgspec")
 
 from rorqual.models.hub import BUNDLED
 from rorqual.request import SamplingParams
+from rorqual.serve.config import ServeConfig
 from rorqual.serve.http.calls import _joined
 from rorqual.serve.http.choice import ChatChoiceBuilder
 from rorqual.serve.http.protocol import ChatMessage
 from rorqual.serve.http.request_builder import _message
+from rorqual.serve.launch import _tool_format
 from rorqual.text.chat_template import ChatTemplate
 from rorqual.text.reasoning import Reasoning
 from rorqual.text.tokenizer import Tokenizer
@@ -130,6 +133,13 @@ def test_calls_are_read_as_they_are_written(tmp_path: Path, name: str, content: 
             assert tuple(call[0] for call in found["calls"]) == ids(name)
         else:
             assert all(call[0].startswith("call_") for call in found["calls"])
+    parser = FORMATS[name].parser()
+    deltas = [delta for char in said for delta in parser.push(char).calls]
+    pieces = [
+        "".join(d["function"]["arguments"] for d in deltas if d["index"] == i) for i in (0, 1)
+    ]
+    assert pieces == list(ARGUMENTS)
+    assert len(deltas) > 20, "arguments come as they are written"
     thought, _ = answer(name, [f"<think>\nhm\n</think>\n\n{said}"], "stop", Reasoning(False))
     assert (thought["reasoning_content"], thought["content"]) == ("hm", content or "")
     assert len(thought["calls"]) == 2
@@ -159,9 +169,19 @@ def test_calls_cut_by_max_tokens_are_no_text(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_the_form_is_told_by_tokens_and_template(name: str):
+def test_the_form_is_told_by_tokens_and_template(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+):
     vocabulary = {mark: i for i, mark in enumerate(FORMATS[name].marks)}
     assert detect(vocabulary, TEMPLATES[name]) == name
+    config = ServeConfig()
+    made = template(tmp_path, TEMPLATES[name])
+    assert _tool_format(config, vocabulary, made) == name
+    assert _tool_format(replace(config, tool_format="hermes"), vocabulary, made) == "hermes"
+    assert not caplog.records
+    other = template(tmp_path, "{{ tools }} <tool_call><function=f>")
+    assert _tool_format(config, {}, other) == "hermes"
+    assert "how the model writes tool calls" in caplog.text
 
 
 def test_markup_that_is_no_call_is_text_where_the_model_was_done():

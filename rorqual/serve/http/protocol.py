@@ -290,6 +290,9 @@ class ChatRequest(Sampling):
         default=None, description="If left out: unless the final message is continued."
     )
     continue_final_message: bool | None = CONTINUE
+    add_special_tokens: bool | None = Field(
+        default=None, description="If left out: nothing beside what the template printed."
+    )
     reasoning_effort: str | None = Field(default=None, description="Without effect.")
     verbosity: str | None = Field(default=None, description="Without effect.")
     modalities: Annotated[list[Literal["text"]], FAST] | None = Field(

@@ -100,7 +100,9 @@ class RequestBuilder:
         tools, forced = self._tools(body)
         text, inside = self._render(body, body.messages, tools)
         cut = body.truncate_prompt_tokens is not None
-        (prompt,) = await self._encode([text], self.served.template.builtin, cut)
+        given = body.add_special_tokens
+        special = self.served.template.builtin if given is None else given
+        (prompt,) = await self._encode([text], special, cut)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")

@@ -28,6 +28,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
+    "truncation_side": ("left",),
+    "thinking_token_budget": (),
     "logits_processors": ([],),
     "chat_template": (),
     "documents": ([],),

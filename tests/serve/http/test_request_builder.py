@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from rorqual.request import LONGEST_BAD_WORD, SamplingParams
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError
 from rorqual.serve.http.calls import Call
+from rorqual.serve.http.choice import ChatChoiceBuilder
 from rorqual.serve.http.protocol import ChatRequest, CompletionRequest
 from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.limits import ServerLimits
@@ -97,6 +99,29 @@ def test_what_cannot_be_kept(builder: RequestBuilder):
         assert refusal(builder, truncate_prompt_tokens=kept)[1] == "truncate_prompt_tokens"
     with pytest.raises(ValidationError, match="truncate_prompt_tokens"):
         complete(builder, truncate_prompt_tokens=-2)
+
+
+def test_special_tokens_of_a_chat(builder: RequestBuilder):
+    text = "user: Hello\nassistant:"
+    for given in (None, False, True):
+        call = chat(builder, add_special_tokens=given)
+        wanted = TOKENIZER.encode(text, given is not False)  # a base model's lines begin with BOS
+        assert call.requests[0].prompt == tuple(wanted)
+
+
+@pytest.mark.parametrize(
+    ("content", "inside"),
+    [("<think>\nhm", True), ("<think>", True), ("<think>a</think>\nb", False), ("b", False)],
+)
+def test_an_open_thought_goes_on(builder: RequestBuilder, content: str, inside: bool):
+    builder.served = replace(builder.served, reasoning=True)
+    turns = [*TURN, {"role": "assistant", "content": content}]
+    call = chat(builder, messages=turns, continue_final_message=True)
+    reply = call.replies[0]
+    assert isinstance(reply, ChatChoiceBuilder)
+    reply.finish = "stop"
+    name = "reasoning_content" if inside else "content"
+    assert list(reply.fields("more")) == [(name, "more")]
 
 
 def test_an_echo_is_of_what_was_kept(builder: RequestBuilder):
