@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +11,17 @@ from functools import partial
 from typing import Any
 
 from rorqual.config.option import option
-from rorqual.errors import RequestError
+from rorqual.errors import RequestError, quoted
 
 MAX_LOGPROBS = 64
 MAX_STOP = 64
 MAX_N = 128
 MAX_PRIORITY = 100
+MAX_ALLOWED = 2**18
+MAX_BAD_WORDS = 256
+LONGEST_BAD_WORD = 64  # tokens
+MAX_TRANSFER = 65_536  # characters of kv_transfer_params, as JSON
+DEEPEST_TRANSFER = 8
 MAX_COUNT = 2**31 - 1  # of tokens: what the sampler's tensors and the messages hold
 GREEDY_TEMPERATURE = 1e-5
 
@@ -40,6 +46,34 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(f"{name}={value!r} must be a finite number")
     return float(value)
+
+
+def check_object(name: str, value: object, characters: int, depth: int, largest: int) -> None:
+    """A JSON object of a caller's: so many characters as JSON, so deep, no larger numbers."""
+    _check(isinstance(value, Mapping), name, value, "an object")
+    waiting: list[tuple[Any, int]] = [(value, 1)]
+    while waiting:
+        part, level = waiting.pop()
+        if isinstance(part, (Mapping, list, tuple)):
+            if level > depth:
+                raise RequestError(f"{name}: it nests deeper than {depth}; accepted: {depth}")
+            inner = part.values() if isinstance(part, Mapping) else part
+            waiting.extend((item, level + 1) for item in inner)
+        elif isinstance(part, (int, float)) and not abs(part) <= largest:
+            shown = quoted(str(part), "")
+            raise RequestError(
+                f"{name}: {shown} is too large a number; accepted: up to {largest:,}"
+            )
+    size = len(json.dumps(value, ensure_ascii=False))
+    if size > characters:
+        raise RequestError(
+            f"{name}: it has {size} characters as JSON; accepted: at most {characters}"
+        )
+
+
+def check_transfer(given: object) -> None:
+    # numbers: as large as messages between processes hold
+    check_object("kv_transfer_params", given, MAX_TRANSFER, DEEPEST_TRANSFER, 2**63 - 1)
 
 
 STRUCTURES = ("json_object", "json_schema", "regex", "choice", "grammar", "structural_tag")
@@ -96,6 +130,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured: StructuredOutput | None = None
+    allowed_token_ids: Sequence[int] | None = None  # no other token is drawn
+    # What is not written: words as text, and as the sequences of tokens that they become
+    # (with_bad_words of text/bad_words.py). The last token of a sequence is not drawn where the
+    # answer ends with those before it.
+    bad_words: Sequence[str] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
+    truncate_prompt_tokens: int | None = None  # the last so many; -1: as leave room for max_tokens
     speculate: bool = True  # False: this request opts out of speculative decoding
 
     def __post_init__(self) -> None:
@@ -106,8 +147,16 @@ class SamplingParams:
         bias = self.logit_bias or {}
         _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token ids to numbers")
         object.__setattr__(self, "logit_bias", dict(bias))
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", allowed))
+        object.__setattr__(self, "bad_words", _listed("bad_words", self.bad_words))
+        words = _listed("bad_word_ids", self.bad_word_ids)
+        words = tuple(_listed("bad_word_ids", word) for word in words)
+        object.__setattr__(self, "bad_word_ids", words)
         self._check_ranges()
         self._check_lists()
+        self._check_bans()
         self._check_structured()
 
     def _check_ranges(self) -> None:
@@ -204,6 +253,47 @@ class SamplingParams:
             _check(isinstance(token, int) and token >= 0, "logit_bias", token, "token ids as keys")
             _check(-100 <= _number("logit_bias", bias) <= 100, "logit_bias", bias, "-100 to 100")
 
+    def _check_bans(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is not None:
+            accepted = f"1 to {MAX_ALLOWED} token ids, or None"
+            _check(0 < len(allowed) <= MAX_ALLOWED, "allowed_token_ids", len(allowed), accepted)
+            for token in allowed:
+                right = isinstance(token, int) and token >= 0
+                _check(right, "allowed_token_ids", token, "token ids")
+        _check(
+            len(self.bad_words) <= MAX_BAD_WORDS
+            and all(isinstance(word, str) and word.strip() for word in self.bad_words),
+            "bad_words",
+            self.bad_words,
+            f"up to {MAX_BAD_WORDS} strings of more than spaces",
+        )
+        words = self.bad_word_ids
+        _check(
+            len(words) <= 2 * MAX_BAD_WORDS
+            and all(0 < len(word) <= LONGEST_BAD_WORD for word in words)
+            and all(isinstance(i, int) and i >= 0 for word in words for i in word),
+            "bad_word_ids",
+            words,
+            f"up to {2 * MAX_BAD_WORDS} sequences of 1 to {LONGEST_BAD_WORD} token ids",
+        )
+        kept = self.truncate_prompt_tokens
+        _check(
+            kept is None or (isinstance(kept, int) and (kept == -1 or 1 <= kept <= MAX_COUNT)),
+            "truncate_prompt_tokens",
+            kept,
+            f"-1, 1 to {MAX_COUNT}, or None",
+        )
+
+    def kept_prompt(self, prompt_tokens: int, context: int) -> int:
+        """How many of a prompt's tokens are computed, the last ones; context: of the model."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return prompt_tokens
+        if kept == -1:
+            kept = max(1, context - (self.max_tokens or 1))
+        return min(prompt_tokens, kept)
+
     def _check_structured(self) -> None:
         """A grammar allows the end where its text ends and nothing behind it: what forbids the end
         there, or goes on after it, leaves no token to draw."""
@@ -233,14 +323,21 @@ class SamplingParams:
         penalties = (
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
-        return bool(penalties or self.logit_bias or self.min_tokens)
+        return bool(penalties or self.logit_bias or self.min_tokens or self.bans)
+
+    @property
+    def bans(self) -> bool:
+        """True where some token is never drawn, or not behind some others."""
+        return self.allowed_token_ids is not None or bool(self.bad_word_ids)
 
 
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue. `eos_token_ids` comes from the model; `arrival` is seconds on a
     monotonic clock. `client` and `user` within it: in whose name it waits, and is charged for
-    (engine/scheduling/waiting_queue.py). `priority`: lower numbers come first."""
+    (engine/scheduling/waiting_queue.py). `priority`: lower numbers come first.
+    `kv_transfer_params`: where the cache of a prompt comes from or goes to; kept, and without
+    effect."""
 
     id: str
     prompt: tuple[int, ...]
@@ -251,8 +348,11 @@ class Request:
     client: str = ""
     user: str = ""
     priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.kv_transfer_params is not None:
+            check_transfer(self.kv_transfer_params)
         _check(
             isinstance(self.priority, int) and abs(self.priority) <= MAX_PRIORITY,
             "priority",

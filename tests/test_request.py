@@ -10,6 +10,9 @@ import pytest
 
 from rorqual.errors import RequestError, RorqualError
 from rorqual.request import (
+    LONGEST_BAD_WORD,
+    MAX_ALLOWED,
+    MAX_BAD_WORDS,
     MAX_LOGPROBS,
     MAX_STOP,
     CompletionOutput,
@@ -71,6 +74,24 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {7: float("nan")}),
     ("logit_bias", {7: "up"}),
     ("logit_bias", [7]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", ["7"]),
+    ("allowed_token_ids", 7),
+    ("allowed_token_ids", [0] * (MAX_ALLOWED + 1)),
+    ("bad_words", "word"),
+    ("bad_words", [" "]),
+    ("bad_words", [7]),
+    ("bad_words", [str(i) for i in range(MAX_BAD_WORDS + 1)]),
+    ("bad_word_ids", 7),
+    ("bad_word_ids", [7]),
+    ("bad_word_ids", [[]]),
+    ("bad_word_ids", [[-1]]),
+    ("bad_word_ids", [[1] * (LONGEST_BAD_WORD + 1)]),
+    ("bad_word_ids", [[1]] * (2 * MAX_BAD_WORDS + 1)),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 1.5),
 ]
 
 

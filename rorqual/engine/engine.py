@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rorqual.engine.config import OFF, EngineConfig
@@ -122,6 +123,8 @@ class Engine:
         for name, ids in (
             ("logit_bias", params.logit_bias or ()),
             ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_word_ids", chain.from_iterable(params.bad_word_ids)),
         ):
             wrong = next((token for token in ids if token >= vocab), None)
             if wrong is not None:
@@ -135,6 +138,7 @@ class Engine:
         ends = tuple(token for token in request.eos_token_ids if 0 <= token < vocab)
         if len(ends) < len(request.eos_token_ids):
             request = replace(request, eos_token_ids=ends)
+        self._check_bans(request)
         if params.structured is not None:
             self._check_structured(request)
         with self._changing():
@@ -148,6 +152,25 @@ class Engine:
             raise refused
         finally:
             del refused  # its traceback holds this frame, and so the request
+
+    def _check_bans(self, request: Request) -> None:
+        """Some token must be left wherever the request comes to."""
+        params = request.params
+        if params.bad_words:
+            raise RequestError("bad_words need a tokenizer: give bad_word_ids, or use LLM")
+        if not params.bans or params.structured is not None:
+            return  # a structure may end where nothing is left
+        banned = {word[-1] for word in params.bad_word_ids}
+        if params.min_tokens:
+            banned |= request.stop_ids
+        allowed = params.allowed_token_ids
+        left = range(self.model_config.vocab_size) if allowed is None else allowed
+        if all(token in banned for token in left):
+            name = "bad_words" if allowed is None else "allowed_token_ids"
+            raise RequestError(
+                f"{name}: no token is left to draw beside bad_words"
+                f"{' and min_tokens' if params.min_tokens else ''}"
+            )
 
     def _check_structured(self, request: Request) -> None:
         if self.grammars is None:

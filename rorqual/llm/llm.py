@@ -22,6 +22,7 @@ from rorqual.errors import ConfigError, RequestError
 from rorqual.llm.calls import Deltas, OpenCall, SharedEngine
 from rorqual.models.hub import model_folder
 from rorqual.request import Request, RequestOutput, SamplingParams
+from rorqual.text.bad_words import with_bad_words
 from rorqual.text.detokenizer import Completion
 from rorqual.text.generation_config import read_generation
 from rorqual.text.tokenizer import Tokenizer, tokenizer_of
@@ -152,6 +153,9 @@ class LLM:
         work: list[tuple[Request, Completion]],
     ) -> RequestOutput:
         text, ids = self._prompt_ids(prompt)
+        kept = params.kept_prompt(len(ids), self.engine.scheduler.config.max_model_len)
+        ids = ids[len(ids) - kept :]
+        params = with_bad_words(params, self.tokenizer)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; skip_tokenizer_init was set")
         result = RequestOutput(str(next(self._ids)), text, ids)

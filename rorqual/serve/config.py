@@ -41,7 +41,7 @@ class ServeConfig:
     )
     tool_format: str = _server(
         "auto",
-        "auto (looks at the model), hermes, deepseek_v3 or deepseek_v31.",
+        "auto (looks at the model), hermes, deepseek_v3, deepseek_v31 or kimi_k2.",
         choices=("auto", *FORMATS),
     )
     reasoning: str = _server(

@@ -80,19 +80,32 @@ def read_served(config: ServeConfig, folder: Path) -> Served:
             "this is a base model without a chat template: /v1/chat/completions writes its "
             "turns as lines `role: content`"
         )
+    elif not template.describes_tools:
+        log.warning(
+            "the model's chat template leaves out the functions that requests bring: the model "
+            "only learns of those that the messages describe"
+        )
     vocabulary = tokenizer.raw.get_vocab(with_added_tokens=True)
     reasoning = "<think>" in vocabulary if config.reasoning == "auto" else config.reasoning == "on"
-    tools = (
-        detect(vocabulary, tokenizer.template)
-        if config.tool_format == "auto"
-        else config.tool_format
-    )
+    tools = _tool_format(config, vocabulary, template)
     names = config.names or _names(config, folder)
     defaults = read_generation(folder, model)
     fingerprint = f"rorqual-{secrets.token_hex(4)}"
     return Served(
         names, tokenizer, template, defaults, model.vocab_size, reasoning, tools, fingerprint
     )
+
+
+def _tool_format(config: ServeConfig, vocabulary: dict[str, int], template: ChatTemplate) -> str:
+    if config.tool_format != "auto":
+        return config.tool_format
+    found = detect(vocabulary, template.tokenizer.template)
+    if found is None and template.describes_tools:
+        log.warning(
+            "neither the vocabulary nor the chat template says how the model writes tool calls: "
+            "they are looked for in Hermes's form (--tool-format names another)"
+        )
+    return found or "hermes"
 
 
 def _names(config: ServeConfig, folder: Path) -> tuple[str, ...]:

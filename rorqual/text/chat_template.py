@@ -7,14 +7,35 @@ A base model has none. So that its chat route can be tried, its turns are writte
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rorqual.errors import LoadError, RequestError
+from rorqual.errors import LoadError, RequestError, quoted
+from rorqual.request import check_object
 from rorqual.text.tokenizer import Tokenizer
 
 BIGGEST_PROMPT = 16 << 20  # characters a template may make of a request
+# Variables that a request gives to a template: its loops may run over them.
+MOST_VARIABLES = 4096  # characters of all of them, as JSON
+DEEPEST_VARIABLES = 8
+LARGEST_NUMBER = 1_000_000
+MOST_COUNTED = 1_000_000  # numbers that the template's own ranges may run over
+TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+FIELDS = ("add_generation_prompt", "continue_final_message")
+OWN = frozenset(
+    (
+        *TOKENS,
+        *FIELDS,
+        *("messages", "tools", "documents", "chat_template", "tokenize", "functions"),
+        *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop", "self", "caller"),
+        *("raise_exception", "strftime_now", "varargs", "kwargs"),
+    )
+)
+# Whether a template asks if a turn has content at all, as DeepSeek's do; not of reasoning_content.
+ASKS_FOR_NULL = re.compile(r"(?<!\w)content['\"]?\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
 
 
 class RawJson(str):
@@ -29,29 +50,59 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.builtin = tokenizer.template is None
-        self.template = None if self.builtin else _environment(tokenizer.template or "")
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        self.special = {name: _content(tokenizer.settings.get(name)) for name in names}
+        source = tokenizer.template or ""
+        self.template = None if self.builtin else _environment(source)
+        self.describes_tools = re.search(r"\btools\b", source) is not None
+        self.takes_null = ASKS_FOR_NULL.search(source) is not None
+        self.special = {name: _content(tokenizer.settings.get(name)) for name in TOKENS}
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        **switches: bool,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. continue_final: it ends with the last message's text. `variables` are as
+        check_variables lets them be."""
+        if not self.takes_null:
+            # a turn of calls alone has none, and most templates take it for text
+            messages = [
+                {**message, "content": ""} if message.get("content", "") is None else message
+                for message in messages
+            ]
+        if not continue_final:
+            return self._render(messages, tools, add_generation_prompt, variables or {})
+        mark = f"the-end-{secrets.token_hex(8)}"  # found again wherever the text comes to stand
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": f"{last['content']}{mark}"}]
+        text, found, _ = self._render(marked, tools, False, variables or {}).rpartition(mark)
+        if not found:
+            raise RequestError("the chat template does not show the last message's text")
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
     ) -> str:
         if self.template is None:
-            return plain(messages, switches.get("add_generation_prompt", True))
+            return plain(messages, add_generation_prompt)
         from jinja2 import TemplateError
 
         values = {
+            "range": _Ranges(),
             **self.special,
-            "add_generation_prompt": True,
-            **switches,
+            **variables,
+            "add_generation_prompt": add_generation_prompt,
             "messages": messages,
             "tools": tools or None,
         }
         try:
-            text = self.template.render(**values)
+            return _joined(self.template.generate(**values))
         except (
             TemplateError,
             TypeError,
@@ -64,14 +115,49 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template does not accept these messages: {error}"
             ) from None
-        if len(text) > BIGGEST_PROMPT:
-            raise RequestError(
-                f"the prompt has {len(text)} characters; accepted: at most {BIGGEST_PROMPT}"
-            )
-        return text
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=self.builtin)
+
+
+def check_variables(name: str, given: Mapping[str, Any]) -> None:
+    """What a request may give to a template: nothing of the template's own, and nothing that could
+    keep it busy for long."""
+    for variable in given:
+        if not variable.isidentifier() or variable.startswith("_"):
+            raise RequestError(f"{name}={quoted(variable)} is no name of a variable")
+        if variable in FIELDS:
+            raise RequestError(f"{name}: {variable} is a field of the request itself")
+        if variable in OWN:
+            raise RequestError(f"{name}: {variable} is the template's own")
+    check_object(name, given, MOST_VARIABLES, DEEPEST_VARIABLES, LARGEST_NUMBER)
+
+
+class _Ranges:
+    """`range` for one rendering, which may count so far in all."""
+
+    def __init__(self) -> None:
+        self.left = MOST_COUNTED
+
+    def __call__(self, *bounds: int) -> range:
+        found = range(*bounds)
+        self.left -= len(found)
+        if self.left < 0:
+            raise OverflowError(f"it counts to more than {MOST_COUNTED}")
+        return found
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    found = []
+    size = 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > BIGGEST_PROMPT:
+            raise RequestError(
+                f"the prompt has {size} characters or more; accepted: at most {BIGGEST_PROMPT}"
+            )
+    return "".join(found)
 
 
 def plain(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:

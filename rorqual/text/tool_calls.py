@@ -2,18 +2,22 @@
 API.
 
 Every parser reads each character a bounded number of times and evaluates nothing. What begins like
-a call but is none is given back as plain text where nothing of it has been told yet.
+a call but is none is given back as plain text where nothing of it has been told yet. A call that
+was cut off is told as far as it is known, and what is not known of it is no text for the reader.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rorqual.text.json_scan import CallObject
 from rorqual.text.stop import overlap
+
+OBJECT = re.compile(r'\\?"arguments\\?"\s*:')  # also within a string of the template's
 
 
 @dataclass
@@ -24,9 +28,10 @@ class Told:
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def start(self, index: int, name: str) -> None:
+    def start(self, index: int, name: str, call_id: str | None = None) -> None:
+        """call_id: what the model itself calls it, where its form says."""
         call = {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": call_id or f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {"name": name, "arguments": ""},
         }
@@ -42,7 +47,8 @@ class ToolParser(Protocol):
 
     def push(self, text: str) -> Told: ...
 
-    def flush(self) -> Told: ...
+    def flush(self, cut: bool = False) -> Told:
+        """At the end of the text. cut: the model was not done."""
 
 
 class HermesParser:
@@ -54,6 +60,7 @@ class HermesParser:
 
     def __init__(self) -> None:
         self.held = ""
+        self.space = ""  # before the opening tag, to be given back with what is no call
         self.call: CallObject | None = None
         self.ending = False  # the object is complete, its closing tag is not
         self.told_name = False
@@ -74,7 +81,9 @@ class HermesParser:
     def _outside(self, told: Told) -> bool:
         start = self.held.find(self.BEGIN)
         if start >= 0:
-            told.content += self.held[:start].rstrip()
+            before = self.held[:start]
+            told.content += before.rstrip()
+            self.space = before[len(before.rstrip()) :]
             self.held = self.held[start + len(self.BEGIN) :]
             self.call = CallObject()
             self.told_name = False
@@ -108,7 +117,7 @@ class HermesParser:
             self.count += 1
             self.ending = True
         else:
-            told.content += self.BEGIN + self.call.raw
+            told.content += self.space + self.BEGIN + self.call.raw
         self.call = None
 
     def _end(self) -> bool:
@@ -124,35 +133,42 @@ class HermesParser:
             return True
         return False
 
-    def flush(self) -> Told:
+    def flush(self, cut: bool = False) -> Told:
         told = Told()
         if self.call is not None:
+            if cut and self.call.name is not None and not self.told_name:
+                told.start(self.count, self.call.name)
+                self.told_name = True
             if self.told_name:
                 self.count += 1
-            else:
-                told.content = self.BEGIN + self.call.raw
-        elif not self.ending and not (self.count and not self.held.strip()):
+            elif not cut:
+                told.content = self.space + self.BEGIN + self.call.raw
+        elif not self.ending and not self._nothing(self.held.strip(), cut):
             told.content = self.held
         self.held = ""
         self.call = None
         return told
 
+    def _nothing(self, held: str, cut: bool) -> bool:
+        """After a call: whitespace, or the beginning of the next one's tag."""
+        return self.count > 0 and (not held or (cut and self.BEGIN.startswith(held)))
 
-class DeepSeekParser:
-    """DeepSeek's form: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block
-    of JSON, V3.1 `NAME<sep>ARGUMENTS`."""
 
-    CALLS = "<｜tool▁calls▁begin｜>"
-    CALLS_END = "<｜tool▁calls▁end｜>"
-    CALL = "<｜tool▁call▁begin｜>"
-    SEP = "<｜tool▁sep｜>"
-    CALL_END = "<｜tool▁call▁end｜>"
-    FENCE = "```json\n"
+class MarkedParser:
+    """Forms whose calls stand between marks that are tokens of their own: CALLS, for each call CALL
+    header SEP arguments CALL_END, then CALLS_END."""
+
+    CALLS: str
+    CALLS_END: str
+    CALL: str
+    SEP: str
+    CALL_END: str
 
     def __init__(self) -> None:
         self.held = ""
+        self.space = ""  # before the first mark, to be given back with what is no call
         self.state = "text"
-        self.fenced = False
+        self.fenced = False  # the arguments stand in a fenced block
         self.count = 0
 
     def push(self, text: str) -> Told:
@@ -168,7 +184,9 @@ class DeepSeekParser:
         ]
         if hits:
             start, mark = min(hits)
-            told.content += self.held[:start].rstrip()
+            before = self.held[:start]
+            told.content += before.rstrip()
+            self.space = before[len(before.rstrip()) :]
             self.held = self.held[start + len(mark) :]
             self.state = "between" if mark == self.CALLS else "header"
             return True
@@ -193,22 +211,21 @@ class DeepSeekParser:
         return False
 
     def _header(self, told: Told) -> bool:
-        """NAME<sep>, or function<sep>NAME and the fence."""
-        head, sep, rest = self.held.partition(self.SEP)
-        begun = rest.lstrip()
-        if not sep or not begun:
+        found = self._name(self.held)
+        if found is None:
             return False
-        self.fenced = head.strip() == "function" and begun[0] not in "{["
-        if self.fenced:
-            name, fence, rest = rest.partition(self.FENCE)
-            if not fence:
-                return False
-        else:
-            name = head
-        told.start(self.count, name.strip())
-        self.held = rest
+        name, call_id, self.held = found
+        told.start(self.count, name, call_id)
         self.state = "arguments"
         return True
+
+    def _name(self, held: str) -> tuple[str, str | None, str] | None:
+        """Name, id and what follows the header, once it is complete."""
+        raise NotImplementedError
+
+    def _cut_name(self) -> tuple[str, str | None] | None:
+        """Name and id in a header that was cut off, if they are known all the same."""
+        raise NotImplementedError
 
     def _arguments(self, told: Told) -> bool:
         end = self.held.find(self.CALL_END)
@@ -230,12 +247,17 @@ class DeepSeekParser:
     def _without_fence(self, text: str) -> str:
         return text.rstrip().rstrip("`").rstrip() if self.fenced else text.rstrip()
 
-    def flush(self) -> Told:
+    def flush(self, cut: bool = False) -> Told:
         told = Told()
         if self.state == "text":
             told.content = self.held
+        elif self.state == "header" and cut:
+            found = self._cut_name()
+            if found is not None:
+                told.start(self.count, *found)
+                self.count += 1
         elif self.state == "header":
-            told.content = self.CALL + self.held
+            told.content = (self.space if not self.count else "") + self.CALL + self.held
         elif self.state == "arguments":
             told.arguments(self.count, self._known_arguments())
             self.count += 1
@@ -243,16 +265,89 @@ class DeepSeekParser:
         return told
 
 
+class DeepSeekParser(MarkedParser):
+    """DeepSeek's form: V3 and R1 write `function<sep>NAME` and the arguments in a fenced block
+    of JSON, V3.1 `NAME<sep>ARGUMENTS`."""
+
+    CALLS = "<｜tool▁calls▁begin｜>"
+    CALLS_END = "<｜tool▁calls▁end｜>"
+    CALL = "<｜tool▁call▁begin｜>"
+    SEP = "<｜tool▁sep｜>"
+    CALL_END = "<｜tool▁call▁end｜>"
+    FENCE = "```json\n"
+
+    def _name(self, held: str) -> tuple[str, str | None, str] | None:
+        head, sep, rest = held.partition(self.SEP)
+        begun = rest.lstrip()
+        if not sep or not begun:
+            return None
+        self.fenced = head.strip() == "function" and begun[0] not in "{["
+        if not self.fenced:
+            return head.strip(), None, rest
+        name, fence, rest = rest.partition(self.FENCE)
+        return (name.strip(), None, rest) if fence else None
+
+    def _cut_name(self) -> tuple[str, str | None] | None:
+        head, sep, rest = self.held.partition(self.SEP)
+        if not sep:
+            return None
+        if head.strip() != "function":
+            return head.strip(), None
+        name, line_end, _ = rest.lstrip().partition("\n")
+        return (name.strip(), None) if line_end else None
+
+
+class KimiParser(MarkedParser):
+    """Kimi-K2's form: `functions.NAME:INDEX<argument begin>ARGUMENTS`. What stands before the
+    arguments is the call's id, by which the template names its result."""
+
+    CALLS = "<|tool_calls_section_begin|>"
+    CALLS_END = "<|tool_calls_section_end|>"
+    CALL = "<|tool_call_begin|>"
+    SEP = "<|tool_call_argument_begin|>"
+    CALL_END = "<|tool_call_end|>"
+
+    def _name(self, held: str) -> tuple[str, str | None, str] | None:
+        head, sep, rest = held.partition(self.SEP)
+        call_id = head.strip()
+        begun = rest.lstrip()
+        return (_function_of(call_id), call_id, begun) if sep and begun else None
+
+    def _cut_name(self) -> tuple[str, str | None] | None:
+        head, sep, _ = self.held.partition(self.SEP)
+        call_id = head.strip()
+        # before the mark it is not clear where the name ends
+        return (_function_of(call_id), call_id) if sep else None
+
+
+def _function_of(call_id: str) -> str:
+    """functions.NAME:INDEX; a name may itself hold dots."""
+    name, colon, index = call_id.rpartition(":")
+    return (name if colon and index.isdigit() else call_id).removeprefix("functions.")
+
+
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: the parser, and the pieces a grammar forces them
-    with."""
+    """How a family of models writes calls: the parser, and the pieces a grammar forces them with.
+    before, after: around all calls; separator: between two. index: what stands between a call's
+    number, which the model writes itself, and its arguments."""
 
-    parser: type[HermesParser] | type[DeepSeekParser]
+    parser: type[HermesParser] | type[DeepSeekParser] | type[KimiParser]
     begin: str
     end: str
-    before: str
-    after: str
+    before: str = ""
+    after: str = ""
+    separator: str = ""
+    index: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What a parser looks for."""
+        if self.parser is HermesParser:
+            return (HermesParser.BEGIN, HermesParser.END)
+        found = self.parser
+        assert issubclass(found, MarkedParser)
+        return (found.CALLS, found.CALLS_END, found.CALL, found.SEP, found.CALL_END)
 
     def forced(self, tools: list[dict[str, Any]], several: bool) -> dict[str, Any]:
         """xgrammar's format for at least one call of these functions and nothing else."""
@@ -260,7 +355,7 @@ class ToolFormat:
         calls = {
             "type": "tags_with_separator",
             "tags": tags,
-            "separator": "\n",
+            "separator": self.separator,
             "at_least_one": True,
             "stop_after_first": not several,
         }
@@ -275,6 +370,10 @@ class ToolFormat:
         schema = function.get("parameters") or {"type": "object"}
         name = json.dumps(function["name"])[1:-1]
         content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+        if self.index:
+            number = {"type": "regex", "pattern": "0|[1-9][0-9]{0,3}"}
+            mark = {"type": "const_string", "value": self.index}
+            content = {"type": "sequence", "elements": [number, mark, content]}
         return {
             "type": "tag",
             "begin": self.begin.format(name=name),
@@ -284,7 +383,10 @@ class ToolFormat:
 
 
 HERMES = ToolFormat(
-    HermesParser, '<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "", ""
+    HermesParser,
+    '<tool_call>\n{{"name": "{name}", "arguments": ',
+    "}\n</tool_call>",
+    separator="\n",
 )
 DEEPSEEK_V3 = ToolFormat(
     DeepSeekParser,
@@ -292,6 +394,7 @@ DEEPSEEK_V3 = ToolFormat(
     "\n```<｜tool▁call▁end｜>",
     DeepSeekParser.CALLS,
     DeepSeekParser.CALLS_END,
+    separator="\n",
 )
 DEEPSEEK_V31 = ToolFormat(
     DeepSeekParser,
@@ -300,12 +403,30 @@ DEEPSEEK_V31 = ToolFormat(
     DeepSeekParser.CALLS,
     DeepSeekParser.CALLS_END,
 )
-FORMATS = {"hermes": HERMES, "deepseek_v3": DEEPSEEK_V3, "deepseek_v31": DEEPSEEK_V31}
+KIMI_K2 = ToolFormat(
+    KimiParser,
+    "<|tool_call_begin|>functions.{name}:",
+    "<|tool_call_end|>",
+    KimiParser.CALLS,
+    KimiParser.CALLS_END,
+    index=KimiParser.SEP,
+)
+FORMATS = {
+    "hermes": HERMES,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "kimi_k2": KIMI_K2,
+}
 
 
-def detect(vocabulary: dict[str, int], template: str | None) -> str:
-    """The format a model was trained on, by its vocabulary and template; Hermes where neither
-    says."""
+def detect(vocabulary: dict[str, int], template: str | None) -> str | None:
+    """The format a model was trained on, by its vocabulary and template; None where they do not
+    say. The tokens of DeepSeek and Kimi are theirs alone; which of DeepSeek's two forms it is,
+    the template says by how it writes earlier calls. Hermes's tag others have too, around another
+    text than an object with arguments."""
+    if KimiParser.CALLS in vocabulary:
+        return "kimi_k2"
     if DeepSeekParser.CALLS in vocabulary:
         return "deepseek_v3" if template is None or "```json" in template else "deepseek_v31"
-    return "hermes"
+    tagged = HermesParser.BEGIN in vocabulary or HermesParser.BEGIN in (template or "")
+    return "hermes" if tagged and (template is None or OBJECT.search(template)) else None

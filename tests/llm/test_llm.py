@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_seeded_requests_repeat_whatever_else_is_in_the_batch(llm: LLM):
     assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == alone
     changed = SamplingParams(temperature=0.9, top_p=0.9, seed=12, max_tokens=20)
     assert llm.generate(PROMPTS[0], changed)[0].outputs[0].token_ids != alone
+
+
+def test_bad_words_and_the_end_of_a_prompt(llm: LLM):
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    said = llm.generate(PROMPTS[0], plain)[0].outputs[0].text
+    word = next(word for word in said.split() if word.isalpha())
+    banned = llm.generate(PROMPTS[0], replace(plain, bad_words=[word]))[0].outputs[0].text
+    assert word not in banned.split()
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    out = llm.generate(PROMPTS[0], replace(plain, truncate_prompt_tokens=3))[0]
+    assert out.prompt_token_ids == ids[-3:]
+    assert out.outputs[0].token_ids == llm.generate(ids[-3:], plain)[0].outputs[0].token_ids
 
 
 def test_n_gives_several_different_completions(llm: LLM):

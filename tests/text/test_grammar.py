@@ -20,9 +20,11 @@ from rorqual.engine.execution.grammar import mask_words
 from rorqual.errors import RequestError
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
+from rorqual.serve.http.structured_output import after_thinking, tag
 from rorqual.text.grammar import XGrammars
 from rorqual.text.grammar_limits import GrammarLimits
 from rorqual.text.tokenizer import Tokenizer
+from rorqual.text.tool_calls import FORMATS
 
 VOCAB = 4096
 EOS = 1
@@ -274,3 +276,38 @@ def test_what_the_compiler_prints_is_logged_on_one_line(capfd: pytest.CaptureFix
         assert line.isprintable()
         assert line.startswith("rorqual grammar: ")
         assert r"a\nrorqual: \x1b[31mforged" in line or len(line) < 5000
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_forced_calls_are_what_a_model_was_taught(
+    grammars: XGrammars, tokenizer: Tokenizer, name: str, thinking: bool
+):
+    """Calls as the family's chat template writes them are allowed, one where one was named and
+    several where one of all was required; other functions, other arguments and text are not."""
+    found = FORMATS[name]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"function": {"name": f, "parameters": schema}} for f in ("f", "g.h")]
+
+    def written(*functions: str, a: str = "1") -> str:
+        calls = []
+        for i, function in enumerate(functions):
+            number = str(i) + found.index if found.index else ""
+            calls.append(f'{found.begin.format(name=function)}{number}{{"a": {a}}}{found.end}')
+        return found.before + found.separator.join(calls) + found.after
+
+    def ends(form: dict[str, Any], text: str) -> bool:
+        structure = tag(after_thinking(form) if thinking else form)
+        matcher = grammars.matcher(structure)
+        said = ("hm</think>" if thinking else "") + text
+        return all(matcher.accept(token) for token in (*ids(tokenizer, said), EOS))
+
+    named = found.forced(tools[1:], several=False)
+    assert ends(named, written("g.h"))
+    assert not ends(named, written("g.h", "g.h"))
+    assert not ends(named, written("f"))
+    required = found.forced(tools, several=True)
+    assert ends(required, written("f", "g.h", "f"))
+    assert not ends(required, written("f", a='"x"'))
+    assert not ends(required, "Let me see. " + written("f"))
+    assert not ends(required, found.before + found.after)

@@ -17,18 +17,25 @@ from rorqual.serve.http.calls import _joined
 from rorqual.serve.http.choice import ChatChoiceBuilder
 from rorqual.text.json_scan import CallObject
 from rorqual.text.reasoning import Reasoning
-from rorqual.text.tool_calls import FORMATS, DeepSeekParser, HermesParser, Told, detect
+from rorqual.text.tool_calls import (
+    FORMATS,
+    DeepSeekParser,
+    HermesParser,
+    KimiParser,
+    Told,
+    ToolParser,
+    detect,
+)
 
 B = "<｜tool▁calls▁begin｜>"
 E = "<｜tool▁calls▁end｜>"
 CB = "<｜tool▁call▁begin｜>"
 SEP = "<｜tool▁sep｜>"
 CE = "<｜tool▁call▁end｜>"
+KB, KEND, KC, KA, KE = FORMATS["kimi_k2"].marks
 
 
-def parse(
-    parser: HermesParser | DeepSeekParser, pieces: list[str]
-) -> tuple[str, list[tuple[str, str]]]:
+def parse(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, as a client would put them together."""
     told = [parser.push(piece) for piece in pieces]
     told.append(parser.flush())
@@ -79,7 +86,19 @@ DEEPSEEK = [
     (f'{B}{CB}function{SEP}f\n```json\n{{"a": 1}}\n```', "", [("f", '{"a": 1}')]),
     ("plain text < and <｜tool", "plain text < and <｜tool", []),
 ]
+KIMI = [
+    (f'{KB}{KC}functions.f:0{KA}{{"a": 1}}{KE}{KEND}', "", [("f", '{"a": 1}')]),
+    (
+        f'Sure. {KB}\n{KC}functions.a.b:3{KA} {{"s": "<|tool"}}{KE}{KC}f:4{KA}{{}}{KE}{KEND}',
+        "Sure.",
+        [("a.b", '{"s": "<|tool"}'), ("f", "{}")],
+    ),
+    (f"{KB}{KC}f{KA}{{}}", "", [("f", "{}")]),
+    (f'{KB}{KC}functions.f:x{KA}{{"a": 1', "", [("f:x", '{"a": 1')]),
+    ("plain text < and <|tool_calls", "plain text < and <|tool_calls", []),
+]
 CASES = [(HermesParser, *case) for case in HERMES] + [(DeepSeekParser, *case) for case in DEEPSEEK]
+CASES += [(KimiParser, *case) for case in KIMI]
 
 
 @pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
@@ -167,7 +186,8 @@ def test_forced_format_is_what_the_parser_reads(name: str):
             text += element["value"]
         else:
             tag = element["tags"][0]
-            text += tag["begin"] + '{"a": 1}' + tag["end"]
+            number = "0" + found.index if found.index else ""
+            text += tag["begin"] + number + '{"a": 1}' + tag["end"]
     assert parse(found.parser(), [text]) == ("", [("f", '{"a": 1}')])
     json.dumps(form)
 
@@ -176,7 +196,10 @@ def test_detect():
     assert detect({B: 1}, "... ```json ...") == "deepseek_v3"
     assert detect({B: 1}, "... no fence ...") == "deepseek_v31"
     assert detect({"<tool_call>": 1}, None) == "hermes"
-    assert detect({}, None) == "hermes"
+    assert detect({"<tool_call>": 1}, 'a \\"arguments\\": b') == "hermes"
+    assert detect({}, '<tool_call> "arguments": ') == "hermes"
+    assert detect({"<tool_call>": 1}, "<function=f> <parameter=a>") is None
+    assert detect({}, None) is None
 
 
 def test_told_is_empty_by_default():
@@ -186,8 +209,8 @@ def test_told_is_empty_by_default():
 def forced_text(name: str) -> str:
     """Two calls in the form that a forced choice has."""
     found = FORMATS[name]
-    begin = found.begin.format(name="f")
-    calls = "\n".join([begin + '{"a": 1}' + found.end] * 2)
+    begin = found.begin.format(name="f") + ("0" + found.index if found.index else "")
+    calls = found.separator.join([begin + '{"a": 1}' + found.end] * 2)
     return found.before + calls + found.after
 
 

@@ -1,4 +1,4 @@
-"""Sampling that needs the host: penalties, bias and minimum length on the logits, masks of
+"""Sampling that needs the host: penalties, bias, bans and minimum length on the logits, masks of
 grammars, counts of what was said, log probabilities.
 
 Done row by row and outside captured graphs, for the rows that ask for it."""
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rorqual.engine.execution.grammar import Matcher, mask_words
 from rorqual.engine.execution.request_state import RequestState
+from rorqual.engine.execution.token_bans import NEVER, RecentTokens
 from rorqual.engine.scheduling.scheduler_output import (
     NewRequest,
     SchedulerOutput,
@@ -20,8 +21,6 @@ from rorqual.engine.scheduling.scheduler_output import (
     TokenLogprobs,
 )
 from rorqual.request import SamplingParams
-
-NEVER = float("-inf")
 
 
 @dataclass
@@ -36,7 +35,7 @@ class LogitRow:
 def apply_logits_processors(
     logits: Tensor, places: list[LogitRow], positions: Tensor, rows: RequestState
 ) -> Tensor:
-    """Penalties, bias and the minimum length, for the rows that ask for them."""
+    """Penalties, bias, bans and the minimum length, for the rows that ask for them."""
     logits = logits.clone()
     for i, place in enumerate(places):
         row = rows.params[place.slot]
@@ -56,6 +55,11 @@ def _edit_row(
     penalize(logits, counts, rows.in_prompt[place.slot], row.params)
     for token, bias in (row.params.logit_bias or {}).items():
         logits[token] += bias
+    bans = rows.bans.get(place.slot)
+    if bans is not None:
+        assert rows.recent is not None
+        said = rows.recent.tokens[place.slot]
+        bans.apply(logits, said if place.ahead is None else torch.cat((said, place.ahead)))
     if row.stop_ids and row.params.min_tokens:
         banned = torch.tensor(sorted(row.stop_ids), device=logits.device)
         early = position - row.prompt_len < row.params.min_tokens
@@ -155,7 +159,23 @@ class HostSampling:
         logits = apply_logits_processors(raw, self.logit_rows, positions, self.rows)
         if not self.matchers:
             return logits
-        return apply_bitmask(logits, self.rows.platform.to_device(self._bitmask()))
+        logits = apply_bitmask(logits, self.rows.platform.to_device(self._bitmask()))
+        self._leave_the_end(logits)
+        return logits
+
+    def _leave_the_end(self, logits: Tensor) -> None:
+        """Where a grammar and the request's bans leave no token, the answer ends."""
+        width = self.output.num_speculative_tokens + 1
+        for row in self.matchers:
+            slot = self.output.sampled_slots[row]
+            asked = self.rows.params[slot]
+            if slot not in self.rows.bans or asked is None:
+                continue
+            end = min(asked.stop_ids - {*asked.params.stop_token_ids} or asked.stop_ids)
+            first = self.output.logit_row(row)
+            own = logits[first : first + (width if row < len(self.output.decode_slots) else 1)]
+            nothing = (own == NEVER).all(1)
+            own[:, end] = torch.where(nothing, 0.0, own[:, end])
 
     def _bitmask(self) -> Tensor:
         """[logit rows, words]: what each grammar allows next, along the drafts as far as it
@@ -186,10 +206,21 @@ class HostSampling:
         platform = self.rows.platform
         slots = torch.tensor([row.slot for row in self.logit_rows])
         self.rows.count(platform.to_device(slots), tokens)
+        if self.rows.recent is not None:
+            self._remember(self.rows.recent, tokens)
         most = max((p.logprobs for p in self.params if p.logprobs is not None), default=None)
         if most is not None:
             found = Logprobs.of(raw, tokens.clamp(min=0), most)
             self.logprobs = [platform.fetch(tensor) for tensor in found.tensors()]
+
+    def _remember(self, recent: RecentTokens, tokens: Tensor) -> None:
+        output = self.output
+        decoding = len(output.decode_slots)
+        slots = self.rows.platform.to_device(torch.tensor(output.sampled_slots))
+        split = output.logit_row(decoding)
+        if decoding:
+            recent.add(slots[:decoding], tokens[:split].view(decoding, -1))
+        recent.add(slots[decoding:], tokens[split:, None])
 
     def finish(self, result: StepResult) -> None:
         """Tell grammars what was drawn, and add log probabilities to the result."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rorqual.engine.execution.grammar import Grammars, Matcher
+from rorqual.engine.execution.token_bans import RecentTokens, TokenBans
 from rorqual.engine.scheduling.scheduler_output import NewRequest, SchedulerOutput
 from rorqual.errors import RequestError
 from rorqual.ops.interface import Ops
@@ -25,7 +26,8 @@ class RequestState:
     [slots, most_drafts] follow it; `num_drafts` of them are there, `limit` of them are ever wanted
     (0 for a request that opts out). `coupled` rows, seeded ones, draw drafts and tokens with the
     same random numbers. Penalty counts [slots, vocabulary], draft probabilities [slots,
-    most_drafts, vocabulary] and the token history [slots, tokens] are made on first use. One row
+    most_drafts, vocabulary], recent tokens and the token history [slots, tokens] are made on first
+    use; `bans` has the rows that ask for some. One row
     more than `slots` stands in where a step is padded: its table is all null pages and its length
     stays 0. A table's unused end is null too: what is written past a request's pages goes there.
     `ops` draws for these rows.
@@ -65,6 +67,8 @@ class RequestState:
         self.in_prompt: Tensor | None = None
         self.draft_probs: Tensor | None = None
         self.history: Tensor | None = None
+        self.bans: dict[int, TokenBans] = {}
+        self.recent: RecentTokens | None = None
 
     def asked(self, slots: Sequence[int]) -> list[SamplingParams]:
         """The sampling parameters of these slots, in order."""
@@ -127,6 +131,12 @@ class RequestState:
             self._match(row)
         if params.edits_logits:
             self._count(row)
+        self.bans.pop(slot, None)
+        if params.bans and self.draws:
+            self.bans[slot] = TokenBans.of(params, self.vocab, self.platform)
+            if self.recent is None:
+                self.recent = RecentTokens(len(self.params), self.platform)
+            self.recent.set_up(row)
 
     def _match(self, row: NewRequest) -> None:
         """The request's place in its grammar; a preempted request has said something already."""

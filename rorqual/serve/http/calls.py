@@ -32,6 +32,8 @@ class Call:
     top: how many likely tokens to list, None for no log probabilities. scores: some request wants
     those of its prompt: `read_scores` before take(), and then `prompt_entries` has them by choice.
     prompt_top: how many likely tokens to list for each token of a prompt, None for no such list.
+    returns_ids: token ids go with the text; `new_ids` are those of the output being noted. as_ids:
+    log probabilities name tokens by their ids. more: fields of a whole answer.
     """
 
     def __init__(
@@ -53,6 +55,10 @@ class Call:
         self.scores = any(request.params.prompt_logprobs is not None for request in requests)
         self.prompt_entries: dict[int, PromptEntries] = {}
         self.prompt_top: int | None = None
+        self.returns_ids = self.as_ids = False
+        self.new_ids: list[int] | None = None
+        self.token_ids: list[list[int]] = [[] for _ in requests]
+        self.more: dict[str, Any] = {}
 
     def read_scores(self, items: list[tuple[int, Output]]) -> None:
         """On a thread: a prompt may have a hundred thousand tokens."""
@@ -75,7 +81,12 @@ class Call:
             reply = self.replies[choice]
             if reply.finish is not None:
                 continue
+            before = reply.tokens
             piece = reply.push(output)
+            if self.returns_ids:
+                # a stop string may end the text before the engine did
+                self.new_ids = output.tokens[: reply.tokens - before]
+                self.token_ids[choice] += self.new_ids
             if reply.finish is not None:
                 self.open -= 1
                 if reply.stopped:
@@ -87,6 +98,9 @@ class Call:
         raise NotImplementedError
 
     def _event(self, choice: bytes) -> bytes:
+        if self.new_ids is not None:
+            choice = choice[:-1] + b',"token_ids":' + encode(self.new_ids) + b"}"
+            self.new_ids = None
         return self.head.event(
             choice,
             encode(usage(self.prompt_tokens, self.replies)) if self.continuous_usage else b"",
@@ -121,7 +135,7 @@ class ChatCall(Call):
         first = not self.begun[choice]
         if first:
             self.begun[choice] = True
-            events.append(self._event(part.role()))
+            events.append(self._role(part, self.requests[choice]))
         before = len(events)
         if entries and self.top is not None:
             self._with_logprobs(reply, part, text, entries, events)
@@ -135,6 +149,18 @@ class ChatCall(Call):
             events.append(self._event(part.content("")))
         if reply.finish is not None:
             events.append(self._event(part.last(reply.finish_reason or "stop", reply.stop_reason)))
+        if self.new_ids:
+            events.append(self._event(part.content("")))  # of tokens whose text is held
+
+    def _role(self, part: ChatChoice, request: Request) -> bytes:
+        """The first chunk of a choice, before those of its tokens."""
+        new = self.new_ids
+        self.new_ids = None
+        event = self._event(part.role())
+        self.new_ids = new
+        if not self.returns_ids:
+            return event
+        return event[:-3] + b',"prompt_token_ids":' + encode(request.prompt) + event[-3:]
 
     def _with_logprobs(
         self,
@@ -147,7 +173,7 @@ class ChatCall(Call):
         """The log probabilities go with whatever content there is, also none: a token may end
         inside a character."""
         assert self.top is not None
-        found = encode(chat_logprobs(entries, self.top, self.tokenizer))
+        found = encode(chat_logprobs(entries, self.top, self.tokenizer, self.as_ids))
         content = text
         if not reply.plain:
             fields = list(reply.fields(text))
@@ -175,7 +201,9 @@ class ChatCall(Call):
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
-        more = {}
+        more = dict(self.more)
+        if self.returns_ids:
+            more["prompt_token_ids"] = self.requests[0].prompt
         if self.prompt_top is not None:
             found = prompt_logprobs(
                 self.requests[0].prompt, self.prompt_entries[0], self.prompt_top
@@ -187,16 +215,17 @@ class ChatCall(Call):
     def _choice(self, i: int) -> dict[str, Any]:
         reply = self.replies[i]
         assert isinstance(reply, ChatChoiceBuilder)
-        logprobs = (
-            None if self.top is None else chat_logprobs(self.entries[i], self.top, self.tokenizer)
-        )
+        logprobs = None
+        if self.top is not None:
+            logprobs = chat_logprobs(self.entries[i], self.top, self.tokenizer, self.as_ids)
         choice = {
             "index": i,
             "message": self._message(i),
             "logprobs": logprobs,
             "finish_reason": reply.finish_reason,
+            "stop_reason": reply.stop_reason,
         }
-        return {**choice, "stop_reason": reply.stop_reason}
+        return {**choice, "token_ids": self.token_ids[i]} if self.returns_ids else choice
 
     def _message(self, i: int) -> dict[str, Any]:
         content = "".join(value for name, value in self.texts[i] if name == "content")
@@ -247,9 +276,11 @@ class TextCall(Call):
         if self.top is not None and (entries or with_prompt):
             logprobs = encode(self._logprobs(choice, entries or [], with_prompt))
         # also without text, as where a token ends inside a character: clients time tokens by chunks
-        events.append(
-            self._event(self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason))
-        )
+        made = self.parts[choice].content(text, logprobs, reply.finish, reply.stop_reason)
+        if self.returns_ids and first:
+            prompt = encode(self.requests[choice].prompt)
+            made = made[:-1] + b',"prompt_token_ids":' + prompt + b"}"
+        events.append(self._event(made))
 
     def read_scores(self, items: list[tuple[int, Output]]) -> None:
         super().read_scores(items)
@@ -258,12 +289,16 @@ class TextCall(Call):
         for choice, entries in self.prompt_entries.items():
             if choice not in self.echoed:
                 pairs = zip(self.requests[choice].prompt, entries, strict=True)
-                self.echoed[choice], _ = text_logprobs(pairs, self.top, 0, self.tokenizer)
+                self.echoed[choice], _ = text_logprobs(
+                    pairs, self.top, 0, self.tokenizer, self.as_ids
+                )
 
     def _logprobs(self, choice: int, entries: Entries, with_prompt: bool) -> dict[str, Any]:
         assert self.top is not None
         offset = self.offsets[choice]
-        found, self.offsets[choice] = text_logprobs(entries, self.top, offset, self.tokenizer)
+        found, self.offsets[choice] = text_logprobs(
+            entries, self.top, offset, self.tokenizer, self.as_ids
+        )
         if not with_prompt:
             return found
         before = self.echoed[self._scored(choice)]
@@ -276,7 +311,8 @@ class TextCall(Call):
 
     def whole(self) -> bytes:
         choices = [self._choice(i) for i in range(len(self.replies))]
-        return self.head.whole("text_completion", choices, usage(self.prompt_tokens, self.replies))
+        counts = usage(self.prompt_tokens, self.replies)
+        return self.head.whole("text_completion", choices, counts, **self.more)
 
     def _choice(self, i: int) -> dict[str, Any]:
         reply = self.replies[i]
@@ -290,6 +326,9 @@ class TextCall(Call):
             "finish_reason": reply.finish,
             "stop_reason": reply.stop_reason,
         }
+        if self.returns_ids:
+            choice["prompt_token_ids"] = self.requests[i].prompt
+            choice["token_ids"] = self.token_ids[i]
         if self.prompt_top is not None:
             entries = self.prompt_entries[self._scored(i)]
             found = prompt_logprobs(self.requests[i].prompt, entries, self.prompt_top)

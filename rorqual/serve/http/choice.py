@@ -138,7 +138,7 @@ class ChatChoiceBuilder(ChoiceBuilder):
             return
         yield from _told(self.tools.push(text))
         if self.finish is not None:
-            rest = self.tools.flush()
+            rest = self.tools.flush(cut=self.finish != FinishReason.STOP)
             yield from _told(Told("", rest.calls) if self.forced else rest)
 
     @property

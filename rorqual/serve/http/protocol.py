@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rorqual.request import MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
+from rorqual.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_COUNT, MAX_N, MAX_PRIORITY, MAX_STOP
 from rorqual.serve.errors import bad_request
 from rorqual.serve.http.unknown_fields import set_aside
 
@@ -46,6 +46,10 @@ def _one_wrong_bias(value: Any) -> Any:
 FAST = Field(fail_fast=True)
 SEVERAL = Field(min_length=1, fail_fast=True)
 Ids = Annotated[list[TokenId], SEVERAL]
+TEMPLATE_KWARGS = Field(default=None, description="Variables for the chat template.")
+CONTINUE = Field(
+    default=None, description="The prompt ends with the last message's text, which goes on."
+)
 
 
 class Model(BaseModel):
@@ -137,6 +141,24 @@ class Sampling(Model):
         Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)] | None
     ) = None
     guided_grammar: str | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="With the ids of the prompt and of the answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="In log probabilities tokens are named token_id:ID."
+    )
+    kv_transfer_params: dict[str, Any] | None = Field(
+        default=None, description="Without effect; the answer has null."
+    )
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_COUNT)] | None = Field(
+        default=None, description="The last so many tokens of the prompt; -1: as many as fit."
+    )
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
+    ) = Field(default=None, description="No other tokens are drawn.")
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        Field(default=None, description="Words that are not written.")
+    )
     cache_salt: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None, description="Requests share prefixes within a salt."
     )
@@ -251,14 +273,6 @@ class ResponseFormat(Model):
     json_schema: JsonSchema | None = None
 
 
-class TemplateArguments(Model):
-    """The switches that published chat templates know; others could make a template run for
-    ever."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-
-
 class ChatRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Positive | None = None
@@ -271,7 +285,14 @@ class ChatRequest(Sampling):
     include_reasoning: bool | None = Field(
         default=None, description="False leaves reasoning_content out of the answer."
     )
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_KWARGS
+    add_generation_prompt: bool | None = Field(
+        default=None, description="If left out: unless the final message is continued."
+    )
+    continue_final_message: bool | None = CONTINUE
+    add_special_tokens: bool | None = Field(
+        default=None, description="If left out: nothing beside what the template printed."
+    )
     reasoning_effort: str | None = Field(default=None, description="Without effect.")
     verbosity: str | None = Field(default=None, description="Without effect.")
     modalities: Annotated[list[Literal["text"]], FAST] | None = Field(
@@ -306,8 +327,9 @@ class TokenizeRequest(Model):
     )
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = CONTINUE
     tools: list[Tool] | None = None
-    chat_template_kwargs: TemplateArguments | None = None
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_KWARGS
     return_token_strs: bool | None = None
 
 

@@ -6,12 +6,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rorqual.errors import RequestError, quoted
-from rorqual.request import MAX_COUNT, Request, SamplingParams, StructuredOutput
+from rorqual.request import (
+    MAX_COUNT,
+    Request,
+    SamplingParams,
+    StructuredOutput,
+    check_transfer,
+)
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
@@ -36,9 +43,10 @@ from rorqual.serve.http.structured_output import (
     tag,
 )
 from rorqual.serve.limits import ServerLimits
-from rorqual.text.chat_template import ChatTemplate, RawJson
+from rorqual.text.bad_words import with_bad_words
+from rorqual.text.chat_template import ChatTemplate, RawJson, check_variables
 from rorqual.text.generation_config import GenerationDefaults
-from rorqual.text.reasoning import BEGIN, Reasoning
+from rorqual.text.reasoning import BEGIN, END, Reasoning
 from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import FORMATS
 
@@ -58,6 +66,9 @@ PASSED_ON = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
 )
 
 
@@ -87,10 +98,11 @@ class RequestBuilder:
     async def chat(self, body: ChatRequest, client: str) -> ChatCall:
         self._check_model(body)
         tools, forced = self._tools(body)
-        messages = [_message(message) for message in body.messages]
-        text = self.served.template.render(messages, tools, **_switches(body))
-        (prompt,) = await self._encode([text], self.served.template.builtin)
-        inside = self.served.reasoning and text.rstrip().endswith(BEGIN)
+        text, inside = self._render(body, body.messages, tools)
+        cut = body.truncate_prompt_tokens is not None
+        given = body.add_special_tokens
+        special = self.served.template.builtin if given is None else given
+        (prompt,) = await self._encode([text], special, cut)
         top = self._top(body.top_logprobs or 0) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -101,7 +113,12 @@ class RequestBuilder:
             self._structure(body, forced, inside),
             self._prompt_top(body),
         )
+        parser = FORMATS[self.served.tool_format].parser
+        parse = bool(tools) and body.tool_choice != "none"
+        if parse and self._hides_marks():
+            params = replace(params, skip_special_tokens=False)
         count = self._count(body, 1)
+        prompt = self._kept(prompt, params)
         call = ChatCall(
             self._head("chatcmpl", "chat.completion.chunk", body),
             self._requests([prompt], params, body, count, client),
@@ -112,8 +129,6 @@ class RequestBuilder:
         )
         call.prompt_top = params.prompt_logprobs
         self._check_scores(call.requests)
-        parser = FORMATS[self.served.tool_format].parser
-        parse = bool(tools) and body.tool_choice != "none"
         for i, request in enumerate(call.requests):
             reasoning = Reasoning(inside) if self.served.reasoning else None
             call.replies.append(
@@ -127,6 +142,34 @@ class RequestBuilder:
                 )
             )
         return _streaming(call, body)
+
+    def _render(
+        self,
+        body: ChatRequest | TokenizeRequest,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]],
+    ) -> tuple[str, bool]:
+        """The prompt, and whether it ends within a <think> block."""
+        going_on = bool(body.continue_final_message)
+        if going_on and body.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        turns = [_message(message) for message in messages]
+        last = turns[-1]["content"] or ""
+        if going_on and (not last or turns[-1].get("tool_calls")):
+            raise bad_request(
+                "continue_final_message needs a last message of text, without tool calls",
+                "continue_final_message",
+            )
+        variables = body.chat_template_kwargs or {}
+        with _named("chat_template_kwargs"):
+            check_variables("chat_template_kwargs", variables)
+        opens = not going_on and body.add_generation_prompt is not False
+        text = self.served.template.render(turns, tools, opens, going_on, variables)
+        inside = text.rstrip().endswith(BEGIN) or (going_on and last.rfind(BEGIN) > last.rfind(END))
+        return text, self.served.reasoning and inside
 
     def _tools(self, body: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The functions to describe to the model, and those of which one must be called."""
@@ -147,6 +190,13 @@ class RequestBuilder:
                 )
             return tools, named[:1]
         return tools, tools
+
+    def _hides_marks(self) -> bool:
+        """Whether the tokens around calls are special ones, which are left out of a text unless it
+        is asked for them."""
+        tokenizer = self.served.tokenizer
+        marks = FORMATS[self.served.tool_format].marks
+        return any(tokenizer.raw.token_to_id(mark) in tokenizer.special_ids for mark in marks)
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         if len(tools) > self.limits.tools:
@@ -209,13 +259,18 @@ class RequestBuilder:
             ),
         )
         special = body.add_special_tokens is not False
-        encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special))
+        cut = body.truncate_prompt_tokens is not None
+        encoded = iter(await self._encode([p for p in given if isinstance(p, str)], special, cut))
         prompts = [next(encoded) if isinstance(p, str) else p for p in given]
+        prompts = [self._kept(prompt, params) for prompt in prompts]
         requests = self._requests(prompts, params, body, count, client)
         self._check_scores(requests)
         echo = None
         if body.echo:
-            shown = [p if isinstance(p, str) else self._decode(p) for p in given]
+            shown = [
+                p if isinstance(p, str) and not cut else self._decode(kept)
+                for p, kept in zip(given, prompts, strict=True)
+            ]
             echo = [text for text in shown for _ in range(count)]
         head = self._head("cmpl", "text_completion", body)
         tokens = sum(map(len, prompts))
@@ -239,11 +294,7 @@ class RequestBuilder:
             return (await self._encode([body.prompt], special))[0]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         self._check_tools(tools)
-        text = self.served.template.render(
-            [_message(message) for message in body.messages or ()],
-            tools,
-            **{"add_generation_prompt": body.add_generation_prompt is not False, **_switches(body)},
-        )
+        text, _ = self._render(body, body.messages or [], tools)
         special = self.served.template.builtin
         given = body.add_special_tokens
         return (await self._encode([text], special if given is None else given))[0]
@@ -314,7 +365,8 @@ class RequestBuilder:
         structure: StructuredOutput | None,
         prompt_top: int | None,
     ) -> SamplingParams:
-        _check_tokens(body.stop_token_ids or (), self.served.vocab_size, "stop_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            _check_tokens(getattr(body, name) or (), self.served.vocab_size, name)
         given = {name: getattr(body, name) for name in PASSED_ON if getattr(body, name) is not None}
         values = {
             **self.served.defaults.sampling,
@@ -325,7 +377,8 @@ class RequestBuilder:
         }
         try:
             told = {"logprobs": top, "prompt_logprobs": prompt_top, "structured": structure}
-            return SamplingParams(**{**values, **told})
+            params = SamplingParams(**{**values, **told})
+            return with_bad_words(params, self.served.tokenizer)
         except RequestError as error:
             raise bad_request(str(error), parameter_of(str(error))) from None
 
@@ -337,10 +390,13 @@ class RequestBuilder:
         count: int,
         client: str,
     ) -> list[Request]:
+        if body.kv_transfer_params is not None:
+            with _named("kv_transfer_params"):
+                check_transfer(body.kv_transfer_params)
         eos = self.served.defaults.eos_token_ids
         salt = body.cache_salt or ""
         now = time.monotonic()
-        name = (client, user_name(body.user), body.priority or 0)
+        name = (client, user_name(body.user), body.priority or 0, body.kv_transfer_params)
         requests = []
         for prompt in prompts:
             self._check_ids(prompt, "prompt")
@@ -353,6 +409,17 @@ class RequestBuilder:
                 given = (tuple(prompt), child, eos, now, salt, *name)
                 requests.append(Request(self.fleet.new_id(), *given))
         return requests
+
+    def _kept(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        """What truncate_prompt_tokens leaves of it."""
+        context = self._most_tokens() + 1
+        if (params.truncate_prompt_tokens or 0) >= context:
+            raise bad_request(
+                f"truncate_prompt_tokens={params.truncate_prompt_tokens} is out of range; with "
+                f"max_model_len={context} accepted: -1, or 1 to {context - 1}",
+                "truncate_prompt_tokens",
+            )
+        return prompt[len(prompt) - params.kept_prompt(len(prompt), context) :]
 
     def _check_ids(self, prompt: list[int], name: str) -> None:
         if not prompt:
@@ -370,14 +437,14 @@ class RequestBuilder:
                 name,
             )
 
-    async def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+    async def _encode(self, texts: list[str], special: bool, cut: bool = False) -> list[list[int]]:
         """Long texts are tokenized on a thread, so that other streams go on; a text with too
-        many tokens whatever they are is not tokenized at all."""
+        many tokens whatever they are is not tokenized at all, unless the prompt is to be cut."""
         tokenizer = self.served.tokenizer
         most = self._most_tokens()
         longest = tokenizer.longest
         for text in texts:
-            if longest is not None and len(text) > most * longest:
+            if longest is not None and len(text) > most * longest and not cut:
                 raise bad_request(
                     f"the prompt has {len(text)} characters; with max_model_len={most + 1} at "
                     f"most {most} tokens fit, and none has more than {longest} characters"
@@ -409,9 +476,13 @@ class RequestBuilder:
         )
 
 
-def _switches(body: ChatRequest | TokenizeRequest) -> dict[str, bool]:
-    given = body.chat_template_kwargs
-    return given.model_dump(exclude_none=True) if given else {}
+@contextmanager
+def _named(parameter: str) -> Iterator[None]:
+    """What is wrong in here is wrong with this parameter."""
+    try:
+        yield
+    except RequestError as error:
+        raise bad_request(str(error), parameter) from None
 
 
 def _streaming(call: Any, body: Sampling) -> Any:
@@ -419,6 +490,10 @@ def _streaming(call: Any, body: Sampling) -> Any:
     if options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     call.stream = bool(body.stream)
+    call.returns_ids = bool(body.return_token_ids)
+    call.as_ids = bool(body.return_tokens_as_token_ids)
+    if body.kv_transfer_params is not None:
+        call.more["kv_transfer_params"] = None  # there is no prefill elsewhere to tell of
     call.include_usage = bool(options and options.include_usage)
     call.continuous_usage = bool(
         options and options.include_usage and options.continuous_usage_stats

@@ -108,25 +108,32 @@ def usage(prompt: int, replies: list[ChoiceBuilder]) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(entries: Entries, top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(
+    entries: Entries, top: int, tokenizer: Tokenizer, as_ids: bool = False
+) -> dict[str, Any]:
     return {
-        "content": [_chat_entry(token, found, top, tokenizer) for token, found in entries],
+        "content": [_chat_entry(token, found, top, tokenizer, as_ids) for token, found in entries],
         "refusal": None,
     }
 
 
 def _chat_entry(
-    token: int, found: dict[int, Logprob], top: int, tokenizer: Tokenizer
+    token: int, found: dict[int, Logprob], top: int, tokenizer: Tokenizer, as_ids: bool
 ) -> dict[str, Any]:
     ranked = sorted(found.items(), key=lambda item: item[1].rank or 0)[:top]
-    likely = [_token(i, logprob, tokenizer) for i, logprob in ranked]
-    return {**_token(token, found[token], tokenizer), "top_logprobs": likely}
+    likely = [_token(i, logprob, tokenizer, as_ids) for i, logprob in ranked]
+    return {**_token(token, found[token], tokenizer, as_ids), "top_logprobs": likely}
 
 
-def _token(token: int, found: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+def _named(token: int, text: str, as_ids: bool) -> str:
+    """as_ids: several tokens may have the same text, or none that JSON can hold."""
+    return f"token_id:{token}" if as_ids else text
+
+
+def _token(token: int, found: Logprob, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
     text = found.decoded_token or ""
     return {
-        "token": text,
+        "token": _named(token, text, as_ids),
         "logprob": max(found.logprob, LOWEST),
         "bytes": token_bytes(token, text, tokenizer),
     }
@@ -159,6 +166,7 @@ def text_logprobs(
     top: int,
     offset: int,
     tokenizer: Tokenizer,
+    as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """The lists of the older API, and the offset at which the next token's text begins. The first
     token of a prompt has no entry."""
@@ -170,7 +178,7 @@ def text_logprobs(
     }
     for token, found in entries:
         text = tokenizer.token(token) if found is None else found[token].decoded_token or ""
-        result["tokens"].append(text)
+        result["tokens"].append(_named(token, text, as_ids))
         result["text_offset"].append(offset)
         offset += len(text)
         if found is None:
@@ -181,7 +189,10 @@ def text_logprobs(
         kept = [item for rank, item in enumerate(ranked) if rank < top or item[0] == token]
         result["token_logprobs"].append(max(found[token].logprob, LOWEST))
         result["top_logprobs"].append(
-            {likely.decoded_token or "": max(likely.logprob, LOWEST) for _, likely in kept}
+            {
+                _named(i, likely.decoded_token or "", as_ids): max(likely.logprob, LOWEST)
+                for i, likely in kept
+            }
         )
     return result, offset
 

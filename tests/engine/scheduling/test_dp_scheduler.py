@@ -274,6 +274,8 @@ def test_plans_and_results_survive_as_bytes() -> None:
             stop_token_ids=[3, 9],
             logprobs=2,
             speculate=False,
+            allowed_token_ids=[5, 2],
+            bad_word_ids=[[1, 2], [3]],
         ),
         SamplingParams(
             structured=StructuredOutput("regex", "[a-é]+"), stop=["fin"], max_tokens=None

@@ -244,6 +244,49 @@ def test_logprobs(client: Client):
     ] == found.logprobs.text_offset
 
 
+def test_log_probabilities_by_token_id(client: Client):
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    named = text(client, logprobs=2, extra_body=extra).choices[0]
+    ids = [f"token_id:{token}" for token in named.model_dump()["token_ids"]]
+    assert named.logprobs.tokens == ids
+    assert all(name in top for name, top in zip(ids, named.logprobs.top_logprobs, strict=True))
+    plain = text(client, logprobs=2).choices[0].logprobs
+    assert named.logprobs.text_offset == plain.text_offset
+    assert named.logprobs.token_logprobs == plain.token_logprobs
+    for stream in (False, True):
+        out = chat(client, logprobs=True, top_logprobs=1, stream=stream, extra_body=extra)
+        choices = [chunk.choices[0] for chunk in out] if stream else [out.choices[0]]
+        ids = [i for choice in choices for i in choice.model_dump().get("token_ids") or ()]
+        entries = [e for choice in choices if choice.logprobs for e in choice.logprobs.content]
+        assert [entry.token for entry in entries] == [f"token_id:{token}" for token in ids]
+        assert [entry.top_logprobs[0].token for entry in entries] == [e.token for e in entries]
+
+
+def test_tokens_and_words_that_are_left_out(client: Client):
+    ids = {"return_token_ids": True}
+    said = text(client, extra_body=ids).choices[0]
+    tokens = said.model_dump()["token_ids"]
+    allowed = sorted(set(tokens[:3]))
+    for given in ({"temperature": 0}, {"temperature": 1.0, "n": 3}, {"temperature": 2, "seed": 1}):
+        extra = {**ids, "allowed_token_ids": allowed, "ignore_eos": True}
+        for choice in text(client, **given, extra_body=extra).choices:
+            assert set(choice.model_dump()["token_ids"]) <= set(allowed)
+    word = next(word for word in said.text.split() if word.isalpha())
+    other = text(client, extra_body={"bad_words": [word]}).choices[0].text
+    assert word not in other.split()
+    assert other[: said.text.index(word) - 1] == said.text[: said.text.index(word) - 1]
+
+
+def test_a_structure_of_some_tokens(client: Client):
+    """Both hold, and where they leave nothing the answer ends."""
+    yes = text(client, extra_body={"guided_choice": ["yes"], "return_token_ids": True})
+    tokens = yes.choices[0].model_dump()["token_ids"]
+    for allowed, found in ((tokens[:-1], "yes"), ([4000], "")):
+        extra = {"guided_choice": ["yes", "no"], "allowed_token_ids": allowed}
+        choice = text(client, temperature=1.0, extra_body=extra).choices[0]
+        assert (choice.text, choice.finish_reason) == (found, "stop")
+
+
 def test_cached_tokens_and_salts(client: Client, server: Running):
     prompt = (
         "A long beginning that fills several pages of the cache, so that it can be found "
@@ -455,6 +498,36 @@ def test_auto_finds_calls_in_the_text(client: Client):
     assert [delta.function.name for delta in deltas if delta.function.name] == ["now", "now"]
     unread = chat(client, **{**body, "tool_choice": "none"}).choices[0]
     assert unread.message.content == said, "with tool_choice none the text is only text"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_nobody_forced_is_cut_like_one(client: Client, stream: bool):
+    said = 'So. <tool_call>\n{"name": "now", "arguments": {"where": "here"}}\n</tool_call>'
+    seen = set()
+    for most in (8, 16, 24, 40):
+        extra = {"guided_choice": [said]}
+        out = chat(client, tools=TOOLS, max_tokens=most, stream=stream, extra_body=extra)
+        choices = [chunk.choices[0] for chunk in out] if stream else [out.choices[0]]
+        parts = [choice.delta if stream else choice.message for choice in choices]
+        text = "".join(part.content or "" for part in parts)
+        calls = [call for part in parts for call in part.tool_calls or ()]
+        reason = choices[-1].finish_reason
+        assert reason == "length" or (reason == "tool_calls" and calls)
+        assert "{" not in text
+        seen.add((text, bool(calls)))
+    assert ("So.", True) in seen
+
+
+def test_the_last_message_goes_on(client: Client):
+    begun = [*CHAT, {"role": "assistant", "content": "It is the old"}]
+    lines = "system: Be brief.\nuser: Who is there?\nassistant: It is the old"
+    wanted = text(client, prompt=lines).choices[0].text
+    for extra in ({}, {"add_generation_prompt": False}):
+        extra = {**extra, "continue_final_message": True}
+        assert chat(client, messages=begun, extra_body=extra).choices[0].message.content == wanted
+    bare = text(client, prompt=lines.rpartition("\n")[0]).choices[0].text
+    extra = {"add_generation_prompt": False, "chat_template_kwargs": {"unused": [1, {"a": "b"}]}}
+    assert chat(client, extra_body=extra).choices[0].message.content == bare
 
 
 def test_an_answer_with_tool_calls_can_be_sent_back(client: Client):

@@ -138,8 +138,8 @@ def check_shape(body: Any) -> dict[str, Any]:
         (
             CHAT,
             {"chat_template_kwargs": {"loops": 10**9}},
-            "chat_template_kwargs.loops",
-            "not known",
+            "chat_template_kwargs",
+            "too large a number",
         ),
     ],
 )

@@ -28,6 +28,7 @@ SHARED_NUMBERS = (
     "frequency_penalty",
     "repetition_penalty",
     "priority",
+    "truncate_prompt_tokens",
 )
 NUMBERS = [
     *((path, (name,)) for path in (COMPLETE, CHAT) for name in SHARED_NUMBERS),
@@ -35,12 +36,15 @@ NUMBERS = [
     (COMPLETE, ("best_of",)),
     (COMPLETE, ("logit_bias", "5")),
     (COMPLETE, ("stop_token_ids", 0)),
+    (COMPLETE, ("allowed_token_ids", 0)),
+    (COMPLETE, ("kv_transfer_params", "a")),
     (COMPLETE, ("prompt", 0)),
     (COMPLETE, ("prompt", 0, 0)),
     (CHAT, ("max_completion_tokens",)),
     (CHAT, ("top_logprobs",)),
     (CHAT, ("guided_json", "minLength")),
     (CHAT, ("metadata", "a")),
+    (CHAT, ("chat_template_kwargs", "n")),
 ]
 ODD_NUMBERS = [
     2**31,
@@ -71,6 +75,8 @@ STRINGS = [
     (COMPLETE, ("guided_json", "enum", 0)),
     *((COMPLETE, (name,)) for name in ("model", "cache_salt", "user", "service_tier", "suffix")),
     (COMPLETE, ("metadata", "a")),
+    (COMPLETE, ("bad_words", 0)),
+    (COMPLETE, ("kv_transfer_params", "a")),
     (CHAT, ("messages", 0, "role")),
     (CHAT, ("messages", 0, "content")),
     (CHAT, ("messages", 0, "name")),

@@ -65,6 +65,61 @@ def test_messages_are_what_a_chat_begins_with(client: TestClient):
     assert found["tokens"] == TOKENIZER.encode("user: Hello", True)
 
 
+def test_messages_that_go_on(client: TestClient):
+    turns = [*TURN, {"role": "assistant", "content": "Well, "}]
+    found = ask(client, "/tokenize", messages=turns, continue_final_message=True)
+    assert found["tokens"] == TOKENIZER.encode("user: Hello\nassistant: Well, ", True)
+
+
+GOES_ON = {"messages": TURN, "continue_final_message": True}
+EMPTY = [*TURN, {"role": "assistant", "content": None}]
+
+
+def with_variables(**given: Any) -> dict[str, Any]:
+    return {"messages": TURN, "chat_template_kwargs": given}
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth - 1):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({**GOES_ON, "add_generation_prompt": True}, "continue_final_message", "exclude each"),
+        ({**GOES_ON, "messages": EMPTY}, "continue_final_message", "a last message of text"),
+        (with_variables(messages=[]), "chat_template_kwargs", "the template's own"),
+        (with_variables(tools=[]), "chat_template_kwargs", "the template's own"),
+        (with_variables(range=5), "chat_template_kwargs", "the template's own"),
+        (with_variables(add_generation_prompt=False), "chat_template_kwargs", "a field of"),
+        (with_variables(**{"a b": 1}), "chat_template_kwargs", "no name of a variable"),
+        (with_variables(__class__=1), "chat_template_kwargs", "no name of a variable"),
+        (with_variables(n=10**7), "chat_template_kwargs", "too large a number"),
+        (with_variables(n={"x": [-2e9]}), "chat_template_kwargs", "too large a number"),
+        (with_variables(n=nested(8)), "chat_template_kwargs", "nests deeper than 8"),
+        (with_variables(n="x" * 4096), "chat_template_kwargs", "at most 4096"),
+    ],
+)
+def test_what_a_template_may_not_be_asked(
+    client: TestClient, body: dict[str, Any], param: str, message: str
+):
+    answer = client.post("/tokenize", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert message in answer.json()["error"]["message"]
+
+
+def test_variables_within_the_limits_pass(client: TestClient):
+    fine = with_variables(thinking=True, n=10**6, text="x" * 3000, deep=nested(7), none=None)
+    assert (
+        ask(client, "/tokenize", **fine)["tokens"]
+        == ask(client, "/tokenize", messages=TURN)["tokens"]
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -1,0 +1,74 @@
+"""Tokens that a request never draws, and those that it does not draw behind certain others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rorqual.engine.scheduling.scheduler_output import NewRequest
+from rorqual.platforms.base import Platform
+from rorqual.request import LONGEST_BAD_WORD, SamplingParams
+
+NEVER = float("-inf")
+REMEMBERED = LONGEST_BAD_WORD - 1  # tokens of an answer that say what may follow
+
+
+@dataclass
+class TokenBans:
+    """Of one request. forbidden [vocabulary]: never drawn; None where any token may be. last [B]:
+    not drawn where the answer ends with before [B, W], in which -1 is any token or none."""
+
+    forbidden: Tensor | None = None
+    last: Tensor | None = None
+    before: Tensor | None = None
+
+    @staticmethod
+    def of(params: SamplingParams, vocab: int, platform: Platform) -> TokenBans:
+        found = TokenBans()
+        if params.allowed_token_ids is not None:
+            forbidden = torch.ones(vocab, dtype=torch.bool)
+            forbidden[torch.tensor(params.allowed_token_ids, dtype=torch.int64)] = False
+            found.forbidden = platform.to_device(forbidden)
+        words = params.bad_word_ids
+        if words:
+            width = max(map(len, words)) - 1
+            before = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in words]
+            found.last = platform.to_device(torch.tensor([word[-1] for word in words]))
+            found.before = platform.to_device(torch.tensor(before, dtype=torch.int64))
+        return found
+
+    def apply(self, logits: Tensor, said: Tensor) -> None:
+        """In place on one row of logits; said [at least W]: the answer before it, -1 where it has
+        not begun."""
+        if self.forbidden is not None:
+            logits.masked_fill_(self.forbidden, NEVER)
+        if self.last is None or self.before is None:
+            return
+        before = self.before
+        tail = said[said.shape[0] - before.shape[1] :]
+        meant = ((before < 0) | (before == tail)).all(1)
+        # added up: several words may end with the same token
+        logits.index_add_(0, self.last, torch.where(meant, NEVER, 0.0).to(logits.dtype))
+
+
+class RecentTokens:
+    """tokens [slots, REMEMBERED]: what each request said last, -1 before its first."""
+
+    def __init__(self, slots: int, platform: Platform):
+        self.platform = platform
+        shape = (slots, REMEMBERED)
+        self.tokens = torch.full(shape, -1, dtype=torch.int64, device=platform.device)
+        self.places = torch.arange(REMEMBERED, device=platform.device)
+
+    def set_up(self, row: NewRequest) -> None:
+        said = list(row.tokens[row.prompt_len :])[-REMEMBERED:]
+        padded = [-1] * (REMEMBERED - len(said)) + said
+        self.tokens[row.slot] = self.platform.to_device(torch.tensor(padded, dtype=torch.int64))
+
+    def add(self, slots: Tensor, tokens: Tensor) -> None:
+        """tokens [N, width] of the rows `slots` [N]: new ones, then -1."""
+        both = torch.cat((self.tokens[slots], tokens), 1)
+        new = (tokens >= 0).sum(1, keepdim=True)
+        self.tokens[slots] = both.gather(1, new + self.places)

@@ -1,0 +1,31 @@
+"""Words that an answer must not hold, as the sequences of tokens that would write them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rorqual.errors import RequestError, quoted
+from rorqual.request import LONGEST_BAD_WORD, SamplingParams
+from rorqual.text.tokenizer import Tokenizer
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The same with `bad_word_ids` for `bad_words`: each word as a text's beginning, and behind a
+    space. Other ways to spell a word in tokens are not banned, as in vLLM."""
+    if not params.bad_words:
+        return params
+    if tokenizer is None:
+        raise RequestError("bad_words need a tokenizer; skip_tokenizer_init was set")
+    found = list(params.bad_word_ids)
+    for word in params.bad_words:
+        bare = word.lstrip()
+        for text in (bare, " " + bare):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(ids) > LONGEST_BAD_WORD:
+                raise RequestError(
+                    f"bad_words={quoted(word)} has {len(ids)} tokens; accepted: at most "
+                    f"{LONGEST_BAD_WORD}"
+                )
+            if ids and ids not in found:
+                found.append(ids)
+    return replace(params, bad_words=(), bad_word_ids=tuple(found))
