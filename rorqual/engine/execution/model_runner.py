@@ -4,6 +4,7 @@ replays a captured step, and hands hidden states to the sampler."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadca
 from rorqual.engine.execution.sampler import PendingStep, Sampler
 from rorqual.engine.execution.verifier import Verifier
 from rorqual.engine.scheduling.scheduler_output import (
+    PrefillChunk,
     SamplingVariant,
     SchedulerOutput,
     StepMetadata,
@@ -32,6 +34,9 @@ from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompiledForward
+
+
+WARM_TOKENS = 512  # of a chunk with which kernels are compiled
 
 
 class ModelRunner:
@@ -117,10 +122,12 @@ class ModelRunner:
                     self.graphs.warm_up(variants, draft_counts, sizes)
                     if self.pieces:
                         self.pieces.warm_up()
+                        self._warm_mixed_steps()
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
                     self.pieces.capture()
+                    self._warm_mixed_steps()
 
     def forget(self) -> None:
         """Let go of captured steps."""
@@ -220,6 +227,23 @@ class ModelRunner:
         self.model.mesh.pp.flush()  # a captured graph must hold the end of what it starts
         rows.length[rows.padding :].zero_()
         return result
+
+    def _warm_mixed_steps(self) -> None:
+        """What is launched between the pieces, with and without requests that decode, at the
+        beginning of a prompt and later: its kernels are compiled by the first step that needs
+        them, which no user should wait for."""
+        rows = self.rows
+        padding = rows.padding
+        most = min(self.max_len // 2, WARM_TOKENS)
+        for decoding, start, tokens in product((0, 1, 2), (0, most), (most // 2, most)):
+            output = SchedulerOutput(
+                decode_slots=[padding] * decoding,
+                decode_bounds=[self.max_len] * decoding,
+                chunks=[PrefillChunk(padding, start, [0] * tokens, sample=False)],
+            )
+            metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
+            self._forward(self._batch(output, metadata), metadata)
+        rows.length[padding:].zero_()
 
     def _piecewise_body(
         self, ids: Tensor, positions: Tensor, slots: Tensor, recorder: PieceRecorder

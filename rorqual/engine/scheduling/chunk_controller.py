@@ -14,6 +14,7 @@ from __future__ import annotations
 GAP = 3.0
 DELAY = 2.0
 LEAST = 16  # tokens: prompts go on whatever decoding costs
+BLOCK = 64  # tokens
 UNKNOWN = 256  # tokens, before anything was measured
 WEIGHT = 0.2  # of a new step in a running mean
 DISTURBED = 3.0  # times the mean: a step that took longer counts as that
@@ -72,7 +73,14 @@ class ChunkController:
                 wanted = size
         if self.target is None:
             wanted = max(wanted, self._least_delay(base, min(waiting, self.most)))
-        return min(self.most, wanted)
+        return self._aligned(min(self.most, wanted), decoding)
+
+    @staticmethod
+    def _aligned(wanted: int, decoding: int) -> int:
+        """A little less, where a step is then a multiple of BLOCK tokens: captured steps are padded
+        to one."""
+        whole = (wanted + decoding) // BLOCK * BLOCK - decoding
+        return whole if 8 * whole >= 7 * wanted else wanted
 
     def _least_delay(self, base: float, waiting: int) -> int:
         """The fewest tokens a step with which `waiting` of them take at most DELAY times as long
@@ -124,9 +132,10 @@ def _bucket(count: int) -> int:
 
 
 def _sizes(most: int) -> tuple[int, ...]:
-    """Two in each doubling, from LEAST on."""
-    found = [LEAST]
-    while found[-1] < most:
-        found.append(found[-1] * 3 // 2)
-        found.append(found[-2] * 2)
-    return (*(size for size in found if size < most), most)
+    """Four in each doubling, from LEAST on."""
+    found = []
+    base = LEAST
+    while base < most:
+        found += [base * quarter // 4 for quarter in range(4, 8)]
+        base *= 2
+    return (*(size for size in sorted(found) if size < most), most)
