@@ -20,13 +20,21 @@ from rorqual.cli.options import (
 from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.config import ServeConfig
+from rorqual.serve.cors import CorsConfig
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.grammar_limits import GrammarLimits
 
 
-@with_options(serving=ServeConfig, limits=ServerLimits, grammar=GrammarLimits, engine=EngineConfig)
+@with_options(
+    serving=ServeConfig,
+    cors=CorsConfig,
+    limits=ServerLimits,
+    grammar=GrammarLimits,
+    engine=EngineConfig,
+)
 def serve(
     serving: Given,
+    cors: Given,
     limits: Given,
     grammar: Given,
     engine: Given,
@@ -43,6 +51,7 @@ def serve(
         model=model or named,
         tokenizer=tokenizer,
         engine=options,
+        cors=CorsConfig(**cors),
         limits=ServerLimits(**limits, grammar=GrammarLimits(**grammar)),
         **serving,
     )

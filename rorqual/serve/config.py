@@ -8,6 +8,7 @@ from typing import Any
 
 from rorqual.config.option import check_options, option
 from rorqual.errors import ConfigError
+from rorqual.serve.cors import CorsConfig
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.tool_calls import FORMATS
 
@@ -57,6 +58,7 @@ class ServeConfig:
     )
     engine: dict[str, Any] = field(default_factory=dict)
     limits: ServerLimits = field(default_factory=ServerLimits)
+    cors: CorsConfig = field(default_factory=CorsConfig)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

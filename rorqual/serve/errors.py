@@ -33,9 +33,9 @@ class ApiError(Exception):
         return msgspec.json.encode(
             {
                 "error": {
-                    "message": _encodable(self.message),
+                    "message": encodable(self.message),
                     "type": self.kind,
-                    "param": self.param and _encodable(self.param),
+                    "param": self.param and encodable(self.param),
                     "code": self.code,
                 }
             }
@@ -45,7 +45,7 @@ class ApiError(Exception):
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """What a caller wrote may be no text; the answer must be."""
     return text.encode(errors="backslashreplace").decode()
 

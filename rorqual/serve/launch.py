@@ -25,6 +25,7 @@ from rorqual.engine.config import AUTO, EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, model_folder
 from rorqual.serve.config import ServeConfig
+from rorqual.serve.cors import with_cors
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
 from rorqual.serve.errors import drained
 from rorqual.serve.http.app import Api, create_app
@@ -167,7 +168,8 @@ async def serve(
     where = served.tokenizer.folder
     fleet = EnginePool(options, limits, config.restart, config.stall, config.structured, where)
     api = Api(served, fleet, limits, version, _shown(config, options[0]["model"], str(where)))
-    server = HttpServer(_uvicorn(create_app(api, config.api_key), limits))
+    app = with_cors(create_app(api, config.api_key), config.cors)
+    server = HttpServer(_uvicorn(app, limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -19,6 +19,8 @@ from rorqual.errors import RequestError, quoted
 from rorqual.serve.engines.job import EngineJob, parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request, not_ready
+from rorqual.serve.http.anthropic.protocol import CountRequest, MessagesRequest
+from rorqual.serve.http.anthropic.translate import count_tokens, messages_call
 from rorqual.serve.http.auth import Authenticator
 from rorqual.serve.http.calls import Call
 from rorqual.serve.http.clients import CLIENT, ApiKeys, check_room
@@ -35,6 +37,8 @@ from rorqual.serve.http.protocol import (
 )
 from rorqual.serve.http.request_builder import RequestBuilder, Served
 from rorqual.serve.http.response import StreamResponse, error_response
+from rorqual.serve.http.responses.protocol import ResponsesRequest
+from rorqual.serve.http.responses.translate import responses_call
 from rorqual.serve.http.sse import encode
 from rorqual.serve.http.unknown_fields import UnknownFields
 from rorqual.serve.http.validation import invalid_body, is_json, not_json
@@ -121,6 +125,7 @@ class Api:
 def create_app(api: Api, key: str | None) -> FastAPI:
     app = FastAPI(title="Rorqual", version=api.version, redirect_slashes=False)
     _completions(app, api)
+    _other_apis(app, api)
     _state(app, api)
     guard = KeyGuard(ApiKeys(key), api.limits.wrong_keys)
     add_dashboard(app, api, key, guard)
@@ -178,6 +183,30 @@ def _completions(app: FastAPI, api: Api) -> None:
                 code="model_not_found",
             )
         return _json(_model(api, name))
+
+
+def _other_apis(app: FastAPI, api: Api) -> None:
+    """The same chats, told as other APIs tell them."""
+
+    @app.post("/v1/responses", responses=ANSWERS, tags=["OpenAI"])
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
+        """Answer a conversation in OpenAI's newer form, of which nothing is kept."""
+        api.check_open()
+        return api.admit(await responses_call(api.builder, body, request.scope[CLIENT]))
+
+    @app.post("/v1/messages", responses=ANSWERS, tags=["Anthropic"])
+    async def message(request: Request, body: MessagesRequest) -> Response:
+        """Answer a conversation in Anthropic's form."""
+        api.check_open()
+        return api.admit(await messages_call(api.builder, body, request.scope[CLIENT]))
+
+    @app.post("/v1/messages/count_tokens", responses=TEXT_ANSWERS, tags=["Anthropic"])
+    async def count(body: CountRequest) -> Response:
+        """The tokens of the prompt that /v1/messages would make."""
+        api.unknown.check()
+        answer = _json({"input_tokens": await count_tokens(api.builder, body)})
+        answer.raw_headers.extend(api.unknown.headers())
+        return answer
 
 
 def _lengths(api: Api) -> list[int]:
@@ -265,36 +294,37 @@ def _info(info: Any) -> dict[str, Any]:
 
 
 def _errors(app: FastAPI, api: Api) -> None:
-    """Every error has OpenAI's shape, whoever raised it."""
+    """Every error has OpenAI's shape, or on Anthropic's routes theirs, whoever raised it."""
 
-    def answer(error: ApiError) -> Response:
+    def answer(request: Request, error: ApiError) -> Response:
         api.counts[f"failed_{error.status}"] += 1
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> Response:
-        return answer(error)
+        return answer(request, error)
 
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> Response:
-        return answer(bad_request(str(error), parameter_of(str(error))))
+        return answer(request, bad_request(str(error), parameter_of(str(error))))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         kind = request.headers.get("content-type", "")
         wrong_kind = request.method == "POST" and not is_json(kind)
-        return answer(not_json(kind) if wrong_kind else invalid_body(error.errors()))
+        return answer(request, not_json(kind) if wrong_kind else invalid_body(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        found = answer(ApiError(error.status_code, str(error.detail), kind))
+        found = answer(request, ApiError(error.status_code, str(error.detail), kind))
         found.headers.update(error.headers or {})
         return found
 
     @app.exception_handler(Exception)
     async def defect(request: Request, error: Exception) -> Response:
-        found = answer(ApiError(500, f"internal error: {type(error).__name__}", "server_error"))
+        message = f"internal error: {type(error).__name__}"
+        found = answer(request, ApiError(500, message, "server_error"))
         found.headers["x-request-id"] = request_id.get()  # answered outside the middleware
         return found
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rorqual.config.log import request_id
 from rorqual.serve.errors import ApiError
+from rorqual.serve.http.anthropic.errors import is_anthropic
 from rorqual.serve.http.clients import CLIENT, address_of, bearer
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer
@@ -31,7 +32,8 @@ NAME = re.compile(rb"[!-~]+")  # printable ASCII without spaces
 
 class Authenticator:
     """ASGI middleware. With keys, every path but OPEN and BY_COOKIE needs `Authorization:
-    Bearer KEY`. What is refused here is counted in `counts`, as the routes count theirs."""
+    Bearer KEY`; Anthropic's routes take `x-api-key: KEY` in its place. What is refused here is
+    counted in `counts`, as the routes count theirs."""
 
     def __init__(
         self,
@@ -61,6 +63,8 @@ class Authenticator:
             await send(message)
 
         given = bearer(headers.get(b"authorization"))
+        if not given and is_anthropic(scope["path"]):
+            given = headers.get(b"x-api-key", given)
         holder = self.guard.keys.holder(given) if given else None
         scope[CLIENT] = holder or address_of(scope)
         error = self._refusal(scope, given, headers)
@@ -69,7 +73,7 @@ class Authenticator:
             self.counts[f"failed_{error.status}"] += 1
             if has_body:
                 await self._discard(receive)
-            await error_response(error)(scope, receive, named)
+            await error_response(error, scope["path"])(scope, receive, named)
             return
         await self.app(scope, self._limited(receive) if has_body else receive, named)
 

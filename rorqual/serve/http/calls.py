@@ -1,5 +1,5 @@
 """A request of the API on its way: its sequences, its replies, and how they are written. Kinds:
-chat, and plain text."""
+chat, and plain text; those of other APIs are in blocks/, responses/ and anthropic/."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from rorqual.request import Request
 from rorqual.serve.engines.job import EngineJob
+from rorqual.serve.errors import ApiError
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder
 from rorqual.serve.http.sse import (
+    DONE,
     ChatChoice,
     ChunkHead,
     Entries,
@@ -33,8 +35,11 @@ class Call:
     those of its prompt: `read_scores` before take(), and then `prompt_entries` has them by choice.
     prompt_top: how many likely tokens to list for each token of a prompt, None for no such list.
     returns_ids: token ids go with the text; `new_ids` are those of the output being noted. as_ids:
-    log probabilities name tokens by their ids. more: fields of a whole answer.
+    log probabilities name tokens by their ids. more: fields of a whole answer. end: a stream's
+    last bytes.
     """
+
+    end = DONE
 
     def __init__(
         self,
@@ -113,6 +118,14 @@ class Call:
 
     def whole(self) -> bytes:
         raise NotImplementedError
+
+    def refusal(self, error: ApiError) -> bytes:
+        """The body of an answer that is none."""
+        return error.body()
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last words of a stream that has begun."""
+        return b"data: " + error.body() + b"\n\n" + DONE
 
 
 class ChatCall(Call):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from rorqual.request import (
 from rorqual.serve.engines.job import parameter_of
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, bad_request
-from rorqual.serve.http.calls import ChatCall, TextCall
+from rorqual.serve.http.calls import Call, ChatCall, TextCall
 from rorqual.serve.http.choice import ChatChoiceBuilder, ChoiceBuilder, UnheardChoiceBuilder
 from rorqual.serve.http.clients import user_name
 from rorqual.serve.http.protocol import (
@@ -95,7 +95,10 @@ class RequestBuilder:
 
     # ---- chat
 
-    async def chat(self, body: ChatRequest, client: str) -> ChatCall:
+    async def chat(
+        self, body: ChatRequest, client: str, make: Callable[..., Call] = ChatCall
+    ) -> Call:
+        """make: what writes the answer."""
         self._check_model(body)
         tools, forced = self._tools(body)
         text, inside = self._render(body, body.messages, tools)
@@ -119,7 +122,7 @@ class RequestBuilder:
             params = replace(params, skip_special_tokens=False)
         count = self._count(body, 1)
         prompt = self._kept(prompt, params)
-        call = ChatCall(
+        call = make(
             self._head("chatcmpl", "chat.completion.chunk", body),
             self._requests([prompt], params, body, count, client),
             len(prompt),

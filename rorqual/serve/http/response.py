@@ -16,8 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, Disconnected, timed_out
+from rorqual.serve.http.anthropic.errors import error_body
 from rorqual.serve.http.calls import Call
-from rorqual.serve.http.sse import DONE
 
 log = logging.getLogger("rorqual.serve")
 
@@ -107,7 +107,7 @@ class StreamResponse(Response):
         await send(
             {
                 "type": "http.response.body",
-                "body": b"".join([*events, *call.last_events(), DONE]),
+                "body": b"".join([*events, *call.last_events(), call.end]),
                 "more_body": False,
             }
         )
@@ -129,13 +129,13 @@ class StreamResponse(Response):
                 await send(
                     {
                         "type": "http.response.body",
-                        "body": b"data: " + error.body() + b"\n\n" + DONE,
+                        "body": self.call.failure(error),
                         "more_body": False,
                     }
                 )
             else:
                 extra = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-                await _send_all(send, error.status, [*JSON, *extra], error.body())
+                await _send_all(send, error.status, [*JSON, *extra], self.call.refusal(error))
 
 
 async def _watch(receive: Receive, job: EngineJob) -> None:
@@ -156,5 +156,6 @@ async def _send_all(
     await send({"type": "http.response.body", "body": body})
 
 
-def error_response(error: ApiError) -> Any:
-    return Response(error.body(), error.status, error.headers(), "application/json")
+def error_response(error: ApiError, path: str = "") -> Any:
+    """In the form of the API that the path belongs to; OpenAI's where none is told."""
+    return Response(error_body(error, path), error.status, error.headers(), "application/json")

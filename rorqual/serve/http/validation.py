@@ -45,18 +45,19 @@ def invalid_body(errors: Sequence[Error]) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at byte {where}")
     field, form = _field(loc)
     if form is None:
-        return _wrong(first, field)
+        return wrong_value(first, field)
     union = loc[: form + 1]
     meant = _meant([error for error in errors if tuple(error["loc"][1:])[:form] == union[:form]])
     takes = FORMS[_name(loc[:form])]
     whole, _ = _field(loc[:form])
     if meant is None:
         return bad_request(f"{whole}: should be {takes}", whole)
-    found = _wrong(meant, _field(tuple(meant["loc"][1:]))[0])
+    found = wrong_value(meant, _field(tuple(meant["loc"][1:]))[0])
     return bad_request(f"{found.message} ({whole} takes {takes})", found.param)
 
 
-def _wrong(error: Error, field: str | None) -> ApiError:
+def wrong_value(error: Error, field: str | None) -> ApiError:
+    """One of pydantic's errors, about this field."""
     field = quoted(field, "") if field else None
     if error["type"] == "extra_forbidden":
         return bad_request(f"the field '{field}' is not known here", field)

@@ -1,0 +1,161 @@
+"""The requests of Anthropic's Messages API, as far as they are about text and functions. What is
+nested is read by translate.py; its models here say what an object of each `type` may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation, model_validator
+
+from rorqual.request import MAX_STOP
+from rorqual.serve.http.blocks.tagged import refuse
+from rorqual.serve.http.protocol import (
+    FAST,
+    TEMPLATE_KWARGS,
+    Model,
+    Positive,
+    Sampling,
+    StopText,
+)
+
+CHATS = "is not supported on this route; use /v1/chat/completions"
+WORDS = "is not a field of a message; use "
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "container": ((), "is not supported: this server runs no tools"),
+    "mcp_servers": (([],), "is not supported: this server runs no tools"),
+    "stop": ((), f"{WORDS}stop_sequences"),
+    "n": ((1,), "is not supported: a message has one answer"),
+    "prompt_logprobs": ((), CHATS),
+    "return_token_ids": ((False,), CHATS),
+    "return_tokens_as_token_ids": ((False,), CHATS),
+    "kv_transfer_params": ((), CHATS),
+    "max_completion_tokens": ((), f"{WORDS}max_tokens"),
+    "response_format": ((), f"{WORDS}output_config.format"),
+    "output_format": ((), f"{WORDS}output_config.format"),
+    "stream_options": ((), "is not a field of a message: usage always comes"),
+}
+CacheControl = Annotated[dict[str, Any] | None, Field(description="Without effect.")]
+
+
+class TextBlock(Model):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: list[Any] | None = Field(default=None, description="Without effect.")
+
+
+class ThinkingBlock(Model):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = Field(default=None, description="Nobody checks it.")
+
+
+class ToolUseBlock(Model):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(Model):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[str | list[TextBlock] | None, SkipValidation] = None
+    is_error: bool | None = Field(default=None, description="Without effect: the content says so.")
+    cache_control: CacheControl = None
+
+
+TEXTS: dict[str, type[Model]] = {"text": TextBlock}
+BLOCKS_OF: dict[str, dict[str, type[Model]]] = {
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "assistant": {"text": TextBlock, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
+    "system": TEXTS,
+}
+
+
+class MessageTurn(Model):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock], SkipValidation
+    ]
+
+
+class CustomTool(Model):
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl = None
+    eager_input_streaming: bool | None = Field(
+        default=None, description="Without effect: input is always streamed as it is written."
+    )
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ToolMode(Model):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolByName(Model):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+MODES: dict[str, type[Model]] = {
+    "auto": ToolMode,
+    "any": ToolMode,
+    "tool": ToolByName,
+    "none": ToolMode,
+}
+
+
+class ThinkingConfig(Model):
+    """Switches a template's thinking on or off, where it has such a switch."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Positive | None = Field(default=None, description="Without effect.")
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutput(Model):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Model):
+    effort: str | None = Field(default=None, description="Without effect.")
+    format: JsonOutput | None = None
+
+
+class PromptBody(Sampling):
+    """What both routes take, with a chat's sampling fields, vLLM's among them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _foreign(cls, data: Any) -> Any:
+        refuse(data, REFUSED)
+        return data
+
+    messages: Annotated[list[MessageTurn], SkipValidation]
+    system: Annotated[str | list[TextBlock] | None, SkipValidation] = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOP), FAST] | None = None
+    tools: Annotated[list[CustomTool] | None, SkipValidation] = None
+    tool_choice: Annotated[ToolMode | ToolByName | None, SkipValidation] = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl = None
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_KWARGS
+
+
+class MessagesRequest(PromptBody):
+    max_tokens: Positive
+
+
+class CountRequest(PromptBody):
+    """max_tokens and what else says how to sample is without effect."""
