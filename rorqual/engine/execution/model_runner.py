@@ -234,7 +234,9 @@ class ModelRunner:
         them, which no user should wait for."""
         rows = self.rows
         padding = rows.padding
-        most = min(self.max_len // 2, WARM_TOKENS)
+        most = min(self.max_len // 2 - 1, WARM_TOKENS)
+        if most < 2:
+            return
         for decoding, start, tokens in product((0, 1, 2), (0, most), (most // 2, most)):
             output = SchedulerOutput(
                 decode_slots=[padding] * decoding,
@@ -243,7 +245,7 @@ class ModelRunner:
             )
             metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
             self._forward(self._batch(output, metadata), metadata)
-        rows.length[padding:].zero_()
+            rows.length[padding:].zero_()
 
     def _piecewise_body(
         self, ids: Tensor, positions: Tensor, slots: Tensor, recorder: PieceRecorder
