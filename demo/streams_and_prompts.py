@@ -110,6 +110,7 @@ def main() -> None:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--itl-ms", default="off,auto", help="settings to compare, commas between")
+    parser.add_argument("--base-url", help="a server that runs already, instead of those")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--stream-input-len", type=int, default=16)
     parser.add_argument("--stream-output-len", type=int, default=4000)
@@ -120,12 +121,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", help="also write the figures to this file")
     asked = parser.parse_args(sys.argv[1:split])
-    rows = []
+    asked.itl_ms = "" if asked.base_url else asked.itl_ms
+    rows: list[dict[str, Any]] = []
     for setting in asked.itl_ms.split(","):
-        with launched_server([*sys.argv[split + 1 :], "--itl-ms", setting]) as server:
-            found = asyncio.run(measure(server.url, asked))
-        rows.append({"itl_ms": setting, "ready": server.ready_seconds, **found})
-        if len(rows) == 1:
+        if asked.base_url:
+            rows.append({"itl_ms": "as it is", **asyncio.run(measure(asked.base_url, asked))})
+        else:
+            with launched_server([*sys.argv[split + 1 :], "--itl-ms", setting]) as server:
+                found = asyncio.run(measure(server.url, asked))
+            rows.append({"itl_ms": setting, "ready": server.ready_seconds, **found})
+        if len(rows) == 1:  # the heading
             print("".join(f"{name:>13}" for name in rows[0]), flush=True)
         values = (f"{v:.2f}" if isinstance(v, float) else str(v) for v in rows[-1].values())
         print("".join(f"{value:>13}" for value in values), flush=True)

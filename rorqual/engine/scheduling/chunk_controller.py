@@ -5,8 +5,9 @@ step comes late. What a step costs is measured, not modelled: by number of decod
 what prompts add by how many tokens they bring.
 
 With a target, a step takes as many prompt tokens as keep it within that. Without one, steps stay
-within GAP steps of decoding alone, unless what waits would then take longer than DELAY times what
-it takes with nothing beside: a burst is worked off, a prompt now and then disturbs nobody.
+within GAP steps of decoding alone, unless what waits would then take much longer than with nothing
+beside: DELAY times as long where it fits into a quarter of a full step, a little longer where it
+fills several. A prompt now and then disturbs nobody, and a burst is worked off.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class ChunkController:
         return whole if 8 * whole >= 7 * wanted else wanted
 
     def _least_delay(self, base: float, waiting: int) -> int:
-        """The fewest tokens a step with which `waiting` of them take at most DELAY times as long
-        as with nothing beside."""
+        """The fewest tokens a step with which `waiting` of them take no longer than they may."""
+        longest = 1 + (DELAY - 1) * min(1.0, self.most / (4 * waiting))
         usual = _seconds((self.alone,), waiting) or self._added_seconds(waiting)
         tried = max(self.added, default=0)
         for size in self.sizes:
-            if (base + self._added_seconds(size)) / size <= DELAY * usual / waiting:
+            if (base + self._added_seconds(size)) / size <= longest * usual / waiting:
                 return size
             if _bucket(size) > tried:
                 return size  # what more would cost is only a guess: go on from here

@@ -72,9 +72,10 @@ def test_streams_wait_little_and_prompts_at_most_twice_as_long(
     gaps, waits = run(controller, cost, decoding, [prompt] * 40, 20)
     usual = cost(decoding, 0)
     assert max(waits[5:]) <= 1.2 * DELAY * least + usual
+    delay = 1 + (DELAY - 1) * min(1.0, MOST / (4 * prompt))
     sizes = range(16, MOST, 16)
     short = max((n for n in sizes if cost(decoding, n) <= GAP * usual), default=16)
-    soon = min(n for n in sizes if cost(decoding, n) * prompt / n <= DELAY * least)
+    soon = min(n for n in sizes if cost(decoding, n) * prompt / n <= delay * least)
     # sizes come two in a doubling, and costs are means over such ranges
     best = max(GAP * usual, cost(decoding, max(short, soon * 3 // 2)))
     assert max(gaps[150:]) <= 1.2 * best
@@ -94,7 +95,7 @@ def test_a_burst_is_worked_off(machine: str) -> None:
         spent += cost(8, tokens)
         controller.observe(8, tokens, cost(8, tokens))
         left -= tokens
-    assert spent <= 1.15 * DELAY * 8 * whole
+    assert spent <= 1.4 * 8 * whole
 
 
 @pytest.mark.parametrize("machine", MACHINES)
