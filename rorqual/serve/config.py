@@ -50,6 +50,12 @@ class ServeConfig:
         "Split <think> off: auto (where the model has it), on or off.",
         choices=("auto", "on", "off"),
     )
+    metrics_names: str = _server(
+        "rorqual",
+        "Prefix, labels and meanings of /metrics: rorqual, vllm (for boards and rules made for "
+        "it), or both.",
+        choices=("rorqual", "vllm", "both"),
+    )
     structured: bool = option(
         True,
         "Offer grammars; needs xgrammar and a process to compile in.",

@@ -167,7 +167,8 @@ async def serve(
     limits = config.limits
     where = served.tokenizer.folder
     fleet = EnginePool(options, limits, config.restart, config.stall, config.structured, where)
-    api = Api(served, fleet, limits, version, _shown(config, options[0]["model"], str(where)))
+    shown = _shown(config, options[0]["model"], str(where))
+    api = Api(served, fleet, limits, version, shown, config.metrics_names)
     app = with_cors(create_app(api, config.api_key), config.cors)
     server = HttpServer(_uvicorn(app, limits))
     told = asyncio.Event()

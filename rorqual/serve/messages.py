@@ -94,7 +94,8 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     """Counts since the engine started, gauges of this moment, histograms as cumulative counts,
     and the requests that ended since the last snapshot. expert_load: tokens by layer and logical
-    expert, where recorded."""
+    expert, where recorded. prompts and cached_prompts: tokens of the prompts whose first token has
+    come, and how many of those the prefix cache held; prompt_tokens are those computed."""
 
     at: float
     running: int = 0
@@ -114,6 +115,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     histograms: dict[str, HistogramState] = {}
     ended: list[RequestTimes] = []
     expert_load: list[list[int]] = []
+    prompts: int = 0
+    cached_prompts: int = 0
 
 
 class HistogramState(msgspec.Struct, array_like=True):

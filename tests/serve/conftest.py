@@ -29,6 +29,8 @@ def server() -> Iterator[Any]:
         "--record-expert-load",
         "--reasoning",
         "on",
+        "--metrics-names",
+        "both",
     )
     with start_server(
         *options, "--max-n", "8", "--max-body-bytes", "200000", "--max-regex-size", "512"

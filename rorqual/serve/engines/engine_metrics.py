@@ -20,6 +20,13 @@ class EngineMeter:
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         self.finished: Counter[str] = Counter()
         self.ended: list[RequestTimes] = []
+        self.prompts = 0
+        self.cached_prompts = 0
+
+    def first_token(self, sequence: Sequence, now: float) -> None:
+        self.prompts += sequence.prompt_len
+        self.cached_prompts += sequence.num_cached_prompt or 0
+        self._observe("time_to_first_token_seconds", now - sequence.request.arrival)
 
     def count_gap(self, seconds: float, tokens: int) -> None:
         """`tokens` came together, `seconds` after those before them: as many gaps of equal
@@ -36,9 +43,11 @@ class EngineMeter:
         tpot = (now - first) / (outputs - 1) if outputs > 1 else None
         times = RequestTimes(now, first - arrival, tpot, now - arrival, started - arrival)
         self.finished[reason] += 1
-        self._observe("time_to_first_token_seconds", times.ttft)
         self._observe("e2e_request_latency_seconds", times.e2e)
         self._observe("request_queue_time_seconds", times.queue)
+        self._observe("request_prefill_time_seconds", first - started)
+        self._observe("request_decode_time_seconds", now - first)
+        self._observe("request_inference_time_seconds", now - started)
         self._observe("request_prompt_tokens", sequence.prompt_len)
         self._observe("request_generation_tokens", outputs)
         if tpot is not None:
@@ -73,4 +82,6 @@ class EngineMeter:
             histograms={name: histogram.state() for name, histogram in self.histograms.items()},
             ended=ended,
             expert_load=self.engine.expert_load(),
+            prompts=self.prompts,
+            cached_prompts=self.cached_prompts,
         )

@@ -226,6 +226,7 @@ class EngineProcess:
             self.meter.count_gap(now - live.last, tokens)
         else:
             live.first = now
+            self.meter.first_token(live.sequence, now)
         live.last = now
 
     def _end(

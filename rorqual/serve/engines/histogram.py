@@ -88,6 +88,9 @@ BOUNDS: dict[str, tuple[float, ...]] = {
     "inter_token_latency_seconds": PER_TOKEN,
     "e2e_request_latency_seconds": LATENCY,
     "request_queue_time_seconds": LATENCY,
+    "request_prefill_time_seconds": LATENCY,
+    "request_decode_time_seconds": LATENCY,
+    "request_inference_time_seconds": LATENCY,
     "request_prompt_tokens": TOKENS,
     "request_generation_tokens": TOKENS,
 }

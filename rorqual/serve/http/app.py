@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
@@ -28,7 +28,8 @@ from rorqual.serve.http.dashboard import add_dashboard
 from rorqual.serve.http.history import History
 from rorqual.serve.http.key_guard import KeyGuard
 from rorqual.serve.http.memory import MemoryTrimmer
-from rorqual.serve.http.metrics import EngineCollector, Rates, snapshot
+from rorqual.serve.http.metrics import Rates, snapshot
+from rorqual.serve.http.prometheus.collector import registry
 from rorqual.serve.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -84,6 +85,7 @@ class Api:
         limits: ServerLimits,
         version: str,
         config: dict[str, Any],
+        metrics_names: str = "rorqual",
     ):
         self.served = served
         self.fleet = fleet
@@ -99,8 +101,8 @@ class Api:
         self.memory = MemoryTrimmer()
         self.draining = False
         self.created = int(time.time())
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(fleet, self.counts))
+        speculates = bool(config["engine"].get("num_speculative_tokens"))
+        self.registry = registry(fleet, self.counts, metrics_names, served.names[0], speculates)
 
     def admit(self, call: Call) -> StreamResponse:
         """Raises ApiError where there is no engine or no room in the queue."""

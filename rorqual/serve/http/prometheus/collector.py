@@ -1,0 +1,158 @@
+"""Prometheus text from the engines' newest snapshots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from rorqual.serve.engines.client import EngineClient
+from rorqual.serve.engines.histogram import BOUNDS
+from rorqual.serve.engines.pool import EnginePool
+from rorqual.serve.http.prometheus.names import (
+    GAUGES,
+    HISTOGRAMS,
+    RORQUAL,
+    SPECULATION,
+    VLLM,
+    MetricNames,
+)
+
+
+def registry(
+    fleet: EnginePool, counts: Counter[str], names: str, model: str, speculates: bool
+) -> CollectorRegistry:
+    """names: those of ServeConfig.metrics_names. model: the served name that vLLM's labels
+    tell."""
+    made = CollectorRegistry(auto_describe=False)
+    if names in ("rorqual", "both"):
+        made.register(EngineCollector(fleet, RORQUAL))
+        made.register(OwnCollector(fleet, counts))
+    if names in ("vllm", "both"):
+        made.register(EngineCollector(fleet, VLLM, {"model_name": model}, speculates))
+    return made
+
+
+class EngineCollector(Collector):
+    """What the engines count, by engine. labels: the same for every sample. Without `speculates`
+    nothing is told of drafts."""
+
+    def __init__(
+        self,
+        fleet: EnginePool,
+        names: MetricNames,
+        labels: dict[str, str] | None = None,
+        speculates: bool = True,
+    ):
+        self.fleet = fleet
+        self.names = names
+        self.common = labels or {}
+        self.labels = [*self.common, "engine"]
+        self.counters = {**names.counters, **(SPECULATION if speculates else {})}
+        self.by_position = names.by_position if speculates else ()
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        clients = self.fleet.clients
+        for name, (text, read) in GAUGES.items():
+            gauge = GaugeMetricFamily(self._name(name), text, labels=self.labels)
+            for client in clients:
+                gauge.add_metric(self._values(client), read(client.snapshot))
+            yield gauge
+        for name, (text, read) in self.counters.items():
+            counter = self._counter(name, text)
+            for client in clients:
+                counter.add_metric(self._values(client), read(client.snapshot))
+            yield counter
+        yield self._finished(clients)
+        for what in self.by_position:
+            yield self._positions(what, clients)
+        for name, text in HISTOGRAMS.items():
+            yield self._histogram(name, text, clients)
+
+    def _name(self, name: str) -> str:
+        return f"{self.names.prefix}:{name}"
+
+    def _counter(self, name: str, text: str, *more: str) -> CounterMetricFamily:
+        return CounterMetricFamily(self._name(name), text, labels=[*self.labels, *more])
+
+    def _values(self, client: EngineClient, *more: str) -> list[str]:
+        return [*self.common.values(), str(client.index), *more]
+
+    def _finished(self, clients: list[EngineClient]) -> Metric:
+        family = self._counter("request_success", "Requests by how they ended.", "finished_reason")
+        for client in clients:
+            found = dict.fromkeys(self.names.finished, 0) | client.snapshot.finished
+            for reason, count in found.items():
+                family.add_metric(self._values(client, reason), count)
+        return family
+
+    def _positions(self, what: str, clients: list[EngineClient]) -> Metric:
+        family = self._counter(f"spec_decode_num_{what}_tokens_per_pos", "By position.", "position")
+        for client in clients:
+            values = client.snapshot.drafted if what == "draft" else client.snapshot.accepted
+            for position, count in enumerate(values):
+                family.add_metric(self._values(client, str(position)), count)
+        return family
+
+    def _histogram(self, name: str, text: str, clients: list[EngineClient]) -> Metric:
+        family = HistogramMetricFamily(self._name(name), text, labels=self.labels)
+        bounds = [*map(str, map(float, BOUNDS[name])), "+Inf"]
+        for client in clients:
+            state = client.snapshot.histograms.get(name)
+            if state is None:
+                continue
+            total = 0
+            buckets = []
+            for bound, count in zip(bounds, state.counts, strict=True):
+                total += count
+                buckets.append((bound, total))
+            family.add_metric(self._values(client), buckets, state.total)
+        return family
+
+
+class OwnCollector(Collector):
+    """What vLLM has no name for: the experts' load, and what the API process itself counts."""
+
+    def __init__(self, fleet: EnginePool, counts: Counter[str]):
+        self.fleet = fleet
+        self.counts = counts
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        load = CounterMetricFamily(
+            "rorqual:expert_tokens",
+            "Tokens by MoE layer and expert.",
+            labels=["engine", "layer", "expert"],
+        )
+        for client in self.fleet.clients:
+            for layer, counts in enumerate(client.snapshot.expert_load):
+                for expert, count in enumerate(counts):
+                    load.add_metric([str(client.index), str(layer), str(expert)], count)
+        yield load
+        events = CounterMetricFamily(
+            "rorqual:http_events",
+            "Requests of the API that did not simply succeed.",
+            labels=["event"],
+        )
+        for name, count in self.counts.items():
+            events.add_metric([name], count)
+        yield events
+        yield CounterMetricFamily(
+            "rorqual:engine_restarts", "Engine processes started again.", self.fleet.restarts
+        )
+        yield GaugeMetricFamily(
+            "rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy)
+        )

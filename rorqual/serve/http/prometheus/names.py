@@ -1,0 +1,89 @@
+"""Under which names and labels /metrics tells the engines' figures: our own, or vLLM's.
+
+Our names are vLLM's with another prefix, except where we mean something else by them: those have
+vLLM's meaning under vLLM's name, and what we do not measure is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rorqual.serve.messages import Snapshot
+
+Figures = dict[str, tuple[str, Callable[[Snapshot], float]]]
+
+GAUGES: Figures = {
+    "num_requests_running": ("Sequences that run.", lambda s: s.running),
+    "num_requests_waiting": ("Sequences that wait in the engine.", lambda s: s.waiting),
+    "kv_cache_usage_perc": (
+        "Share of cache pages that running sequences hold, 0 to 1.",
+        lambda s: s.pages_used / max(1, s.pages_total),
+    ),
+}
+_COUNTERS: Figures = {
+    "generation_tokens": ("Tokens generated.", lambda s: s.output_tokens),
+    "prompt_tokens_cached": (
+        "Prompt tokens that the prefix cache held, of requests whose first token has come.",
+        lambda s: s.cached_prompts,
+    ),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_queries,
+    ),
+    "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_hits),
+    "num_preemptions": (
+        "Sequences that gave up their pages to be computed again.",
+        lambda s: s.preemptions,
+    ),
+}
+SPECULATION: Figures = {
+    "spec_decode_num_drafts": ("Drafts verified.", lambda s: s.drafted[0] if s.drafted else 0),
+    "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda s: sum(s.drafted)),
+    "spec_decode_num_accepted_tokens": ("Drafted tokens accepted.", lambda s: sum(s.accepted)),
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "Arrival to first token.",
+    "request_time_per_output_token_seconds": "Mean time of a request's tokens after the first.",
+    "inter_token_latency_seconds": "Time between tokens; tokens that came together share it.",
+    "e2e_request_latency_seconds": "Arrival to last token.",
+    "request_queue_time_seconds": "Arrival to admission.",
+    "request_prefill_time_seconds": "Admission to first token.",
+    "request_decode_time_seconds": "First to last token.",
+    "request_inference_time_seconds": "Admission to last token.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a request.",
+}
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """finished: reasons that are told from the start, though no request has ended so. by_position:
+    what is told for each place in a draft."""
+
+    prefix: str
+    counters: Figures
+    finished: tuple[str, ...] = ()
+    by_position: tuple[str, ...] = ("accepted",)
+
+
+RORQUAL = MetricNames(
+    "rorqual",
+    {
+        "prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
+        **_COUNTERS,
+        "engine_steps": ("Steps launched.", lambda s: s.steps),
+    },
+    by_position=("draft", "accepted"),
+)
+VLLM = MetricNames(
+    "vllm",
+    {
+        "prompt_tokens": (
+            "Tokens of the prompts whose first token has come, cached or computed.",
+            lambda s: s.prompts,
+        ),
+        **_COUNTERS,
+    },
+    finished=("stop", "length", "abort"),
+)
