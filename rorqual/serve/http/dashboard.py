@@ -211,6 +211,7 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
         "rows": [row for row in history.rows if row.at > since],
         "latency_fields": LatencyRow._fields,
         "latency_rows": [row for row in history.latencies if row.at > since],
+        "records_experts": bool(api.config["engine"].get("record_expert_load")),
         "expert_load": _summed(load) if experts else None,
     }
 
@@ -225,7 +226,7 @@ def _place(engine: EngineSlot, options: dict[str, Any]) -> dict[str, Any]:
         "engine": engine.index,
         "state": state,
         "deaths": engine.deaths,
-        "num_speculative_tokens": options.get("num_speculative_tokens"),
+        "num_speculative_tokens": options.get("num_speculative_tokens", 0),
         **facts,
     }
 

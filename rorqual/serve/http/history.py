@@ -18,7 +18,7 @@ KEPT_SECONDS = 300
 ROW_SECONDS = 1.0
 RATE_SECONDS = 5.0  # over which tokens a second are taken
 SHARE_SECONDS = 60.0  # over which prefix hits and accepted drafts are
-LATENCY_SECONDS = 15.0  # requests that ended within this make a point of the latency charts
+LATENCY_SECONDS = 60.0  # requests that ended within this make a point of the latency charts
 LATENCY_EVERY = 5  # rows
 
 

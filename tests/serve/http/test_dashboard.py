@@ -232,6 +232,7 @@ def test_without_an_engine_nothing_is_zero(api: Api):
     assert found["healthy"] is False
     assert found["engines"] == []
     assert found["expert_load"] == []
+    assert found["records_experts"] is False
     assert found["places"] == [
         {"engine": 0, "state": "starting", "deaths": 0, "num_speculative_tokens": 2}
     ]
@@ -280,6 +281,17 @@ def test_figures_of_engines(api: Api):
     assert page.get("/dashboard/data", params={"since": "x"}).status_code == 400
     client.ready.clear()
     assert page.get("/dashboard/data").json()["places"][0]["state"] == "down"
+
+
+def test_what_is_off_is_said_to_be(api: Api):
+    page = browse(api)
+    api.config["engine"] = {"record_expert_load": True}
+    found = page.get("/dashboard/data").json()
+    assert found["records_experts"] is True
+    assert found["places"][0]["num_speculative_tokens"] == 0
+    text = PAGE.read_text()
+    for part in ("c-speculation", "c-experts"):
+        assert re.search(f'<section id="{part}"[^>]* hidden>', text), "hidden until it is known"
 
 
 def test_expert_load_is_summed_over_engines():
@@ -350,6 +362,18 @@ TILES = (
 TOO_WIDE = """[...document.querySelectorAll('body *')]
     .filter(e => e.checkVisibility() && !e.closest('.scroll')
     && e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 80))"""
+OFF = "document.getElementById('off').textContent"
+PARTS = "[...document.querySelectorAll('.card[id^=c-]:not([hidden])')].map(part => part.id)"
+# figures of one moment, as the tiles and as the charts' legends have them: [[tile, legend], ...]
+AGREE = """(() => {
+    const tile = (i, j) => document.querySelectorAll('#tiles > div')[i].children[j].textContent;
+    const keys = id => [...document.querySelectorAll(`#${id} .keys b`)].map(b => b.textContent);
+    const value = i => document.querySelectorAll('#tiles b')[i].textContent;
+    const [ttft50, ttft95, tpot50, tpot95] = keys('latency'), [used, , hits] = keys('kv');
+    const [running, waiting] = keys('batch'), late = i => tile(i, 2).replace('p95 ', '');
+    return [[value(1), running], [value(2), waiting], [value(3), ttft50], [late(3), ttft95],
+        [value(4), tpot50], [late(4), tpot95], [value(5), used], [value(6), hits]]; })()"""
+NAMELESS = "document.querySelectorAll('.card:not([hidden]) [role=img]:not([aria-label])').length"
 CUT_OFF = (
     "[...document.querySelectorAll('dt, dd, h2, td, .legend')].filter(e => e.scrollWidth > "
     "e.clientWidth + 1).map(e => e.textContent)"
@@ -394,14 +418,17 @@ def test_numbers_appear_under_load(server: Running):
                 await tab.open(f"{server.url}/dashboard")
                 # the rate is a mean of the last seconds
                 await tab.until(f"parseFloat((({TILES}).Output || '').replace(',', '')) > 0")
-                tiles = await tab.until(
-                    f"!JSON.stringify({TILES}).replace('Accepted length\":\"n/a', "
-                    f"'').includes('n/a') && {TILES}"
-                )
+                tiles = await tab.until(f"!JSON.stringify({TILES}).includes('n/a') && {TILES}")
                 assert await tab.value(STATE) == "Healthy"
                 assert re.match(r"[0-9.,]+", tiles["Output"])
                 assert tiles["TTFT, p50"].endswith("s")
-                assert tiles["Accepted length"] == "n/a", "this server does not speculate"
+                assert "Accepted length" not in tiles, "this server does not speculate"
+                assert len(tiles) == 8
+                assert await tab.value(PARTS) == ["c-requests", "c-experts"]
+                assert await tab.value(f"{OFF}") == "Off: speculation (--next-n)."
+                shown = await tab.value(AGREE)
+                assert len(shown) == 8
+                assert all(tile == legend for tile, legend in shown), shown
                 assert (
                     await tab.until("document.querySelectorAll('#throughput path.line').length")
                     == 2
@@ -409,12 +436,7 @@ def test_numbers_appear_under_load(server: Running):
                 await tab.until("!document.getElementById('load').hidden")
                 assert await tab.until(PAINTED) > 3, "the heat map has colours"
                 assert await tab.value("document.querySelectorAll('#layers tr').length > 1")
-                assert (
-                    await tab.value(
-                        "document.querySelectorAll('[role=img]:not([aria-label])').length"
-                    )
-                    == 0
-                )
+                assert await tab.value(NAMELESS) == 0
                 assert await tab.value(TOO_WIDE) == []
                 assert await tab.value("document.documentElement.scrollWidth") <= width
                 assert await tab.value(CUT_OFF) == []
@@ -476,6 +498,8 @@ def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
                 )
                 assert await tab.value("location.href") == f"http://127.0.0.1:{port}/dashboard"
                 assert await tab.value("document.cookie") == "", "no script can read it"
+                assert await tab.value(PARTS) == ["c-speculation", "c-requests"]
+                assert await tab.value(OFF) == "Off: expert load (--record-expert-load)."
                 client.ready.clear()
                 await tab.until(f"{STATE} === 'Engine down' && {running} === 'n/a'")
                 assert await tab.value("document.getElementById('health').className") == "bad"
@@ -486,7 +510,7 @@ def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
             )
             assert (
                 await tab.value(
-                    f"document.getElementById('main').className === 'stale' && {running}"
+                    f"document.getElementById('main').classList.contains('stale') && {running}"
                 )
                 == "2"
             )
