@@ -62,6 +62,7 @@ class XGrammars:
         # Also what has been dropped but a live request still holds: one that was preempted asks
         # again.
         self.alive: WeakValueDictionary[StructuredOutput, Any] = WeakValueDictionary()
+        self.sizes: dict[StructuredOutput, int] = {}  # of those, characters as they were received
         self.jobs: dict[StructuredOutput, GrammarJob] = {}  # waiting or being compiled
         self.lock = threading.Lock()  # of all of these, never held for long
         self.first = Lane(self._start_helper)
@@ -101,7 +102,8 @@ class XGrammars:
         client: str = "",
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Compile on a thread of its own and call done(error or None), from there or at once.
+        """Compile on a thread of its own and call done(error or None), from there or at once; to
+        keep what has been compiled, `hold` it there.
         Clients take turns; BusyError where too many wait. What is not `wanted` any more when its
         turn comes is passed over."""
         with self.lock:
@@ -148,7 +150,7 @@ class XGrammars:
 
     def _try(self, job: GrammarJob, lane: Lane, seconds: float) -> Exception | None:
         try:
-            self._find(job.structure, lane, seconds)
+            job.found = self._find(job.structure, lane, seconds)
         except Exception as error:
             return error
         return None
@@ -179,14 +181,29 @@ class XGrammars:
         """The engine's thread asks for what is there, and never waits for what is compiled."""
         found = self.alive.get(structure)
         if found is None:
-            found = self._compile(structure, lane, seconds)
+            found, size = self._compile(structure, lane, seconds)
             with self.lock:
-                self.compiled[structure] = self.alive[structure] = found
-                while len(self.compiled) > self.limits.kept:
-                    self.compiled.popitem(last=False)
+                self._keep(structure, found, size)
         return found
 
-    def _compile(self, structure: StructuredOutput, lane: Lane, seconds: float) -> Any:
+    def _keep(self, structure: StructuredOutput, found: Any, size: int) -> None:
+        """The newest stay, as far as they fit. Those in use stay in any case, so where they are
+        too many no more come: in memory each takes several times its size."""
+        self.sizes = {it: size for it, size in self.sizes.items() if it in self.alive}
+        in_use = sum(self.sizes.values()) - sum(self.sizes.get(it, 0) for it in self.compiled)
+        if in_use + size > self.limits.in_use:
+            raise BusyError(
+                f"the compiled grammars of open requests take {in_use} characters and this one "
+                f"{size}, of {self.limits.in_use}; try again later"
+            )
+        self.compiled[structure] = self.alive[structure] = found
+        self.sizes[structure] = size
+        kept = sum(self.sizes[it] for it in self.compiled)
+        while len(self.compiled) > self.limits.kept or kept > self.limits.kept_size:
+            kept -= self.sizes[self.compiled.popitem(last=False)[0]]
+
+    def _compile(self, structure: StructuredOutput, lane: Lane, seconds: float) -> tuple[Any, int]:
+        """The grammar, and how many characters it came in."""
         import xgrammar
 
         check_size(structure, self.limits)
@@ -202,7 +219,7 @@ class XGrammars:
         with self.info_lock:
             if self.info is None:
                 self.info = tokenizer_info(self.folder, self.vocab_size, self.eos)
-        return xgrammar.CompiledGrammar.deserialize_json(text, self.info)
+        return xgrammar.CompiledGrammar.deserialize_json(text, self.info), len(text)
 
     def _ask(self, kind: str, request: tuple[str, str], lane: Lane, seconds: float) -> str:
         try:

@@ -22,13 +22,14 @@ from rorqual.request import StructuredOutput
 @dataclass(eq=False)
 class GrammarJob:
     """One structure to compile, for whoever waits for it: (what to call with the error or None,
-    whether it is still wanted)."""
+    whether it is still wanted). `found` keeps what came of it until all have been called."""
 
     structure: StructuredOutput
     client: str = ""
     waiters: list[tuple[Callable[[Exception | None], None], Callable[[], bool]]] = field(
         default_factory=list
     )
+    found: Any = None
 
     @property
     def wanted(self) -> bool:

@@ -13,7 +13,8 @@ _grammar = partial(option, group="Structured output")
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """compiled: characters of the compiled form; kept: compiled grammars kept for reuse."""
+    """compiled: characters of the compiled form; kept: compiled grammars kept for reuse, and
+    kept_size: characters of all of these; in_use: of those that open requests hold besides."""
 
     size: int = _grammar(
         65_536,
@@ -42,6 +43,8 @@ class GrammarLimits:
     memory_mib: int = _grammar(1024, "MiB to compile one.", flags=("--grammar-memory",))
     compiled: int = 64 << 20
     kept: int = 128
+    kept_size: int = 64 << 20
+    in_use: int = 512 << 20
 
     def __post_init__(self) -> None:
         for name in ("quick", "seconds"):

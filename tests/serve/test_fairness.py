@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("open
 
 import openai
 
+from tests.serve import fairness
 from tests.serve.running import Running, start_server
 
 pytestmark = pytest.mark.exhaustive
@@ -194,3 +196,26 @@ def test_a_priority_without_its_policy_is_refused() -> None:
     assert status == 400
     assert found["error"]["param"] == "priority"
     assert "scheduling_policy='priority'" in found["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def full_size() -> Iterator[Running]:
+    with fairness.serving() as running:
+        yield running
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["one user", "invented users"])
+def test_one_request_beside_400_of_1000_tokens(full_size: Running, users: bool) -> None:
+    async def scene() -> tuple[float, float, int]:
+        await fairness.first_tokens(full_size.port, 2)
+        alone = statistics.median(await fairness.first_tokens(full_size.port, 7))
+        async with fairness.crowd(full_size, users):
+            beside = statistics.median(await fairness.first_tokens(full_size.port, 7))
+            _, waiting = await fairness.load(full_size)
+        return alone, beside, waiting
+
+    alone, beside, waiting = asyncio.run(scene())
+    print(f"alone {alone:.4f} s, beside {fairness.CROWD}: {beside:.4f} s")
+    assert waiting > fairness.CROWD / 2, "the crowd was there all the time"
+    assert beside < SLOWER * alone
+    full_size.wait_until(lambda: not fairness.stats(full_size)["kv"]["used"])

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 pytest.importorskip("xgrammar")
 
 from rorqual.engine.execution.grammar import mask_words
-from rorqual.errors import RequestError
+from rorqual.errors import BusyError, RequestError
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
 from rorqual.serve.http.structured_output import after_thinking, tag
@@ -216,6 +217,61 @@ def test_only_so_many_are_kept_and_those_in_use_stay(grammars: XGrammars):
     assert len(grammars.compiled) == 4
     assert not grammars.ready(first)
     assert grammars.hold(first) is held, "a live request's grammar needs no compiling"
+
+
+class Compiled:
+    """As large as its structure says."""
+
+
+def sized(monkeypatch: pytest.MonkeyPatch, **limits: int) -> XGrammars:
+    made = XGrammars.make(BUNDLED, VOCAB, (EOS,), GrammarLimits(**limits))
+    assert made is not None
+    monkeypatch.setattr(made, "_compile", lambda it, *_: (Compiled(), int(it.value)))
+    return made
+
+
+def find(grammars: XGrammars, size: int) -> StructuredOutput:
+    structure = StructuredOutput("regex", str(size))
+    grammars._find(structure, grammars.first, 1.0)
+    return structure
+
+
+def test_what_is_kept_is_so_large_at_most(monkeypatch: pytest.MonkeyPatch):
+    """64 MiB each, 128 of them would be some 26 GiB in memory."""
+    grammars = sized(monkeypatch, kept_size=100)
+    for size in (10, 20, 60, 40, 99):
+        find(grammars, size)
+        assert sum(grammars.sizes[it] for it in grammars.compiled) <= 100
+    assert [it.value for it in grammars.compiled] == ["99"], "the newest stays"
+    find(grammars, 1)
+    assert [it.value for it in grammars.compiled] == ["99", "1"]
+
+
+def test_what_open_requests_hold_is_so_large_at_most(monkeypatch: pytest.MonkeyPatch):
+    grammars = sized(monkeypatch, kept_size=100, in_use=200)
+    held = [grammars.hold(find(grammars, size)) for size in (90, 91, 92)]
+    with pytest.raises(BusyError, match="take 181 characters and this one 93, of 200"):
+        find(grammars, 93)
+    assert grammars.hold(find(grammars, 5)), "a small one has room"
+    held.clear()
+    find(grammars, 93)
+    assert sum(grammars.sizes.values()) <= 100 + 93
+
+
+def test_a_job_keeps_what_it_found_until_whoever_waits_has_it(monkeypatch: pytest.MonkeyPatch):
+    """Else another large one could drop it, and the engine's thread would compile it again."""
+    grammars = sized(monkeypatch, kept_size=100)
+    structure = StructuredOutput("regex", "80")
+    heard: SimpleQueue[Any] = SimpleQueue()
+
+    def done(error: Exception | None) -> None:
+        find(grammars, 90)
+        heard.put(grammars.hold(structure))
+
+    grammars.prepare(structure, done)
+    assert isinstance(heard.get(timeout=10), Compiled)
+    assert [it.value for it in grammars.compiled] == ["90"]
+    grammars.close()
 
 
 FOREIGN = ["http://example.org/a.json\nrorqual: \x1b[31mforged", "#anchor", "other.json#/a", ""]

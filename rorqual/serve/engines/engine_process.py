@@ -85,7 +85,8 @@ class EngineProcess:
         self.live: dict[str, LiveRequest] = {}
         self.unstarted: dict[str, LiveRequest] = {}
         self.preparing: dict[str, messages.Add] = {}
-        self.prepared: SimpleQueue[tuple[messages.Add, Exception | None]] = SimpleQueue()
+        # the last: what keeps the compiled grammar until the request holds it itself
+        self.prepared: SimpleQueue[tuple[messages.Add, Exception | None, Any]] = SimpleQueue()
         self.running = True
         self.next_snapshot = 0.0
 
@@ -104,7 +105,7 @@ class EngineProcess:
         while (message := self.link.receive()) is not None:
             self._take(message)
         while not self.prepared.empty():
-            add, error = self.prepared.get()
+            add, error, _held = self.prepared.get()
             if self.preparing.pop(add.request.id, None) is not None:
                 self._refuse(add.request, error) if error else self._add(add)
 
@@ -134,7 +135,8 @@ class EngineProcess:
             self._refuse(
                 add.request, RequestError("structured output is not offered by this server")
             )
-        elif self.grammars.ready(structure):
+        elif (_held := self.grammars.hold(structure)) is not None:
+            self.grammars.ready(structure)
             self._add(add)
         else:
             name = add.request.id
@@ -148,7 +150,8 @@ class EngineProcess:
 
     def _when_prepared(self, add: messages.Add, error: Exception | None) -> None:
         """Called on a preparing thread, or at once."""
-        self.prepared.put((add, error))
+        assert self.grammars is not None
+        self.prepared.put((add, error, self.grammars.hold(add.request.params.structured)))
         self.link.wake()
 
     def _add(self, add: messages.Add) -> None:
