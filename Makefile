@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 # The CPU build of torch where pip finds this exact version, else any torch the project accepts.
 TORCH ?= torch==2.13.0
 
-.PHONY: run test test-all test-exhaustive test-parallel lint clean
+MINUTES ?= 60
+
+.PHONY: run test test-all test-exhaustive test-parallel soak lint clean
 
 run: $(VENV)/.installed
 	@$(BIN)/rorqual generate
@@ -28,6 +30,10 @@ test-exhaustive: $(VENV)/.installed-test
 test-parallel: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/parallel tests/engine/distributed \
 		-m "full_matrix or not full_matrix"
+
+# A server under mixed load for MINUTES; fails on a leak or a wrong answer. test-all has a minute.
+soak: $(VENV)/.installed-test
+	$(BIN)/python tests/serve/soak.py --minutes $(MINUTES)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check rorqual tests demo

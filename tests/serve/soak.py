@@ -1,10 +1,11 @@
-"""Many requests of every kind at once: good ones, clients that leave, malformed bodies, readers
-that dawdle.
+"""Requests of every kind at once, for minutes or hours: completions and chats, streams, grammars,
+tools, clients that leave, malformed bodies, readers that dawdle.
 
-    python tests/serve/soak.py [--requests 10000] [--concurrency 64] [server options]
+    python tests/serve/soak.py [--minutes 60] [--concurrency 48] [server options]
 
-Afterwards no page may be held, no answer may have been a 5xx, and memory must not have grown over
-the run's second half.
+The load comes in rounds. After each the server must come to rest: no page held, no sequence open.
+Its memory and open files at rest are fitted by a line over the run's second half; what that line
+gains must stay within GROWTH and FILES. No answer may be a 5xx or wrong.
 """
 
 from __future__ import annotations
@@ -16,60 +17,25 @@ import random
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from tests.serve.footprint import MIB, Footprint, settle
 from tests.serve.running import Running, start_server
+from tests.serve.soak_requests import BROKEN, Ask, ask, learn, wrong
 
 # shares of the requests
 LEAVE = 0.3
 MALFORMED = 0.1
 SLOW = 0.05
-GROWTH = 24 << 20  # bytes of resident memory a process may gain over the second half
-BROKEN = [
-    b"{",
-    b"[]",
-    b"null",
-    b'{"prompt": 1}',
-    b'{"prompt": "a", "n": -1}',
-    b'{"prompt": "a", "use_beam_search": true}',
-    b"\xff\xfe",
-    b'{"messages": []}',
-]
-BROKEN += [
-    b'{"prompt": "a", "guided_regex": "["}',
-    b'{"prompt": [99999]}',
-    b'{"prompt": "a", "max_tokens": 1.5}',
-    b"[" * 2000,
-]
-
-
-def good_body(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    common: dict[str, Any] = {
-        "max_tokens": chance.randint(1, 24),
-        "stream": chance.random() < 0.6,
-        "temperature": chance.choice([0, 0.8]),
-    }
-    if chance.random() < 0.2:
-        common["stop"] = chance.sample([" the", "and", "\n", "e"], 2)
-    if chance.random() < 0.1:
-        common["n"] = chance.randint(2, 4)
-    if chance.random() < 0.1:
-        common["guided_regex"] = f"[a-f]{{1,{chance.randint(2, 6)}}}"
-    words = " ".join(
-        chance.choice(["whale", "sea", "ship", "captain", "night"])
-        for _ in range(chance.randint(1, 60))
-    )
-    if chance.random() < 0.4:
-        return "/v1/chat/completions", {**common, "messages": [{"role": "user", "content": words}]}
-    return "/v1/completions", {
-        **common,
-        "prompt": words,
-        **({"logprobs": 3} if chance.random() < 0.2 else {}),
-    }
+ROUNDS = 12
+CONCURRENCY = 48
+GROWTH = 24 * MIB  # of a process's resident memory
+FILES = 3.0
+OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "32")
 
 
 async def send(
@@ -84,16 +50,16 @@ async def send(
     return reader, writer
 
 
-async def one(port: int, chance: random.Random, seen: Counter[str]) -> None:
-    path, body = good_body(chance)
+async def one(port: int, chance: random.Random, seen: Counter[str], learned: list[Ask]) -> None:
+    asked = ask(chance, learned)
     kind = chance.random()
     malformed = kind < MALFORMED
     leaves = MALFORMED <= kind < MALFORMED + LEAVE
     slow = MALFORMED + LEAVE <= kind < MALFORMED + LEAVE + SLOW
-    data = chance.choice(BROKEN) if malformed else json.dumps(body).encode()
+    data = chance.choice(BROKEN) if malformed else json.dumps(asked.body).encode()
     # some leave before their body is complete
     cut = len(data) // 2 if leaves and chance.random() < 0.2 else len(data)
-    reader, writer = await send(port, path, data, cut)
+    reader, writer = await send(port, asked.path, data, cut)
     try:
         if leaves:
             await asyncio.sleep(chance.random() * 0.15)
@@ -107,8 +73,12 @@ async def one(port: int, chance: random.Random, seen: Counter[str]) -> None:
                 await asyncio.sleep(0.005)
         status = answer[9:12].decode()
         seen[status] += 1
-        if (status == "200") == malformed or (status == "200" and b'"error"' in answer):
+        if (status == "200") == malformed:
             seen[f"unexpected: {data[:80]!r} {answer[-300:]!r}"] += 1
+        elif status == "200":
+            seen[asked.kind] += 1
+            if said := wrong(asked, answer):
+                seen[f"unexpected: {said}"] += 1
     except ConnectionError as error:
         seen[f"unexpected: {error!r}"] += 1
     finally:
@@ -116,24 +86,27 @@ async def one(port: int, chance: random.Random, seen: Counter[str]) -> None:
 
 
 async def run(
-    port: int, requests: int, concurrency: int, seed: int = 1, halfway: Any = None
+    port: int,
+    requests: int,
+    concurrency: int,
+    seed: int = 1,
+    learned: list[Ask] | None = None,
+    seconds: float = float("inf"),
 ) -> Counter[str]:
-    """Statuses and how often; `halfway` is called once half of the requests are done."""
+    """What came back and how often: statuses, kinds of requests answered by 200, and whatever
+    should not have been. Ends after so many requests, or seconds."""
     seen: Counter[str] = Counter()
     todo = iter(range(requests))
+    end = time.monotonic() + seconds
 
     async def worker() -> None:
         for i in todo:
-            if i == requests // 2 and halfway is not None:
-                halfway()
-            await one(port, random.Random(seed * 1_000_003 + i), seen)
+            await one(port, random.Random(seed * 1_000_003 + i), seen, learned or [])
+            if time.monotonic() > end:
+                return
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     return seen
-
-
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def problems(server: Running, seen: Counter[str]) -> list[str]:
@@ -141,46 +114,80 @@ def problems(server: Running, seen: Counter[str]) -> list[str]:
     found = [
         f"{name}: {count}" for name, count in seen.items() if name.startswith(("5", "unexpected"))
     ]
-    deadline = time.monotonic() + 10
-    while server.held_pages() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for engine in server.get("/stats")["engines"]:
-        if engine["kv"]["used"] or engine["running"] or engine["waiting"] or engine["open"]:
-            found.append(f"still held: {engine}")
-    return found
+    return found + settle(server, 10)
+
+
+@dataclass
+class Watch:
+    """The server at rest, after each round."""
+
+    times: list[float] = field(default_factory=list)
+    rests: list[Footprint] = field(default_factory=list)
+
+    def note(self, now: float, rest: Footprint) -> None:
+        self.times.append(now)
+        self.rests.append(rest)
+
+    def gain(self, values: list[float]) -> float:
+        """Of the straight line through the second half of the values, from its beginning to its
+        end."""
+        half = len(values) // 2
+        times, values = self.times[half:], values[half:]
+        middle, mean = sum(times) / len(times), sum(values) / len(values)
+        spread = sum((time - middle) ** 2 for time in times)
+        pairs = zip(times, values, strict=True)
+        slope = sum((time - middle) * (value - mean) for time, value in pairs) / spread
+        return slope * (times[-1] - times[0])
+
+    def leaks(self) -> list[str]:
+        found = []
+        for name in self.rests[0].memory:
+            memory = self.gain([rest.memory[name] for rest in self.rests])
+            files = self.gain([rest.files[name] for rest in self.rests])
+            if memory > GROWTH:
+                found.append(f"{name} gains {memory / MIB:.1f} MiB over the run's second half")
+            if files > FILES:
+                found.append(f"{name} gains {files:.1f} open files over the run's second half")
+        return found
+
+    def told(self) -> list[str]:
+        lines = []
+        for name in self.rests[0].memory:
+            sizes = [rest.memory[name] // MIB for rest in self.rests]
+            files = [rest.files[name] for rest in self.rests]
+            lines += [f"{name}: resident MiB at rest {sizes}", f"{name}: open files {files}"]
+        return lines
+
+
+def soak(server: Running, minutes: float, concurrency: int = CONCURRENCY) -> list[str]:
+    """What is wrong after so many minutes."""
+    learned = learn(server)
+    assert learned, "no greedy answer to compare with"
+    watch = Watch()
+    seen: Counter[str] = Counter()
+    found: list[str] = []
+    start = time.monotonic()
+    for turn in range(ROUNDS):
+        left = minutes * 60 * (turn + 1) / ROUNDS - (time.monotonic() - start)
+        here = asyncio.run(run(server.port, 1 << 40, concurrency, turn, learned, left))
+        found += problems(server, here)
+        seen += here
+        watch.note(time.monotonic() - start, Footprint.of(server))
+        counts = sum(count for name, count in here.items() if name.isdigit() or name == "left")
+        print(f"round {turn + 1} of {ROUNDS}: {counts} requests, {len(found)} faults", flush=True)
+    print(f"{time.monotonic() - start:.0f} s:", dict(seen), *watch.told(), sep="\n")
+    missing = {"greedy", "regex", "choice", "json", "tools", "chat", "completion"} - {*seen}
+    found += [f"no {kind} was answered" for kind in sorted(missing)]
+    return found + watch.leaks()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
     given, options = parser.parse_known_args()
-    with start_server("--dtype", "float32", "--max-model-len", "512", *options) as server:
-        pids = {
-            "api": server.pid,
-            **{f"engine {i}": pid for i, pid in enumerate(server.engine_pids())},
-        }
-        memory: dict[str, list[int]] = {name: [resident(pid)] for name, pid in pids.items()}
-
-        def note() -> None:
-            for name, pid in pids.items():
-                memory[name].append(resident(pid))
-
-        start = time.monotonic()
-        seen = asyncio.run(run(server.port, given.requests, given.concurrency, halfway=note))
-        seconds = time.monotonic() - start
-        note()
-        found = problems(server, seen)
-        print(f"{given.requests} requests in {seconds:.1f} s:", dict(seen))
-        for name, sizes in memory.items():
-            print(
-                f"{name}: resident MiB at the start, half-way, at the end:",
-                [size >> 20 for size in sizes],
-            )
-            if sizes[2] - sizes[1] > GROWTH:
-                found.append(
-                    f"{name} grew by {(sizes[2] - sizes[1]) >> 20} MiB over the second half"
-                )
+    with start_server(*OPTIONS, *options) as server:
+        found = soak(server, given.minutes, given.concurrency)
     print(*(found or ["nothing is wrong"]), sep="\n")
     return bool(found)
 
