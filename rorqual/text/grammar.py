@@ -128,11 +128,16 @@ class XGrammars:
             self._finish(dropped, BusyError(f"{message}; try again later"))
 
     def _try_all(self) -> None:
+        """Where a client has several, each gets a short try before any gets its whole first one:
+        a small grammar does not wait for what its own client sent before."""
+        limits = self.limits
         while (job := self.queue.pop()) is not None:
             if self._still_wanted(job):
-                error = self._try(job, self.first, self.limits.quick)
+                short = not job.tries and limits.short < limits.quick and self.queue.has(job.client)
+                job.tries += 1
+                error = self._try(job, self.first, limits.short if short else limits.quick)
                 if isinstance(error, TooMuch):
-                    self._push(self.slow_queue, job)
+                    self._push(self.queue if short else self.slow_queue, job)
                 else:
                     self._finish(job, error)
 

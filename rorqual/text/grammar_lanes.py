@@ -30,6 +30,7 @@ class GrammarJob:
         default_factory=list
     )
     found: Any = None
+    tries: int = 0
 
     @property
     def wanted(self) -> bool:
@@ -37,8 +38,9 @@ class GrammarJob:
 
 
 class GrammarQueue:
-    """At most `most` jobs; clients take turns. Where it is full, the client that has most of them
-    gives way, so that nobody can fill it for the others."""
+    """At most `most` jobs; clients take turns, and of one client's jobs those with the fewest
+    tries come first. Where it is full, the client that has most of them gives way, so that nobody
+    can fill it for the others."""
 
     def __init__(self, most: int):
         self.most = most
@@ -60,17 +62,24 @@ class GrammarQueue:
         return dropped
 
     def pop(self) -> GrammarJob | None:
-        """The next client's oldest, once there is one; None when the queue is closed."""
+        """The next client's least tried, the oldest of these, once there is one; None when the
+        queue is closed."""
         with self.changed:
             while not self.turns and not self.closed:
                 self.changed.wait()
             if self.closed:
                 return None
             client, jobs = self.turns.popitem(last=False)
-            job = jobs.popleft()
+            job = min(jobs, key=lambda it: it.tries)
+            jobs.remove(job)
             if jobs:
                 self.turns[client] = jobs
             return job
+
+    def has(self, client: str) -> bool:
+        """Whether something of it waits."""
+        with self.changed:
+            return client in self.turns
 
     def close(self) -> None:
         with self.changed:

@@ -14,7 +14,8 @@ _grammar = partial(option, group="Structured output")
 @dataclass(frozen=True)
 class GrammarLimits:
     """compiled: characters of the compiled form; kept: compiled grammars kept for reuse, and
-    kept_size: characters of all of these; in_use: of those that open requests hold besides."""
+    kept_size: characters of all of these; in_use: of those that open requests hold besides; short:
+    processor seconds of a try before the first, where one client has several waiting."""
 
     size: int = _grammar(
         65_536,
@@ -45,6 +46,7 @@ class GrammarLimits:
     kept: int = 128
     kept_size: int = 64 << 20
     in_use: int = 512 << 20
+    short: float = 0.1
 
     def __post_init__(self) -> None:
         for name in ("quick", "seconds"):

@@ -212,5 +212,5 @@ def test_one_request_beside_400_of_1000_tokens(full_size: Running, users: bool) 
 
 
 def test_shares_cost_little_throughput() -> None:
-    """Measured: 1 to 2 % (docs/serving.md). Few pairs on a busy machine are not so exact."""
+    """docs/serving.md has the measure; few pairs on a busy machine are not so exact."""
     assert fairness.compare(pairs=9, steps=20) > 0.9

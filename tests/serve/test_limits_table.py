@@ -115,6 +115,7 @@ ROWS: dict[str, list[Any]] = {
     "characters of a regular": [GRAMMAR.regex],
     "compiling one": [GRAMMAR.seconds, GRAMMAR.memory_mib << 20, GRAMMAR.compiled],
     "first try at": [GRAMMAR.quick],
+    "a try before that": [GRAMMAR.short],
     "grammars that wait for their first": [GRAMMAR.waiting],
     "grammars that wait for their second": [GRAMMAR.slow_waiting],
     "compiled grammars kept": [GRAMMAR.kept, GRAMMAR.kept_size],

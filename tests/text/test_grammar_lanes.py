@@ -15,7 +15,7 @@ pytest.importorskip("xgrammar")
 from rorqual.errors import BusyError, ConfigError, RequestError
 from rorqual.models.hub import BUNDLED
 from rorqual.request import StructuredOutput
-from rorqual.text.grammar import XGrammars
+from rorqual.text.grammar import TooMuch, XGrammars
 from rorqual.text.grammar_lanes import GrammarJob, GrammarQueue
 from rorqual.text.grammar_limits import GrammarLimits
 
@@ -66,6 +66,52 @@ def test_bombs_do_not_hold_up_two_words(grammars: XGrammars) -> None:
     assert time.monotonic() - start < SECONDS
     for _ in range(3):
         assert isinstance(heard.get(timeout=60), RequestError)
+
+
+@pytest.mark.exhaustive
+def test_a_clients_bombs_do_not_hold_up_its_own_two_words() -> None:
+    """Five first tries of two seconds each would; it waits for one of them, and short ones."""
+    grammars = made(seconds=SECONDS, quick=2.0)
+    try:
+        wait_for(grammars, StructuredOutput("regex", "warm"))
+        heard: SimpleQueue[Exception | None] = SimpleQueue()
+        for number in range(5):
+            grammars.prepare(bomb(number), heard.put, "waiter")
+        start = time.monotonic()
+        assert wait_for(grammars, WORDS) is None
+        assert time.monotonic() - start < 6.0
+    finally:
+        grammars.close()
+
+
+def test_each_has_a_short_try_before_any_has_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = XGrammars.make(BUNDLED, 4096, (1,), GrammarLimits(quick=0.5, short=0.1))
+    assert grammars is not None
+    tried: list[tuple[str, float]] = []
+    begun = threading.Event()
+
+    def find(structure: StructuredOutput, lane: object, seconds: float) -> None:
+        assert begun.wait(10)
+        tried.append((structure.value, seconds))
+        if structure.value.startswith("big"):
+            raise TooMuch("it takes longer")
+
+    monkeypatch.setattr(grammars, "_find", find)
+    heard: SimpleQueue[Exception | None] = SimpleQueue()
+    for client, name in (("b", "other"), ("a", "big0"), ("a", "big1"), ("a", "small")):
+        grammars.prepare(StructuredOutput("regex", name), heard.put, client)
+    begun.set()
+    assert [heard.get(timeout=10) is None for _ in range(4)].count(True) == 2
+    first = [it for it in tried if it[1] < grammars.limits.seconds]
+    assert first == [
+        ("other", 0.5),  # its client has no other
+        ("big0", 0.1),
+        ("big1", 0.1),
+        ("small", 0.1),
+        ("big0", 0.5),
+        ("big1", 0.5),
+    ]
+    grammars.close()
 
 
 @pytest.mark.exhaustive
@@ -129,6 +175,16 @@ def test_clients_take_turns() -> None:
     queue.push(job("c"))
     taken = [queue.pop() for _ in range(5)]
     assert [it.structure.value for it in taken if it is not None] == ["a0", "b0", "c0", "a1", "a2"]
+
+
+def test_of_one_client_the_least_tried_come_first() -> None:
+    queue = GrammarQueue(10)
+    jobs = [job("a", number) for number in range(4)]
+    jobs[0].tries = jobs[2].tries = 1
+    for it in jobs:
+        queue.push(it)
+    assert [queue.pop() for _ in range(4)] == [jobs[1], jobs[3], jobs[0], jobs[2]]
+    assert not queue.has("a")
 
 
 def test_the_client_with_most_gives_way() -> None:
