@@ -130,16 +130,21 @@ class XGrammars:
     def _try_all(self) -> None:
         """Where a client has several, each gets a short try before any gets its whole first one:
         a small grammar does not wait for what its own client sent before."""
-        limits = self.limits
         while (job := self.queue.pop()) is not None:
             if self._still_wanted(job):
-                short = not job.tries and limits.short < limits.quick and self.queue.has(job.client)
+                short = self._is_one_of_several(job)
                 job.tries += 1
-                error = self._try(job, self.first, limits.short if short else limits.quick)
+                seconds = self.limits.short if short else self.limits.quick
+                error = self._try(job, self.first, seconds)
                 if isinstance(error, TooMuch):
                     self._push(self.queue if short else self.slow_queue, job)
                 else:
                     self._finish(job, error)
+
+    def _is_one_of_several(self, job: GrammarJob) -> bool:
+        if job.tries or self.limits.short >= self.limits.quick:
+            return False
+        return self.queue.has(job.client) or self.slow_queue.has(job.client)
 
     def _compile_slow(self) -> None:
         while (job := self.slow_queue.pop()) is not None:
