@@ -39,6 +39,7 @@ from rorqual.serve.http import (
     structured_output,
     unknown_fields,
 )
+from rorqual.serve.http.blocks import tagged
 from rorqual.serve.limits import ServerLimits
 from rorqual.text import chat_template, grammar_process
 from rorqual.text.grammar_limits import GrammarLimits
@@ -124,6 +125,20 @@ ROWS: dict[str, list[Any]] = {
     "socket buffer": [launch.SEND_BUFFER],
     "characters of a rendered": [chat_template.BIGGEST_PROMPT],
     "cache_salt": most(COMPLETION, "cache_salt", "maxLength"),
+    "allowed_token_ids": [request.MAX_ALLOWED],
+    "bad_words": [
+        request.MAX_BAD_WORDS,
+        *most(COMPLETION, "bad_words", "maxLength"),
+        request.LONGEST_BAD_WORD,
+    ],
+    "kv_transfer_params": [request.MAX_TRANSFER, request.DEEPEST_TRANSFER],
+    "chat_template_kwargs": [
+        chat_template.MOST_VARIABLES,
+        chat_template.DEEPEST_VARIABLES,
+        chat_template.LARGEST_NUMBER,
+    ],
+    "numbers that a chat template": [chat_template.MOST_COUNTED],
+    "items of a list": [tagged.MOST_ITEMS],
     "digits of a key": [request_builder.MOST_DIGITS],
     "temperature, repetition": most(COMPLETION, "temperature", "maximum"),
     "priority": [-request.MAX_PRIORITY, request.MAX_PRIORITY],
