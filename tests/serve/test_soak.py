@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ if importlib.util.find_spec("fastapi") is None:
     pytest.skip("needs the extra `serve`", allow_module_level=True)
 
 from tests.serve import soak
-from tests.serve.footprint import MIB, Footprint
+from tests.serve.footprint import MIB, Footprint, open_files, resident
 from tests.serve.running import start_server
 from tests.serve.soak import Watch
 from tests.serve.soak_requests import COMPLETE, Ask, fits, matches, read, wrong
@@ -42,6 +43,19 @@ def test_a_leak_is_found() -> None:
     assert watched(steady, [20 + turn for turn in range(12)])[0].endswith(
         "open files over the run's second half"
     )
+
+
+def test_what_a_server_holds_more_is_found() -> None:
+    before = Footprint({"api": 20}, {"api": 100 * MIB}, 3)
+    limits = {"api": 5 * MIB}
+    assert Footprint({"api": 22}, {"api": 105 * MIB}, 3).grown(before, 2, limits) == []
+    found = Footprint({"api": 23}, {"api": 106 * MIB}, 3).grown(before, 2, limits)
+    assert found == ["api: 20 open files, then 23", "api: 100 MiB, then 106"]
+    here = os.getpid()
+    count = open_files(here)
+    with open(os.devnull):
+        assert open_files(here) == count + 1
+    assert resident(here) > MIB
 
 
 def http(body: Any, stream: bool = False) -> bytes:

@@ -409,6 +409,7 @@ def load(server: Running) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_numbers_appear_under_load(server: Running):
     async def look() -> None:
@@ -468,6 +469,7 @@ def listening(api: Api, key: str | None, port: int = 0) -> Iterator[int]:
         sock.close()
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_log_in_then_what_can_go_wrong_and_come_back(api: Api):
     client = engine_client(running=2, pages_total=10)
