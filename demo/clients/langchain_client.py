@@ -74,7 +74,11 @@ def structure(server: str) -> None:
 
 def text(server: str) -> None:
     model = OpenAI(
-        base_url=server + "/v1", api_key="none", model="rorqual-bundled", max_tokens=8, max_retries=0
+        base_url=server + "/v1",
+        api_key="none",
+        model="rorqual-bundled",
+        max_tokens=8,
+        max_retries=0,
     )
     results = model.generate(["It was", "She had"])
     assert [len(found) for found in results.generations] == [1, 1]

@@ -39,7 +39,9 @@ class Visit(pydantic.BaseModel):
 
 
 def chat(model: str, **where: str) -> None:
-    whole: Any = litellm.completion(model=model, messages=HELLO, max_tokens=12, temperature=0, **where)
+    whole: Any = litellm.completion(
+        model=model, messages=HELLO, max_tokens=12, temperature=0, **where
+    )
     assert whole.usage.completion_tokens == 12
     chunks = list(
         litellm.completion(
@@ -86,12 +88,12 @@ def text(model: str, **where: str) -> None:
 
 
 def errors(model: str, **where: str) -> None:
+    told = ""
     try:
         litellm.completion(model=model, messages=HELLO, temperature=-1, **where)
     except litellm.BadRequestError as error:
-        assert "temperature" in str(error)
-    else:
-        raise AssertionError("a negative temperature was accepted")
+        told = str(error)
+    assert "temperature" in told, "a negative temperature was accepted"
 
 
 async def concurrent(model: str, count: int, **where: str) -> float:

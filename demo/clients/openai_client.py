@@ -172,18 +172,20 @@ def raw_and_errors(client: openai.OpenAI, model: str) -> None:
     )
     assert raw.headers["x-request-id"] == "asked-for"
     assert raw.parse().choices[0].message.role == "assistant"
+    unknown: Any = refusal(client, model="nobody")
+    assert isinstance(unknown, openai.NotFoundError)
+    assert unknown.code == "model_not_found"
+    wrong: Any = refusal(client, model=model, temperature=-1)
+    assert isinstance(wrong, openai.BadRequestError)
+    assert wrong.param == "temperature"
+
+
+def refusal(client: openai.OpenAI, **fields: Any) -> openai.APIStatusError:
     try:
-        client.chat.completions.create(model="nobody", messages=HELLO)
-    except openai.NotFoundError as error:
-        assert error.code == "model_not_found"
-    else:
-        raise AssertionError("a model that is not served was answered")
-    try:
-        client.chat.completions.create(model=model, messages=HELLO, temperature=-1)
-    except openai.BadRequestError as error:
-        assert error.param == "temperature"
-    else:
-        raise AssertionError("a negative temperature was accepted")
+        client.chat.completions.create(messages=HELLO, **fields)
+    except openai.APIStatusError as error:
+        return error
+    raise AssertionError(f"answered: {fields}")
 
 
 async def concurrent(url: str, model: str, count: int) -> float:
