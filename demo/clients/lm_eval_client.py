@@ -1,6 +1,6 @@
 """lm-evaluation-harness over the API: multiple choice and perplexity by the log probabilities of
-prompts, and generated text. The same tasks run in transformers on the same checkpoint, if it is
-a folder here, and every number must agree.
+prompts, and generated text. The same tasks run in transformers on the same checkpoint, and
+every number must agree.
 
 Tried with lm_eval 0.4.13, transformers 5.23.0 and torch 2.13.0 (PyPI), the server in float32:
 `python demo/clients/lm_eval_client.py http://127.0.0.1:8000`
@@ -19,6 +19,7 @@ from typing import Any
 HOME = tempfile.TemporaryDirectory(prefix="lm-eval-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = HOME.name
+os.environ["TQDM_DISABLE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server computes on the same machine
 
@@ -113,54 +114,52 @@ def numbers(value: Any) -> list[float]:
     return [float(value)]
 
 
-def compare(ours: Any, theirs: Any) -> float:
-    """The largest difference of a log probability; texts must be the same."""
+def difference(ours: Any, theirs: Any, *tasks: str) -> float:
+    """The largest of two log probabilities."""
     worst = 0.0
-    for task in ("next_sentence", "perplexity"):
+    for task in tasks:
         pairs = list(zip(numbers(answers(ours, task)), numbers(answers(theirs, task)), strict=True))
-        assert pairs
+        assert pairs, f"{task} has no answers"
         worst = max(worst, *(abs(a - b) for a, b in pairs))
     assert worst < CLOSE, f"log probabilities differ by {worst}"
-    assert answers(ours, "writing") == answers(theirs, "writing")
     return worst
+
+
+def over_api(server: str, folder: Path) -> Any:
+    """All tasks as completions, and what can be done so: as chats, and tokenized by the server."""
+    place = {"base_url": server + "/v1/completions", "model": "rorqual-bundled"}
+    place["num_concurrent"] = 8
+    local = {**place, "tokenizer": str(MODEL), "tokenizer_backend": "huggingface"}
+    tasks = ["next_sentence", "perplexity", "writing"]
+    found = evaluate("local-completions", {**local, "add_bos_token": True}, tasks, folder)
+    for task in tasks:
+        print(f"{task}: {found['results'][task]}")
+
+    # the tokenizer that the server has must do as well as the folder's; it adds no BOS
+    remote = {**place, "tokenizer_backend": "remote"}
+    both = [evaluate("local-completions", one, tasks[:1], folder) for one in (remote, local)]
+    difference(*both, tasks[0])
+
+    chats = {**place, "base_url": server + "/v1/chat/completions", "num_concurrent": 1}
+    chatted = evaluate("local-chat-completions", chats, ["writing"], folder)
+    written = [text for (text,) in answers(chatted, "writing")]
+    assert all(isinstance(text, str) for text in written)
+    assert any(written), "no chat was answered"
+    return found
 
 
 def main(server: str, count: int = 8) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tasks(folder, count)
-        tokenizer = {"model": "rorqual-bundled", "tokenizer": str(MODEL)}
         began = time.perf_counter()
-        over = {"base_url": server + "/v1/completions", **tokenizer, "num_concurrent": 8}
-        over |= {"tokenizer_backend": "huggingface", "add_bos_token": True}
-        tasks = ["next_sentence", "perplexity", "writing"]
-        ours = evaluate("local-completions", over, tasks, folder)
+        ours = over_api(server, folder)
         seconds = time.perf_counter() - began
-        for task in tasks:
-            print(f"{task}: {ours['results'][task]}")
-        remote = {**over, "tokenizer_backend": "remote", "add_bos_token": False}
-        del remote["tokenizer"]
-        plain = {**over, "add_bos_token": False}
-        by_server, by_folder = (
-            evaluate("local-completions", given, ["next_sentence"], folder)
-            for given in (remote, plain)
-        )
-        assert answers(by_server, "next_sentence") == answers(by_folder, "next_sentence")
-        chatted = evaluate(
-            "local-chat-completions",
-            {"base_url": server + "/v1/chat/completions", "model": "rorqual-bundled"},
-            ["writing"],
-            folder,
-        )
-        assert len(answers(chatted, "writing")) == count
-        local = {
-            "pretrained": str(MODEL),
-            "dtype": "float32",
-            "device": "cpu",
-            "add_bos_token": True,
-        }
-        theirs = evaluate("hf", local, tasks, folder)
-        worst = compare(ours, theirs)
+        checkpoint = {"pretrained": str(MODEL), "dtype": "float32", "device": "cpu"}
+        tasks = ["next_sentence", "perplexity", "writing"]
+        theirs = evaluate("hf", {**checkpoint, "add_bos_token": True}, tasks, folder)
+        worst = difference(ours, theirs, "next_sentence", "perplexity")
+        assert answers(ours, "writing") == answers(theirs, "writing")
     print(
         f"measured: {count} documents of 3 tasks in {seconds:.1f} s; log probabilities differ from "
         f"transformers' by {worst:.1e} at most, greedy text not at all"
