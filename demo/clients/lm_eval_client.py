@@ -135,9 +135,11 @@ def over_api(server: str, folder: Path) -> Any:
     for task in tasks:
         print(f"{task}: {found['results'][task]}")
 
-    # the tokenizer that the server has must do as well as the folder's; it adds no BOS
+    # the tokenizer that the server has must do as well as the folder's; it adds no BOS.
+    # Several prompts a request, too.
     remote = {**place, "tokenizer_backend": "remote"}
-    both = [evaluate("local-completions", one, tasks[:1], folder) for one in (remote, local)]
+    several = {**local, "batch_size": 4}
+    both = [evaluate("local-completions", one, tasks[:1], folder) for one in (remote, several)]
     difference(*both, tasks[0])
 
     chats = {**place, "base_url": server + "/v1/chat/completions", "num_concurrent": 1}
