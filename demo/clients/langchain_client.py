@@ -72,6 +72,14 @@ def structure(server: str) -> None:
         assert isinstance(model.invoke(HELLO), Visit), method
 
 
+def responses(server: str) -> None:
+    """By /v1/responses in place of chats."""
+    model = connect(server, use_responses_api=True, max_tokens=64)
+    assert model.invoke(HELLO).usage_metadata["output_tokens"] <= 64
+    assert sum(bool(chunk.text) for chunk in model.stream(HELLO)) > 1
+    assert isinstance(model.with_structured_output(Visit).invoke(HELLO), Visit)
+
+
 def text(server: str) -> None:
     model = OpenAI(
         base_url=server + "/v1",
@@ -96,7 +104,7 @@ def batch(server: str, count: int) -> float:
 
 
 def main(server: str) -> None:
-    for part in (chat, tools, structure, text):
+    for part in (chat, tools, structure, responses, text):
         part(server)
         print(f"{part.__name__}: as it should be")
     print(f"measured: {batch(server, 8):.0f} tokens/s in a batch of 8")

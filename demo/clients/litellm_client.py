@@ -87,6 +87,19 @@ def text(model: str, **where: str) -> None:
     assert all(len(choice.logprobs.tokens) == 6 for choice in done.choices)
 
 
+def responses(model: str, **where: str) -> None:
+    """By /v1/responses, or what LiteLLM makes of a chat in its place."""
+    found: Any = litellm.responses(model=model, input="How is Bath?", max_output_tokens=16, **where)
+    assert found.output[-1].content[0].text
+    kinds = [
+        event.type.value
+        for event in litellm.responses(
+            model=model, input="How is Bath?", max_output_tokens=16, stream=True, **where
+        )
+    ]
+    assert kinds[-1] == "response.completed", kinds
+
+
 def errors(model: str, **where: str) -> None:
     told = ""
     try:
@@ -115,9 +128,11 @@ def main(server: str) -> None:
     where = {"api_base": server + "/v1", "api_key": "none"}
     for provider in ("hosted_vllm", "openai"):
         model = f"{provider}/rorqual-bundled"
-        for part in (chat, tools_and_structure, text, errors):
+        for part in (chat, tools_and_structure, text, responses, errors):
             part(model, **where)
-        print(f"{provider}: chat, stream, tools, structure, text and errors as they should be")
+        print(
+            f"{provider}: chats, streams, tools, structure, text, responses and errors pass"
+        )
     rate = asyncio.run(concurrent("hosted_vllm/rorqual-bundled", 8, **where))
     print(f"measured: {rate:.0f} tokens/s in 8 answers at once")
 

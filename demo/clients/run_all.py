@@ -46,16 +46,21 @@ OF_SGLANG = """
 @dataclass(frozen=True)
 class Client:
     """module: by whose presence a Python can run the script. install: pip's arguments, run by
-    run. package: whose version is told."""
+    run. package: whose version is told. venv: another client's, where it has none of its own."""
 
     script: str
     package: str
     module: str
-    install: tuple[tuple[str, ...], ...]
+    install: tuple[tuple[str, ...], ...] = ()
+    venv: str | None = None
 
 
 CLIENTS = {
     "openai": Client("openai_client.py", "openai", "openai", (("openai==3.54.0",),)),
+    "openai-responses": Client("openai_responses.py", "openai", "openai", venv="openai"),
+    "anthropic": Client(
+        "anthropic_messages.py", "anthropic", "anthropic", (("anthropic==2.12.0",),)
+    ),
     "litellm": Client(
         "litellm_client.py", "litellm", "litellm", (("litellm==1.106.2", "mcp>=2,<3"),)
     ),
@@ -174,10 +179,11 @@ def main() -> int:
     names = asked.names or list(CLIENTS)
     if wrong := set(names) - set(CLIENTS):
         parser.error(f"{sorted(wrong)} are no clients; known: {', '.join(CLIENTS)}")
-    for name in names:
-        if asked.install and not (asked.venvs / name / "bin" / "python").exists():
-            install(CLIENTS[name], asked.venvs / name)
-    pythons = {name: asked.venvs / name / "bin" / "python" for name in names}
+    venvs = {name: asked.venvs / (CLIENTS[name].venv or name) for name in names}
+    for name, venv in venvs.items():
+        if asked.install and not (venv / "bin" / "python").exists():
+            install(CLIENTS[CLIENTS[name].venv or name], venv)
+    pythons = {name: venv / "bin" / "python" for name, venv in venvs.items()}
     if asked.url:
         outcomes = [run(name, python, asked.url) for name, python in pythons.items()]
     else:
