@@ -130,9 +130,7 @@ def main(server: str) -> None:
         model = f"{provider}/rorqual-bundled"
         for part in (chat, tools_and_structure, text, responses, errors):
             part(model, **where)
-        print(
-            f"{provider}: chats, streams, tools, structure, text, responses and errors pass"
-        )
+        print(f"{provider}: chats, streams, tools, structure, text, responses and errors pass")
     rate = asyncio.run(concurrent("hosted_vllm/rorqual-bundled", 8, **where))
     print(f"measured: {rate:.0f} tokens/s in 8 answers at once")
 
