@@ -29,6 +29,13 @@ def model_folder(name: str | Path | None, weights: bool = True) -> Path:
     return _fetch(text, PATTERNS if weights else ["*.json", "*.jinja"])
 
 
+def loaded_as(name: str | Path | None, folder: Path) -> str:
+    """By what others load the model that model_folder found for `name`: the id where it came from
+    the hub, which works on any host, else the folder."""
+    hub = name is not None and not Path(name).expanduser().is_dir() and folder.parent != SHAPES
+    return str(name if hub else folder.resolve())
+
+
 def _fetch(repo: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 

@@ -23,7 +23,7 @@ import uvicorn
 from rorqual.config.hf import read_config_file
 from rorqual.engine.config import AUTO, EngineConfig
 from rorqual.errors import ConfigError
-from rorqual.models.hub import BUNDLED, model_folder
+from rorqual.models.hub import BUNDLED, loaded_as, model_folder
 from rorqual.serve.config import ServeConfig
 from rorqual.serve.cors import with_cors
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
@@ -282,7 +282,10 @@ def _uvicorn(app: Any, limits: ServerLimits) -> uvicorn.Config:
 
 
 def _shown(config: ServeConfig, folder: str, tokenizer: str) -> dict[str, Any]:
-    """What /server_info tells; never the key."""
+    """What /server_info tells; never the key. root, tokenizer_root: by what clients load them."""
     where = {"model": folder, "tokenizer": tokenizer, "pid": os.getpid()}
+    words = config.tokenizer or (config.model if tokenizer == folder else None)
+    where["root"] = loaded_as(config.model, Path(folder))
+    where["tokenizer_root"] = loaded_as(words, Path(tokenizer))
     how = {"replicas": config.replicas, "restart": config.restart, "engine": config.engine}
     return {**where, **how}

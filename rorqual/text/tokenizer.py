@@ -75,6 +75,17 @@ class Tokenizer:
         template = file.read_text() if file.exists() else self.settings.get("chat_template")
         return template if isinstance(template, str) else None
 
+    def info(self) -> dict[str, Any]:
+        """What vLLM's /tokenizer_info tells: tokenizer_config.json, each named token as its text,
+        and the chat template wherever it lies."""
+        named = {
+            name: _text(value) if name.endswith("_token") else value
+            for name, value in self.settings.items()
+            if name != "added_tokens_decoder"
+        }
+        kind = self.settings.get("tokenizer_class")
+        return {**named, "tokenizer_class": kind, "chat_template": self.template}
+
     def cover(self, vocab_size: int) -> None:
         """Serve a model that this tokenizer was not made for. An id that only the model has is
         shown as <ID>, so that each of its tokens has a text; tokens that only the tokenizer has

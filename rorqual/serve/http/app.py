@@ -44,6 +44,7 @@ from rorqual.serve.http.sse import encode
 from rorqual.serve.http.unknown_fields import UnknownFields
 from rorqual.serve.http.validation import invalid_body, is_json, not_json
 from rorqual.serve.limits import ServerLimits
+from rorqual.serve.messages import Snapshot
 
 LONGEST_RETRY = 60  # seconds
 
@@ -129,6 +130,7 @@ def create_app(api: Api, key: str | None) -> FastAPI:
     _completions(app, api)
     _other_apis(app, api)
     _state(app, api)
+    _tools(app, api)
     guard = KeyGuard(ApiKeys(key), api.limits.wrong_keys)
     add_dashboard(app, api, key, guard)
     _errors(app, api)
@@ -224,7 +226,9 @@ def _strings(api: Api, ids: list[int]) -> list[str]:
 def _model(api: Api, name: str) -> dict[str, Any]:
     lengths = _lengths(api)
     length = {"max_model_len": min(lengths)} if lengths else {}
-    return {"id": name, "object": "model", "created": api.created, "owned_by": "rorqual", **length}
+    # `root`: vLLM's tools load the tokenizer by it where no model is named
+    of = {"owned_by": "rorqual", "root": api.config.get("root", name), "parent": None}
+    return {"id": name, "object": "model", "created": api.created, **of, **length}
 
 
 def _state(app: FastAPI, api: Api) -> None:
@@ -270,6 +274,7 @@ def _state(app: FastAPI, api: Api) -> None:
         """The figures of this moment as one JSON object."""
         return _json(snapshot(api.fleet, api.rates, api.counts))
 
+    @app.get("/get_server_info", include_in_schema=False)
     @app.get("/server_info", tags=["state"])
     async def server_info() -> Response:
         """How the server was started and what its engines came to."""
@@ -279,9 +284,12 @@ def _state(app: FastAPI, api: Api) -> None:
                 "version": api.version,
                 "config": api.config,
                 "engines": [_info(info) for info in engines if info is not None],
+                "internal_states": [_state_of(client.snapshot) for client in api.fleet.clients],
             }
         )
 
+    @app.get("/flush_cache", include_in_schema=False)
+    @app.post("/flush_cache", tags=["state"])
     @app.post("/reset_prefix_cache", tags=["state"])
     async def reset_prefix_cache() -> Response:
         """Drop every cached page that no request uses; takes effect before each engine's next
@@ -289,6 +297,35 @@ def _state(app: FastAPI, api: Api) -> None:
         for client in api.fleet.clients:
             client.reset_prefix()
         return _json({"status": "ok"})
+
+
+def _tools(app: FastAPI, api: Api) -> None:
+    """What load generators and evaluation harnesses ask before they begin."""
+
+    @app.get("/get_model_info", include_in_schema=False)
+    @app.get("/model_info", tags=["state"])
+    async def model_info() -> Response:
+        """By what names clients load the model and its tokenizer, in SGLang's words."""
+        name = api.served.names[0]
+        return _json(
+            {
+                "model_path": api.config.get("root", name),
+                "tokenizer_path": api.config.get("tokenizer_root", name),
+                "is_generation": True,
+            }
+        )
+
+    @app.get("/tokenizer_info", tags=["text"])
+    async def tokenizer_info() -> Response:
+        """The tokenizer's settings and the chat template, as vLLM tells them."""
+        return _json(api.served.tokenizer.info())
+
+
+def _state_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Of one engine, in SGLang's words: how far a step gets with its drafts. Nothing before the
+    first draft."""
+    drafts = snapshot.drafted[0] if snapshot.drafted else 0
+    return {"avg_spec_accept_length": 1 + sum(snapshot.accepted) / drafts} if drafts else {}
 
 
 def _info(info: Any) -> dict[str, Any]:
