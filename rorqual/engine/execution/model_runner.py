@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rorqual.cache.pool import KVPool
-from rorqual.engine.execution.cuda_graphs import DecodeGraphs
+from rorqual.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
 from rorqual.engine.execution.drafters import Drafter, MTPDrafter, NgramDrafter, Speculation
 from rorqual.engine.execution.forward_batch_builder import BuiltBatch, ForwardBatchBuilder
 from rorqual.engine.execution.piecewise_graphs import PiecewiseGraphs
@@ -34,9 +34,6 @@ from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
     from rorqual.engine.execution.compiled import CompiledForward
-
-
-WARM_TOKENS = 512  # of a chunk with which kernels are compiled
 
 
 class ModelRunner:
@@ -122,12 +119,12 @@ class ModelRunner:
                     self.graphs.warm_up(variants, draft_counts, sizes)
                     if self.pieces:
                         self.pieces.warm_up()
-                        self._warm_mixed_steps()
+                        self._warm_mixed_steps(self.pieces)
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
                     self.pieces.capture()
-                    self._warm_mixed_steps()
+                    self._warm_mixed_steps(self.pieces)
 
     def forget(self) -> None:
         """Let go of captured steps."""
@@ -228,24 +225,33 @@ class ModelRunner:
         rows.length[rows.padding :].zero_()
         return result
 
-    def _warm_mixed_steps(self) -> None:
-        """What is launched between the pieces, with and without requests that decode, at the
-        beginning of a prompt and later: its kernels are compiled by the first step that needs
-        them, which no user should wait for."""
+    def _warm_mixed_steps(self, pieces: PiecewiseGraphs) -> None:
+        """Compute what is launched between the pieces, for many a mixture: its kernels are compiled
+        by the first step that needs them, which no user should wait for."""
+        padding = self.rows.padding
+        longest = self.max_len - 1
+        lengths = [n for n in (64, 256, 1024, 4096, 16384) if n < longest] + [longest]
+        buckets = bucket_sizes(min(self.rows.padding, pieces.sizes[-1] // 2))
+        for count, length in product(buckets, lengths):
+            self._attend_padding(pieces, [padding] * count, length, 1)
+        most = min(longest // 2, pieces.sizes[-1] // 2)
+        for tokens in (n for n in (16, 64, most) if n <= most):
+            for length in (tokens, tokens + most):
+                self._attend_padding(pieces, [], length, tokens)
+
+    def _attend_padding(
+        self, pieces: PiecewiseGraphs, slots: list[int], length: int, tokens: int
+    ) -> None:
+        """Of rows that decode at so many entries, and a chunk of prompt that ends there."""
         rows = self.rows
-        padding = rows.padding
-        most = min(self.max_len // 2 - 1, WARM_TOKENS)
-        if most < 2:
-            return
-        for decoding, start, tokens in product((0, 1, 2), (0, most), (most // 2, most)):
-            output = SchedulerOutput(
-                decode_slots=[padding] * decoding,
-                decode_bounds=[self.max_len] * decoding,
-                chunks=[PrefillChunk(padding, start, [0] * tokens, sample=False)],
-            )
-            metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
-            self._forward(self._batch(output, metadata), metadata)
-            rows.length[padding:].zero_()
+        output = SchedulerOutput(
+            decode_slots=slots,
+            decode_bounds=[length] * len(slots),
+            chunks=[PrefillChunk(rows.padding, length - tokens, [0] * tokens, sample=False)],
+        )
+        metadata = StepMetadata.of([output], SamplingVariant.GREEDY, host=False)
+        pieces.attend(self._batch(output, metadata).step)
+        rows.length[rows.padding :].zero_()
 
     def _piecewise_body(
         self, ids: Tensor, positions: Tensor, slots: Tensor, recorder: PieceRecorder

@@ -85,6 +85,7 @@ class PiecewiseGraphs:
         self.buffers = Buffers(platform)
         self.graphs: dict[int, Pieces[Gap]] = {}
         self.columns: Tensor | None = None
+        self.first: Gap | None = None  # of the largest size
 
     def capture(self) -> None:
         """The largest first: the others fit into its memory."""
@@ -94,7 +95,18 @@ class PiecewiseGraphs:
     def warm_up(self) -> None:
         """Compute what `capture` will."""
         for size in reversed(self.sizes):
-            self._compute(size, lambda gap: None)
+            self._compute(size, self._keep_first)
+
+    def _keep_first(self, gap: Gap) -> None:
+        self.first = self.first or gap
+
+    def attend(self, step: ForwardBatch) -> None:
+        """Compute what is in the first layer's gap of such a step."""
+        if self.first is None:
+            self._compute(self.sizes[-1], self._keep_first)
+        assert self.first is not None
+        inputs = (tensor[: step.num_tokens] for tensor in self.first.inputs)
+        self.first.work(step, *inputs)
 
     def _compute(self, size: int, gap: Callable[[Gap], None]) -> Tensor:
         columns = self._columns(size)

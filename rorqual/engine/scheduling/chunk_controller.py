@@ -73,7 +73,7 @@ class ChunkController:
             if base + self._added_seconds(size) <= target:
                 wanted = size
         if self.target is None:
-            wanted = max(wanted, self._least_delay(base, min(waiting, self.most)))
+            wanted = max(wanted, self._least_delay(base, waiting))
         return self._aligned(min(self.most, wanted), decoding)
 
     @staticmethod
@@ -86,6 +86,7 @@ class ChunkController:
     def _least_delay(self, base: float, waiting: int) -> int:
         """The fewest tokens a step with which `waiting` of them take no longer than they may."""
         longest = 1 + (DELAY - 1) * min(1.0, self.most / (4 * waiting))
+        waiting = min(waiting, self.most)
         usual = _seconds((self.alone,), waiting) or self._added_seconds(waiting)
         tried = max(self.added, default=0)
         for size in self.sizes:

@@ -36,6 +36,7 @@ from rorqual.engine.scheduling.waiting_queue import WaitingQueue, charge, charge
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
 
+COUNTED_STEPS = 8
 FIRST_USUAL_OUTPUT = 256.0  # tokens of an answer, before any has ended
 NEWEST_SHARE = 0.05  # of the last answer in the running mean
 
@@ -224,8 +225,8 @@ class Scheduler:
 
     def next_load(self) -> tuple[int, int]:
         """(requests that decode, prompt tokens that could be computed now), the latter counted as
-        far as a step can hold them."""
-        most = self.config.max_num_batched_tokens
+        far as a few steps can hold them."""
+        most = COUNTED_STEPS * self.config.max_num_batched_tokens
         waiting = sum(len(s.tokens) - s.num_computed_tokens for s in self.prefilling.values())
         for sequence in islice(self.waiting, len(self.free_slots)) if self.waiting else ():
             if waiting >= most:

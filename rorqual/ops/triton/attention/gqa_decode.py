@@ -124,7 +124,10 @@ def _zero_empty(
         request += 1
 
 
-@triton.jit(do_not_specialize=["requests", "min_tiles", "table_row"])
+@triton.jit(
+    do_not_specialize=["requests", "min_tiles", "table_row"],
+    do_not_specialize_on_alignment=["tables", "kv_lens", "starts", "first"],
+)
 def _gqa_decode_kernel(
     q,
     k_plane,

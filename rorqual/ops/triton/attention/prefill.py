@@ -90,7 +90,11 @@ def _scores(q, q_tail, k, k_tail, TAIL: tl.constexpr, PRECISION: tl.constexpr):
     return scores
 
 
-@triton.jit
+# how many requests and pages a step has must not compile the kernel anew
+@triton.jit(
+    do_not_specialize=["table_row"],
+    do_not_specialize_on_alignment=["tables", "query_starts", "key_starts", "kv_lens", "firsts"],
+)
 def _prefill_kernel(
     q,
     k,

@@ -89,7 +89,10 @@ def _chunk(total, workers, min_tiles):
     return tl.maximum(tl.cdiv(total, workers), min_tiles)
 
 
-@triton.jit(do_not_specialize=["requests", "min_tiles"])
+@triton.jit(
+    do_not_specialize=["requests", "min_tiles"],
+    do_not_specialize_on_alignment=["kv_lens", "starts", "first"],
+)
 def _plan_kernel(
     kv_lens, starts, first, requests, min_tiles, BLOCK_N: tl.constexpr, REQUESTS: tl.constexpr
 ):
