@@ -100,9 +100,10 @@ class EngineConfig:
     itl_ms: str = _scheduling(
         OFF,
         "How long a step with prompts may hold up those that decode: milliseconds; auto: three of "
-        "their steps, or what it takes to be through with all that waits in twice the time it "
-        "would take alone; off: as many tokens as fit. Chunks then depend on the clock, and in "
-        "bf16 a token may differ from run to run.",
+        "their steps, or what it takes to be through with all that waits in little more than the "
+        "time it would take alone; off: as many tokens as fit. Where it is not off chunks depend "
+        "on the clock, and in bf16 a token may differ from run to run. A server on a CPU takes "
+        "auto if left out.",
     )
     scheduling_policy: str = _scheduling(
         "fair",

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from rorqual.config.hf import read_config_file
-from rorqual.engine.config import AUTO, EngineConfig
+from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.models.hub import BUNDLED, loaded_as, model_folder
 from rorqual.serve.config import ServeConfig
@@ -138,7 +138,7 @@ def engine_options(config: ServeConfig, folder: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError for options that no engine could have, and for launchers that start the
     ranks of one engine alone."""
-    base = {"itl_ms": AUTO, **config.engine, "model": str(folder)}
+    base = {**config.engine, "model": str(folder)}
     engine = EngineConfig.from_dict(base)
     if config.replicas > 1 and ":" in engine.device:
         raise ConfigError(

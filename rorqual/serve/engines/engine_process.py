@@ -21,12 +21,13 @@ from typing import Any
 import msgspec
 
 from rorqual.config.log import log_to_stderr
-from rorqual.engine.config import EngineConfig
+from rorqual.engine.config import AUTO, OFF, EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
 from rorqual.errors import BusyError, RequestError, RorqualError
 from rorqual.request import Request
+from rorqual.platforms import device_of
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.sockets import EngineSockets
@@ -294,6 +295,10 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
         **config.engine,
         "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ())),
     }
+    if "itl_ms" not in options:
+        # a GPU is through with a prompt of 2,000 tokens in four decode steps' time as it is
+        cpu = device_of(options.get("device", "auto")).type == "cpu"
+        options["itl_ms"] = AUTO if cpu else OFF
     engine = Engine(EngineConfig(**options))
     eos = read_generation(Path(engine.config.model), engine.model_config).eos_token_ids
     where = Path(config.tokenizer or engine.config.model)
