@@ -26,8 +26,8 @@ from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
 from rorqual.engine.scheduling.sequence import Sequence, TokenOut
 from rorqual.errors import BusyError, RequestError, RorqualError
-from rorqual.request import Request
 from rorqual.platforms import device_of
+from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.engine_metrics import EngineMeter
 from rorqual.serve.engines.sockets import EngineSockets
