@@ -150,10 +150,11 @@ class EngineConfig:
         "Batch sizes whose steps are recorded at the start, the others when first needed; all, up "
         "to --max-num-seqs, if left out.",
     )
-    piecewise_tokens: int = _execution(
-        4096,
+    piecewise_tokens: int | None = _execution(
+        None,
         "Steps with prompts, of up to so many tokens, are recorded in pieces between which "
-        "attention is launched; 0 for none. On one GPU alone.",
+        "attention is launched; 0 for none. On one GPU alone; if left out 4096 for models with "
+        "grouped-query attention, and none for others, with which it has not run on a GPU.",
     )
     precompile_kernels: bool = _execution(
         True,
@@ -256,7 +257,7 @@ class EngineConfig:
         self._check_capture_sizes()
         self._check_speculation()
         assert self.itl_target is not None or self.itl_ms in (OFF, AUTO)  # raises ConfigError
-        if not 0 <= self.piecewise_tokens <= MOST_PIECEWISE:
+        if not 0 <= (self.piecewise_tokens or 0) <= MOST_PIECEWISE:
             raise ConfigError(
                 f"piecewise_tokens={self.piecewise_tokens} is out of range; accepted: 0 to "
                 f"{MOST_PIECEWISE}"

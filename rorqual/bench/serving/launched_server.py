@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -20,29 +21,37 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LaunchedServer:
-    """url: http://host:port; ready_seconds: from its start until it took requests."""
+    """url: http://host:port; ready_seconds: from its start until it took requests; pid: of the
+    process that serves."""
 
     url: str
     ready_seconds: float
     log: Path
+    pid: int
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
-def launched_server(options: Sequence[str], seconds: float = 900.0) -> Iterator[LaunchedServer]:
-    """`rorqual serve` with these options, on a free port of this machine. Raises TargetError where
-    it ends, or takes longer than `seconds`, before it serves."""
+def launched_server(
+    options: Sequence[str], seconds: float = 900.0, folder: Path | None = None
+) -> Iterator[LaunchedServer]:
+    """`rorqual serve` with these options, on a free port of this machine; of the checkout in
+    `folder`, if one is given. Raises TargetError where it ends, or takes longer than `seconds`,
+    before it serves."""
     command = [sys.executable, "-m", "rorqual", "serve", "--port", "0", *options]
-    with tempfile.TemporaryDirectory(prefix="rorqual-bench-") as folder:
-        log = Path(folder) / "server.log"
+    environment = {**os.environ, "PYTHONPATH": str(folder)} if folder else None
+    with tempfile.TemporaryDirectory(prefix="rorqual-bench-") as own:
+        log = Path(own) / "server.log"
         began = time.monotonic()
         with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, cwd=folder, env=environment
+            )
         try:
             url = _wait(process, log, began + seconds)
-            yield LaunchedServer(url, time.monotonic() - began, log)
+            yield LaunchedServer(url, time.monotonic() - began, log, process.pid)
         finally:
             _stop(process)
 

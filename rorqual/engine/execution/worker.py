@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dtype, kv_spec
 from rorqual.config.hf import read_config_file
-from rorqual.config.model import MLAConfig, ModelConfig
+from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rorqual.engine")
 CPU_CACHE_BYTES = 2 * 2**30
 CPU_CACHE_SHARE = 0.25
+PIECEWISE_TOKENS = 4096  # beyond, a GPU computes longer than the host launches
 # Random weights: all layers together add a quarter of the embedding's variance, so that hidden
 # states stay the token's own and the routers spread tokens as uniform routing would (at 1.0 they
 # hit 4 % fewer experts).
@@ -202,7 +203,11 @@ class Worker:
         operation after the other."""
         if not self.mesh.is_single or self.compiles:
             return 0
-        return min(self.config.piecewise_tokens, self.batched_tokens)
+        wanted = self.config.piecewise_tokens
+        if wanted is None:
+            tried = isinstance(self.model_config.attention, GQAConfig)
+            wanted = PIECEWISE_TOKENS if tried else 0
+        return min(wanted, self.batched_tokens)
 
     @property
     def compiles(self) -> bool:
