@@ -61,9 +61,10 @@ class ProcessorTime:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Iterator[None]:
-        """Up to the end of this phase; fixtures count for the test that first needs them."""
-        now = processor_seconds()
-        spent = max(0.0, now - self.last)
+        """Up to the end of this phase; fixtures count for the test that first needs them. The
+        kernel's list of children may miss one for a moment, which must not count twice."""
+        now = max(self.last, processor_seconds())
+        spent = now - self.last
         self.last = now
         report = yield
         report.user_properties.append((KEY, spent))

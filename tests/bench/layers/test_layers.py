@@ -26,7 +26,7 @@ from rorqual.layers.moe import run_stages
 from rorqual.planner.costs import costs
 from rorqual.platforms.cpu import CpuPlatform
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 SHAPES = Path(rorqual.__file__).parent / "shapes"
 TOKENS = (1, 3, 20)

@@ -68,7 +68,7 @@ def test_replayed_steps_give_the_eager_tokens(folder: Path, monkeypatch: pytest.
     eager = [out.outputs[0].token_ids for out in LLM(folder, **options).generate(prompts, params)]
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
-    llm = LLM(folder, **options, piecewise_tokens=4096)
+    llm = LLM(folder, **options, piecewise_tokens=128)
     assert [out.outputs[0].token_ids for out in llm.generate(prompts, params)] == eager
     assert platform.replays > 5
     assert platform.pieces > 0
@@ -112,7 +112,7 @@ def test_replayed_steps_with_drafts_give_the_eager_tokens(
     eager = LLM(tmp_path, num_speculative_tokens=2, steps_in_flight=2, **sizes, **options)
     platform = ReplayingPlatform(torch.device("cpu"))
     monkeypatch.setattr("rorqual.engine.executor.make_platform", lambda device: platform)
-    llm = LLM(tmp_path, num_speculative_tokens=2, piecewise_tokens=4096, **sizes, **options)
+    llm = LLM(tmp_path, num_speculative_tokens=2, piecewise_tokens=128, **sizes, **options)
     assert llm.engine.depth == 2
     found = []
     for each in (eager, llm):

@@ -30,6 +30,7 @@ class Card:
 
     name = "cuda"
     device = torch.device("cuda")
+    default_batched_tokens = 8192
 
     def __init__(self, free: int):
         self.free = free
@@ -57,7 +58,8 @@ def rank_of(shape: str, free: int = 40 * GIB, tp: int = 8, **options: Any) -> Wo
 @pytest.mark.parametrize(("tp", "stretch"), [(1, 512 * 2**20), (8, 129 * 2**20)])
 def test_the_cache_of_a_card_gets_what_the_workspace_leaves(tp: int, stretch: int) -> None:
     rank = rank_of("deepseek-v3", tp=tp)
-    sums = 2048 * (128 // tp) * 129 * 4
+    assert rank.batched_tokens == 8192
+    sums = rank.batched_tokens * (128 // tp) * 129 * 4
     assert 0.95 * stretch < rank.workspace - sums - SCORE_BYTES < 1.05 * stretch
     left = int(40 * GIB - rank.workspace - (1 - 0.9) * 80 * GIB)
     assert abs(rank._cache_bytes() - left) <= 1
