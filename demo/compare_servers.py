@@ -117,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--before", type=Path, required=True, help="a checkout's folder")
     parser.add_argument("--after", type=Path, default=Path())
+    parser.add_argument("--after-options", default="", help="that the first commit lacks")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=128)
@@ -127,7 +128,8 @@ def main() -> None:
         sides = []
         for name in ("before", "after"):
             folder = getattr(asked, name).resolve()
-            server = stack.enter_context(launched_server(options, folder=folder))
+            own = asked.after_options.split() if name == "after" else []
+            server = stack.enter_context(launched_server([*options, *own], folder=folder))
             sides.append(Side(name, server, server.pid, engine_of(server.pid)))
         found: dict[str, list[Round]] = {"before": [], "after": []}
         for pair in range(-1, asked.pairs):

@@ -240,7 +240,7 @@ class Engine:
                     self.scheduler.num_decoding
                 )
             if self.chunks is not None:
-                self.scheduler.prompt_budget = self.chunks.budget(*self.scheduler.next_load())
+                self.scheduler.prompt_budget = self.chunks.budget(self.scheduler.next_load())
             step = self.scheduler.schedule()
             if step is None:
                 return False

@@ -7,10 +7,13 @@ what prompts add by how many tokens they bring.
 With a target, a step takes as many prompt tokens as keep it within that. Without one, steps stay
 within GAP steps of decoding alone, unless what waits would then take much longer than with nothing
 beside: DELAY times as long where it fits into a quarter of a full step, a little longer where it
-fills several. A prompt now and then disturbs nobody, and a burst is worked off.
+fills several. Where more prompts wait than requests decode nothing is held back. So a prompt now
+and then disturbs nobody, and a burst is worked off.
 """
 
 from __future__ import annotations
+
+from rorqual.engine.scheduling.sequence import StepLoad
 
 GAP = 3.0
 DELAY = 2.0
@@ -60,10 +63,14 @@ class ChunkController:
             seconds = max(0.0, seconds - self._decode_seconds(decoding))
         costs.setdefault(_bucket(prompt_tokens), MeanSeconds()).add(seconds / prompt_tokens)
 
-    def budget(self, decoding: int, waiting: int) -> int:
-        """Prompt tokens of the next step. waiting: of prompts that could be computed now."""
+    def budget(self, load: StepLoad) -> int:
+        """Prompt tokens of the next step."""
+        decoding = load.decoding
+        waiting = load.tokens
         if not decoding or not waiting:
             return self.most
+        if self.target is None and load.prompts > decoding:
+            return self.most  # more wait for a first token than for their next one
         base = self._decode_seconds(decoding)
         if not base or not (self.alone or self.added):
             return min(self.most, UNKNOWN)

@@ -31,7 +31,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepResult,
     TokenLogprobs,
 )
-from rorqual.engine.scheduling.sequence import InFlight, Sequence, TokenOut, Usage
+from rorqual.engine.scheduling.sequence import InFlight, Sequence, StepLoad, TokenOut, Usage
 from rorqual.engine.scheduling.waiting_queue import WaitingQueue, charge, charge_output, reserve
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
@@ -223,16 +223,17 @@ class Scheduler:
 
     # ---- scheduling
 
-    def next_load(self) -> tuple[int, int]:
-        """(requests that decode, prompt tokens that could be computed now), the latter counted as
-        far as a few steps can hold them."""
+    def next_load(self) -> StepLoad:
+        """What could be computed now; prompts are counted as far as a few steps can hold them."""
         most = COUNTED_STEPS * self.config.max_num_batched_tokens
-        waiting = sum(len(s.tokens) - s.num_computed_tokens for s in self.prefilling.values())
+        tokens = sum(len(s.tokens) - s.num_computed_tokens for s in self.prefilling.values())
+        prompts = len(self.prefilling)
         for sequence in islice(self.waiting, len(self.free_slots)) if self.waiting else ():
-            if waiting >= most:
+            if tokens >= most:
                 break
-            waiting += len(sequence.tokens)
-        return len(self.decoding), min(waiting, most)
+            tokens += len(sequence.tokens)
+            prompts += 1
+        return StepLoad(len(self.decoding), prompts, min(tokens, most))
 
     def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is

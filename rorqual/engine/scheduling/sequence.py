@@ -4,6 +4,7 @@ a moment's load. No torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, TokenLogprobs
 from rorqual.request import FinishReason, Request
@@ -133,6 +134,14 @@ class InFlight:
     before: list[int] = field(default_factory=list)
     scored: list[Sequence] = field(default_factory=list)
     scored_before: list[int] = field(default_factory=list)
+
+
+class StepLoad(NamedTuple):
+    """Requests that decode; prompts that could be computed now, and their tokens."""
+
+    decoding: int
+    prompts: int
+    tokens: int
 
 
 @dataclass(frozen=True)
