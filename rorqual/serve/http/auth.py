@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from contextlib import suppress
 
 from starlette.exceptions import HTTPException
@@ -57,10 +58,11 @@ class Authenticator:
         name = _request_name(headers.get(b"x-request-id", b""))
         request_id.set(name.decode())
 
-        async def named(message: Message) -> None:
+        def named(message: Message) -> Awaitable[None]:
+            # no coroutine of its own: every chunk of a stream passes here
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
-            await send(message)
+            return send(message)
 
         given = bearer(headers.get(b"authorization"))
         if not given and is_anthropic(scope["path"]):
