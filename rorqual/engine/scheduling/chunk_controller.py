@@ -13,7 +13,7 @@ and then disturbs nobody, and a burst is worked off.
 
 from __future__ import annotations
 
-from rorqual.engine.scheduling.sequence import StepLoad
+from rorqual.engine.scheduling.sequence import PendingLoad
 
 GAP = 3.0
 DELAY = 2.0
@@ -63,7 +63,7 @@ class ChunkController:
             seconds = max(0.0, seconds - self._decode_seconds(decoding))
         costs.setdefault(_bucket(prompt_tokens), MeanSeconds()).add(seconds / prompt_tokens)
 
-    def budget(self, load: StepLoad) -> int:
+    def budget(self, load: PendingLoad) -> int:
         """Prompt tokens of the next step."""
         decoding = load.decoding
         waiting = load.tokens

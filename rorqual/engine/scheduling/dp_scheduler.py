@@ -24,7 +24,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepResult,
     sampling_variant_of,
 )
-from rorqual.engine.scheduling.sequence import InFlight, Sequence, StepLoad, TokenOut, Usage
+from rorqual.engine.scheduling.sequence import InFlight, PendingLoad, Sequence, TokenOut, Usage
 from rorqual.errors import RequestError
 from rorqual.request import FinishReason, Request, StructuredOutput
 
@@ -171,9 +171,9 @@ class DataParallelScheduler:
     def live_tokens(self) -> int:
         return sum(rank.live_tokens for rank in self.schedulers)
 
-    def next_load(self) -> StepLoad:
+    def next_load(self) -> PendingLoad:
         """See Scheduler; of the rank with the most of each, for all wait for the longest."""
-        return StepLoad(*map(max, zip(*(r.next_load() for r in self.schedulers), strict=True)))
+        return PendingLoad(*map(max, zip(*(r.next_load() for r in self.schedulers), strict=True)))
 
     def usage(self) -> Usage:
         return reduce(add, (rank.usage() for rank in self.schedulers))

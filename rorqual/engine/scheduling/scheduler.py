@@ -31,7 +31,7 @@ from rorqual.engine.scheduling.scheduler_output import (
     StepResult,
     TokenLogprobs,
 )
-from rorqual.engine.scheduling.sequence import InFlight, Sequence, StepLoad, TokenOut, Usage
+from rorqual.engine.scheduling.sequence import InFlight, PendingLoad, Sequence, TokenOut, Usage
 from rorqual.engine.scheduling.waiting_queue import WaitingQueue, charge, charge_output, reserve
 from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
@@ -223,7 +223,7 @@ class Scheduler:
 
     # ---- scheduling
 
-    def next_load(self) -> StepLoad:
+    def next_load(self) -> PendingLoad:
         """What could be computed now; prompts are counted as far as a few steps can hold them."""
         most = COUNTED_STEPS * self.config.max_num_batched_tokens
         tokens = sum(len(s.tokens) - s.num_computed_tokens for s in self.prefilling.values())
@@ -233,7 +233,7 @@ class Scheduler:
                 break
             tokens += len(sequence.tokens)
             prompts += 1
-        return StepLoad(len(self.decoding), prompts, min(tokens, most))
+        return PendingLoad(len(self.decoding), prompts, min(tokens, most))
 
     def schedule(self) -> InFlight | None:
         """The next step, or None when nothing can be launched until a step in flight is

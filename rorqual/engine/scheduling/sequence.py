@@ -136,7 +136,7 @@ class InFlight:
     scored_before: list[int] = field(default_factory=list)
 
 
-class StepLoad(NamedTuple):
+class PendingLoad(NamedTuple):
     """Requests that decode; prompts that could be computed now, and their tokens."""
 
     decoding: int

@@ -9,7 +9,7 @@ import pytest
 from rorqual import LLM, SamplingParams
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.scheduling.chunk_controller import DELAY, GAP, ChunkController
-from rorqual.engine.scheduling.sequence import StepLoad
+from rorqual.engine.scheduling.sequence import PendingLoad
 from rorqual.errors import ConfigError
 
 MOST = 8192
@@ -45,7 +45,7 @@ def run(
         left = prompt
         waited = 0.0
         while left:
-            tokens = min(left, controller.budget(StepLoad(decoding, 1, left)))
+            tokens = min(left, controller.budget(PendingLoad(decoding, 1, left)))
             seconds = cost(decoding, tokens)
             controller.observe(decoding, tokens, seconds)
             gaps.append(seconds)
@@ -92,7 +92,7 @@ def test_a_burst_is_worked_off(machine: str) -> None:
     left = 8 * MOST
     spent = 0.0
     while left > 0:
-        tokens = controller.budget(StepLoad(8, 7, left))
+        tokens = controller.budget(PendingLoad(8, 7, left))
         spent += cost(8, tokens)
         controller.observe(8, tokens, cost(8, tokens))
         left -= tokens
@@ -113,21 +113,21 @@ def test_a_target_is_kept_whatever_waits(machine: str, target: float) -> None:
 
 def test_nothing_is_held_back_where_nobody_decodes_or_nothing_waits() -> None:
     controller = ChunkController(MOST)
-    assert controller.budget(StepLoad(0, 1, 5000)) == MOST
-    assert controller.budget(StepLoad(9, 0, 0)) == MOST
-    assert controller.budget(StepLoad(9, 10, 5000)) == MOST
-    assert 0 < controller.budget(StepLoad(9, 1, 5000)) < 1000, "nothing is known yet"
-    assert 0 < ChunkController(MOST, 0.05).budget(StepLoad(9, 10, 5000)) < 1000
+    assert controller.budget(PendingLoad(0, 1, 5000)) == MOST
+    assert controller.budget(PendingLoad(9, 0, 0)) == MOST
+    assert controller.budget(PendingLoad(9, 10, 5000)) == MOST
+    assert 0 < controller.budget(PendingLoad(9, 1, 5000)) < 1000, "nothing is known yet"
+    assert 0 < ChunkController(MOST, 0.05).budget(PendingLoad(9, 10, 5000)) < 1000
 
 
 def test_one_disturbed_step_changes_little() -> None:
     controller = ChunkController(MOST)
     alone(controller, gpu, 2000)
     run(controller, gpu, 8, [2000] * 20, 20)
-    before = controller.budget(StepLoad(8, 1, 2000))
+    before = controller.budget(PendingLoad(8, 1, 2000))
     controller.observe(8, 0, 5.0)
     controller.observe(8, before, 9.0)
-    assert before / 2.1 <= controller.budget(StepLoad(8, 1, 2000)) <= before * 2.1
+    assert before / 2.1 <= controller.budget(PendingLoad(8, 1, 2000)) <= before * 2.1
 
 
 @pytest.mark.parametrize("given", ["fast", "0", "-3", "1e9", "nan"])
