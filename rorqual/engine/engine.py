@@ -257,7 +257,8 @@ class Engine:
                 return []
             step, launched = self.in_flight[0]
             outs = self.scheduler.update(step, self.executor.collect(launched))
-            self._observe(step, len(outs))
+            if self.chunks is not None or self.config.num_speculative_tokens:
+                self._observe(step, len(outs))
             self.stats.output_tokens += len(outs)
             self.in_flight.popleft()  # until here its tokens can be taken back
             return outs
