@@ -29,7 +29,7 @@ from rorqual.layers.norm import Norm
 from rorqual.layers.parameter import Build, Target
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.interface import AttentionMetadata, MLAWeights, PartialAttention, Stretch
-from rorqual.ops.reference import Weight, dequantize
+from rorqual.ops.reference import Weight, dequantize, whole_keys
 from rorqual.ops.stretch import stretch_tokens
 from rorqual.parallel.exchange_policy import gathers_latents
 
@@ -176,7 +176,8 @@ class MLA:
         planes = step.pool.layers[self.index]
         query_in, q, entries = self._prologue(x, step, planes.get("latent"))
         if entries is not None:
-            k, v = self.decompress(entries)
+            nope, rope, v = self.decompress(entries)
+            k = whole_keys(nope, rope)
             self.ops.write_cache(planes["k"], step.places.slots, k)
             self.ops.write_cache(planes["v"], step.places.slots, v)
         inputs = (q, query_in) if self.materialized is not None else (q,)
@@ -211,16 +212,16 @@ class MLA:
         query, entries = gathered.split([part.shape[1] for part in own], -1)
         return query, *self.ops.mla_up(query, entries, w, places, plane)
 
-    def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache entries [N, C + rope] to keys [N, H, qk] and values [N, H, v]."""
+    def decompress(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cache entries [N, C + rope] to keys [N, H, nope] and, shared by all heads, [N, rope],
+        and values [N, H, v]."""
         mla = self.config
         latent, k_rope = entries.split((mla.kv_lora_rank, mla.rope_dim), -1)
         up = self.kv_b.forward(latent.contiguous()).view(
             -1, mla.num_heads, mla.nope_dim + mla.v_dim
         )
         k_nope, v = up.split((mla.nope_dim, mla.v_dim), -1)
-        k_rope = k_rope[:, None].expand(-1, mla.num_heads, -1)
-        return torch.cat((k_nope, k_rope), -1), v
+        return k_nope, k_rope, v
 
     def attend(
         self,
@@ -261,15 +262,15 @@ class MLA:
 
     def _attend_share(self, q: Tensor, plane: Tensor, segments: list[AttentionMetadata]) -> Tensor:
         if len(segments) == 1:
-            k, v = self._decompressed(plane, segments[0], q.dtype)
-            return self.ops.dense_attention(q, k, v, segments[0], self.scale)
+            nope, rope, v = self._decompressed(plane, segments[0], q.dtype)
+            return self.ops.decompressed_attention(q, (nope, rope), v, segments[0], self.scale)
         # Sums are kept in fp32: rounded after each stretch they would drift with their number.
         found = PartialAttention.over_nothing(q, self.config.v_dim)
         for stretch in segments:
             assert isinstance(stretch, Stretch)
-            k, v = self._decompressed(plane, stretch, q.dtype)
-            self.ops.stretch_attention(q, k, v, stretch, self.scale, found)
-            del k, v  # before the next stretch is decompressed: one at a time
+            nope, rope, v = self._decompressed(plane, stretch, q.dtype)
+            self.ops.decompressed_attention(q, (nope, rope), v, stretch, self.scale, found)
+            del nope, rope, v  # before the next stretch is decompressed: one at a time
         return found.out.to(q.dtype)
 
     def _decompressed(
@@ -277,7 +278,7 @@ class MLA:
         plane: Tensor,
         segment: AttentionMetadata,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rank = self.config.kv_lora_rank
         return self.decompress(self.ops.latent_entries(plane, segment, rank, dtype))
 

@@ -96,6 +96,7 @@ class TracedOps(Ops):
     dense_attention = entry(Ops.dense_attention)
     shares = entry(Ops.shares)
     stretch_attention = entry(Ops.stretch_attention)
+    decompressed_attention = entry(Ops.decompressed_attention)
     gather = entry(Ops.gather)
     latent_entries = entry(Ops.latent_entries)
     decode_rows = entry(Ops.decode_rows)

@@ -481,6 +481,25 @@ class Ops:
                     found.out[at], found.total[at], *more
                 )
 
+    def decompressed_attention(
+        self,
+        q: Tensor,
+        keys: tuple[Tensor, Tensor],
+        v: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+        found: PartialAttention | None = None,
+    ) -> Tensor:
+        """`dense_attention` over keys whose last columns all heads share, as they come from cached
+        latents: keys are [N, H, nope] and [N, rope]. With `found` it is `stretch_attention`, and
+        returns what was found so far, in fp32."""
+        k = reference.whole_keys(*keys)
+        if found is None:
+            return self.dense_attention(q, k, v, segment, scale)
+        assert isinstance(segment, Stretch)
+        self.stretch_attention(q, k, v, segment, scale, found)
+        return found.out
+
     def gather(self, plane: Tensor, segment: AttentionMetadata) -> Tensor:
         """All cached entries of the segment's requests, packed: [sum of KV lengths, *shape]."""
         lens = segment.kv_lens.tolist()

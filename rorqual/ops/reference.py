@@ -218,6 +218,11 @@ def seen_scores(q: Tensor, k: Tensor, scale: float, first: int) -> Tensor:
     return scores.masked_fill_(~allowed, float("-inf"))
 
 
+def whole_keys(nope: Tensor, rope: Tensor) -> Tensor:
+    """Keys [N, H, nope + rope] of [N, H, nope], and of [N, rope], which all heads share."""
+    return torch.cat((nope, rope[:, None].expand(-1, nope.shape[1], -1)), -1)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of one request. q [Q, H, D] are the last Q of its L positions; k [L, G, D]; v
     [L, G, Dv]. Returns [Q, H, Dv]."""

@@ -6,13 +6,14 @@ CC makes keys and values of all heads from cached latents: in DeepSeek-V3, with 
 one GPU, 114 KiB a token, 15 GB in every layer at 131,072 tokens. So a request whose cache does not
 fit into a bound is attended to stretch by stretch, and these are joined by their log-sum-exp.
 
-The bound on a GPU is 512 MiB, 4,544 tokens of DeepSeek-V3 with all heads, and 8,192 tokens, which
+The bound on a GPU is 1 GiB, 9,088 tokens of DeepSeek-V3 with all heads, and 8,192 tokens, which
 take 129 MiB with the 16 heads of tp=8: prompts up to that are one stretch. Each stretch starts a
 kernel, and reads and writes the sums so far. On an H100, 2,048 tokens behind a context of 16,384 or
-65,536 take 7 or 8 % longer with all heads than decompressed whole, which took 1.8 and 7.1 GiB (with
-256 MiB 14 to 17 %, with 1 GiB 3 or 4 %), and 6 % longer with 16 heads. On a CPU the bound is
-64 MiB: memory is shared with all else there, and longer stretches gain little, for products of a
-thousand rows keep the cores busy as they are.
+65,536 took 3 or 4 % longer with all heads than decompressed whole, which took 1.8 and 7.1 GiB (with
+512 MiB 7 or 8 %, with 256 MiB 14 to 17 %), and 6 % longer with 16 heads; that was a kernel of half
+the speed. A prompt of 8,192 tokens, a GPU's default budget of a step, is one stretch. On a CPU the
+bound is 64 MiB: memory is shared with all else there, and longer stretches gain little, for
+products of a thousand rows keep the cores busy as they are.
 
 Below a page it cannot go: a stretch starts where a page does.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 from rorqual.config.model import MLAConfig
 
 STRETCH_BYTES = {"cpu": 64 * 2**20}
-CARD_STRETCH_BYTES = 512 * 2**20
+CARD_STRETCH_BYTES = 2**30
 CARD_STRETCH_TOKENS = 8192
 # Attention without a kernel of its own takes heads and queries in blocks: the most fp32 numbers of
 # scores, of keys and values, or of results in one, of which four such tensors live at once.

@@ -202,7 +202,10 @@ class Registers:
         if form == "f32.f32":
             return np.floor(self.get(x, "f32"))
         to, source = form.split(".")
-        return self.get(x, source).astype(KINDS[to])
+        value = self.get(x, source)
+        if len(value) > self.threads:  # of a wider register, its low part
+            value = value.reshape(self.threads, -1)[:, 0]
+        return value.astype(KINDS[to])
 
     def compute(self, head: str, rest: list[str], text: list[str]) -> np.ndarray:
         kind = rest[-1]

@@ -321,6 +321,29 @@ class TritonOps(Ops):
         starts = known.query_starts(), known.key_starts()
         return prefill.dense_prefill(q, k, v, *starts, segment.kv_lens, known.most_queries, scale)
 
+    def decompressed_attention(
+        self,
+        q: Tensor,
+        keys: tuple[Tensor, Tensor],
+        v: Tensor,
+        segment: AttentionMetadata,
+        scale: float,
+        found: PartialAttention | None = None,
+    ) -> Tensor:
+        """Hopper's kernel takes keys in two parts."""
+        known = derived(segment)
+        queries = q.shape[0] if found is not None else known.most_queries
+        if not prefill.takes_parts(q, *keys, v, queries):
+            return super().decompressed_attention(q, keys, v, segment, scale, found)
+        so_far = None
+        if found is not None:
+            assert isinstance(segment, Stretch)
+            so_far = prefill.SoFar(found.out, found.total, segment.first)
+        starts = (known.query_starts(), known.key_starts())
+        return prefill.dense_prefill(
+            q, keys[0], v, *starts, segment.kv_lens, queries, scale, so_far=so_far, k_rope=keys[1]
+        )
+
     def shares(self, segment: AttentionMetadata, tokens: int, page: int) -> list[Share]:
         """Made once a step, as all that is derived of the segments in them."""
         return derived(segment).shares(tokens, page)

@@ -17,9 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rorqual.ops.reference import whole_keys
 from rorqual.ops.triton.attention.gqa_decode import padded
 from rorqual.ops.triton.attention.mla_decode import LOG2E, _row, _slots, _softmax_step, _whole
 from rorqual.ops.triton.runtime import tuning
+from rorqual.ops.triton.runtime.launch import is_hopper
 
 TO_BASE_2 = tl.constexpr(LOG2E)
 
@@ -27,13 +29,14 @@ TO_BASE_2 = tl.constexpr(LOG2E)
 @dataclass(frozen=True)
 class PrefillConfig:
     """block_m queries by block_n keys a tile; tma: bulk copies (packed keys, or pages of at
-    least block_n)."""
+    least block_n); gluon: the kernel of prefill_sm90.py where it takes the call."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     tma: bool = True
+    gluon: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,18 @@ def config_for(q: Tensor, groups: int, paged: bool, queries: int) -> PrefillConf
         "width": q.shape[2],
         "paged": paged,
         "queries": queries,
+        "hopper": is_hopper(q.device),
     }
     return tuning.config_for("prefill", PrefillConfig, q.device, dtype=str(q.dtype)[6:], **shape)
+
+
+def takes_parts(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, queries: int) -> bool:
+    """Whether `dense_prefill` reads keys in two parts where they are, not joined first."""
+    if not config_for(q, k_nope.shape[1], False, queries).gluon or not is_hopper(q.device):
+        return False
+    from rorqual.ops.triton.attention import prefill_sm90
+
+    return prefill_sm90.supported(q, k_nope, v, 0, k_rope)
 
 
 def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[PrefillConfig]:
@@ -68,12 +81,14 @@ def configs_for(qk_dim: int, dtype: torch.dtype, queries: int = 4096) -> list[Pr
         return [PrefillConfig(16, 64, 4, 3)]
     if qk_dim > 128:
         return [
+            PrefillConfig(128, 64, 8, 3, gluon=True),
             PrefillConfig(128, 64, 8, 3),
             PrefillConfig(64, 64, 4, 2),
             PrefillConfig(128, 128, 8, 2),
             PrefillConfig(64, 64, 4, 3),
         ]
     return [
+        PrefillConfig(64, 64, 4, 3, gluon=True),
         PrefillConfig(64, 64, 4, 3),
         PrefillConfig(64, 64, 4, 4),
         PrefillConfig(128, 128, 8, 2),
@@ -275,6 +290,7 @@ def _launch(
     out: Tensor | None,
     config: PrefillConfig | None,
     so_far: SoFar | None = None,
+    k_rope: Tensor | None = None,
 ) -> Tensor:
     """k [rows, G, D] and v [rows, G, Dv]: packed keys, or the slots of a paged plane."""
     tokens, heads, width = q.shape
@@ -292,6 +308,15 @@ def _launch(
     if out is None:
         out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
     v_width = padded(v.shape[2])
+    if config.gluon and is_hopper(q.device):
+        from rorqual.ops.triton.attention import prefill_sm90
+
+        if prefill_sm90.supported(q, k, v, page, k_rope):
+            known = (tables, query_starts, key_starts, kv_lens, firsts, totals, max_query_len)
+            prefill_sm90.launch(q, k, v, page, *known, scale * LOG2E, out, k_rope)
+            return out
+    if k_rope is not None:
+        k = whole_keys(k, k_rope)
     exact = main + tail == width and v_width == v.shape[2]
     tma = config.tma and exact and _bulk(k) and _bulk(v) and page % config.block_n == 0
     describe = [
@@ -322,14 +347,16 @@ def dense_prefill(
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
     so_far: SoFar | None = None,
+    k_rope: Tensor | None = None,
 ) -> Tensor:
     """Attention over packed keys. q [T, H, D], k [N, G, D], v [N, G, Dv], bf16 or fp32, any row
     and head strides; query_starts [R + 1], key_starts [R] and kv_lens [R] int on the device:
     request i owns queries query_starts[i] to [i + 1] and keys from key_starts[i]. max_query_len
     is known on the host; a bound will do. Returns [T, H, Dv]. so_far: the keys are some of each
-    request's, and its `out` is returned."""
+    request's, and its `out` is returned. k_rope [N, rope]: k's last columns, which all heads
+    share, where k has only those before."""
     known = (query_starts, key_starts, kv_lens, max_query_len, scale)
-    return _launch(q, k, v, 0, None, *known, out, config, so_far)
+    return _launch(q, k, v, 0, None, *known, out, config, so_far, k_rope)
 
 
 def paged_prefill(
