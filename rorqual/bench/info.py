@@ -80,7 +80,7 @@ def heading(config: ModelConfig, folder: str | Path) -> Text:
         if config.is_mla
         else f"GQA, {config.attention.num_heads} heads"
     )
-    held = config.dtype if config.quant is None else f"fp8 weights, {config.dtype}"
+    held = config.dtype if config.quant is None else f"{config.quant.describe()}, {config.dtype}"
     facts = (
         f"{config.num_layers} layers ({config.num_layers - sparse} dense, {sparse} MoE), "
         f"hidden {config.hidden_size}, {attention}, "

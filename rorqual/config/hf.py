@@ -21,9 +21,9 @@ from rorqual.config.model import (
     MLAConfig,
     ModelConfig,
     MoEConfig,
-    QuantConfig,
     RopeConfig,
 )
+from rorqual.config.quant import FP8_BLOCK, QuantConfig
 from rorqual.errors import ConfigError
 
 ARCHITECTURES = {
@@ -389,7 +389,7 @@ class _Reader:
         self.refuse_nested(name, values, QUANT, QUANT_OFF, f"quant_method {method}")
         # Two names for one list; whoever writes both means the layers of either.
         names = [item for field in MODULE_LISTS for item in self.strings(name, values, field)]
-        return QuantConfig((int(block[0]), int(block[1])), tuple(dict.fromkeys(names)))
+        return QuantConfig(FP8_BLOCK, tuple(dict.fromkeys(names)))
 
     def common(self, rope: RopeConfig) -> dict[str, Any]:
         dtype = str(self.get("dtype", self.get("torch_dtype", "bfloat16"))).removeprefix("torch.")

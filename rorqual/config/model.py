@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rorqual.config.quant import QuantConfig
 from rorqual.errors import ConfigError
 
 TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -118,20 +119,6 @@ class MoEConfig:
     @property
     def has_bias(self) -> bool:
         return self.method == "noaux_tc"
-
-
-@dataclass(frozen=True)
-class QuantConfig:
-    """fp8 e4m3 weights with one fp32 scale for each block of rows x columns."""
-
-    block: tuple[int, int] = (128, 128)
-    ignored: tuple[str, ...] = ()
-
-    def covers(self, module: str) -> bool:
-        return not any(
-            module == name or module.startswith(name + ".") or module.endswith("." + name)
-            for name in self.ignored
-        )
 
 
 @dataclass(frozen=True)

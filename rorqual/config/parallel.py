@@ -202,28 +202,39 @@ def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
 
 
 def _check_blocks(model: ModelConfig, sizes: ParallelConfig) -> None:
-    """fp8 weights are cut between blocks of their scales, never inside one."""
-    assert model.quant is not None
-    rows = model.quant.block[0]
+    """Quantized weights are cut between blocks of their scales, never inside one."""
     attention = model.attention
     outputs = attention.num_heads * (
         attention.head_dim if isinstance(attention, GQAConfig) else attention.v_dim
     )
-    cuts = [("tp", sizes.tp, "the attention output", outputs)]
-    cuts += [("expert_tp", sizes.expert_tp, "an expert", model.moe.intermediate_size)]
-    if model.moe.num_shared:
-        cuts.append(
-            (
-                "dense_tp",
-                sizes.dense_tp or 1,
-                "the shared experts",
-                model.moe.num_shared * model.moe.intermediate_size,
-            )
-        )
+    moe = model.moe
+    dense = sizes.dense_tp or 1
+    shared = moe.num_shared * moe.intermediate_size
+    cuts = [("tp", sizes.tp, "the attention output", "self_attn.o_proj", outputs)]
+    if any(model.moe_layers):
+        experts = ("mlp.experts.0.down_proj", moe.intermediate_size)
+        cuts.append(("expert_tp", sizes.expert_tp, "an expert", *experts))
+        if moe.num_shared:
+            place = "mlp.shared_experts.down_proj"
+            cuts.append(("dense_tp", dense, "the shared experts", place, shared))
     if not all(model.moe_layers):
-        cuts.append(("dense_tp", sizes.dense_tp or 1, "a dense layer", model.dense_intermediate))
-    for name, size, what, columns in cuts:
-        if size > 1 and (columns // size) % rows:
-            raise ConfigError(
-                f"{name}={size} cuts {what} of {columns} columns inside an fp8 block of {rows}"
-            )
+        place = "mlp.down_proj"
+        cuts.append(("dense_tp", dense, "a dense layer", place, model.dense_intermediate))
+    for name, size, what, place, columns in cuts:
+        if size > 1:
+            _check_cut(model, name, size, what, place, columns)
+
+
+def _check_cut(
+    model: ModelConfig, name: str, size: int, what: str, place: str, columns: int
+) -> None:
+    assert model.quant is not None
+    found = (
+        model.quant.of(f"model.layers.{layer}.{place}", columns)
+        for layer in range(model.num_layers)
+    )
+    for scheme in dict.fromkeys(found):
+        unit = scheme.column_unit
+        if (columns // size) % unit:
+            group = f"an {scheme.kind} {'block' if scheme.block[0] > 1 else 'group'} of {unit}"
+            raise ConfigError(f"{name}={size} cuts {what} of {columns} columns inside {group}")

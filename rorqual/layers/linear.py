@@ -1,4 +1,4 @@
-"""Linear layers: each owns its weight's format, the names of the checkpoint tensors merged into
+"""Linear layers: each knows its weight's format, the names of the checkpoint matrices merged into
 it, and what part of them it holds."""
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rorqual.layers.parameter import Build, Target, Window, matrix_targets
+from rorqual.config.quant import WIDE
+from rorqual.layers.parameter import Build, Target, Window
+from rorqual.layers.weight_format.base import Matrix
+from rorqual.layers.weight_format.select import format_of
 from rorqual.ops.activation import Activation
-from rorqual.ops.reference import FP8, Weight
+from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.shard import WHOLE, Shard
 
 
@@ -33,37 +36,6 @@ class Part:
     def local(self) -> int:
         start, stop = self.shard.span(self.rows)
         return stop - start
-
-
-def empty_weight(
-    build: Build,
-    rows: int,
-    columns: int,
-    quantized: bool,
-    aligned: bool = True,
-    stack: tuple[int, ...] = (),
-) -> Weight:
-    """Uninitialised storage. Merged or cut fp8 parts whose rows are no multiple of the block
-    keep one scale a row instead."""
-    if not quantized:
-        return Weight(build.empty(*stack, rows, columns))
-    assert build.quant is not None
-    block_rows, block_columns = build.quant.block
-    block_rows = block_rows if aligned else 1
-    scale = build.empty(
-        *stack, -(-rows // block_rows), -(-columns // block_columns), dtype=torch.float32
-    )
-    return Weight(build.empty(*stack, rows, columns, dtype=FP8), scale, (block_rows, block_columns))
-
-
-def rows_of(weight: Weight, start: int, stop: int) -> Weight:
-    """A view of rows that begin on a block's edge."""
-    if weight.scale is None:
-        return Weight(weight.data[start:stop])
-    rows = weight.block[0]
-    return Weight(
-        weight.data[start:stop], weight.scale[start // rows : -(-stop // rows)], weight.block
-    )
 
 
 class Linear:
@@ -92,31 +64,25 @@ class Linear:
         self.std = gain * columns**-0.5
         rows = sum(part.local for part in parts)
         width = shard.span(columns)[1] - self.first_column
-        quantized = all(build.is_quantized(part.name) for part in parts)
-        self.block = build.quant.block if build.quant else (128, 128)
-        assert not quantized or self.first_column % self.block[1] == 0, (
-            "fp8 columns are cut between blocks (check_parallel)"
-        )
+        self.format = format_of(build.scheme([part.name for part in parts], columns))
         edges = [part.start for part in parts] + [part.local for part in parts[:-1]]
-        self.weight = empty_weight(
-            build, rows, width, quantized, aligned=not any(edge % self.block[0] for edge in edges)
-        )
+        self.weight = self.format.empty(build, rows, width, edges)
         self.biased = any(part.bias for part in parts)
         self.bias = build.empty(rows).zero_() if self.biased and shard.index == 0 else None
 
     def forward(self, x: Activation) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
+    def widen(self, dtype: torch.dtype) -> None:
+        """Hold the loaded matrix in `dtype`, whatever it was in the file."""
+        self.weight = Weight(dequantize(self.weight, dtype))
+        self.format = format_of(WIDE)
+
     def targets(self) -> Iterator[Target]:
         for part, start, stop in self._places():
             window = Window((part.rows, self.columns), part.start, self.first_column)
-            yield from matrix_targets(
-                f"{part.name}.weight",
-                rows_of(self.weight, start, stop),
-                self.std,
-                window,
-                self.block,
-            )
+            weight = self.weight.part(start, stop)
+            yield from self.format.targets(Matrix(part.name, weight, window, self.std))
             if part.bias:
                 yield Target(
                     f"{part.name}.bias",
@@ -138,19 +104,15 @@ class Linear:
         return self.weight.data.new_empty(0) if self.bias is None else self.bias[start:stop]
 
     def _merged_targets(self) -> Iterator[Target]:
+        assert self.merged is not None
         names = tuple(part.name for part in self.parts)
-        weights, biases = (tuple(f"{name}.{kind}" for name in names) for kind in ("weight", "bias"))
+        biases = tuple(f"{name}.bias" for name in names)
         total = sum(part.rows for part in self.parts)
         for row, start, stop in self._runs():
             window = Window((total, self.columns), row, self.first_column)
-            yield from matrix_targets(
-                f"{self.merged}.weight",
-                rows_of(self.weight, start, stop),
-                self.std,
-                window,
-                self.block,
-                weights,
-            )
+            weight = self.weight.part(start, stop)
+            matrix = Matrix(self.merged, weight, window, self.std, names)
+            yield from self.format.targets(matrix)
             if self.biased and all(part.bias for part in self.parts):
                 yield Target(
                     f"{self.merged}.bias",

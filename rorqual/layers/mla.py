@@ -106,7 +106,7 @@ class MLA:
     def finalize(self) -> None:
         """Derive, from loaded weights, what the chosen forms need. fp8 kv_b becomes bf16:
         absorbed products read it head by head."""
-        self.kv_b.weight = Weight(dequantize(self.kv_b.weight, self.dtype))
+        self.kv_b.widen(self.dtype)
         materialized = "AM_CC_ME" in (self.prefill_form, self.decode_form)
         q_norm, q_b = (
             (self.q_norm.weight, self.q_b.weight) if self.q_norm and self.q_b else (None, None)
@@ -122,7 +122,7 @@ class MLA:
             LATENT_NORM_EPS,
             self.interleaved,
             keep_query_input=materialized,
-            quantize_output=self.out.weight.quantized,
+            quantize_output=self.out.weight.fp8_blocks,
             layer=self.index,
         )
         self.materialized: tuple[Weight, Weight, Weight] | None = None

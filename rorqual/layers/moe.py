@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
-from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
-from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
+from rorqual.layers.linear import Linear, Part
+from rorqual.layers.parameter import Build, Target, Window
+from rorqual.layers.weight_format.base import Matrix
+from rorqual.layers.weight_format.select import format_of
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -95,7 +97,8 @@ class MoE:
         self.prefix = prefix
         self.hidden = hidden
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
-        self.block = build.quant.block if build.quant else (128, 128)
+        self.build = build
+        self._choose_formats(build)
         self.fused_shared_experts = self._fused_shared(build, slots)
         self.router = RouterWeights(
             build.empty(moe.num_experts, hidden, dtype=gate_dtype),
@@ -134,30 +137,37 @@ class MoE:
         sizes = build.mesh.sizes
         here = slots is None and possible_exchanges(sizes, moe) == ("local",)
         alike = (sizes.ep, sizes.expert_tp) == (1, sizes.dense_tp)
-        parts = (
-            "experts",
-            *(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-        )
-        formats = {build.is_quantized(f"{self.prefix}.{part}") for part in parts}
-        whole = (
-            moe.num_shared == 1
-            or formats == {False}
-            or not any(moe.intermediate_size % size for size in self.block)
-        )
-        return (
-            moe.num_shared
-            if build.ops.fuses_shared_experts and here and alike and len(formats) == 1 and whole
-            else 0
-        )
+        return moe.num_shared if here and alike and self._fits_shared(build) else 0
+
+    def _fits_shared(self, build: Build) -> bool:
+        """Whether the backend asks for it, and shared experts are of the routed ones' format and
+        can be cut into as many."""
+        moe = self.moe
+        if not (build.ops.fuses_shared_experts and moe.num_shared):
+            return False
+        at = f"{self.prefix}.shared_experts"
+        names = [[f"{at}.gate_proj", f"{at}.up_proj"], [f"{at}.down_proj"]]
+        widths = (self.hidden, moe.num_shared * moe.intermediate_size)
+        schemes = [build.scheme(*pair) for pair in zip(names, widths, strict=True)]
+        units = (self.gate_up_format.scheme.block[0], self.down_format.scheme.column_unit)
+        whole = moe.num_shared == 1 or not any(moe.intermediate_size % unit for unit in units)
+        return whole and schemes == [self.gate_up_format.scheme, self.down_format.scheme]
+
+    def _choose_formats(self, build: Build) -> None:
+        """One for the gates and ups of all experts, one for their downs."""
+        experts = [f"{self.prefix}.experts.{expert}" for expert in range(self.moe.num_experts)]
+        ups = [f"{name}.{part}" for name in experts for part in ("gate_proj", "up_proj")]
+        downs = [f"{name}.down_proj" for name in experts]
+        self.gate_up_format = format_of(build.scheme(ups, self.hidden))
+        self.down_format = format_of(build.scheme(downs, self.moe.intermediate_size))
 
     def _expert_weights(self, build: Build, hidden: int) -> ExpertWeights:
         stack = (len(self.held) + self.fused_shared_experts,)
         size = len(self.columns)
-        quantized = build.is_quantized(f"{self.prefix}.experts")
-        aligned = size % self.block[0] == 0 and self.columns.start % self.block[0] == 0
+        edges = (size, self.columns.start)
         return ExpertWeights(
-            empty_weight(build, 2 * size, hidden, quantized, aligned, stack),
-            empty_weight(build, hidden, size, quantized, stack=stack),
+            self.gate_up_format.empty(build, 2 * size, hidden, edges, stack),
+            self.down_format.empty(build, hidden, size, stack=stack),
             self.fused_shared_experts,
             1 / build.mesh.axes["ep"].shard.count,
         )
@@ -246,7 +256,8 @@ class MoE:
         for expert, name in enumerate(names):
             if expert not in held:
                 yield from self._absent(name)
-        if self.slots.is_identity and not gate_up.quantized:
+        whole = self.gate_up_format.whole_stacks and self.down_format.whole_stacks
+        if self.slots.is_identity and whole:
             yield from self._stacked_targets(names)
 
     def _slot_targets(
@@ -263,10 +274,11 @@ class MoE:
         width = experts * self.moe.intermediate_size
         for index, part in enumerate(("gate_proj", "up_proj")):
             window = Window((width, self.hidden), row=start)
-            rows = self._half(gate_up, index, size)
-            yield from matrix_targets(f"{name}.{part}.weight", rows, std[0], window, self.block)
+            rows = gate_up.part(index * size, (index + 1) * size)
+            matrix = Matrix(f"{name}.{part}", rows, window, std[0])
+            yield from self.gate_up_format.targets(matrix)
         window = Window((self.hidden, width), column=start)
-        yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, self.block)
+        yield from self.down_format.targets(Matrix(f"{name}.down_proj", down, window, std[1]))
 
     def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
         """One of the shared experts among the routed ones; also from a checkpoint that holds
@@ -279,26 +291,20 @@ class MoE:
         yield from self._slot_targets(
             name, gate_up, down, start, self.fused_shared_experts, self.fused_shared_std
         )
-        covers = tuple(f"{name}.{part}.weight" for part in ("gate_proj", "up_proj"))
+        covers = (f"{name}.gate_proj", f"{name}.up_proj")
         for index in range(2):
             window = Window((2 * width, self.hidden), row=index * width + start)
-            rows = self._half(gate_up, index, size)
-            yield from matrix_targets(
-                f"{name}.gate_up_proj.weight", rows, self.std[0], window, self.block, covers
-            )
-
-    def _half(self, gate_up: Weight, index: int, size: int) -> Weight:
-        """The gate's or the up projection's rows of one expert."""
-        return rows_of(gate_up, index * size, (index + 1) * size)
+            rows = gate_up.part(index * size, (index + 1) * size)
+            matrix = Matrix(f"{name}.gate_up_proj", rows, window, self.std[0], covers)
+            yield from self.gate_up_format.targets(matrix)
 
     def _absent(self, name: str) -> Iterator[Target]:
-        weight = self.exchange.experts.gate_up
-        empty = weight.data.new_empty(0)
-        block = self.block if weight.quantized else None
         size = self.moe.intermediate_size
+        wide = (size, self.hidden)
         for part in ("gate_proj", "up_proj"):
-            yield from absent_targets(f"{name}.{part}.weight", empty, (size, self.hidden), block)
-        yield from absent_targets(f"{name}.down_proj.weight", empty, (self.hidden, size), block)
+            yield from self.gate_up_format.absent(f"{name}.{part}", self.build, wide)
+        shape = (self.hidden, size)
+        yield from self.down_format.absent(f"{name}.down_proj", self.build, shape)
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""

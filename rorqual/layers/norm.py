@@ -20,7 +20,7 @@ class Norm:
         self, build: Build, name: str, size: int, eps: float, quantize_output: bool = False
     ):
         self.ops = build.ops
-        self.quantize_output = quantize_output and build.quant is not None
+        self.quantize_output = quantize_output and build.rounds_rows_to_fp8
         self.name = name
         self.eps = eps
         self.weight = build.empty(size)

@@ -3,21 +3,48 @@ from a seed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rorqual.config.model import QuantConfig
+from rorqual.config.quant import QuantConfig, WeightScheme, scheme_of
+from rorqual.errors import ConfigError
 from rorqual.ops.interface import Ops
-from rorqual.ops.reference import FP8, Weight
 from rorqual.parallel.mesh import Mesh
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-# A random fp8 weight is drawn with this standard deviation in fp8 units: 448 then lies at five
-# sigma.
-FP8_STD = 89.6
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a shard lies in the file's matrix: the matrix's shape, and the shard's first row and
+    column."""
+
+    shape: tuple[int, int]
+    row: int = 0
+    column: int = 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """How a window of the file's tensor, `extent` in shape, becomes what is kept. It is read in
+    pieces along its first axis, `unit` places or a multiple at a time; `store(places, data)` takes
+    one, of one of `dtypes`, and raises ValueError, with the end of a sentence, for numbers that
+    cannot be right. `into`: what it fills, where that is more than the target's view."""
+
+    extent: tuple[int, ...]
+    store: Callable[[slice, Tensor], None]
+    dtypes: tuple[torch.dtype, ...]
+    unit: int = 1
+    into: tuple[Tensor, ...] = ()
+
+    def pieces(self, most: int) -> int:
+        """Places of a piece of at most so many bytes, if a unit is not more."""
+        each = 4 * math.prod(self.extent[1:]) * self.unit
+        return max(1, most // max(1, each)) * self.unit
 
 
 @dataclass(frozen=True)
@@ -29,7 +56,11 @@ class Target:
 
     A shard's view holds a window of the file's tensor: `whole` is that tensor's shape (None: the
     view's own), `start` where the window begins, rows counted as the view counts them. A view
-    without elements takes nothing but says that the name is known.
+    without elements takes nothing but says that the name is known. `optional`: the file may lack
+    it. `is_scale`: its numbers must be finite.
+
+    `convert` is for tensors that are not kept as the file has them; `place` is then where the view
+    lies in the matrix that random weights are drawn for.
     """
 
     name: str
@@ -40,6 +71,15 @@ class Target:
     repeat: int = 1
     whole: tuple[int, ...] | None = None
     start: tuple[int, ...] | None = None
+    optional: bool = False
+    is_scale: bool = False
+    place: Window | None = None
+    convert: Convert | None = None
+
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        """Where it is held."""
+        return self.convert.into if self.convert and self.convert.into else (self.view,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,53 +119,20 @@ class Build:
         make = self.embedding_memory
         return make((rows, columns), self.dtype) if make else self.empty(rows, columns)
 
-    def is_quantized(self, module: str) -> bool:
-        return self.quant is not None and self.quant.covers(module)
+    @property
+    def rounds_rows_to_fp8(self) -> bool:
+        return self.quant is not None and self.quant.rounds_rows_to_fp8
 
-
-@dataclass(frozen=True)
-class Window:
-    """Where a shard lies in the file's matrix: the matrix's shape, and the shard's first row and
-    column."""
-
-    shape: tuple[int, int]
-    row: int = 0
-    column: int = 0
-
-
-def matrix_targets(
-    name: str,
-    weight: Weight,
-    std: float,
-    window: Window,
-    block: tuple[int, int] = (128, 128),
-    covers: tuple[str, ...] = (),
-) -> Iterator[Target]:
-    """Targets of one weight matrix, or of the shard of it that `window` places: its data and,
-    for fp8, its `_scale_inv` with one scale for each `block` of the file. A weight that keeps
-    one scale a row repeats them."""
-    start = (window.row, window.column)
-    if weight.scale is None:
-        yield Target(name, weight.data, std=std, covers=covers, whole=window.shape, start=start)
-        return
-    assert weight.data.dtype == FP8
-    yield Target(name, weight.data, std=FP8_STD, covers=covers, whole=window.shape, start=start)
-    whole = (-(-window.shape[0] // block[0]), -(-window.shape[1] // block[1]))
-    repeat = block[0] // weight.block[0]
-    start = (window.row // weight.block[0], window.column // block[1])
-    scales = tuple(part + "_scale_inv" for part in covers)
-    yield Target(
-        name + "_scale_inv", weight.scale, None, std / FP8_STD, scales, repeat, whole, start
-    )
-
-
-def absent_targets(
-    name: str, empty: Tensor, shape: tuple[int, int], block: tuple[int, int] | None
-) -> Iterator[Target]:
-    """A matrix that another rank holds: its names are known and its shapes are checked; nothing
-    is read. `block` where it is fp8."""
-    yield Target(name, empty, whole=shape)
-    if block is not None:
-        yield Target(
-            name + "_scale_inv", empty, whole=(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-        )
+    def scheme(self, modules: Sequence[str], columns: int) -> WeightScheme:
+        """Of the modules that are merged into one matrix. Raises ConfigError where they differ."""
+        found = scheme_of(self.quant, modules, columns)
+        if found is None:
+            assert self.quant is not None
+            ways = {name: self.quant.of(name, columns).describe() for name in modules}
+            (first, way), *others = ways.items()
+            other, differs = next(item for item in others if item[1] != way)
+            raise ConfigError(
+                f"{first}.weight is {way}, {other}.weight is {differs}: they are one matrix here "
+                "and cannot be of two formats"
+            )
+        return found

@@ -18,13 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rorqual.errors import LoadError
-from rorqual.layers.parameter import Target
+from rorqual.layers.parameter import Convert, Target
 from rorqual.models.transformer import Transformer
 from rorqual.ops import rng
 
 WINDOW = 64 * 2**20
 NAMES_SHOWN = 5
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SCALES = (*FLOATS, torch.float8_e8m0fnu)
 Draw = Callable[[Tensor, int, float, int, int], None]
 
 
@@ -100,15 +101,19 @@ class TensorReader:
     """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped
     pages are given back."""
 
-    def __init__(self, path: Path, name: str):
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]):
         self.path = path
         self.name = name
+        self.shape = shape
 
     def chunks(self, target: Target) -> Iterator[tuple[slice, Tensor]]:
         """(rows of the target's view, what belongs there): the file's pages outside the target's
         window are not touched."""
-        if not target.shape:
-            yield slice(0, 1), self._read(())
+        if not self.shape:
+            yield slice(0, 1), self._read(()).reshape(target.shape)
+            return
+        if target.convert:
+            yield from self._pieces(target, target.convert)
             return
         count = target.view.shape[0]
         (first, *rest) = target.origin
@@ -131,6 +136,18 @@ class TensorReader:
             yield slice(start, stop), data
             start = stop
 
+    def _pieces(self, target: Target, convert: Convert) -> Iterator[tuple[slice, Tensor]]:
+        """(places of the window's first axis, what the file has there)"""
+        (first, *rest) = target.origin
+        (count, *widths) = convert.extent
+        inner = tuple(
+            slice(start, start + width) for start, width in zip(rest, widths, strict=True)
+        )
+        step = convert.pieces(WINDOW)
+        for start in range(0, count, step):
+            stop = min(count, start + step)
+            yield slice(start, stop), self._read((slice(first + start, first + stop), *inner))
+
     def _read(self, window: tuple[slice, ...]) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
             return file.get_slice(self.name)[window] if window else file.get_tensor(self.name)
@@ -144,7 +161,7 @@ def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], TensorReader]]
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{path} is damaged or truncated: {error}") from None
     for name, shape in shapes.items():
-        yield name, shape, TensorReader(path, name)
+        yield name, shape, TensorReader(path, name, shape)
 
 
 class TargetsByName:
@@ -162,7 +179,7 @@ class TargetsByName:
 
     def fill(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
         for target in self.by_name[name]:
-            if target.shape != shape:
+            if target.shape != shape and not (target.shape == (1,) and not shape):
                 raise LoadError(
                     f"{name} in {path.name} has shape {list(shape)}, the configuration asks "
                     f"for {list(target.shape)}"
@@ -170,27 +187,50 @@ class TargetsByName:
         again = self.filled.intersection(self.by_name[name][0].stands_for)
         if again:
             raise LoadError(f"{name} in {path.name} fills {sorted(again)[0]} a second time")
-        self._copy(name, shape, rows, path)
+        self._copy(name, rows, path)
         self.filled.update(self.by_name[name][0].stands_for)
 
-    def _copy(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
+    def _copy(self, name: str, rows: TensorReader, path: Path) -> None:
         try:
             for target in self.by_name[name]:
                 for part, data in rows.chunks(target) if target.view.numel() else ():
-                    view = target.view[part] if shape else target.view
-                    if data.dtype != view.dtype and not (
-                        data.dtype in FLOATS and view.dtype in FLOATS
-                    ):
-                        raise LoadError(
-                            f"{name} in {path.name} is {data.dtype}, the configuration asks "
-                            f"for {view.dtype}"
-                        )
-                    view.copy_(data)
+                    fault = self._put(target, part, data)
+                    if fault:
+                        raise LoadError(f"{name} in {path.name} {fault}")
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path} is damaged or truncated: {error}") from None
 
+    @staticmethod
+    def _put(target: Target, part: slice, data: Tensor) -> str:
+        """What is wrong with the numbers, or nothing."""
+        convert = target.convert
+        view = target.view[part] if target.view.dim() and not convert else target.view
+        wide = FLOATS if not target.is_scale else SCALES
+        known = (
+            data.dtype in convert.dtypes
+            if convert
+            else data.dtype == view.dtype or (data.dtype in wide and view.dtype in FLOATS)
+        )
+        if not known:
+            asked = " or ".join(map(str, convert.dtypes)) if convert else str(view.dtype)
+            return f"is {data.dtype}, the configuration asks for {asked}"
+        if target.is_scale and not data.float().isfinite().all():
+            return "holds a scale that is no number"
+        if convert is None:
+            view.copy_(data)
+            return ""
+        try:
+            convert.store(part, data)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def check(self) -> None:
-        wanted = {name for name, targets in self.by_name.items() if not targets[0].covers}
+        wanted = {
+            name
+            for name, targets in self.by_name.items()
+            if not targets[0].covers and not targets[0].optional
+        }
         missing = sorted(wanted - self.filled)
         if missing:
             raise LoadError(f"the checkpoint lacks {_listing(missing)}")

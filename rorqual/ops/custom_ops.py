@@ -249,14 +249,26 @@ class TracedOps(Ops):
         return y if base is None else y + base
 
 
-def _parts(weight: Weight) -> tuple[Tensor, Tensor | None, list[int]]:
-    return weight.data, weight.scale, list(weight.block)
+def _parts(weight: Weight) -> tuple[Any, ...]:
+    """As _WEIGHT lists them."""
+    return (
+        weight.data,
+        weight.scale,
+        list(weight.block),
+        weight.zero,
+        weight.activation,
+        weight.group_index,
+    )
 
 
 # ---- operators: what each computes, and the shape of what it returns
 
 
-_WEIGHT = "Tensor {0}, Tensor? {0}_scale, int[] {0}_block"
+_WEIGHT = (
+    "Tensor {0}, Tensor? {0}_scale, int[] {0}_block, Tensor? {0}_zero, str {0}_activation, "
+    "Tensor? {0}_group_index"
+)
+PARTS = 6  # of a weight
 _library = torch.library.Library("rorqual", "DEF")
 
 
@@ -304,20 +316,18 @@ def _add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
 
 @_operator(
     f"(Tensor x, {_WEIGHT.format('w')}, Tensor? bias) -> Tensor",
-    lambda x, w, scale, block, bias: _columns(x, w.shape[0]),
+    lambda x, *parts: _columns(x, parts[0].shape[0]),
 )
-def _linear(
-    x: Tensor, w: Tensor, scale: Tensor | None, block: list[int], bias: Tensor | None
-) -> Tensor:
-    return _table().inner.linear(x, _weight(w, scale, block), bias)
+def _linear(x: Tensor, *parts: Any) -> Tensor:
+    return _table().inner.linear(x, _weight(*parts[:PARTS]), parts[PARTS])
 
 
 @_operator(
     f"(Tensor x, {_WEIGHT.format('gate_up')}, {_WEIGHT.format('down')}) -> Tensor",
-    lambda x, *weights: _columns(x, weights[3].shape[0]),
+    lambda x, *weights: _columns(x, weights[PARTS].shape[0]),
 )
 def _mlp(x: Tensor, *weights: Any) -> Tensor:
-    return _table().inner.mlp(x, _weight(*weights[:3]), _weight(*weights[3:]))
+    return _table().inner.mlp(x, _weight(*weights[:PARTS]), _weight(*weights[PARTS:]))
 
 
 @_operator(
@@ -423,9 +433,10 @@ def _router(
     lambda x, ids, weights, *experts: torch.empty_like(x),
 )
 def _experts(x: Tensor, ids: Tensor, weights: Tensor, *experts: Any) -> Tensor:
-    w = ExpertWeights(_weight(*experts[:3]), _weight(*experts[3:6]), experts[6])
+    gate_up = _weight(*experts[:PARTS])
+    w = ExpertWeights(gate_up, _weight(*experts[PARTS : 2 * PARTS]), experts[2 * PARTS])
     return _table().inner.experts(x, ids, weights, w)
 
 
-def _weight(data: Tensor, scale: Tensor | None, block: list[int]) -> Weight:
-    return Weight(data, scale, (block[0], block[1]))
+def _weight(data: Tensor, scale: Tensor | None, block: list[int], *more: Any) -> Weight:
+    return Weight(data, scale, (block[0], block[1]), *more)

@@ -16,30 +16,81 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rorqual.config.model import MoEConfig
+from rorqual.ops.rounding import (
+    ACTIVATION_BLOCK,
+    FP8,
+    FP8_MAX,
+    LEAST_AMAX,
+    rounded,
+    unpack_int4,
+)
 from rorqual.request import GREEDY_TEMPERATURE
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-ACTIVATION_BLOCK = 128
 
 
 @dataclass
 class Weight:
-    """A matrix [rows, columns] or a stack of them; fp8 data carries `scale`, one fp32 factor for
-    each `block` of it."""
+    """A matrix [rows, columns] or a stack of them. Data in e4m3, int8 or int4 carries `scale`, one
+    factor for each `block` of it.
+
+    int4 data is uint8 [rows, columns / 2], packed as by rounding.pack_int4: numbers 0 to 15, less
+    8, or less `zero` [rows, groups] uint8, times the scale. `group_index` [columns] int32 says
+    which group each column is of, where they do not follow one another. `activation`: what the
+    product's rows are rounded to (config.quant.ACTIVATIONS); it counts where there are scales.
+    """
 
     data: Tensor
     scale: Tensor | None = None
     block: tuple[int, int] = (128, 128)
+    zero: Tensor | None = None
+    activation: str = "fp8_group"
+    group_index: Tensor | None = None
 
     @property
     def quantized(self) -> bool:
         return self.scale is not None
 
-    def __getitem__(self, index: int) -> Weight:
-        return Weight(
-            self.data[index], None if self.scale is None else self.scale[index], self.block
+    @property
+    def is_int4(self) -> bool:
+        return self.data.dtype == torch.uint8
+
+    @property
+    def fp8_blocks(self) -> bool:
+        """Whether these are e4m3 data and one scale a block of 128 x 128, multiplied with rows
+        rounded to fp8 likewise: what the fp8 kernels take."""
+        return (
+            self.scale is not None
+            and self.data.dtype == FP8
+            and self.block == (128, 128)
+            and self.activation.startswith("fp8_group")
         )
+
+    @property
+    def columns(self) -> int:
+        return self.data.shape[-1] * (2 if self.is_int4 else 1)
+
+    def tensors(self) -> list[Tensor]:
+        """All that it is held in."""
+        parts = (self.data, self.scale, self.zero, self.group_index)
+        return [part for part in parts if part is not None]
+
+    def __getitem__(self, index: int) -> Weight:
+        data, scale, zero, group_index = (
+            None if part is None else part[index]
+            for part in (self.data, self.scale, self.zero, self.group_index)
+        )
+        assert data is not None
+        return Weight(data, scale, self.block, zero, self.activation, group_index)
+
+    def part(self, start: int, stop: int) -> Weight:
+        """A view of rows of a matrix; they begin on a block's edge."""
+        if self.scale is None:
+            return Weight(self.data[start:stop])
+        rows = self.block[0]
+        places = slice(start // rows, -(-stop // rows))
+        zero = None if self.zero is None else self.zero[places]
+        data = self.data[start:stop]
+        scale = self.scale[places]
+        return Weight(data, scale, self.block, zero, self.activation, self.group_index)
 
 
 @dataclass
@@ -73,13 +124,26 @@ class ExpertWeights:
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """fp8 data times its block's scale, in `dtype`; other weights are only cast."""
+    """Data, less its zero point, times its block's scale, in `dtype`; other weights are only
+    cast."""
     if weight.scale is None:
         return weight.data.to(dtype)
-    rows, columns = weight.data.shape[-2:]
-    scale = weight.scale.repeat_interleave(weight.block[0], -2)[..., :rows, :]
-    scale = scale.repeat_interleave(weight.block[1], -1)[..., :columns]
-    return (weight.data.float() * scale).to(dtype)
+    if weight.is_int4:
+        values = unpack_int4(weight.data).float()
+        values = values - (8.0 if weight.zero is None else by_column(weight.zero.float(), weight))
+    else:
+        values = weight.data.float()
+    return (values * by_column(weight.scale.float(), weight)).to(dtype)
+
+
+def by_column(scale: Tensor, weight: Weight) -> Tensor:
+    """One number a block, [..., row blocks, column blocks], as one for each element."""
+    rows = weight.data.shape[-2]
+    if weight.group_index is not None:
+        index = weight.group_index.long()[..., None, :].expand(*scale.shape[:-1], -1)
+        return scale.gather(-1, index)
+    scale = scale.repeat_interleave(weight.block[0], -2)[..., :rows, :]
+    return scale.repeat_interleave(weight.block[1], -1)[..., : weight.columns]
 
 
 def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +155,7 @@ def quantize_activation(x: Tensor) -> tuple[Tensor, Tensor]:
     )
     # by a number torch would, on a GPU, multiply with its rounded inverse
     most = torch.full((), FP8_MAX, device=x.device)
-    scale = blocks.abs().amax(-1).clamp(1e-4) / most
+    scale = blocks.abs().amax(-1).clamp(LEAST_AMAX) / most
     data = (blocks / scale[..., None]).to(FP8).flatten(1)
     return data[:, :columns], scale
 
@@ -109,11 +173,15 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [T, columns] times weight [rows, columns] transposed. With fp8 weights the activations
-    are rounded to fp8 as well."""
+    """x [T, columns] times weight [rows, columns] transposed. With quantized weights the
+    activations are rounded as `weight.activation` says."""
     if weight.scale is None:
         return F.linear(x, weight.data, bias)
-    y = F.linear(rounded_to_fp8(x), dequantize(weight, torch.float32))
+    if weight.activation == "wide":
+        return F.linear(x, dequantize(weight, x.dtype), bias)
+    kind = weight.activation
+    rows = rounded_to_fp8(x) if kind == "fp8_group" else rounded(x, kind)
+    y = F.linear(rows, dequantize(weight, torch.float32))
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rorqual.config.hf import read_config, read_config_file
-from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig, QuantConfig, RopeConfig
+from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig, RopeConfig
+from rorqual.config.quant import FP8_BLOCK, QuantConfig
 from rorqual.errors import ConfigError
 from rorqual.layers.rotary import Rotary, inverse_frequencies
 from rorqual.planner.costs.catalog import IDS, published
@@ -214,7 +215,7 @@ def test_deepseek_v3() -> None:
         True,
         True,
     )
-    assert config.quant == QuantConfig((128, 128))
+    assert config.quant == QuantConfig()
     assert (config.num_mtp_layers, config.eos_token_ids, config.bos_token_id) == (1, (1,), 0)
     assert config.rope == RopeConfig(64, 10000.0, "yarn", True, 40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert config.rope.softmax_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
@@ -438,7 +439,7 @@ QWEN_FP8: Fields = {
 
 def test_quantization_as_published() -> None:
     found = read(QWEN3, quantization_config=QWEN_FP8).quant
-    assert found == QuantConfig((128, 128), tuple(QWEN_FP8["modules_to_not_convert"]))
+    assert found == QuantConfig(FP8_BLOCK, tuple(QWEN_FP8["modules_to_not_convert"]))
     assert found.covers("model.layers.0.mlp.gate_proj")
     assert not found.covers("model.layers.0.mlp.gate")
     twice = {**QWEN_FP8, "ignored_layers": ["lm_head", "model.embed_tokens"]}
@@ -450,7 +451,7 @@ def test_quantization_as_published() -> None:
 def test_what_transformers_writes_of_a_quantization_is_read() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict()
-    assert read(V3, quantization_config=theirs).quant == QuantConfig((128, 128), ("lm_head",))
+    assert read(V3, quantization_config=theirs).quant == QuantConfig(FP8_BLOCK, ("lm_head",))
 
 
 @pytest.mark.parametrize("name", sorted({shape for shape, _ in IDS.values()}))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rorqual.config.hf import read_config, read_config_file
-from rorqual.config.model import QuantConfig
 from rorqual.config.parallel import ParallelConfig
+from rorqual.config.quant import FP8_BLOCK, QuantConfig
 from rorqual.engine.execution.worker import weight_bytes
 from rorqual.layers.moe import MoE, run_stages
 from rorqual.layers.parameter import Build
@@ -226,14 +226,13 @@ def test_layers_whose_rows_travel_keep_them_apart(sizes: dict[str, Any]) -> None
 
 def test_other_layers_keep_them_apart() -> None:
     moe = read_config(TWO_FP8).moe
-    quant = QuantConfig()
     plain = Build(Joining(), torch.float32, CPU)
 
     def joined(build: Build, slots: SlotMap | None = None, **changes: Any) -> int:
         return MoE(build, "mlp", 128, replace(moe, **changes), slots).fused_shared_experts
 
     def fp8(ignored: tuple[str, ...] = ()) -> Build:
-        return Build(Joining(), torch.float32, CPU, QuantConfig(quant.block, ignored))
+        return Build(Joining(), torch.float32, CPU, QuantConfig(FP8_BLOCK, ignored))
 
     assert joined(plain) == joined(fp8()) == joined(plain, intermediate_size=72) == 2
     assert joined(Build(Ops(), torch.float32, CPU)) == 0

@@ -396,5 +396,5 @@ class Worker:
 
 def weight_bytes(model: Transformer) -> int:
     """Bytes of all parameters, merged ones counted once, and of what was derived from them."""
-    views = [target.view for target in model.targets() if not target.covers] + model.derived()
-    return sum(view.numel() * view.element_size() for view in views)
+    held = [view for target in model.targets() if not target.covers for view in target.views]
+    return sum(view.numel() * view.element_size() for view in held + model.derived())

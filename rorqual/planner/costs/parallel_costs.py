@@ -25,7 +25,7 @@ from rorqual.planner.costs.costs import (
 from rorqual.planner.costs.messages import CostedMessage, RankMessages
 from rorqual.planner.costs.routing import UNIFORM, Routing, rank_load
 from rorqual.planner.costs.shards import layer_kv_bytes, part, shard, stage_layers
-from rorqual.planner.costs.weights import FP8, OWN, WeightShape, head_weight, layer_weights
+from rorqual.planner.costs.weights import WeightShape, head_weight, layer_weights
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,6 @@ class RankStep:
 # ---- operations
 
 
-def _math(weight: WeightShape, dtype: str) -> str:
-    return "fp8" if weight.memory == FP8 else dtype if weight.memory == OWN else weight.memory
-
-
 def _gemm(weight: WeightShape, tokens: float, dtype: str, layers: int) -> RankOp:
     rows = sum(weight.rows)
     width = DTYPE_BYTES[dtype]
@@ -89,7 +85,7 @@ def _gemm(weight: WeightShape, tokens: float, dtype: str, layers: int) -> RankOp
         size,
         0.0,
         read,
-        _math(weight, dtype),
+        weight.math(dtype),
         shape,
         layers,
     )
@@ -248,7 +244,7 @@ class _Layer:
             inner,
             moe.num_experts // sizes.ep,
         )
-        kind = _math(pieces[0], self.dtype)
+        kind = pieces[0].math(self.dtype)
         prompts = bool(self.work.prefill)
         return RankOp(
             "experts",

@@ -12,9 +12,11 @@ from functools import lru_cache
 
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
+from rorqual.config.quant import WIDE, WeightScheme, scheme_of
+from rorqual.errors import ConfigError
 
-FP8 = "float8_e4m3fn"
 OWN = "dtype"  # a weight held in the model's own dtype
+SCHEME = "scheme"  # or as its scheme says
 DEFAULT_FORM = "A_CC_ME"
 
 
@@ -23,7 +25,8 @@ class WeightShape:
     """`count` equal matrices, each of parts of `rows` merged into one [sum of rows, columns]; a
     vector has one column.
 
-    `checkpoint` and `memory` name the dtype it has in the file and in the engine.
+    `checkpoint` and `memory` name the dtype it has in the file and in the engine, or leave it to
+    the `scheme`.
     """
 
     part: str
@@ -33,7 +36,7 @@ class WeightShape:
     count: int = 1
     checkpoint: str = OWN
     memory: str = OWN
-    block: tuple[int, int] = (128, 128)
+    scheme: WeightScheme = WIDE
 
     @property
     def parameters(self) -> int:
@@ -45,28 +48,50 @@ class WeightShape:
         return 2 * sum(self.rows) * self.columns if self.columns > 1 else 0
 
     def bytes(self, dtype: str, where: str = "memory") -> int:
-        """`where`: memory | checkpoint. fp8 adds one fp32 scale a block of rows x columns."""
+        """`where`: memory | checkpoint. A scheme adds its scales and zero points."""
         kind = self.checkpoint if where == "checkpoint" else self.memory
-        scales = self._scales(where) * 4 * self.count if kind == FP8 else 0
-        return self.parameters * DTYPE_BYTES[dtype if kind == OWN else kind] + scales
+        if kind != SCHEME:
+            return self.parameters * DTYPE_BYTES[dtype if kind == OWN else kind]
+        scales = self._scales(where) * self.count
+        return (
+            self.parameters * self.scheme.bits // 8
+            + scales * (DTYPE_BYTES[dtype] if self.scheme.kind == "int4" else 4)
+            + self._zeros(scales, where)
+        )
+
+    def math(self, dtype: str) -> str:
+        """The type in which a product multiplies."""
+        if self.memory != SCHEME:
+            return dtype if self.memory == OWN else self.memory
+        rounded = self.scheme.activation.partition("_")[0]
+        return dtype if rounded == "wide" else rounded
 
     def _scales(self, where: str) -> int:
-        rows = self.block[0]
-        across = -(-self.columns // self.block[1])
+        rows = self.scheme.block[0]
+        across = self.scheme.groups(self.columns)
         if where == "checkpoint":
             return sum(-(-part // rows) for part in self.rows) * across
-        # Merged parts that do not end on a block keep one scale a row (layers/linear.py).
+        # Merged parts that do not end on a block keep one scale a row (layers/weight_format).
         aligned = all(part % rows == 0 for part in self.rows[:-1])
         return (-(-sum(self.rows) // rows) if aligned else sum(self.rows)) * across
+
+    def _zeros(self, scales: int, where: str) -> int:
+        """Bytes of zero points: half a byte each in a file, one in memory."""
+        if self.scheme.symmetric:
+            return 0
+        return scales // 2 if where == "checkpoint" else scales
 
 
 def _matrix(
     config: ModelConfig, part: str, name: str, rows: dict[str, int], columns: int, count: int = 1
 ) -> WeightShape:
-    """fp8 where the checkpoint is; `rows` of each module merged into `name`."""
-    kind = FP8 if config.quant and all(config.quant.covers(module) for module in rows) else OWN
-    block = config.quant.block if config.quant else (128, 128)
-    return WeightShape(part, name, tuple(rows.values()), columns, count, kind, kind, block)
+    """Quantized where the checkpoint is; `rows` of each module merged into `name`."""
+    scheme = scheme_of(config.quant, rows, columns)
+    if scheme is None:
+        raise ConfigError(f"{name}: its parts {', '.join(rows)} are of different formats")
+    checkpoint = OWN if scheme.layout == "wide" else SCHEME
+    memory = OWN if scheme.is_wide else SCHEME
+    return WeightShape(part, name, tuple(rows.values()), columns, count, checkpoint, memory, scheme)
 
 
 def _mla_weights(config: ModelConfig, mla: MLAConfig, at: str) -> list[WeightShape]:
@@ -237,7 +262,7 @@ def _mtp_weights(config: ModelConfig, layer: int) -> list[WeightShape]:
 
 
 def head_weight(config: ModelConfig) -> WeightShape:
-    """fp8 checkpoints leave the head alone."""
+    """Quantized checkpoints leave the head alone."""
     return WeightShape("lm_head", "lm_head", (config.vocab_size,), config.hidden_size)
 
 

@@ -16,7 +16,8 @@ import rorqual
 from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config.hf import read_config
-from rorqual.config.model import ModelConfig, QuantConfig
+from rorqual.config.model import ModelConfig
+from rorqual.config.quant import QuantConfig
 from rorqual.engine.execution.worker import weight_bytes as engine_bytes
 from rorqual.errors import ConfigError
 from rorqual.layers.forward_batch import ForwardBatch

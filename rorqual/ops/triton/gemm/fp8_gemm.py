@@ -209,7 +209,7 @@ def _store_half(
 
 def supported(weight: Weight) -> bool:
     """fp8 with one scale a 128x128 block and whole blocks of columns; rows are free."""
-    return weight.quantized and weight.block == (128, 128) and weight.data.shape[1] % 128 == 0
+    return weight.fp8_blocks and weight.data.shape[1] % 128 == 0
 
 
 def plan_for(weight: Weight, tokens: int) -> LinearPlan:

@@ -290,12 +290,13 @@ def plan_for(
 
 
 def supported(w: ExpertWeights) -> bool:
-    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; other weights
-    have no limits."""
+    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; unquantized weights
+    have no limits. Other formats are not taken."""
+    if not (w.gate_up.quantized or w.down.quantized):
+        return True
     sizes = w.down.data.shape[1:]
-    return not w.gate_up.quantized or (
-        w.gate_up.block == w.down.block == (128, 128) and all(size % 128 == 0 for size in sizes)
-    )
+    blocks = w.gate_up.fp8_blocks and w.down.fp8_blocks
+    return blocks and all(size % 128 == 0 for size in sizes)
 
 
 def experts(

@@ -1,0 +1,168 @@
+"""How matrices of a checkpoint are held and multiplied. No torch.
+
+A WeightScheme is what one matrix is; a QuantConfig says which matrix has which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+BITS = {"fp8": 8, "int8": 8, "int4": 4}
+GROUPS = (128, 64, 32)  # of columns that share a scale, as published
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """One matrix [rows, columns].
+
+    kind: wide (the model's dtype), fp8 (e4m3), int8 or int4. block: rows x columns that share a
+    scale, 0 columns being a whole row. symmetric: no zero points. activation: what the product's
+    rows are rounded to, as ACTIVATIONS lists. layout: how the file names and packs its tensors
+    (layers/weight_format); "wide" for a kind that is not wide: rounded while it is read.
+    """
+
+    kind: str = "wide"
+    block: tuple[int, int] = (1, 0)
+    symmetric: bool = True
+    activation: str = "wide"
+    layout: str = "wide"
+    ordered: bool = False  # columns name their groups (GPTQ's desc_act)
+
+    @property
+    def is_wide(self) -> bool:
+        return self.kind == "wide"
+
+    @property
+    def rounds_while_reading(self) -> bool:
+        return not self.is_wide and self.layout == "wide"
+
+    @property
+    def bits(self) -> int:
+        """Of an element of a kind that is not wide."""
+        return BITS[self.kind]
+
+    @property
+    def column_unit(self) -> int:
+        """A cut between ranks falls on multiples of so many columns."""
+        return self.block[1] or (2 if self.kind == "int4" else 1)
+
+    def fitted(self, columns: int) -> WeightScheme:
+        """For a matrix of so many columns: where they are no multiple of a group, the next
+        smaller group that divides them, else one scale a row."""
+        rows, group = self.block
+        if rows > 1 or not group or columns % group == 0:
+            return self
+        smaller = [size for size in GROUPS if size < group and columns % size == 0]
+        return replace(self, block=(1, smaller[0] if smaller else 0))
+
+    def groups(self, columns: int) -> int:
+        """Scales along a row."""
+        return -(-columns // self.block[1]) if self.block[1] else 1
+
+    def describe(self) -> str:
+        """As `rorqual info` has it: int4 weights in groups of 128."""
+        if self.is_wide:
+            return "wide"
+        rows, columns = self.block
+        places = (
+            f"blocks of {rows}x{columns}"
+            if rows > 1
+            else f"groups of {columns}"
+            if columns
+            else "a scale a row"
+        )
+        zero = "" if self.symmetric else ", zero points"
+        return f"{self.kind} in {places}{zero}" if columns else f"{self.kind}, {places}{zero}"
+
+
+# What a product rounds its rows to first. A scale covers a token, or a token's 128 columns; ue8m0:
+# it is a power of two.
+ACTIVATIONS = ("wide", "fp8_group", "fp8_group_ue8m0", "fp8_token", "int8_group", "int8_token")
+WIDE = WeightScheme()
+FP8_BLOCK = WeightScheme("fp8", (128, 128), activation="fp8_group", layout="scale_inv")
+
+
+def is_named(names: frozenset[str], module: str) -> bool:
+    """Whether one of the names is the module, a module around it, or the last, first or middle
+    part of its path."""
+    parts = module.split(".") if names else []
+    return any(
+        ".".join(parts[start:stop]) in names
+        for start in range(len(parts))
+        for stop in range(start + 1, len(parts) + 1)
+    )
+
+
+@dataclass(frozen=True)
+class ModuleList:
+    """Modules by name, or `re:` and a regular expression that matches from their beginning."""
+
+    names: tuple[str, ...] = ()
+
+    @cached_property
+    def _plain(self) -> frozenset[str]:
+        return frozenset(name for name in self.names if not name.startswith("re:"))
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        return [re.compile(name[3:]) for name in self.names if name.startswith("re:")]
+
+    def __contains__(self, module: str) -> bool:
+        return is_named(self._plain, module) or any(
+            pattern.match(module) for pattern in self._patterns
+        )
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """`scheme` for every linear layer that is not in `ignored`, unless one of `rules` names it:
+    (modules, scheme), the first that does. scheme None: only what a rule names."""
+
+    scheme: WeightScheme | None = FP8_BLOCK
+    ignored: tuple[str, ...] = ()
+    rules: tuple[tuple[tuple[str, ...], WeightScheme], ...] = ()
+
+    @cached_property
+    def _ignored(self) -> ModuleList:
+        return ModuleList(self.ignored)
+
+    @cached_property
+    def _rules(self) -> list[tuple[ModuleList, WeightScheme]]:
+        return [(ModuleList(names), scheme) for names, scheme in self.rules]
+
+    def covers(self, module: str) -> bool:
+        return not self.of(module).is_wide
+
+    def of(self, module: str, columns: int = 0) -> WeightScheme:
+        """Of the module's matrix, which has so many columns."""
+        if module in self._ignored:
+            return WIDE
+        found = next((scheme for names, scheme in self._rules if module in names), self.scheme)
+        if found is None:
+            return WIDE
+        return found.fitted(columns) if columns and found.rounds_while_reading else found
+
+    @property
+    def schemes(self) -> tuple[WeightScheme, ...]:
+        """Those that some matrix may have."""
+        own = () if self.scheme is None else (self.scheme,)
+        return tuple(dict.fromkeys([*own, *(scheme for _, scheme in self.rules)]))
+
+    @property
+    def rounds_rows_to_fp8(self) -> bool:
+        """Whether some products take rows in e4m3 with a scale for each 128 columns."""
+        return any(scheme.activation.startswith("fp8_group") for scheme in self.schemes)
+
+    def describe(self) -> str:
+        return " and ".join(dict.fromkeys(scheme.describe() for scheme in self.schemes))
+
+
+def scheme_of(
+    quant: QuantConfig | None, modules: Iterable[str], columns: int = 0
+) -> WeightScheme | None:
+    """The one scheme of modules merged into one matrix; None where they have several."""
+    found = {quant.of(module, columns) if quant else WIDE for module in modules}
+    return found.pop() if len(found) == 1 else None

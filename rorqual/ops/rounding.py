@@ -1,0 +1,53 @@
+"""Numbers of eight and four bits: how activations are rounded to them, and how two four-bit numbers
+stand in a byte."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+ACTIVATION_BLOCK = 128
+LEAST_AMAX = 1e-4  # (DeepGEMM)
+
+
+def pack_int4(values: Tensor) -> Tensor:
+    """Numbers 0 to 15, [..., columns] uint8, two a byte: [..., columns / 2]. The even column is the
+    low half."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of `pack_int4`."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The least power of two that is not smaller (UE8M0)."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
+def by_group(x: Tensor, group: int) -> Tensor:
+    """x [T, columns] in fp32, [T, groups, group], with zeros behind the last column."""
+    tokens, columns = x.shape
+    wide = F.pad(x.float(), (0, -columns % group))
+    return wide.view(tokens, -(-columns // group), group)
+
+
+def rounded(x: Tensor, kind: str) -> Tensor:
+    """x [T, columns] as a product with rounded activations sees it, in fp32. kind: one of
+    config.quant.ACTIVATIONS but "wide" and "fp8_group"."""
+    number, _, share = kind.partition("_")
+    columns = x.shape[1]
+    groups = by_group(x, max(1, columns) if share == "token" else ACTIVATION_BLOCK)
+    most = torch.full((), FP8_MAX if number == "fp8" else INT8_MAX, device=x.device)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(LEAST_AMAX) / most
+    if share.endswith("ue8m0"):
+        scale = power_of_two(scale)
+    steps = groups / scale
+    steps = steps.to(FP8).float() if number == "fp8" else steps.round().clamp(-most, most)
+    return (steps * scale).flatten(1)[:, :columns]
