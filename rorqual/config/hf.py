@@ -23,7 +23,8 @@ from rorqual.config.model import (
     MoEConfig,
     RopeConfig,
 )
-from rorqual.config.quant import FP8_BLOCK, QuantConfig
+from rorqual.config.quant import QuantConfig
+from rorqual.config.quant_methods import read_quantization
 from rorqual.errors import ConfigError
 
 ARCHITECTURES = {
@@ -95,17 +96,6 @@ ROPE_OFF: dict[str, tuple[Any, ...]] = {
     "truncate": (True, None),
 }
 
-MODULE_LISTS = ("modules_to_not_convert", "ignored_layers")
-QUANT = _fields("quant_method fmt activation_scheme weight_block_size").union(MODULE_LISTS)
-# scale_fmt: ue8m0 (DeepSeek-V3.1) asks for activations scaled by powers of two; no kernel does it.
-QUANT_OFF: dict[str, tuple[Any, ...]] = {
-    "scale_fmt": ("float", None),
-    "dequantize": (False, None),
-    "modules_to_convert": ([], None),
-    "expert_dtype": ("fp8", None),
-}
-
-
 COMMON = _fields(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps rope_theta
@@ -160,6 +150,14 @@ def _family(data: Mapping[str, Any]) -> str:
         return str(data["model_type"])
     given = ", ".join(map(str, names)) or data.get("model_type") or "none given"
     raise ConfigError(f"unknown architecture {given}; supported: {', '.join(ARCHITECTURES)}")
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 class _Reader:
@@ -270,14 +268,18 @@ class _Reader:
                 f"{owner}; accepted: {accepted}; ignore_config_fields takes {full}"
             )
 
-    def strings(self, name: str, values: Mapping[str, Any], field: str) -> list[str]:
-        """A list of modules' names."""
+    def strings(
+        self, name: str, values: Mapping[str, Any], field: str, patterns: bool = False
+    ) -> list[str]:
+        """A list of modules' names; with `patterns`, `re:` and a regular expression too."""
         found = values.get(field)
         if found is None:
             return []
         if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
             raise ConfigError(f"config field {name}.{field}={found!r} must be a list of names")
         for item in found:
+            if patterns and item.startswith("re:") and _compiles(item[3:]):
+                continue
             if not MODULE.fullmatch(item):
                 accepted = "modules' names, no wildcards or patterns"
                 full = f"{name}.{field}"
@@ -369,27 +371,7 @@ class _Reader:
         )
 
     def quant(self) -> QuantConfig | None:
-        name = "quantization_config"
-        values = self.mapping(name)
-        if not values:
-            return None
-        method = values.get("quant_method")
-        fmt = values.get("fmt", "e4m3")
-        block = values.get("weight_block_size")
-        if method != "fp8" or fmt != "e4m3" or not block:
-            given = f"quant_method={method!r} fmt={fmt!r} weight_block_size={block!r}"
-            raise ConfigError(f"{name} {given} is not supported; accepted: fp8, e4m3, [128, 128]")
-        if values.get("activation_scheme", "dynamic") != "dynamic":
-            raise ConfigError(
-                f"activation_scheme={values['activation_scheme']!r} is not supported; "
-                "accepted: dynamic"
-            )
-        if list(block) != [128, 128]:
-            raise ConfigError(f"weight_block_size={block!r} is not supported; accepted: [128, 128]")
-        self.refuse_nested(name, values, QUANT, QUANT_OFF, f"quant_method {method}")
-        # Two names for one list; whoever writes both means the layers of either.
-        names = [item for field in MODULE_LISTS for item in self.strings(name, values, field)]
-        return QuantConfig(FP8_BLOCK, tuple(dict.fromkeys(names)))
+        return read_quantization(self, self.mapping("quantization_config"))
 
     def common(self, rope: RopeConfig) -> dict[str, Any]:
         dtype = str(self.get("dtype", self.get("torch_dtype", "bfloat16"))).removeprefix("torch.")

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rorqual.errors import ConfigError
+
 BITS = {"fp8": 8, "int8": 8, "int4": 4}
 GROUPS = (128, 64, 32)  # of columns that share a scale, as published
 
@@ -166,3 +168,34 @@ def scheme_of(
     """The one scheme of modules merged into one matrix; None where they have several."""
     found = {quant.of(module, columns) if quant else WIDE for module in modules}
     return found.pop() if len(found) == 1 else None
+
+
+# ---- rounded here: wide checkpoints as they are read, and by `rorqual quantize`
+
+
+# The absorbed products read kv_b head by head; the head decides between near tokens.
+LEFT_WIDE = ("kv_b_proj", "lm_head")
+
+
+def _rounded(kind: str, block: tuple[int, int], activation: str) -> QuantConfig:
+    return QuantConfig(WeightScheme(kind, block, True, activation), LEFT_WIDE)
+
+
+QUANTIZATIONS: dict[str, QuantConfig] = {
+    "w8a8": _rounded("int8", (1, 0), "int8_token"),
+    "fp8": _rounded("fp8", (128, 128), "fp8_group"),
+    **{
+        name + ("" if group == 128 else f"-g{group}"): _rounded("int4", (1, group), activation)
+        for name, activation in (("w4a16", "wide"), ("w4afp8", "fp8_token"))
+        for group in GROUPS
+    },
+}
+
+
+def quantization_named(name: str) -> QuantConfig:
+    """Raises ConfigError."""
+    if name not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization={name!r} is not known; accepted: {', '.join(QUANTIZATIONS)}"
+        )
+    return QUANTIZATIONS[name]

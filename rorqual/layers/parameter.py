@@ -33,13 +33,15 @@ class Convert:
     """How a window of the file's tensor, `extent` in shape, becomes what is kept. It is read in
     pieces along its first axis, `unit` places or a multiple at a time; `store(places, data)` takes
     one, of one of `dtypes`, and raises ValueError, with the end of a sentence, for numbers that
-    cannot be right. `into`: what it fills, where that is more than the target's view."""
+    cannot be right. `into`: what it fills, where that is not the target's view alone; nothing,
+    where numbers are only looked at. `draw` fills it where weights are random."""
 
     extent: tuple[int, ...]
     store: Callable[[slice, Tensor], None]
     dtypes: tuple[torch.dtype, ...]
     unit: int = 1
-    into: tuple[Tensor, ...] = ()
+    into: tuple[Tensor, ...] | None = None
+    draw: Callable[[], None] | None = None
 
     def pieces(self, most: int) -> int:
         """Places of a piece of at most so many bytes, if a unit is not more."""
@@ -79,7 +81,9 @@ class Target:
     @property
     def views(self) -> tuple[Tensor, ...]:
         """Where it is held."""
-        return self.convert.into if self.convert and self.convert.into else (self.view,)
+        if self.convert is None or self.convert.into is None:
+            return (self.view,)
+        return self.convert.into
 
     @property
     def shape(self) -> tuple[int, ...]:

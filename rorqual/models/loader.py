@@ -18,9 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rorqual.errors import LoadError
-from rorqual.layers.parameter import Convert, Target
+from rorqual.layers.parameter import Convert, Target, Window
 from rorqual.models.transformer import Transformer
 from rorqual.ops import rng
+from rorqual.ops.rounding import pack_int4
 
 WINDOW = 64 * 2**20
 NAMES_SHOWN = 5
@@ -46,27 +47,59 @@ def random_weights(model: Transformer, seed: int) -> None:
     """Fill `model` with weights that depend on (seed, tensor name, element) alone, whatever the
     layout, then finalize it."""
     for target in model.targets():
-        if target.covers or not target.view.numel():
-            continue
-        if target.std is None:
-            target.view.fill_(target.fill)
-        else:
-            # What is kept in fp32 all the same (a router) has the values that a checkpoint in the
-            # model's dtype would give it.
-            narrow = target.view.dtype == torch.float32 and model.dtype != torch.float32
-            view = torch.empty_like(target.view, dtype=model.dtype) if narrow else target.view
-            fill_normal(
-                view,
-                target.name,
-                seed,
-                target.std,
-                target.shape,
-                target.origin,
-                model.ops.draw_normal,
-            )
-            if narrow:
-                target.view.copy_(view)
+        if not target.covers and target.view.numel():
+            _draw(target, model, seed)
     model.finalize()
+
+
+def _draw(target: Target, model: Transformer, seed: int) -> None:
+    convert = target.convert
+    if convert and convert.draw:
+        convert.draw()
+    elif convert and convert.into == ():  # numbers that would only be looked at
+        return
+    elif target.std is None:
+        target.view.fill_(target.fill)
+    elif target.view.dtype == torch.uint8 and target.place:
+        _draw_int4(target, target.place, seed)
+    elif convert:
+        _draw_and_convert(target, convert, model, seed)
+    else:
+        # What is kept in fp32 all the same (a router) has the values that a checkpoint in the
+        # model's dtype would give it.
+        narrow = target.view.dtype == torch.float32 and model.dtype != torch.float32
+        view = torch.empty_like(target.view, dtype=model.dtype) if narrow else target.view
+        place = (target.shape, target.origin)
+        fill_normal(view, target.name, seed, target.std, *place, model.ops.draw_normal)
+        if narrow:
+            target.view.copy_(view)
+
+
+def _draw_int4(target: Target, place: Window, seed: int) -> None:
+    """Numbers 0 to 15 around 8, some rows at a time."""
+    assert target.std is not None
+    rows, columns = target.view.shape[0], 2 * target.view.shape[1]
+    step = max(1, WINDOW // (4 * columns))
+    for start in range(0, rows, step):
+        part = target.view[start : start + step]
+        wide = torch.empty(part.shape[0], columns, device=part.device)
+        origin = (place.row + start, place.column)
+        fill_normal(wide, target.name, seed, target.std, place.shape, origin)
+        part.copy_(pack_int4((wide.round().clamp(-8, 7) + 8).to(torch.uint8)))
+
+
+def _draw_and_convert(target: Target, convert: Convert, model: Transformer, seed: int) -> None:
+    """As if a file held the draw."""
+    assert target.std is not None
+    rows, columns = convert.extent
+    step = convert.pieces(WINDOW)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        wide = torch.empty(stop - start, columns, dtype=model.dtype, device=target.view.device)
+        origin = (target.origin[0] + start, target.origin[1])
+        draw = model.ops.draw_normal
+        fill_normal(wide, target.name, seed, target.std, target.shape, origin, draw)
+        convert.store(slice(start, stop), wide)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

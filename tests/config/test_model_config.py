@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -513,8 +514,7 @@ Nested = tuple[Fields, str, Fields, str]
 V31 = {**V3["quantization_config"], "scale_fmt": "ue8m0"}
 NESTED: list[Nested] = [
     # base, object, its fields, the field refused
-    (V3, "quantization_config", V31, "scale_fmt='ue8m0'"),
-    (V3, "quantization_config", {**V31, "scale_fmt": None, "dequantize": True}, "dequantize=True"),
+    (V3, "quantization_config", {**V31, "dequantize": True}, "dequantize=True"),
     (V3, "quantization_config", {**QWEN_FP8, "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
     (V3, "quantization_config", {**QWEN_FP8, "modules_to_convert": ["a"]}, "modules_to_convert="),
     (V3, "quantization_config", {**QWEN_FP8, "sand": None}, "sand=None"),
@@ -536,6 +536,12 @@ def test_a_field_of_an_object_is_refused_by_name_unless_it_is_to_be_ignored(case
     with pytest.raises(ConfigError, match=words):
         read_config(data)
     assert read_config(data, [field]).family == base["model_type"]
+
+
+def test_scales_that_are_powers_of_two() -> None:
+    """DeepSeek-V3.1's blocks: the rows of a product are scaled by powers of two as well."""
+    found = read(V3, quantization_config=V31).quant
+    assert found == QuantConfig(replace(FP8_BLOCK, activation="fp8_group_ue8m0"))
 
 
 def test_an_ignored_scale_format_leaves_scales_as_they_are() -> None:
@@ -640,13 +646,10 @@ WRONG: list[tuple[Fields, Fields, str]] = [
     (V3, {"n_group": 256, "topk_group": 8}, "n_group=256"),
     (V3, {"scoring_func": "tanh"}, "scoring_func='tanh'"),
     (V3, {"topk_method": "random"}, "topk_method='random'"),
-    (V3, {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+    (V3, {"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'.*awq"),
+    (V3, {"quantization_config": {"quant_method": ["fp8"]}}, "quant_method"),
+    (V3, {"quantization_config": {**V3["quantization_config"], "scale_fmt": "e5m0"}}, "'e5m0'"),
     (V3, {"quantization_config": {**V3["quantization_config"], "fmt": "e5m2"}}, "'e5m2'"),
-    (
-        V3,
-        {"quantization_config": {**V3["quantization_config"], "weight_block_size": None}},
-        "weight_block_size",
-    ),
     (
         V3,
         {"quantization_config": {**V3["quantization_config"], "weight_block_size": [64, 64]}},

@@ -1,0 +1,119 @@
+"""Wide matrices to numbers of eight or four bits: to the nearest, with scales that lose least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rorqual.config.quant import WeightScheme
+from rorqual.ops.reference import Weight
+from rorqual.ops.rounding import FP8, FP8_MAX, pack_int4
+
+# Scales are tried for these shares of a block's largest number; the first is plain rounding.
+PLAIN = (1.0,)
+SHARES = (1.0, *(round(1.0 - 0.025 * step, 3) for step in range(1, 21)))
+# Half the range of symmetric numbers: int4 has one more below zero than above.
+HALF = {"fp8": FP8_MAX, "int8": 127.0, "int4": 7.5}
+TINY = {torch.float16: 2.0**-24}  # the least scale, above zero in its type
+LEAST = 1e-12
+
+
+@dataclass
+class RoundedBlocks:
+    """Numbers [row blocks, rows, column blocks, columns], a scale and a zero point for each block,
+    [row blocks, column blocks], and the squared error of each, weighted."""
+
+    numbers: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    loss: Tensor
+
+
+def round_matrix(
+    data: Tensor,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+    shares: Sequence[float] = PLAIN,
+    importance: Tensor | None = None,
+) -> tuple[Weight, float]:
+    """data [rows, columns] as `scheme` says, int4's scales in `dtype`; and the sum of squared
+    errors, each times the `importance` [columns] of its column. Of `shares` every block takes the
+    one with the least: never more than plain rounding."""
+    rows, columns = data.shape
+    share, group = scheme.block[0], scheme.block[1] or columns
+    blocks = _blocks(data.float(), share, group)
+    weights = torch.ones(columns) if importance is None else importance.float()
+    by_column = F.pad(weights.to(data.device), (0, -columns % group)).view(-1, group)
+    kept = dtype if scheme.kind == "int4" else torch.float32
+    best: RoundedBlocks | None = None
+    for part in shares:
+        found = _round(blocks, scheme, part, kept, by_column)
+        best = found if best is None else _better(best, found)
+    assert best is not None
+    numbers = best.numbers.flatten(2).flatten(0, 1)[:rows, :columns]
+    scale = best.scale.to(kept)
+    if scheme.kind == "int4":
+        zero = best.zero
+        packed = pack_int4((numbers + (8 if zero is None else 0)).to(torch.uint8))
+        held = None if zero is None else zero.to(torch.uint8)
+        weight = Weight(packed, scale, (share, group), held, scheme.activation)
+    else:
+        kind = FP8 if scheme.kind == "fp8" else torch.int8
+        weight = Weight(numbers.to(kind), scale, (share, group), activation=scheme.activation)
+    return weight, float(best.loss.sum())
+
+
+def _blocks(data: Tensor, share: int, group: int) -> Tensor:
+    rows, columns = data.shape
+    padded = F.pad(data, (0, -columns % group, 0, -rows % share))
+    return padded.view(padded.shape[0] // share, share, -1, group)
+
+
+def _round(
+    blocks: Tensor, scheme: WeightScheme, part: float, dtype: torch.dtype, weights: Tensor
+) -> RoundedBlocks:
+    zero = None
+    if scheme.symmetric:
+        most = blocks.abs().amax((1, 3)) * part
+        scale = (most / HALF[scheme.kind]).clamp(TINY.get(dtype, LEAST)).to(dtype).float()
+        steps = blocks / _spread(scale)
+        numbers = _nearest(steps, scheme.kind)
+        exact = numbers
+    else:
+        low = (blocks.amin((1, 3)) * part).clamp(max=0)
+        high = (blocks.amax((1, 3)) * part).clamp(min=0)
+        scale = ((high - low) / 15).clamp(TINY.get(dtype, LEAST)).to(dtype).float()
+        zero = (-low / scale).round().clamp(0, 15)
+        numbers = (blocks / _spread(scale) + _spread(zero)).round().clamp(0, 15)
+        exact = numbers - _spread(zero)
+    lost = (exact * _spread(scale) - blocks).square() * weights
+    return RoundedBlocks(numbers, scale, zero, lost.sum((1, 3)))
+
+
+def _nearest(steps: Tensor, kind: str) -> Tensor:
+    if kind == "fp8":
+        return steps.clamp(-FP8_MAX, FP8_MAX).to(FP8).float()
+    return steps.round().clamp(-8, 7) if kind == "int4" else steps.round().clamp(-127, 127)
+
+
+def _spread(numbers: Tensor) -> Tensor:
+    """One a block, for every element of it."""
+    return numbers[:, None, :, None]
+
+
+def _better(first: RoundedBlocks, second: RoundedBlocks) -> RoundedBlocks:
+    """Of each block the one with the smaller loss."""
+    wins = second.loss < first.loss
+    zero = None
+    if first.zero is not None and second.zero is not None:
+        zero = torch.where(wins, second.zero, first.zero)
+    return RoundedBlocks(
+        torch.where(_spread(wins), second.numbers, first.numbers),
+        torch.where(wins, second.scale, first.scale),
+        zero,
+        torch.where(wins, second.loss, first.loss),
+    )
