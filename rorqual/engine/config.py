@@ -10,6 +10,7 @@ from typing import Any
 from rorqual.cache.spec import check_forms, kv_dtype
 from rorqual.config.option import by_field, check_options, check_positive, option, same_option
 from rorqual.config.parallel import ParallelConfig
+from rorqual.config.quant import QUANTIZATIONS
 from rorqual.errors import ConfigError
 
 # The documents' names for the modes are understood too.
@@ -86,6 +87,13 @@ class EngineConfig:
         "checkpoint, or random: a config.json is enough.",
         group="Model",
         choices=("checkpoint", "random"),
+    )
+    quantization: str = option(
+        "auto",
+        "How weights are held: auto, as in the checkpoint; or a bf16 checkpoint is rounded while "
+        f"it is read, matrix by matrix: {', '.join(QUANTIZATIONS)}. w4a16 has groups of 128.",
+        group="Model",
+        choices=("auto", *QUANTIZATIONS),
     )
     seed: int = option(0, "Seed of random weights.", group="Model", flags=("--engine-seed",))
     max_model_len: int | None = _scheduling(

@@ -18,6 +18,7 @@ from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dty
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
+from rorqual.config.quant import QuantConfig, quantization_named
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
@@ -52,11 +53,23 @@ def read_model(config: EngineConfig) -> ModelConfig:
     layout."""
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
     model = read_config_file(config.model, config.ignore_config_fields, overrides)
+    if config.quantization != "auto":
+        model = replace(model, quant=_rounding(model, config.quantization))
     check_parallel(model, config.parallel)
     _check_graphs(config, model)
     if kv_dtype(config.kv_cache_dtype) == FP8:
         check_fp8_cache(model, config.mla_decode)
     return model
+
+
+def _rounding(model: ModelConfig, name: str) -> QuantConfig:
+    """How a wide checkpoint is rounded while it is read."""
+    if model.quant is not None:
+        raise ConfigError(
+            f"quantization={name!r}: the checkpoint's weights are {model.quant.describe()} "
+            "already; accepted: auto"
+        )
+    return quantization_named(name)
 
 
 def _check_graphs(config: EngineConfig, model: ModelConfig) -> None:
