@@ -211,5 +211,38 @@ def info(
     show(model, memory_gib=memory, ignore_fields=tuple(ignore_config_field or ()))
 
 
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder or id of a bf16 checkpoint.")],
+    out: Annotated[str, typer.Argument(help="A new folder.")],
+    form: Annotated[
+        str, typer.Option("--format", help="w4a16, w8a8, fp8 (blocks of 128x128) or w4afp8.")
+    ],
+    group: Annotated[
+        int | None,
+        typer.Option(help="Columns that share a scale in four bits: 128 (if left out), 64, 32."),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="A text like those the model will see: matrices are rounded for the rows that it "
+            "brings them. The model must fit in memory."
+        ),
+    ] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(help="A text whose perplexity is measured before and after."),
+    ] = None,
+) -> None:
+    """Write a checkpoint in eight or four bits (compressed-tensors)."""
+    from rich.console import Console
+
+    from rorqual.bench.quantize.run import quantize as run
+    from rorqual.bench.quantize.run import report
+
+    done = run(model, out, form, group, calibration, evaluate)
+    report(done, Console())
+
+
 if __name__ == "__main__":
     main()

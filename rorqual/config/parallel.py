@@ -235,6 +235,11 @@ def _check_cut(
     )
     for scheme in dict.fromkeys(found):
         unit = scheme.column_unit
+        if scheme.ordered:
+            raise ConfigError(
+                f"{name}={size} cuts {what} of {columns} columns inside an order of their groups "
+                "(desc_act)"
+            )
         if (columns // size) % unit:
             group = f"an {scheme.kind} {'block' if scheme.block[0] > 1 else 'group'} of {unit}"
             raise ConfigError(f"{name}={size} cuts {what} of {columns} columns inside {group}")

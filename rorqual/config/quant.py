@@ -52,13 +52,14 @@ class WeightScheme:
         return self.block[1] or (2 if self.kind == "int4" else 1)
 
     def fitted(self, columns: int) -> WeightScheme:
-        """For a matrix of so many columns: where they are no multiple of a group, the next
-        smaller group that divides them, else one scale a row."""
+        """For a matrix of so many columns: one scale a row where they are fewer than a group, and
+        where they are no multiple of it, the next smaller group that divides them."""
         rows, group = self.block
         if rows > 1 or not group or columns % group == 0:
             return self
-        smaller = [size for size in GROUPS if size < group and columns % size == 0]
-        return replace(self, block=(1, smaller[0] if smaller else 0))
+        smaller = [size for size in (64, 32, 16, 8) if size < group and columns % size == 0]
+        whole = columns < group or not smaller
+        return replace(self, block=(1, 0 if whole else smaller[0]))
 
     def groups(self, columns: int) -> int:
         """Scales along a row."""

@@ -10,7 +10,7 @@ from rorqual.errors import LoadError
 PACKAGE = Path(__file__).resolve().parent.parent
 BUNDLED = PACKAGE / "bundled"
 SHAPES = PACKAGE / "shapes"  # config.json of published models, for random weights and cost figures
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tiktoken.model"]
 
 
 def model_folder(name: str | Path | None, weights: bool = True) -> Path:
@@ -26,7 +26,7 @@ def model_folder(name: str | Path | None, weights: bool = True) -> Path:
     text = str(name)
     if path.exists() or text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise LoadError(f"{text!r} is neither a folder nor a Hugging Face model id")
-    return _fetch(text, PATTERNS if weights else ["*.json", "*.jinja"])
+    return _fetch(text, PATTERNS if weights else ["*.json", "*.jinja", "tiktoken.model"])
 
 
 def loaded_as(name: str | Path | None, folder: Path) -> str:

@@ -181,6 +181,9 @@ class TensorReader:
             stop = min(count, start + step)
             yield slice(start, stop), self._read((slice(first + start, first + stop), *inner))
 
+    def whole(self) -> Tensor:
+        return self._read(())
+
     def _read(self, window: tuple[slice, ...]) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
             return file.get_slice(self.name)[window] if window else file.get_tensor(self.name)

@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rorqual.errors import ConfigError, LoadError, RequestError
 from rorqual.models.hub import BUNDLED, model_folder
+from rorqual.text import tiktoken_file
 from rorqual.text.token_length import longest_token
 
 log = logging.getLogger("rorqual.serve")
@@ -27,19 +28,23 @@ LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 class Tokenizer:
-    """A model folder's tokenizer.json with its tokenizer_config.json."""
+    """A model folder's tokenizer.json, or tiktoken.model, with its tokenizer_config.json."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
-        if not path.exists():
+        ranks = self.folder / tiktoken_file.FILE
+        if not path.exists() and not ranks.exists():
             ways = "name a tokenizer, or pass skip_tokenizer_init to work with token ids alone"
             raise LoadError(f"{self.folder} holds no tokenizer.json; {ways}")
-        try:
-            self.raw = RawTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise LoadError(f"{path} cannot be read: {error}") from None
         self.settings = _read_json(self.folder / "tokenizer_config.json")
+        if path.exists():
+            try:
+                self.raw = RawTokenizer.from_file(str(path))
+            except Exception as error:  # the library raises plain Exception
+                raise LoadError(f"{path} cannot be read: {error}") from None
+        else:
+            self.raw = tiktoken_file.tiktoken_tokenizer(ranks, self.settings)
         self._follow_settings()
         self.template = self._find_template()
         self.special_ids = frozenset(
