@@ -75,7 +75,7 @@ def quantize(
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{out} exists; accepted: a new or an empty folder")
-    schemes = matrices(config, quant)
+    schemes = _present(folder, config, matrices(config, quant))
     moments = calibrate(folder, config, calibration) if calibration else {}
     text = read_text(evaluate, folder, config.vocab_size) if evaluate else None
     before = TextReader(load_on_cpu(folder, CpuOps())).score(*text) if text else None
@@ -108,6 +108,19 @@ def matrices(config: ModelConfig, quant: QuantConfig) -> dict[str, WeightScheme]
         if target.convert is not None and not target.covers:
             module = target.name.removesuffix(".weight")
             found[module] = quant.of(module, target.shape[1])
+    return found
+
+
+def _present(
+    folder: Path, config: ModelConfig, schemes: dict[str, WeightScheme]
+) -> dict[str, WeightScheme]:
+    """Those that the files hold: all but prediction modules, which may be left out. Raises
+    LoadError."""
+    names = {name for path in checkpoint_files(folder) for name, _, _ in read_file(path)}
+    found = {module: scheme for module, scheme in schemes.items() if f"{module}.weight" in names}
+    for module in schemes:
+        if module not in found and int(_layer(module)) < config.num_layers:
+            raise LoadError(f"{folder} lacks {module}.weight, or holds it merged with others")
     return found
 
 
@@ -154,8 +167,7 @@ def _write(
                 errors.append(error)
                 writer.add(tensors)
                 progress.advance(task)
-    if left:
-        raise LoadError(f"the checkpoint lacks {next(iter(left))}.weight, or holds it merged")
+    assert not left, "files hold what they held"
     writer.close()
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = quantization_config(schemes)

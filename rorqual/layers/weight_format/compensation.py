@@ -13,7 +13,9 @@ from rorqual.layers.weight_format.rounding import SHARES, round_matrix
 from rorqual.ops.reference import Weight, by_column, dequantize
 from rorqual.ops.rounding import FP8, FP8_MAX, pack_int4
 
-DAMPING = 0.01  # of the mean of the diagonal, so that directions never seen do not run away
+# Of the mean of the diagonal, so that directions never seen do not run away. 0.1 did better on text
+# that was not calibrated with than 0.01 (bundled model, int4: +3.4 % perplexity against +3.7 %).
+DAMPING = 0.1
 COLUMNS = 128  # whose errors reach the others together
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +51,9 @@ def round_matrix(
     kept = dtype if scheme.kind == "int4" else torch.float32
     best: RoundedBlocks | None = None
     for part in shares:
-        found = _round(blocks, scheme, part, kept, by_column)
-        best = found if best is None else _better(best, found)
+        for scale, zero in _grids(blocks, scheme, part, kept, len(shares) > 1):
+            found = _round(blocks, scheme, scale, zero, by_column)
+            best = found if best is None else _better(best, found)
     assert best is not None
     numbers = best.numbers.flatten(2).flatten(0, 1)[:rows, :columns]
     scale = best.scale.to(kept)
@@ -73,21 +74,34 @@ def _blocks(data: Tensor, share: int, group: int) -> Tensor:
     return padded.view(padded.shape[0] // share, share, -1, group)
 
 
-def _round(
-    blocks: Tensor, scheme: WeightScheme, part: float, dtype: torch.dtype, weights: Tensor
-) -> RoundedBlocks:
-    zero = None
+def _grids(
+    blocks: Tensor, scheme: WeightScheme, part: float, dtype: torch.dtype, search: bool
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """(scales, zero points) to try for a share of each block's range. int4 has one number more
+    below zero than above: in a search it is also given to the side of the block's largest, for
+    which the scale may be negative."""
+    least = TINY.get(dtype, LEAST)
     if scheme.symmetric:
         most = blocks.abs().amax((1, 3)) * part
-        scale = (most / HALF[scheme.kind]).clamp(TINY.get(dtype, LEAST)).to(dtype).float()
-        steps = blocks / _spread(scale)
-        numbers = _nearest(steps, scheme.kind)
+        yield (most / HALF[scheme.kind]).clamp(least).to(dtype).float(), None
+        if search and scheme.kind == "int4":
+            high = blocks.amax((1, 3)) * part
+            toward = torch.where(high < most, 1.0, -1.0)
+            yield ((most / 8).clamp(least) * toward).to(dtype).float(), None
+        return
+    low = (blocks.amin((1, 3)) * part).clamp(max=0)
+    high = (blocks.amax((1, 3)) * part).clamp(min=0)
+    scale = ((high - low) / 15).clamp(least).to(dtype).float()
+    yield scale, (-low / scale).round().clamp(0, 15)
+
+
+def _round(
+    blocks: Tensor, scheme: WeightScheme, scale: Tensor, zero: Tensor | None, weights: Tensor
+) -> RoundedBlocks:
+    if zero is None:
+        numbers = _nearest(blocks / _spread(scale), scheme.kind)
         exact = numbers
     else:
-        low = (blocks.amin((1, 3)) * part).clamp(max=0)
-        high = (blocks.amax((1, 3)) * part).clamp(min=0)
-        scale = ((high - low) / 15).clamp(TINY.get(dtype, LEAST)).to(dtype).float()
-        zero = (-low / scale).round().clamp(0, 15)
         numbers = (blocks / _spread(scale) + _spread(zero)).round().clamp(0, 15)
         exact = numbers - _spread(zero)
     lost = (exact * _spread(scale) - blocks).square() * weights

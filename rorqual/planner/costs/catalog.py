@@ -4,14 +4,17 @@ more, so no network. No torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
+from rorqual.config.quant import QUANTIZATIONS, quantization_named
 from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
 
+QUANTS = tuple(dict.fromkeys(("auto", "fp8", "none", *QUANTIZATIONS)))
 SHAPES = Path(__file__).resolve().parents[2] / "shapes"
 FP8 = {
     "quant_method": "fp8",
@@ -22,8 +25,10 @@ FP8 = {
 _V3 = ("V3", "V3-Base", "V3-0324", "V3.1", "V3.1-Base", "V3.1-Terminus", "R1", "R1-Zero", "R1-0528")
 _QWEN = ("", "-Base", "-Instruct-2507", "-Thinking-2507")
 _SIZES = ("30B-A3B", "235B-A22B")
+_K2 = ("Instruct", "Instruct-0905", "Base")
 IDS: dict[str, tuple[str, bool]] = {  # (shape, fp8 weights)
     **{f"deepseek-ai/DeepSeek-{name}": ("deepseek-v3", True) for name in _V3},
+    **{f"moonshotai/Kimi-K2-{name}": ("kimi-k2", True) for name in _K2},
     **{
         f"deepseek-ai/DeepSeek-V2-Lite{suffix}": ("deepseek-v2-lite", False)
         for suffix in ("", "-Chat")
@@ -50,7 +55,7 @@ def shape_of(name: str) -> tuple[Path, bool] | None:
         return SHAPES / shape, fp8
     folder = SHAPES / name
     return (
-        (folder, name == "deepseek-v3")
+        (folder, name in ("deepseek-v3", "kimi-k2"))
         if (folder / "config.json").is_file() and "/" not in name
         else None
     )
@@ -59,7 +64,7 @@ def shape_of(name: str) -> tuple[Path, bool] | None:
 def published(
     name: str, quant: str = "auto", overrides: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """The configuration of a published model. quant: auto (as published), fp8 or none."""
+    """The configuration of a published model. quant: auto (as published) or one of QUANTS."""
     found = shape_of(name)
     if found is None:
         raise ConfigError(
@@ -73,13 +78,16 @@ def published(
 
 def with_quant(folder: Path, quant: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """A folder's configuration with its weights as they are (auto), in fp8 with 128 x 128
-    blocks, or unquantised (none)."""
-    if quant not in ("auto", "fp8", "none"):
-        raise ConfigError(f"quant={quant!r} is not known; accepted: auto, fp8, none")
+    blocks, unquantised (none), or as the engine's `quantization` of that name holds them."""
+    if quant not in QUANTS:
+        raise ConfigError(f"quant={quant!r} is not known; accepted: {', '.join(QUANTS)}")
     changed = dict(overrides or {})
     if quant != "auto":
         changed["quantization_config"] = FP8 if quant == "fp8" else None
-    return read_config_file(folder, overrides=changed)
+    model = read_config_file(folder, overrides=changed)
+    if quant in ("auto", "fp8", "none"):
+        return model
+    return replace(model, quant=quantization_named(quant))
 
 
 def model_of(model: str, quant: str) -> ModelConfig:

@@ -38,7 +38,9 @@ class PlanSettings:
     profile: str = _costs(
         "auto", "Engine: auto, rorqual, sglang, calibrated, or roofline for lower bounds."
     )
-    quant: str = _costs("auto", "auto as published, fp8 or none.")
+    quant: str = _costs(
+        "auto", "auto as published, fp8, none, w8a8, w4a16 or another of --quantization."
+    )
     kv_dtype: str | None = _costs(
         None,
         "The cache's dtype, say fp8; the model's if left out.",

@@ -15,6 +15,7 @@ from rorqual.cache.spec import DTYPE_BYTES, kv_dtype
 from rorqual.config.hardware import DeviceSpec, load_device
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
+from rorqual.config.quant import WIDE, WeightScheme
 from rorqual.errors import ConfigError
 from rorqual.ops.stretch import workspace_bytes
 from rorqual.planner.costs.costs import DEFAULT_FORMAT, Format, GroupWork
@@ -274,12 +275,21 @@ class StepModel:
             and local == self.config.moe.num_experts
         ):
             distinct = min(distinct, found.distinct)  # the table's own routing
+        wide = 1.0 if op.dtype in ("fp8", "int8") else 2.0
         there = self._expert_floor(
-            found.hidden, found.inner, found.picks, found.distinct, op, _device(table.device)
+            found.hidden, found.inner, found.picks, found.distinct, op, _device(table.device), wide
         )
+        # bytes of an element; scales count where they are a share of four bits
+        held = op.weight_bytes / max(1.0, 3 * hidden * inner * op.shape[2])
         extra = float(self.config.moe.num_shared) if self._fused_shared() else 0.0
         here = self._expert_floor(
-            hidden, inner, picks + extra * tokens, distinct + extra, op, self.device
+            hidden,
+            inner,
+            picks + extra * tokens,
+            distinct + extra,
+            op,
+            self.device,
+            held if held < 0.9 * wide else wide,
         )
         start = min(2 * self.profile.small_us * 1e-6, found.seconds)
         return start + (found.seconds - start) * here / there
@@ -296,9 +306,14 @@ class StepModel:
 
     @staticmethod
     def _expert_floor(
-        hidden: float, inner: float, picks: float, distinct: float, op: RankOp, device: DeviceSpec
+        hidden: float,
+        inner: float,
+        picks: float,
+        distinct: float,
+        op: RankOp,
+        device: DeviceSpec,
+        width: float,
     ) -> float:
-        width = 1.0 if op.dtype == "fp8" else 2.0
         return max(
             3 * hidden * inner * distinct * width / device.bandwidth,
             6 * hidden * inner * picks / device.peak(op.dtype),
@@ -383,12 +398,26 @@ def decompressed_bytes(
 # ---- critical sizes
 
 
+def _expert_scheme(config: ModelConfig) -> WeightScheme:
+    layer = config.moe_layers.index(True) if any(config.moe_layers) else 0
+    name = f"model.layers.{layer}.mlp.experts.0.gate_proj"
+    return config.quant.of(name, config.hidden_size) if config.quant else WIDE
+
+
+def _expert_width(config: ModelConfig) -> float:
+    """Bytes of an element of an expert, without scales."""
+    scheme = _expert_scheme(config)
+    return 2.0 if scheme.is_wide else scheme.bits / 8
+
+
 def compute_bound_tokens(config: ModelConfig, device: DeviceSpec) -> tuple[float, float]:
     """(tokens for one expert, tokens in all under even routing) at which reading an expert takes
     as long as multiplying with it: weights of w bytes an element and rate F at bandwidth B give
     F w / 2 B rows."""
-    kind = "fp8" if config.quant else "bfloat16"
-    rows = device.peak(kind) * (1 if config.quant else 2) / (2 * device.bandwidth)
+    scheme = _expert_scheme(config)
+    rounded = scheme.activation.partition("_")[0]
+    kind = "bfloat16" if rounded == "wide" else rounded
+    rows = device.peak(kind) * _expert_width(config) / (2 * device.bandwidth)
     return rows, rows * config.moe.num_experts / config.moe.top_k
 
 
@@ -398,7 +427,7 @@ def expert_seconds(config: ModelConfig, device: DeviceSpec) -> float:
         3
         * config.hidden_size
         * config.moe.intermediate_size
-        * (1 if config.quant else 2)
+        * _expert_width(config)
         / device.bandwidth
     )
 

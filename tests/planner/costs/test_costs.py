@@ -17,7 +17,7 @@ from rorqual.cache.pool import KVPool
 from rorqual.cache.spec import MLA_FORMS, kv_spec
 from rorqual.config.hf import read_config
 from rorqual.config.model import ModelConfig
-from rorqual.config.quant import QuantConfig
+from rorqual.config.quant import QUANTIZATIONS, QuantConfig, WeightScheme
 from rorqual.engine.execution.worker import weight_bytes as engine_bytes
 from rorqual.errors import ConfigError
 from rorqual.layers.forward_batch import ForwardBatch
@@ -447,3 +447,25 @@ def test_decode_bytes_add_up() -> None:
 def test_unknown_place() -> None:
     with pytest.raises(ConfigError, match="accepted: memory, checkpoint"):
         costs.weight_bytes(published("deepseek-v2-lite"), "disk")
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+@pytest.mark.parametrize("case", ["deepseek", "no query latent", "qwen"])
+def test_bytes_of_rounded_weights_equal_the_models(case: str, name: str) -> None:
+    config = replace(small(case), quant=QUANTIZATIONS[name])
+    model = meta_model(config)
+    model.finalize()
+    assert costs.weight_bytes(config).total == engine_bytes(model)
+
+
+def test_kimi_k2_in_int4() -> None:
+    """A trillion parameters, their experts in groups of 32: about 0.55 bytes each."""
+    config = published("kimi-k2")
+    assert round(costs.parameters(config).total / 1e12, 2) == 1.03
+    assert round(costs.active_parameters(config) / 1e9, 1) == 32.9
+    scheme = WeightScheme("int4", (1, 32), layout="packed")
+    experts = QuantConfig(None, (), ((("mlp.experts",), scheme),))
+    parts = costs.weight_bytes(replace(config, quant=experts))
+    count = costs.parameters(config).routed_experts
+    assert parts.routed_experts == count // 2 + 2 * count // 32
+    assert parts.attention == costs.weight_bytes(replace(config, quant=None)).attention
