@@ -1,6 +1,6 @@
 """Text of the demo model's own, to calibrate `rorqual quantize` with where no other is at hand.
 
-    python demo/own_text.py own.txt [--sequences 64] [--tokens 700]
+python demo/own_text.py own.txt [--sequences 64] [--tokens 700]
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
         only_parse,
     ),  # many ranks
     (r"rorqual bench kernels", needs_a_card),
-    (r"rorqual bench calibrate", only_parse),  # minutes of measuring
+    (r"rorqual (bench calibrate|quantize)", only_parse),  # minutes of measuring or rounding
     (r"rorqual bench serve", ask_server),
     (r"rorqual chat --url", ask_server),
     (r"rorqual (generate|chat|info|plan|simulate|bench (offline|layers|comm))\b", run),

@@ -15,9 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rorqual.bench.quantize.writing import quantization_config, stored
 from rorqual.config.hf import _Reader
+from rorqual.config.quant import quantization_named
 from rorqual.config.quant_methods import read_quantization
 from rorqual.layers.parameter import Window
+from rorqual.layers.weight_format.rounding import SHARES, round_matrix
 from rorqual.ops.reference import dequantize
 from tests.layers.weight_format.test_weight_formats import in_file, read
 
@@ -144,6 +147,29 @@ def test_what_the_library_compressed_is_read(tmp_path: Path, name: str) -> None:
 def test_the_file_is_what_the_library_makes(name: str) -> None:
     pytest.importorskip("compressed_tensors")
     assert by_library(name) == json.loads(FILE.read_text())[name]
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8", "w4a16", "w4afp8-g32"])
+def test_the_library_unpacks_what_is_written(name: str) -> None:
+    """Negative scales of int4 included."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    given = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
+    scheme = quantization_named(name).scheme
+    assert scheme is not None
+    weight, _ = round_matrix(given, scheme, torch.bfloat16, SHARES)
+    assert weight.scale is not None
+    assert bool((weight.scale < 0).any()) == (scheme.kind == "int4")
+    tensors = {key[2:]: tensor for key, tensor in stored("m", weight, (256, 256)).items()}
+    config = quantization_config({"m": scheme})
+    (group,) = config["config_groups"].values()
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    theirs = QuantizationScheme(**{key: group[key] for key in group if key != "format"})
+    means = compressor.decompress(tensors, theirs)["weight"].float()
+    ours = dequantize(weight, torch.float32)
+    assert (means - ours).abs().max() <= ours.abs().max() * 2**-8, "bf16 scales give bf16 numbers"
 
 
 if __name__ == "__main__":
