@@ -13,7 +13,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.parameter import Build, Target, Window
-from rorqual.layers.weight_format.base import Matrix
+from rorqual.layers.weight_format.base import Matrix, WeightFormat
 from rorqual.layers.weight_format.select import format_of
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput
@@ -97,7 +97,7 @@ class MoE:
         self.prefix = prefix
         self.hidden = hidden
         gate_dtype = torch.float32 if moe.router_fp32 else build.dtype
-        self.build = build
+        self.absent_matrix = partial(_absent_matrix, build)
         self._choose_formats(build)
         self.fused_shared_experts = self._fused_shared(build, slots)
         self.router = RouterWeights(
@@ -302,9 +302,9 @@ class MoE:
         size = self.moe.intermediate_size
         wide = (size, self.hidden)
         for part in ("gate_proj", "up_proj"):
-            yield from self.gate_up_format.absent(f"{name}.{part}", self.build, wide)
+            yield from self.absent_matrix(self.gate_up_format, f"{name}.{part}", wide)
         shape = (self.hidden, size)
-        yield from self.down_format.absent(f"{name}.down_proj", self.build, shape)
+        yield from self.absent_matrix(self.down_format, f"{name}.down_proj", shape)
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
@@ -343,3 +343,9 @@ class MoE:
             whole=whole,
             start=(first, 0, self.columns.start),
         )
+
+
+def _absent_matrix(
+    build: Build, form: WeightFormat, name: str, shape: tuple[int, int]
+) -> Iterator[Target]:
+    return form.absent(name, build, shape)
