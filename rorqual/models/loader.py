@@ -26,7 +26,7 @@ from rorqual.models.checkpoint import (
     checkpoint_files,
 )
 from rorqual.models.transformer import Transformer
-from rorqual.models.weight_reader import Piece, default_threads, fill, pieces_of
+from rorqual.models.weight_reader import FilePart, default_threads, fill, parts_of
 from rorqual.ops import rng
 from rorqual.platforms import make_platform
 
@@ -42,7 +42,7 @@ def load_weights(model: Transformer, folder: str | Path, threads: int | None = N
     began = time.perf_counter()
     targets = TargetsByName(model.targets())
     threads = threads or default_threads(model.mesh.sizes.world)
-    pieces: list[Piece] = []
+    pieces: list[FilePart] = []
     with ExitStack() as stack:
         for path in checkpoint_files(Path(folder)):
             file = CheckpointFile(path)
@@ -109,7 +109,7 @@ class TargetsByName:
         found = {str(target.view.device) for targets in self.by_name.values() for target in targets}
         return next(iter(found - {"cpu"}), "cpu")
 
-    def place(self, stored: StoredTensor, file: CheckpointFile) -> Iterator[Piece]:
+    def place(self, stored: StoredTensor, file: CheckpointFile) -> Iterator[FilePart]:
         """What is to be read for a tensor, once it is known to fit."""
         name = stored.name
         where = f"{name} in {file.path.name}"
@@ -133,7 +133,7 @@ class TargetsByName:
                 raise LoadError(
                     f"{where} is {dtype or stored.dtype}, the configuration asks for {wanted}"
                 )
-            yield from pieces_of(file, stored.offset, dtype, target)
+            yield from parts_of(file, stored.offset, dtype, target)
         self.filled.update(targets[0].stands_for)
 
     def check(self) -> None:

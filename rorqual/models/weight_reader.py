@@ -30,7 +30,7 @@ MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePart:
     """size bytes of a file from `start` on hold values [shape], of which the columns `inner`, or
     all, belong into `view`. Each row fills `repeat` rows there, but for the first `skip`."""
 
@@ -59,16 +59,16 @@ class Piece:
         return as_it_is and view.device.type == "cpu" and view.is_contiguous()
 
 
-def pieces_of(
+def parts_of(
     file: CheckpointFile, offset: int, dtype: torch.dtype, target: Target
-) -> Iterator[Piece]:
+) -> Iterator[FilePart]:
     """What a target takes of its tensor, which begins at byte `offset`: each at most STAGE."""
     if target.view.numel():
-        at = Piece(file, offset, dtype, target.shape, None, target.view, target.repeat)
+        at = FilePart(file, offset, dtype, target.shape, None, target.view, target.repeat)
         yield from _split(at, target.origin)
 
 
-def _split(piece: Piece, origin: tuple[int, ...]) -> Iterator[Piece]:
+def _split(piece: FilePart, origin: tuple[int, ...]) -> Iterator[FilePart]:
     """piece: a whole tensor, whose part from `origin` on belongs into the view."""
     view = piece.view
     shape = piece.shape
@@ -105,14 +105,14 @@ def _split(piece: Piece, origin: tuple[int, ...]) -> Iterator[Piece]:
         )
 
 
-def reads_of(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def reads_of(pieces: Iterable[FilePart]) -> Iterator[list[FilePart]]:
     """What is read at once, in the order of the files: pieces side by side, as many as a buffer
     takes, and by itself what needs no buffer or is picked from a mapping."""
-    by_file: dict[CheckpointFile, list[Piece]] = {}
+    by_file: dict[CheckpointFile, list[FilePart]] = {}
     for piece in pieces:
         by_file.setdefault(piece.file, []).append(piece)
     for found in by_file.values():
-        group: list[Piece] = []
+        group: list[FilePart] = []
         stop = 0
         for piece in sorted(found, key=attrgetter("start")):
             alone = piece.direct or piece.inner is not None
@@ -135,7 +135,7 @@ def default_threads(ranks: int) -> int:
     return max(FEWEST_THREADS, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
-def fill(pieces: Iterable[Piece], platform: Platform, threads: int) -> None:
+def fill(pieces: Iterable[FilePart], platform: Platform, threads: int) -> None:
     """Read all pieces. Whatever goes wrong, no thread is left when this returns."""
     work = deque(reads_of(pieces))
     platform.synchronize()  # memory of the parameters may still be in use by what had it before
@@ -152,7 +152,7 @@ def fill(pieces: Iterable[Piece], platform: Platform, threads: int) -> None:
             wait(readers)
 
 
-def _read_all(work: deque[list[Piece]], platform: Platform) -> None:
+def _read_all(work: deque[list[FilePart]], platform: Platform) -> None:
     """On a thread of the pool: until nothing is left, or something went wrong."""
     try:
         with ExitStack() as stack:
@@ -173,7 +173,7 @@ def _read_all(work: deque[list[Piece]], platform: Platform) -> None:
         raise
 
 
-def _read_staged(group: Sequence[Piece], staging: Staging) -> None:
+def _read_staged(group: Sequence[FilePart], staging: Staging) -> None:
     first = group[0]
     buffer = staging.buffer()
     if first.inner is not None:
@@ -193,7 +193,7 @@ def _read_staged(group: Sequence[Piece], staging: Staging) -> None:
     staging.sent()
 
 
-def _place(piece: Piece, data: Tensor) -> None:
+def _place(piece: FilePart, data: Tensor) -> None:
     """data: on the host. What changes its form happens on the device."""
     view = piece.view
     if piece.repeat > 1 or data.dtype != view.dtype or not view.is_contiguous():

@@ -242,6 +242,10 @@ async def _announce(api: Api, sock: socket.socket) -> None:
     while not api.fleet.healthy:
         await asyncio.sleep(0.05)
     check_open_files(api.fleet.room)
+    slowest = max(api.fleet.clients, key=lambda client: client.start_seconds)
+    phases = {"api": api.fleet.began, **slowest.startup}
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    log.warning("ready after %.1f s: %s", sum(phases.values()), told)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.warning(

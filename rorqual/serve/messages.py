@@ -66,7 +66,8 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
-    """Sent once, when the engine can serve. `startup`: seconds by phase."""
+    """Sent once, when the engine can serve. `startup`: seconds by phase, from the start of its
+    process to this message."""
 
     pid: int
     model: str

@@ -19,7 +19,7 @@ from rorqual.layers.parameter import Target
 from rorqual.models import weight_reader
 from rorqual.models.checkpoint import DTYPES, CheckpointFile
 from rorqual.models.loader import load_weights
-from rorqual.models.weight_reader import Piece, fill, pieces_of, reads_of
+from rorqual.models.weight_reader import FilePart, fill, parts_of, reads_of
 from rorqual.platforms.cpu import CpuPlatform
 from tests.models.test_loader_errors import DEEPSEEK, model_of, save, tensors_of
 
@@ -81,7 +81,7 @@ def test_windows_of_a_matrix(
     file, offset, dtype = stored(tmp_path, x=whole)["x"]
     view = torch.full(shape, -1, dtype=kept)
     target = Target("x", view, whole=(12, 8), start=origin)
-    fill(pieces_of(file, offset, dtype, target), CPU, 3)
+    fill(parts_of(file, offset, dtype, target), CPU, 3)
     rows, columns = (slice(a, a + n) for a, n in zip(origin, shape, strict=True))
     assert torch.equal(view.float(), whole[rows, columns])
     file.close()
@@ -98,7 +98,7 @@ def test_rows_that_are_repeated(
     file, offset, dtype = stored(tmp_path, x=scales)["x"]
     view = torch.empty(rows, 2)
     target = Target("x", view, repeat=4, whole=(3, 2), start=(first, 0))
-    fill(pieces_of(file, offset, dtype, target), CPU, 2)
+    fill(parts_of(file, offset, dtype, target), CPU, 2)
     assert torch.equal(view, scales.repeat_interleave(4, 0)[first : first + rows])
     file.close()
 
@@ -109,7 +109,7 @@ def test_experts_in_one_tensor_cut_by_rows_and_by_columns(tmp_path: Path) -> Non
     for origin, shape in (((0, 3, 0), (2, 3, 4)), ((1, 0, 2), (1, 6, 2))):
         view = torch.empty(shape)
         target = Target("x", view, whole=(2, 6, 4), start=origin)
-        fill(pieces_of(file, offset, dtype, target), CPU, 2)
+        fill(parts_of(file, offset, dtype, target), CPU, 2)
         part = tuple(slice(a, a + n) for a, n in zip(origin, shape, strict=True))
         assert torch.equal(view, whole[part])
     file.close()
@@ -120,9 +120,9 @@ def test_tensors_side_by_side_are_read_at_once(tmp_path: Path) -> None:
     names = [f"x{i}" for i in range(9)]
     places = stored(tmp_path, **{name: torch.full((4,), 1.0) for name in names})
     views = {name: torch.empty(4, dtype=torch.bfloat16) for name in names if name != "x5"}
-    pieces: list[Piece] = []
+    pieces: list[FilePart] = []
     for name, view in views.items():
-        pieces += pieces_of(*places[name], Target(name, view))
+        pieces += parts_of(*places[name], Target(name, view))
     groups = list(reads_of(pieces))
     assert sorted(map(len, groups)) == [3, 5]
     fill(pieces, CPU, 2)
@@ -149,8 +149,8 @@ def test_tensors_at_odd_places(tmp_path: Path) -> None:
         (torch.empty(2, 1), (0, 1)),
     ):
         target = Target("b", view, whole=(2, 2), start=start)
-        beside = pieces_of(file, places["a"].offset, torch.uint8, Target("a", narrow))
-        fill([*beside, *pieces_of(file, places["b"].offset, torch.float32, target)], CPU, 1)
+        beside = parts_of(file, places["a"].offset, torch.uint8, Target("a", narrow))
+        fill([*beside, *parts_of(file, places["b"].offset, torch.float32, target)], CPU, 1)
         assert torch.equal(view.float(), numbers.view(2, 2)[:, start[1] :])
         assert narrow.tolist() == [1, 2, 3]
     file.close()
@@ -163,9 +163,9 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, direct: bool) -> N
     path = tmp_path / "model.safetensors"
     os.truncate(path, path.stat().st_size - 10_000)
     kept = torch.float32 if direct else torch.bfloat16
-    pieces: list[Piece] = []
+    pieces: list[FilePart] = []
     for name, place in places.items():
-        pieces += pieces_of(*place, Target(name, torch.empty(100, 100, dtype=kept)))
+        pieces += parts_of(*place, Target(name, torch.empty(100, 100, dtype=kept)))
     before = threading.active_count()
     with pytest.raises(LoadError, match=r"model\.safetensors is damaged or truncated: it ends at"):
         fill(pieces, CPU, 4)

@@ -21,7 +21,7 @@ from rorqual.models import loader
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
-from rorqual.models.weight_reader import Piece
+from rorqual.models.weight_reader import FilePart
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.mesh import Mesh
@@ -148,7 +148,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real = loader.fill
     sizes = []
 
-    def counting(pieces: list[Piece], *rest: Any) -> None:
+    def counting(pieces: list[FilePart], *rest: Any) -> None:
         for piece in pieces:
             found = torch.empty(piece.shape, device="meta")
             sizes.append(found.numel() if piece.inner is None else found[:, piece.inner].numel())

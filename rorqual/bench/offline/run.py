@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import platform as host
 import statistics
 import sys
@@ -24,6 +23,7 @@ from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.config.process import process_age
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.planner.costs.costs import (
@@ -180,15 +180,6 @@ def provenance(llm: LLM) -> dict[str, Any]:
             name: round(seconds, 3) for name, seconds in engine.stats.startup.items()
         },
     }
-
-
-def process_age() -> float:
-    """Seconds since this process was started, by the kernel's clock: imports and loading
-    included."""
-    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def read_bandwidth(platform: Platform) -> float:

@@ -72,12 +72,23 @@ class EngineClient:
         self.decoder = messages.client_decoder()
         self.live: dict[str, OpenSequence] = {}
         self.load = 0
+        self.made = time.monotonic()
+        self.start_seconds = 0.0  # until it could serve
         self.info: messages.EngineInfo | None = None
         self.snapshot = messages.Snapshot(0.0)
         self.ended: deque[messages.RequestTimes] = deque(maxlen=20_000)
         self.dying: messages.Dying | None = None
         self.ready = asyncio.Event()
         self.last_heard = time.monotonic()
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """Seconds by phase until it could serve; nothing before."""
+        found = dict(self.info.startup) if self.info is not None else {}
+        if found:
+            # from asking for a process to its first instruction, and the message's way
+            found["process"] = max(0.0, self.start_seconds - sum(found.values()))
+        return found
 
     # ---- to the engine
 
@@ -134,6 +145,7 @@ class EngineClient:
                 entry.job.refuse(message.message, message.busy)
         elif isinstance(message, messages.EngineInfo):
             self.info = message
+            self.start_seconds = time.monotonic() - self.made
             self.ready.set()
         else:
             self.dying = message

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rorqual.config.log import log_to_stderr
+from rorqual.config.process import process_age
 from rorqual.engine.config import AUTO, OFF, EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
@@ -266,7 +267,7 @@ def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs] | None:
     return sequence.prompt_logprobs if wanted else None
 
 
-def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
+def info(engine: Engine, eos: tuple[int, ...], startup: dict[str, float]) -> messages.EngineInfo:
     config = engine.config
     scheduler = engine.scheduler.config
     sizes = (
@@ -284,13 +285,14 @@ def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
         vocab,
         *sizes,
         eos,
-        engine.stats.startup,
+        startup,
     )
 
 
 def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     from pathlib import Path
 
+    imports = process_age()
     options = {
         **config.engine,
         "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ())),
@@ -303,11 +305,15 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     eos = read_generation(Path(engine.config.model), engine.model_config).eos_token_ids
     where = Path(config.tokenizer or engine.config.model)
     vocab_size = engine.model_config.vocab_size
+    loaded = process_age()
     grammars = XGrammars.make(where, vocab_size, eos, config.grammar) if config.structured else None
     if grammars is not None:
         engine.grammars = grammars
         grammars.warm()
-    link.send(info(engine, eos))
+    ready = process_age()
+    startup = {"imports": imports, **engine.stats.startup, "grammars": ready - loaded}
+    startup["other"] = max(0.0, ready - sum(startup.values()))
+    link.send(info(engine, eos, startup))
     return EngineProcess(engine, link, grammars)
 
 

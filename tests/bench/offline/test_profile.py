@@ -85,7 +85,7 @@ def test_without_a_card_it_is_refused() -> None:
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     started = time.time()
     code = (
-        "import time; time.sleep(0.4); from rorqual.bench.offline.run import process_age; "
+        "import time; time.sleep(0.4); from rorqual.config.process import process_age; "
         "print(process_age())"
     )
     age = float(
