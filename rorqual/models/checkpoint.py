@@ -75,7 +75,7 @@ class CheckpointFile:
 
     def read(self, start: int, into: Tensor) -> None:
         """Fill `into`, host memory without gaps, with the bytes from `start` on."""
-        memory = memoryview(into.reshape(-1).view(torch.uint8).numpy())
+        memory = into.reshape(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(memory):
             try:

@@ -78,6 +78,7 @@ class EngineClient:
         self.snapshot = messages.Snapshot(0.0)
         self.ended: deque[messages.RequestTimes] = deque(maxlen=20_000)
         self.dying: messages.Dying | None = None
+        self.trace: asyncio.Future[messages.TraceDone] | None = None  # of the newest one
         self.ready = asyncio.Event()
         self.last_heard = time.monotonic()
 
@@ -110,6 +111,15 @@ class EngineClient:
 
     def reset_prefix(self) -> None:
         self._send(messages.ResetPrefix())
+
+    def start_trace(self, prefix: str, steps: int) -> asyncio.Future[messages.TraceDone]:
+        """Have the next steps recorded; one at a time."""
+        self.trace = asyncio.get_running_loop().create_future()
+        self._send(messages.StartTrace(prefix, steps))
+        return self.trace
+
+    def stop_trace(self) -> None:
+        self._send(messages.StopTrace())
 
     def shut_down(self) -> None:
         self._send(messages.Shutdown())
@@ -147,8 +157,14 @@ class EngineClient:
             self.info = message
             self.start_seconds = time.monotonic() - self.made
             self.ready.set()
+        elif isinstance(message, messages.TraceDone):
+            self._traced(message)
         else:
             self.dying = message
+
+    def _traced(self, found: messages.TraceDone) -> None:
+        if self.trace is not None and not self.trace.done():
+            self.trace.set_result(found)
 
     def _deliver(self, output: messages.Output) -> None:
         entry = self.live.get(output.id)
@@ -166,5 +182,6 @@ class EngineClient:
         for entry in live.values():
             self.usage.change(entry.client, -1, -entry.tokens)
             entry.job.fail(engine_died())
+        self._traced(messages.TraceDone([], ["the engine process ended"]))
         self.sender.close()
         self.receiver.close()

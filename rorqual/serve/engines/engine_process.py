@@ -90,6 +90,7 @@ class EngineProcess:
         # the last: what keeps the compiled grammar until the request holds it itself
         self.prepared: SimpleQueue[tuple[messages.Add, Exception | None, Any]] = SimpleQueue()
         self.running = True
+        self.tracing = False
         self.next_snapshot = 0.0
 
     def run(self) -> None:
@@ -119,6 +120,11 @@ class EngineProcess:
                 self.cancel(name)
         elif isinstance(message, messages.ResetPrefix):
             self.engine.scheduler.prefix.clear()
+        elif isinstance(message, messages.StartTrace):
+            self.tracing = True
+            self.engine.start_trace(message.prefix, message.steps)
+        elif isinstance(message, messages.StopTrace):
+            self.engine.stop_trace()
         else:
             self.running = False
 
@@ -246,6 +252,16 @@ class EngineProcess:
     def _snapshot(self, now: float) -> None:
         self.next_snapshot = now + SNAPSHOT_SECONDS
         self.link.send(self.meter.snapshot(now))
+        if self.tracing:
+            self._tell_trace()
+
+    def _tell_trace(self) -> None:
+        found = self.engine.traced()
+        if found is not None:
+            self.tracing = False
+            files = [one.path for one in found if not one.error]
+            errors = [f"{one.path}: {one.error}" for one in found if one.error]
+            self.link.send(messages.TraceDone(files, errors))
 
 
 def _whole(name: str, out: TokenOut, logprobs: list[TokenLogprobs]) -> messages.Output:
@@ -340,6 +356,8 @@ def main() -> int:
         link.send(messages.Dying(f"{type(error).__name__}: {error}", user=False))
         return STEP_FAILED
     finally:
+        if worker.tracing:
+            worker.engine.close()  # leaves no half of a file
         if worker.grammars is not None:
             worker.grammars.close()
         link.close()

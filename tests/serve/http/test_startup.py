@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,5 +35,6 @@ def test_the_engine_tells_its_own_phases(server: Any) -> None:
 
 def test_the_api_process_starts_without_torch(server: Any) -> None:
     """Which takes seconds to import, and memory; the engine's process has it."""
-    maps = [open(f"/proc/{pid}/maps").read() for pid in (server.pid, *server.engine_pids())]
+    pids = (server.pid, *server.engine_pids())
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
     assert ["libtorch" in text for text in maps] == [False, True]
