@@ -6,8 +6,9 @@ kernels cold, with files cold, and with both warm, beside a plain parallel read 
 
 The checkpoint has random weights under the published one's names, in files of 4 GB, and the bundled
 tokenizer. Before a row with cold files their pages are dropped from the page cache (--drop-all: the
-pages of Python and its libraries as well). Behind `--`: options of `rorqual serve`. Exit status 1 where a cold start takes 15 s more than the plain read
-before it, or a warm one more than --warm-seconds.
+pages of Python and its libraries as well). Behind `--`: options of `rorqual serve`. Exit status 1
+where a cold start takes 15 s more than the plain read before it, or a warm one more than
+--warm-seconds.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class LayerCase:
     """One thing to time. phase: tokens (n tokens) | prefill (one prompt of n) | decode (one
-    token a request, KV length n)."""
+    token a request, KV length n). on_host: the host's own work counts, done by one thread: several
+    wait for one another where the machine is busy."""
 
     module: str
     variant: str
@@ -60,6 +61,7 @@ class LayerCase:
     parameters: int
     cache_bytes: int = 0
     experts_hit: int | None = None
+    on_host: bool = False
 
 
 class Layers(Protocol):
@@ -184,8 +186,8 @@ class Cache:
 
 def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by
-    the host), `cpu+h2d` (and copied over) and `pinned` (read by the device's own kernel, as
-    `embed_device: cpu` does)."""
+    one thread of the host), `cpu+h2d` (and copied over) and `pinned` (read by the device's own
+    kernel, as `embed_device: cpu` does)."""
     config = bench.config
     ops = bench.build.ops
     platform = bench.platform
@@ -201,7 +203,16 @@ def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
     for variant, run in runs.items():
         for n, ids in draws.items():
             cost = Op("embed", "embedding", 0, float(n * config.hidden_size * table.element_size()))
-            yield LayerCase("embed_tokens", variant, "tokens", n, run(ids), cost, table.numel())
+            yield LayerCase(
+                "embed_tokens",
+                variant,
+                "tokens",
+                n,
+                run(ids),
+                cost,
+                table.numel(),
+                on_host=variant.startswith("cpu"),
+            )
 
 
 def mlp_cases(bench: LayerBench) -> Iterator[LayerCase]:
