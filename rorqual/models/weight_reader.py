@@ -156,6 +156,7 @@ def _read_all(work: deque[list[FilePart]], platform: Platform) -> None:
     """On a thread of the pool: until nothing is left, or something went wrong."""
     try:
         with ExitStack() as stack:
+            stack.enter_context(platform.stream())  # the current device is a thread's own
             staging: Staging | None = None
             while work:
                 try:

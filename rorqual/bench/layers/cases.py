@@ -22,8 +22,9 @@ from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE, run_stages
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
-from rorqual.models.loader import fill_normal
+from rorqual.models.loader import Draw, fill_normal
 from rorqual.models.transformer import HiddenState, Layer, forward_layers
+from rorqual.ops import rng
 from rorqual.ops.deferred_sum import summed
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.ops.select import ops_for
@@ -123,13 +124,13 @@ class LayerBench:
         return costs.kv_bytes_per_token(self.config, self.format(form)) // self.config.num_layers
 
 
-def fill(layers: Layers) -> None:
+def fill(layers: Layers, draw: Draw = rng.draw_normal) -> None:
     """Random weights drawn as `models.loader.random_weights` draws them."""
     for target in layers.targets():
         if not target.covers and target.std is None:
             target.view.fill_(target.fill)
         elif not target.covers:
-            fill_normal(target.view, target.name, SEED, target.std or 0.0)
+            fill_normal(target.view, target.name, SEED, target.std or 0.0, draw=draw)
 
 
 def size_of(layers: Layers) -> int:
@@ -221,7 +222,7 @@ def mlp_cases(bench: LayerBench) -> Iterator[LayerCase]:
     mlp = DenseMLP(
         bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.dense_intermediate
     )
-    fill(mlp)
+    fill(mlp, bench.build.ops.draw_normal)
     for n in bench.tokens:
         cost = bench.cost("mlp", BatchShape(1, n), layers=(layer,))
         yield LayerCase(
@@ -236,7 +237,7 @@ def mla_cases(bench: LayerBench) -> Iterator[LayerCase]:
         layer = MLA(
             bench.build, bench.config, 0, "model.layers.0.self_attn", prefill=form, decode=form
         )
-        fill(layer)
+        fill(layer, bench.build.ops.draw_normal)
         layer.finalize()
         yield from _attention_cases(
             bench, "mla", form, layer, costs.attention_parameters(bench.config, form)
@@ -245,7 +246,7 @@ def mla_cases(bench: LayerBench) -> Iterator[LayerCase]:
 
 def gqa_cases(bench: LayerBench) -> Iterator[LayerCase]:
     layer = GQA(bench.build, bench.config, 0, "model.layers.0.self_attn")
-    fill(layer)
+    fill(layer, bench.build.ops.draw_normal)
     yield from _attention_cases(bench, "gqa", "GQA", layer, size_of(layer))
 
 
@@ -271,7 +272,7 @@ def dense_layer_cases(bench: LayerBench) -> Iterator[LayerCase]:
     model = make_backbone(
         replace(config, num_layers=1, moe_layers=(False,), vocab_size=1), bench.build
     )
-    fill(model)
+    fill(model, bench.build.ops.draw_normal)
     model.finalize()
     layer = model.layers[0]
     cache = Cache(bench, "A_CC_ME")
@@ -328,7 +329,7 @@ def moe_cases(bench: LayerBench) -> Iterator[LayerCase]:
     config = bench.config
     layer = bench.config.moe_layers.index(True)
     moe = ForcedMoE(bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.moe)
-    fill(moe)
+    fill(moe, bench.build.ops.draw_normal)
     for kind in ("natural", "uniform", "zipf"):
         for n in bench.tokens:
             x = bench.hidden(n)
@@ -376,7 +377,7 @@ def backbone_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Every layer without its routed experts; no embedding, no head."""
     config = bench.config
     model = make_backbone(replace(config, vocab_size=1), bench.build)
-    fill(model)
+    fill(model, bench.build.ops.draw_normal)
     model.finalize()
     layers = model.layers
     held = sum(map(size_of, model.layers))

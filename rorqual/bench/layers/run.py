@@ -155,14 +155,14 @@ def sweep(
                 continue
             cases = list(CASES[module](setup))
             compile_ahead(setup.build.ops, [case.run for case in cases])
-            for case in cases:
+            while cases:  # the last one holds the module's weights
                 if time.monotonic() - began > limit:
                     log.warning("%s was cut short: %g s are over", module, limit)
+                    cases.clear()
                     break
-                rows.append(_measured(setup, case, repeats, min_seconds, timing, rates))
+                rows.append(_measured(setup, cases.pop(0), repeats, min_seconds, timing, rates))
                 if progress:
                     progress(rows[-1])
-            del cases
             platform.release_memory()
     return rows
 
@@ -179,9 +179,16 @@ def _measured(
     how = timing if timing != "auto" else "call" if called else "graph"
     if case.on_host or not setup.platform.has_graphs:
         how = "call"
-    work = measure_captured if how == "graph" else measure
-    with threads(1 if case.on_host else None):
-        times = work(case.run, setup.platform, repeats, min_seconds)  # type: ignore[arg-type]
+    times: list[float] = []
+    if how == "graph":
+        try:
+            times = measure_captured(case.run, setup.platform, repeats, min_seconds)
+        except RuntimeError as error:
+            log.warning("%s %s is called, not captured: %s", case.module, case.variant, error)
+            how = "call"
+    if not times:
+        with threads(1 if case.on_host else None):
+            times = measure(case.run, setup.platform, repeats, min_seconds)
     # operations of quantized weights have another rate than those in bf16
     judged = rates is not None and not case.on_host and case.variant != "pinned"
     floor = rates.floor(case.cost) if rates is not None and judged else None

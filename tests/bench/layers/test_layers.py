@@ -414,3 +414,16 @@ def test_from_a_folder(tmp_path: Path) -> None:
         ignore_fields=("new_field",),
     )
     assert [(row.module, row.n) for row in found] == [("mlp", 1), ("mlp", 2)]
+
+
+def test_what_cannot_be_captured_is_called_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Graphs):
+        def capture(self, work: Any) -> Any:
+            raise RuntimeError("no such operation while capturing")
+
+    monkeypatch.setattr(layers, "make_platform", lambda device: Refusing(torch.device("cpu")))
+    found = quick(config_of("deepseek-v3"), modules=["mlp"])
+    assert {row.timing for row in found} == {"call"}
+    assert "mlp dense is called, not captured: no such operation" in caplog.text
