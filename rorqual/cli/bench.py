@@ -190,10 +190,21 @@ def bench_layers(
     repeats: Annotated[int, typer.Option()] = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    timing: Annotated[
+        str,
+        typer.Option(
+            help="call: alone, launches included; graph: captured, many in a row; auto: graph "
+            "where the device has it, but for prompts and embeddings."
+        ),
+    ] = "auto",
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which no further case is measured.")
+    ] = 600.0,
     json_file: Json = None,
 ) -> None:
     """Time each module by itself: embedding (on a GPU with its table there and in host memory),
-    MLPs, attention in all forms, experts under three kinds of routing."""
+    MLPs, attention in all forms, experts under three kinds of routing, all layers without experts;
+    on a GPU beside floors."""
     from rorqual.bench.layers import run as layers
 
     rows = layers.bench(
@@ -203,6 +214,8 @@ def bench_layers(
         device=device,
         dtype=dtype,
         repeats=repeats,
+        timing=timing,
+        limit=limit,
     )
     layers.print_table(rows)
     if json_file:

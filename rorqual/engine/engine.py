@@ -20,7 +20,8 @@ from rorqual.engine.scheduling.chunk_controller import ChunkController
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut
-from rorqual.errors import RequestError
+from rorqual.engine.step_trace import MOST_STEPS, TraceFile
+from rorqual.errors import ConfigError, RequestError
 from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -188,6 +189,25 @@ class Engine:
             sequence = self.scheduler.sequences.get(request_id)
             if sequence is not None:
                 self.scheduler.finish(sequence, FinishReason.STOP)
+
+    def start_trace(self, prefix: str, steps: int) -> None:
+        """Record the next `steps` steps on every rank into PREFIX.json.gz, with several ranks
+        PREFIX-rankN.json.gz. One at a time; `traced` tells of its end."""
+        if not 1 <= steps <= MOST_STEPS:
+            raise ConfigError(
+                f"a trace of {steps} steps is out of range; accepted: 1 to {MOST_STEPS}"
+            )
+        with self._changing():
+            self.executor.start_trace(prefix, steps)
+
+    def stop_trace(self) -> None:
+        """Record no further step, and write those that were."""
+        with self._changing():
+            self.executor.stop_trace()
+
+    def traced(self) -> list[TraceFile] | None:
+        """The trace's files, told once: when they are written. Else None."""
+        return self.executor.traced()
 
     def close(self) -> None:
         """End the other ranks. Nothing can be asked of the engine after."""

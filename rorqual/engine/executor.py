@@ -18,6 +18,7 @@ from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
@@ -55,6 +56,15 @@ class Executor(Protocol):
         ranks are asked between steps, and no step waits for them: a call returns what all have
         answered to an earlier one, at first nothing."""
 
+    def start_trace(self, prefix: str, steps: int) -> None:
+        """Record the next steps on every rank, each into its own file. One at a time."""
+
+    def stop_trace(self) -> None:
+        """Record no further step; nothing where none is recorded."""
+
+    def traced(self) -> list[TraceFile] | None:
+        """The files of all ranks, once: when they are written. Else None."""
+
     def close(self) -> None:
         """End the other ranks, if any. Nothing can be asked of the executor after."""
 
@@ -70,6 +80,7 @@ class LocalExecutor:
         self.worker = Worker(config, platform, mesh)
         self.copies = config.parallel.dp
         self.launched = 0
+        self.trace: StepTrace | None = None
 
     @property
     def dp(self) -> int:
@@ -96,5 +107,21 @@ class LocalExecutor:
         found: Counts = self.worker.fetch_load()().tolist()
         return found
 
+    def start_trace(self, prefix: str, steps: int) -> None:
+        self.trace = StepTrace(self.worker, trace_path(prefix, 0, 1), steps)
+
+    def stop_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.end()
+
+    def traced(self) -> list[TraceFile] | None:
+        if self.trace is None or self.trace.result is None:
+            return None
+        found = [self.trace.result]
+        self.trace = None
+        return found
+
     def close(self) -> None:
         """Nothing else runs."""
+        if self.trace is not None:
+            self.trace.drop()

@@ -1,43 +1,65 @@
 """Fill a model from safetensors files, streamed, or from a seed.
 
 Every checkpoint tensor must be used or be skipped by design, and every parameter must be filled;
-anything else is an error that names the tensors. At most WINDOW bytes of a file are mapped at a
-time, so loading never holds two copies of the model.
+anything else is an error that names the tensors, before any of them is read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Target
+from rorqual.models.checkpoint import (
+    DTYPES,
+    NAMES_SHOWN,
+    CheckpointFile,
+    StoredTensor,
+    checkpoint_files,
+)
 from rorqual.models.transformer import Transformer
+from rorqual.models.weight_reader import FilePart, default_threads, fill, parts_of
 from rorqual.ops import rng
+from rorqual.platforms import make_platform
 
-WINDOW = 64 * 2**20
-NAMES_SHOWN = 5
+log = logging.getLogger("rorqual.engine")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Draw = Callable[[Tensor, int, float, int, int], None]
 
 
-def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Fill `model` from the safetensors files of `folder`, then finalize it."""
-    places = TargetsByName(model.targets())
-    for path in checkpoint_files(Path(folder)):
-        for name, shape, reader in read_file(path):
-            if places.has(name):
-                places.fill(name, shape, reader, path)
-            elif not model.skips(name):
-                places.surplus.append(name)
-    places.check()
+def load_weights(model: Transformer, folder: str | Path, threads: int | None = None) -> None:
+    """Fill `model` from the safetensors files of `folder`, read by so many threads, then finalize
+    it."""
+    began = time.perf_counter()
+    targets = TargetsByName(model.targets())
+    threads = threads or default_threads(model.mesh.sizes.world)
+    pieces: list[FilePart] = []
+    with ExitStack() as stack:
+        for path in checkpoint_files(Path(folder)):
+            file = CheckpointFile(path)
+            stack.callback(file.close)
+            for stored in file.tensors():
+                if targets.has(stored.name):
+                    pieces += targets.place(stored, file)
+                elif not model.skips(stored.name):
+                    targets.surplus.append(stored.name)
+        targets.check()
+        fill(pieces, make_platform(targets.device), threads)
+    size = sum(piece.view.numel() * piece.view.element_size() for piece in pieces)
+    seconds = time.perf_counter() - began
+    rate = size / 1e9 / max(seconds, 1e-9)
+    log.info(
+        "weights: %.2f GB in %.1f s, %.2f GB/s by %d threads", size / 1e9, seconds, rate, threads
+    )
     model.finalize()
 
 
@@ -68,85 +90,6 @@ def random_weights(model: Transformer, seed: int) -> None:
     model.finalize()
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files an index names, or every *.safetensors of the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            outside = any("/" in name or name.startswith(".") for name in names)
-        except (
-            json.JSONDecodeError,
-            KeyError,
-            AttributeError,
-            TypeError,
-            UnicodeDecodeError,
-        ) as error:
-            raise LoadError(f"{index} is not a valid index: {error!r}") from None
-        if outside:
-            raise LoadError(f"{index} names files outside its folder")
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [path.name for path in files if not path.exists()]
-    if missing or not files:
-        raise LoadError(
-            f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}"
-        )
-    return files
-
-
-class TensorReader:
-    """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped
-    pages are given back."""
-
-    def __init__(self, path: Path, name: str):
-        self.path = path
-        self.name = name
-
-    def chunks(self, target: Target) -> Iterator[tuple[slice, Tensor]]:
-        """(rows of the target's view, what belongs there): the file's pages outside the target's
-        window are not touched."""
-        if not target.shape:
-            yield slice(0, 1), self._read(())
-            return
-        count = target.view.shape[0]
-        (first, *rest) = target.origin
-        inner = tuple(
-            slice(start, start + length)
-            for start, length in zip(rest, target.view.shape[1:], strict=True)
-        )
-        row = math.prod(target.view.shape[1:]) * max(4, target.view.element_size())
-        step = max(1, WINDOW // max(1, row) // target.repeat) * target.repeat
-        start = 0
-        while start < count:
-            # ends where a row of the file ends
-            stop = min(count, (first + start) // target.repeat * target.repeat + step - first)
-            rows = slice((first + start) // target.repeat, -(-(first + stop) // target.repeat))
-            data = self._read((rows, *inner))
-            if target.repeat > 1:
-                data = data.repeat_interleave(target.repeat, 0)[
-                    first + start - rows.start * target.repeat :
-                ][: stop - start]
-            yield slice(start, stop), data
-            start = stop
-
-    def _read(self, window: tuple[slice, ...]) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_slice(self.name)[window] if window else file.get_tensor(self.name)
-
-
-def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], TensorReader]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{path} is damaged or truncated: {error}") from None
-    for name, shape in shapes.items():
-        yield name, shape, TensorReader(path, name)
-
-
 class TargetsByName:
     """The targets of a model by checkpoint name, and which of them have been filled."""
 
@@ -160,34 +103,38 @@ class TargetsByName:
     def has(self, name: str) -> bool:
         return name in self.by_name
 
-    def fill(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
-        for target in self.by_name[name]:
-            if target.shape != shape:
+    @property
+    def device(self) -> str:
+        """That of the parameters; some may lie in the host's memory."""
+        found = {str(target.view.device) for targets in self.by_name.values() for target in targets}
+        return next(iter(found - {"cpu"}), "cpu")
+
+    def place(self, stored: StoredTensor, file: CheckpointFile) -> Iterator[FilePart]:
+        """What is to be read for a tensor, once it is known to fit."""
+        name = stored.name
+        where = f"{name} in {file.path.name}"
+        targets = self.by_name[name]
+        for target in targets:
+            if target.shape != stored.shape:
                 raise LoadError(
-                    f"{name} in {path.name} has shape {list(shape)}, the configuration asks "
+                    f"{where} has shape {list(stored.shape)}, the configuration asks "
                     f"for {list(target.shape)}"
                 )
-        again = self.filled.intersection(self.by_name[name][0].stands_for)
+        again = self.filled.intersection(targets[0].stands_for)
         if again:
-            raise LoadError(f"{name} in {path.name} fills {sorted(again)[0]} a second time")
-        self._copy(name, shape, rows, path)
-        self.filled.update(self.by_name[name][0].stands_for)
-
-    def _copy(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
-        try:
-            for target in self.by_name[name]:
-                for part, data in rows.chunks(target) if target.view.numel() else ():
-                    view = target.view[part] if shape else target.view
-                    if data.dtype != view.dtype and not (
-                        data.dtype in FLOATS and view.dtype in FLOATS
-                    ):
-                        raise LoadError(
-                            f"{name} in {path.name} is {data.dtype}, the configuration asks "
-                            f"for {view.dtype}"
-                        )
-                    view.copy_(data)
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{path} is damaged or truncated: {error}") from None
+            raise LoadError(f"{where} fills {sorted(again)[0]} a second time")
+        dtype = DTYPES.get(stored.dtype)
+        for target in targets:
+            if not target.view.numel():
+                continue
+            wanted = target.view.dtype
+            alike = dtype == wanted or (dtype in FLOATS and wanted in FLOATS)
+            if dtype is None or not alike:
+                raise LoadError(
+                    f"{where} is {dtype or stored.dtype}, the configuration asks for {wanted}"
+                )
+            yield from parts_of(file, stored.offset, dtype, target)
+        self.filled.update(targets[0].stands_for)
 
     def check(self) -> None:
         wanted = {name for name, targets in self.by_name.items() if not targets[0].covers}

@@ -13,7 +13,35 @@ import torch
 from torch import Tensor
 
 from rorqual.errors import CapacityError
-from rorqual.platforms.base import Pieces, Platform, T
+from rorqual.platforms.base import Pieces, Platform, Staging, T
+
+
+class PinnedStaging(Staging):
+    """Two buffers in turn, and a stream of its own."""
+
+    def __init__(self, device: torch.device, size: int):
+        self.stream = torch.cuda.Stream(device)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        # threads that wait leave the processor to those that read
+        self.copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        self.turn = 0
+        self.entered = torch.cuda.stream(self.stream)
+
+    def __enter__(self) -> PinnedStaging:
+        self.entered.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.entered.__exit__(*raised)
+        self.stream.synchronize()
+
+    def buffer(self) -> Tensor:
+        self.turn = 1 - self.turn
+        self.copied[self.turn].synchronize()
+        return self.buffers[self.turn]
+
+    def sent(self) -> None:
+        self.copied[self.turn].record(self.stream)
 
 
 class CudaPlatform(Platform):
@@ -90,6 +118,9 @@ class CudaPlatform(Platform):
                 f"no {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB of host memory can "
                 "be pinned"
             ) from error
+
+    def staging(self, size: int) -> Staging:
+        return PinnedStaging(self.device, size)
 
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run twice on a side stream first: kernels compile, libraries make their workspaces.

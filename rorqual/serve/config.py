@@ -56,6 +56,11 @@ class ServeConfig:
         "it), or both.",
         choices=("rorqual", "vllm", "both"),
     )
+    profile_dir: str | None = _server(
+        None,
+        "A folder: POST /start_profile, from this machine and with the API key, has the next steps "
+        "recorded into it, for Perfetto. Without it there is no such route.",
+    )
     structured: bool = option(
         True,
         "Offer grammars; needs xgrammar and a process to compile in.",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import platform as host
 import statistics
 import sys
@@ -19,11 +18,12 @@ from typing import Any
 import torch
 
 from rorqual import __version__
-from rorqual.bench.offline.profile import StepProfile, check_platform, profile_steps
+from rorqual.bench.offline.profile import StepProfile, profile_steps, trace_steps
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.config.process import process_age
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.planner.costs.costs import (
@@ -71,6 +71,7 @@ class OfflineRow:
     accepted_length: float = 1.0
     acceptance: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
+    traces: list[str] = field(default_factory=list)
 
     @property
     def percent_of_floor(self) -> float:
@@ -104,8 +105,6 @@ def run(
 ) -> None:
     """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to
     measure it too, or the name of a peer that is measured later (vllm_baseline.py)."""
-    if work.profiled:
-        check_platform(llm.engine.platform)
     if not report.provenance:
         llm.generate(make_prompts(llm, 1, min(work.prompt, 16), work.data), greedy(1))
         age = process_age()
@@ -139,8 +138,12 @@ def run(
             report.rows[-1].settings = settings
             _tell(report.rows[-1])
     # at the end: a profiler that has been there slows what follows
-    for row, prompts in profiled if work.profiled else ():
-        row.profile = profile_steps(llm, prompts, work.profiled)
+    for row, prompts in profiled if work.profile else ():
+        if llm.engine.platform.name == "cuda":
+            row.profile = profile_steps(llm, prompts, work.profile_steps)
+        drafts = row.num_speculative_tokens
+        prefix = work.trace_prefix(row.concurrency, drafts, len(profiled) == 1)
+        row.traces = trace_steps(llm, prompts, work.profile_steps, prefix)
     gc.unfreeze()
 
 
@@ -180,15 +183,6 @@ def provenance(llm: LLM) -> dict[str, Any]:
             name: round(seconds, 3) for name, seconds in engine.stats.startup.items()
         },
     }
-
-
-def process_age() -> float:
-    """Seconds since this process was started, by the kernel's clock: imports and loading
-    included."""
-    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def read_bandwidth(platform: Platform) -> float:
@@ -468,6 +462,8 @@ def print_report(report: Report) -> None:
         if row.profile:
             drafts = f"num_speculative_tokens {row.num_speculative_tokens}"
             print("\n".join([f"batch {row.concurrency}, {drafts}:", *row.profile.lines()]))
+        for path in row.traces:
+            print(f"trace of batch {row.concurrency}, for ui.perfetto.dev: {path}")
     _print_start(report.provenance)
 
 

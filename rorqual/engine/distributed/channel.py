@@ -36,6 +36,7 @@ class FrameKind(IntEnum):
     WELCOME = 11
     REFUSED = 12  # text
     LOAD = 13  # numbered: a question, empty, and with the same number expert_load.encode_load
+    TRACE = 14  # JSON, tracing.py: what to record, or null; to rank 0: what came of it
 
 
 class FrameError(EngineError):

@@ -37,6 +37,7 @@ from rorqual.engine.distributed.codec import decode_result, encode_output, numbe
 from rorqual.engine.distributed.expert_load import Counts, ExpertLoad
 from rorqual.engine.distributed.launchers import make_launcher
 from rorqual.engine.distributed.rendezvous import START_SECONDS
+from rorqual.engine.distributed.tracing import GroupTrace
 from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
 from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, rank_device, send_heartbeats
 from rorqual.engine.execution.grammar import Grammars, SharedGrammars
@@ -45,6 +46,7 @@ from rorqual.engine.execution.worker import Worker, read_model
 from rorqual.engine.executor import LaunchedStep
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.engine.step_trace import TraceFile
 from rorqual.errors import EngineError
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
@@ -132,6 +134,7 @@ class DistributedExecutor:
         self.leaders = [self._leader(dp) for dp in range(self.sizes.dp)]
         experts = self.worker.model_config.moe.num_experts
         self.load = ExpertLoad(self.handles, self.sizes.stage, experts)
+        self.trace = GroupTrace(self.handles, lambda data: self._send(FrameKind.TRACE, data))
 
     def _load(self) -> None:
         launcher = self.launcher
@@ -233,6 +236,22 @@ class DistributedExecutor:
                 )
         return self.load.newest
 
+    # ---- traces
+
+    def start_trace(self, prefix: str, steps: int) -> None:
+        self._check()
+        with uninterrupted(), self._together("starting a trace"):
+            self.trace.start(self.worker, prefix, steps)
+
+    def stop_trace(self) -> None:
+        self._check()
+        with uninterrupted(), self._together("ending a trace"):
+            self.trace.stop()
+
+    def traced(self) -> list[TraceFile] | None:
+        self._check()
+        return self.trace.results()
+
     # ---- life and death
 
     def _check(self) -> None:
@@ -307,6 +326,8 @@ class DistributedExecutor:
             handle.leave(deadline)
         if self.mesh is not None:
             self.mesh.let_go()
+        if hasattr(self, "trace"):
+            self.trace.drop()
         if hasattr(self, "worker"):
             # NCCL leaves no group of which a captured graph holds a call
             self.worker.runner.forget()

@@ -33,6 +33,7 @@ from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.listener import join
 from rorqual.engine.distributed.network import interface_of, named_address
 from rorqual.engine.distributed.rendezvous import START_SECONDS, Rendezvous
+from rorqual.engine.distributed.tracing import RankTrace
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
@@ -102,6 +103,7 @@ class WorkerProcess:
         self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
         self.launched = 0  # the number of the newest step
         self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
+        self.trace = RankTrace(self.worker, partial(channel.send, FrameKind.TRACE))
 
     def run(self) -> None:
         """Launch what arrives; while nothing does, bring home what was launched."""
@@ -112,8 +114,11 @@ class WorkerProcess:
                 continue
             kind, data = work.get()
             if kind is FrameKind.STOP:
+                self.trace.drop()
                 return
-            if kind is FrameKind.GRAMMAR:
+            if kind is FrameKind.TRACE:
+                self.trace.take(data)
+            elif kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
                 self._bring(partial(self._send_load, data, self.worker.fetch_load()))

@@ -128,12 +128,10 @@ class Worker:
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
-        self._phase(
-            "graphs",
-            lambda: self.runner.capture(
-                CAPTURED, choices, config.cudagraph_capture_sizes, config.precompile_kernels
-            ),
-        )
+        steps = (CAPTURED, choices, config.cudagraph_capture_sizes)
+        if config.precompile_kernels:
+            self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
+        self._phase("graphs", lambda: self.runner.capture(*steps))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

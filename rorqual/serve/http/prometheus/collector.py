@@ -153,6 +153,15 @@ class OwnCollector(Collector):
         yield CounterMetricFamily(
             "rorqual:engine_restarts", "Engine processes started again.", self.fleet.restarts
         )
+        startup = GaugeMetricFamily(
+            "rorqual:startup_seconds",
+            "Seconds that an engine's start took, by phase; api: before this server started it.",
+            labels=["engine", "phase"],
+        )
+        for client in self.fleet.clients:
+            for phase, seconds in {"api": self.fleet.began, **client.startup}.items():
+                startup.add_metric([str(client.index), phase], seconds)
+        yield startup
         yield GaugeMetricFamily(
             "rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy)
         )
