@@ -24,11 +24,13 @@ DESCRIPTORS = 65536
 class ArrivalLoad:
     """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma
     distribution of the intervals (1 is a Poisson process, below 1 burstier, above 1 more even);
-    `concurrency`: most open requests at a time (None: no cap)."""
+    `concurrency`: most open requests at a time (None: no cap); `send_seconds`: requests that
+    would be sent later than so long after the start are not sent."""
 
     concurrency: int | None = None
     rate: float = math.inf
     burstiness: float = 1.0
+    send_seconds: float = math.inf
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.concurrency < 1:
@@ -41,6 +43,8 @@ class ArrivalLoad:
             raise ConfigError(
                 f"burstiness={self.burstiness}; must be above 0 (1 is a Poisson process)"
             )
+        if not self.send_seconds > 0:
+            raise ConfigError(f"send_seconds={self.send_seconds}; must be above 0")
 
     def arrivals(self, rng: np.random.Generator, count: int) -> list[float]:
         """Seconds after the start, sorted. Intervals are gamma distributed with shape
@@ -100,16 +104,20 @@ async def drive(
         RequestRecord(prompt.input_len, prompt.output_len, start + at)
         for prompt, at in zip(prompts, arrivals, strict=True)
     ]
+    sent = 0
     async with asyncio.TaskGroup() as group:
         for body, record in zip(bodies, records, strict=True):
             if (wait := record.due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             await gate.acquire()
+            if sent and time.perf_counter() - start > load.send_seconds:
+                break
             group.create_task(one(body, record))
+            sent += 1
     wall = time.perf_counter() - start
     cpu = _cpu_seconds() - before
     gc.unfreeze()
-    return Run(records, start, wall, cpu)
+    return Run(records[:sent], start, wall, cpu)
 
 
 def _cpu_seconds() -> float:
