@@ -45,7 +45,7 @@ def tell(text: str) -> None:
 
 
 @dataclass
-class Call:
+class PeerCall:
     """requests, rates: of the peer's rows, which ours repeats."""
 
     model: ServedModel

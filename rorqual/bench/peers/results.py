@@ -62,11 +62,23 @@ class Results:
 
     def __init__(self, path: Path):
         self.path = path
-        self.rows = list(_read(path)) if path.exists() else []
+        self.rows: list[Measured] = []
+        self.cut = False
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            *lines, last = text.split("\n")
+            self.cut = bool(last)  # a call was ended while it wrote: that row is measured again
+            self.rows = [
+                _row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)
+            ]
 
     def add(self, row: Measured) -> None:
         self.rows.append(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.cut:
+            whole, _, _ = self.path.read_text(encoding="utf-8").rpartition("\n")
+            self.path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+            self.cut = False
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"schema": SCHEMA, **asdict(row)}) + "\n")
 
@@ -113,12 +125,6 @@ class Results:
 
 def _rate(row: Measured) -> float:
     return float(row.figures["output_throughput"])
-
-
-def _read(path: Path) -> Iterable[Measured]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            yield _row(line, f"{path}, line {number}")
 
 
 def _row(line: str, where: str) -> Measured:

@@ -8,10 +8,11 @@ from pathlib import Path
 from types import FrameType
 
 from rorqual.bench.peers import table
-from rorqual.bench.peers.call import Call
+from rorqual.bench.peers.call import PeerCall
 from rorqual.bench.peers.model_folder import served_model
 from rorqual.bench.peers.results import Results
 from rorqual.bench.peers.settings import PeerSettings
+from rorqual.bench.serving.session import write_charts
 
 
 def run(model: str | None, asked: PeerSettings) -> None:
@@ -25,7 +26,7 @@ def run(model: str | None, asked: PeerSettings) -> None:
             if not asked.table:
                 before = signal.signal(signal.SIGTERM, _interrupt)
                 try:
-                    Call(served, asked, results, Path(folder)).run()
+                    PeerCall(served, asked, results, Path(folder)).run()
                 finally:
                     signal.signal(signal.SIGTERM, before)
         finally:
@@ -39,6 +40,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _show(results: Results, model: str, asked: PeerSettings) -> None:
     if asked.peer == "none":
         print(table.alone(results, model, asked.rows))
-        return
     for settings in (None,) if asked.best else asked.flags:
         print(table.page(results, model, asked.peer, settings, asked.rows))
+    if asked.chart is not None:
+        stem = asked.chart.with_suffix("") if asked.chart.suffix == ".png" else asked.chart
+        peer = None if asked.peer == "none" else asked.peer
+        series, sources = table.chart_series(results, model, peer)
+        write_charts(series, stem, sources)

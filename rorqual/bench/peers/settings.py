@@ -91,6 +91,11 @@ class PeerSettings:
     again: bool = _call(False, "Measure also what the file has a pair of already.")
     table: bool = _call(False, "Measure nothing: show what the file has.")
     best: bool = _call(False, "Show the peer's best settings for each row, not each settings.")
+    chart: Path | None = option(
+        None,
+        "PATH.png and PATH.html: a Pareto chart of the closed rows of most concurrencies.",
+        group="The call",
+    )
     start_seconds: float = _call(420.0, "That a server may take to get ready.")
     budget: float = _call(570.0, "Seconds of the whole call; rows that do not fit are left.")
     commit: str | None = _call(

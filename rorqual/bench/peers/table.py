@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rorqual.bench.peers.results import OFFLINE, OURS, Measured, Pair, Results, in_order
 from rorqual.bench.peers.rows import Row, parse_rows
+from rorqual.bench.serving.metrics import Figures
 from rorqual.bench.serving.report import MISSING
 
 COLUMNS = (
@@ -172,6 +173,34 @@ def _row(name: str) -> Row:
 
 def _offline(results: Results, model: str) -> dict[str, Measured]:
     return {row.row: row for row in results.of(model, OFFLINE)}
+
+
+# ---- a chart
+
+
+def chart_series(
+    results: Results, model: str, peer: str | None
+) -> tuple[dict[str, list[Figures]], list[str]]:
+    """Closed rows of the lengths that have most concurrencies, by engine, the peer's at its best
+    settings; and where they come from."""
+    pairs = results.best(model, peer) if peer else {}
+    ours = {row.row: row for row in results.of(model, OURS)}
+    kept = {name: pair.ours for name, pair in pairs.items() if _counts(pair)} if peer else ours
+    theirs = {name: pair.peer for name, pair in pairs.items() if _counts(pair)}
+    rows = [_row(name) for name in kept if _row(name).kind == "closed"]
+    lengths = [row.lengths for row in rows]
+    most = max(lengths, key=lengths.count, default=None)
+    names = [row.name for row in sorted(rows, key=lambda row: row.count) if row.lengths == most]
+    found = {OURS: [kept[name] for name in names]}
+    if peer:
+        found[peer] = [theirs[name] for name in names]
+    told = [*_sources(row for group in found.values() for row in group)]
+    series = {
+        f"{engine} {group[0].version}": [row.figures | {"model_id": model} for row in group]
+        for engine, group in found.items()
+        if group
+    }
+    return series, [line.removeprefix("- ") for line in told]
 
 
 # ---- where it comes from
