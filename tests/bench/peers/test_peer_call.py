@@ -28,7 +28,7 @@ ROWS = "6/4@2,3 poisson:6/4@50"
 
 
 def fake(*more: str) -> list[str]:
-    return [sys.executable, str(FAKE), "--port", "{port}", *more]
+    return [sys.executable, str(FAKE), "--port", "{port}", "--itl", "0.002", *more]
 
 
 def settings(folder: Path, *more: str, **given: Any) -> PeerSettings:

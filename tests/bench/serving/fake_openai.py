@@ -6,7 +6,8 @@ that a measurement can be compared with what was injected rather than with what 
     python tests/bench/serving/fake_openai.py
 
 prints its port, and serves until its standard input closes. With `--port N` it serves there until
-it is ended, and with `--requests N` as well it dies at the request after the N-th.
+it is ended; then `--itl SECONDS` is for requests that do not say theirs, and with `--requests N` it
+dies at the request after the N-th.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Log:
         self.flushes = self.running = self.peak = 0
         self.drafts = self.accepted = 0
         self.most: float = math.inf
+        self.how: dict[str, float] = {}  # of requests that do not say otherwise
 
     def metrics(self) -> str:
         pairs = {"drafts": self.drafts, "accepted_tokens": self.accepted}
@@ -69,7 +71,11 @@ class Stream:
         self.chat = chat
         known = {field.name for field in fields(Behaviour)}
         self.how = Behaviour(
-            **{name: value for name, value in body.get("fake", {}).items() if name in known}
+            **{
+                name: value
+                for name, value in (connection.log.how | body.get("fake", {})).items()
+                if name in known
+            }
         )
         self.left = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         self.tokens = self.left
@@ -262,7 +268,12 @@ class Connection(asyncio.Protocol):
             return self.answer(200, {})
         if path == "/log":
             return self.answer(
-                200, {name: value for name, value in vars(self.log).items() if name != "most"}
+                200,
+                {
+                    name: value
+                    for name, value in vars(self.log).items()
+                    if name not in ("most", "how")
+                },
             )
         pages = {
             "/health": {},
@@ -299,10 +310,11 @@ class Connection(asyncio.Protocol):
             self.stream.tick = lambda: None  # type: ignore[method-assign]
 
 
-async def main(key: str | None, port: int = 0, most: float = math.inf) -> None:
+async def main(key: str | None, port: int = 0, most: float = math.inf, itl: float = 0.0) -> None:
     loop = asyncio.get_running_loop()
     log = Log()
     log.most = most
+    log.how = {"itl": itl}
     server = await loop.create_server(lambda: Connection(log, key), "127.0.0.1", port, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     if port:
@@ -315,6 +327,7 @@ if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
         if "--port" in given:
             most = float(given.get("--requests", "inf"))
-            asyncio.run(main(None, int(given["--port"]), most))
+            itl = float(given.get("--itl", "0"))
+            asyncio.run(main(None, int(given["--port"]), most, itl))
         else:
             asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))
