@@ -28,7 +28,7 @@ from rorqual.bench.peers.settings import PeerSettings
 from rorqual.bench.serving import server_info
 from rorqual.bench.serving.client import Client, ServerTarget
 from rorqual.bench.serving.load import ArrivalLoad
-from rorqual.bench.serving.measure import Data, Method, ServingBench
+from rorqual.bench.serving.measure import Data, Method, ServingBench, warnings
 from rorqual.bench.serving.metrics import Figures
 from rorqual.bench.serving.prompts import PromptLengths, Vocabulary
 from rorqual.errors import ConfigError, TargetError
@@ -245,6 +245,8 @@ class PeerCall:
         )
         if found.spread is False:
             tell(f"{side.name} {row.name}: does not count: {found.routing}")
+        for sentence in warnings(figures):
+            tell(f"{side.name} {row.name}: {sentence}")
         for cause, count in figures["failures"].items():
             tell(f"{side.name} {row.name}: {count} x {cause}")
 
@@ -259,6 +261,9 @@ class PeerCall:
             raise ConfigError(f"--offline {count}; accepted: the concurrency of a row asked for")
         if not self._fits(OFFLINE, reserve=False):
             return
+        own = next((row for row in reversed(self.results.rows) if row.engine == OURS), None)
+        if own is None:
+            raise ConfigError(f"--offline {count}: no row of ours was measured to set it beside")
         path = self.scratch / "offline.json"
         command = [sys.executable, "-m", "rorqual", "bench", "offline", str(self.model.folder)]
         command += ["--weights", "random"] if self.model.random else []
@@ -279,11 +284,14 @@ class PeerCall:
         if done.returncode:
             raise TargetError(f"bench offline ended with {done.returncode}:\n{done.stderr[-2000:]}")
         (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        own = next(item for item in reversed(self.results.rows) if item.engine == OURS)
         self.results.add(
             replace(
                 own,
                 call=self.name,
+                date=datetime.now(UTC).isoformat(timespec="seconds"),
+                commit=self.commit,
+                card=self.card,
+                model=self.model.name,
                 engine=OFFLINE,
                 row=lengths.name,
                 command=command,

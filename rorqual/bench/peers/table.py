@@ -151,7 +151,7 @@ def _served(ours: Mapping[str, Measured], offline: Mapping[str, Measured]) -> It
     steps = {
         name: row.figures["median_itl_ms"] / offline[name].figures["step_ms"]
         for name, row in ours.items()
-        if name in offline and row.figures.get("median_itl_ms")
+        if name in offline and row.figures.get("median_itl_ms") and _alike(row, offline[name])
     }
     for name, ratio in steps.items():
         step = offline[name].figures["step_ms"]
@@ -159,6 +159,10 @@ def _served(ours: Mapping[str, Measured], offline: Mapping[str, Measured]) -> It
         yield Verdict(what, ratio <= MOST_STEP, f"{ratio:.3f}x")
     if not steps:
         yield Verdict("served steps over offline's", None, f"ask with --offline {MANY}")
+
+
+def _alike(served: Measured, offline: Measured) -> bool:
+    return (served.card, served.commit) == (offline.card, offline.commit)
 
 
 def _many(name: str) -> bool:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,8 @@ def test_ours_alone_needs_no_peer(
     run.run(None, asked)
     assert kept(asked) == [("rorqual", "6/4@2")]
     assert "| 6/4@2 |" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="the concurrency of a row asked for"):
+        run.run(None, replace(asked, offline=3))
 
 
 @pytest.mark.exhaustive

@@ -86,6 +86,9 @@ def test_the_verdicts(tmp_path: Path):
     assert "- MISS: no latency cell above 1.10: 1 are, the worst 1.15 (1000/1000@256 ITL" in found
     assert "- PASS: API processor time at 256 streams at most 25 us a token: 20.0 us" in found
     assert "- PASS: 1000/1000@256, served steps at most 1.03x of offline's 9.80 ms: 1.020x" in found
+    other = replace(offline, commit="5678")
+    found = page(tmp_path / "f", measured("vllm"), ours, other)
+    assert "- not measured: served steps over offline's" in found
     slow = replace(ours, api_us=26.0, figures={**ours.figures, "median_itl_ms": 10.2})
     found = page(tmp_path / "f", measured("vllm"), slow, offline)
     assert "- MISS: API processor time" in found
