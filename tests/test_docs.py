@@ -375,6 +375,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     ),  # many ranks
     (r"rorqual bench kernels", needs_a_card),
     (r"rorqual bench calibrate", only_parse),  # minutes of measuring
+    (r"rorqual bench peers", only_parse),  # another engine's server
     (r"rorqual bench serve", ask_server),
     (r"rorqual chat --url", ask_server),
     (r"rorqual (generate|chat|info|plan|simulate|bench (offline|layers|comm))\b", run),

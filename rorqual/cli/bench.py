@@ -10,6 +10,7 @@ import typer
 
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli.bench_comm import bench_comm
+from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
     Device,
@@ -31,6 +32,7 @@ from rorqual.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
+app.command("peers")(bench_peers)
 
 
 # The concurrency, the lengths and --next-n decide these where no flag does.
