@@ -208,6 +208,13 @@ class EngineConfig:
     micro_batches: int | None = _size("micro_batches")
     sequence_parallel: bool = _size("sequence_parallel")
     fp8_dispatch: bool = _size("fp8_dispatch")
+    redundant_experts: int = _size("redundant_experts")
+    init_expert_load: str | None = _parallel(
+        None,
+        "Place experts by the counts of this file, on every host at the same path (JSON with "
+        "`logical_count` [layers, experts], as bench offline --expert-load writes it). Without it "
+        "they lie in order, and the first have second copies.",
+    )
     p2p_memory: bool = _parallel(
         True,
         "Decode steps add up partial sums and reach their experts through memory that the GPUs "
@@ -276,6 +283,11 @@ class EngineConfig:
             raise ConfigError(
                 f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: "
                 "auto, eager, graph"
+            )
+        if self.init_expert_load is not None and self.ep == 1:
+            raise ConfigError(
+                f"init_expert_load={self.init_expert_load!r} needs ep of at least 2: with ep=1 "
+                "every rank has a part of every expert"
             )
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(

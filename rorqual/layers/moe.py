@@ -117,6 +117,7 @@ class MoE:
             build.device,
             build.mesh.axes["ep"].shard,
             self.ops.experts_fp8,
+            slots is not None,
         )
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
         self.dtype = build.dtype
@@ -246,7 +247,7 @@ class MoE:
         for expert, name in enumerate(names):
             if expert not in held:
                 yield from self._absent(name)
-        if self.slots.is_identity and not gate_up.quantized:
+        if not gate_up.quantized:
             yield from self._stacked_targets(names)
 
     def _slot_targets(
@@ -302,12 +303,19 @@ class MoE:
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
+        places = [(place, self.slots.logical[slot], 1) for place, slot in enumerate(self.held)]
+        if self.slots.is_identity:
+            places = [(0, self.held.start, len(self.held))]
+        for place, first, count in places:
+            yield from self._stacked_run(names, slice(place, place + count), first)
+
+    def _stacked_run(self, names: list[str], run: slice, first: int) -> Iterator[Target]:
+        """The slots `run`, which hold the experts from `first` on."""
         experts = self.moe.num_experts
         size = len(self.columns)
         total = self.moe.intermediate_size
-        first = self.held.start
         gate_up, down = (
-            weight.data[: len(self.held)]
+            weight.data[run]
             for weight in (self.exchange.experts.gate_up, self.exchange.experts.down)
         )
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))

@@ -146,7 +146,8 @@ class Transformer:
         config = self.config
         # prediction modules stand behind the layers and are sparse
         if index >= config.num_layers or config.moe_layers[index]:
-            return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe)
+            slots = build.slot_maps.get(index)
+            return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:

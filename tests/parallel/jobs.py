@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from rorqual.bench.comm import run as comm
 from rorqual.config.hf import read_config_file
-from rorqual.config.model import MoEConfig
+from rorqual.config.model import ModelConfig, MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.scheduling.dp_scheduler import DataParallelScheduler
 from rorqual.layers.parameter import Build
@@ -29,6 +30,7 @@ from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.comm_volume import step_messages
+from rorqual.parallel.eplb.placement import place
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
@@ -73,6 +75,18 @@ def idle(world: int, sizes: dict[str, Any], **_: Any) -> None:
     mesh_of(sizes, world)
 
 
+def slot_maps(config: ModelConfig, sizes: dict[str, Any]) -> dict[int, SlotMap]:
+    """Of each layer another one, where experts have copies: the hot experts are the layer's own."""
+    parallel = ParallelConfig(**sizes)
+    if not parallel.redundant_experts:
+        return {}
+    experts = config.moe.num_experts
+    layers = config.num_layers + config.num_mtp_layers
+    loads = np.random.default_rng(0).lognormal(0, 1, (layers, experts))
+    rows = place(loads, parallel.expert_slots(experts), parallel.ep).tolist()
+    return {layer: SlotMap(tuple(row), experts) for layer, row in enumerate(rows)}
+
+
 def model_of(
     sizes: dict[str, Any],
     world: int,
@@ -83,7 +97,14 @@ def model_of(
     config = read_config_file(folder)
     model = make_model(
         config,
-        Build(CpuOps(), torch.float32, CPU, config.quant, mesh=mesh_of(sizes, world)),
+        Build(
+            CpuOps(),
+            torch.float32,
+            CPU,
+            config.quant,
+            mesh=mesh_of(sizes, world),
+            slot_maps=slot_maps(config, sizes),
+        ),
         256,
         *forms,
     )
@@ -156,9 +177,9 @@ def predict(
 ) -> dict[str, list[float]]:
     """Logits of the prediction module by "request,position", random weights."""
     config = read_config_file(folder)
-    model = make_model(
-        config, Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world)), 256, with_mtp=True
-    )
+    maps = slot_maps(config, sizes)
+    build = Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world), slot_maps=maps)
+    model = make_model(config, build, 256, with_mtp=True)
     random_weights(model, 0)
     driver = RankDriver(model, len(prompts), max(lengths))
     found = {}

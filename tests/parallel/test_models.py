@@ -15,7 +15,7 @@ from rorqual.config.hf import read_config
 from rorqual.models.hub import BUNDLED
 from rorqual.ops.cpu.backend import CpuOps
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
-from tests.models.checkpoints import CLASSES, OPTIONS, VOCAB, save
+from tests.models.checkpoints import CLASSES, OPTIONS, OPTIONS_FP8, VOCAB, save, save_fp8
 from tests.models.driver import all_logits, load
 from tests.parallel import jobs, matrix
 from tests.parallel.driver import homes
@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     def get(option: str, forms: tuple[str, str] = ("CC", "A_CC_ME")) -> dict[str, Any]:
         if (option, forms) not in known:
             folder = tmp_path_factory.mktemp(option)
-            save(option, folder)
+            (save_fp8 if option in OPTIONS_FP8 else save)(option, folder)
             ids = torch.randint(
                 0, VOCAB, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5)
             )
@@ -173,8 +173,31 @@ def test_mla_forms_over_heads(pool: RankPool, saved, forms: tuple[str, str], sha
     check(pool, {"tp": 2, "sequence_parallel": sharded}, saved("v3-narrow-latents", forms))
 
 
+REDUNDANT = [
+    ("v3", {"dp": 2, "ep": 2, "redundant_experts": 4}),
+    ("v3", {"dp": 4, "ep": 4, "redundant_experts": 8, "exchange": "alltoall"}),
+    ("v3", {"dp": 4, "ep": 4, "redundant_experts": 4, "exchange": "low_latency"}),
+    ("v3", {"dp": 4, "ep": 2, "redundant_experts": 16}),
+    ("v3", {"tp": 2, "ep": 2, "redundant_experts": 2}),
+    ("v3", {"tp": 4, "ep": 4, "redundant_experts": 8, "sequence_parallel": True}),
+    ("v2-grouped", {"tp": 2, "dp": 2, "ep": 4, "redundant_experts": 4}),
+    ("qwen", {"dp": 2, "pp": 2, "ep": 2, "redundant_experts": 6}),
+    ("fp8", {"dp": 2, "ep": 2, "redundant_experts": 4, "exchange": "alltoall"}),
+    ("fp8", {"dp": 4, "ep": 4, "redundant_experts": 8, "exchange": "low_latency"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "sizes"), REDUNDANT, ids=[f"{option}-{sizes}" for option, sizes in REDUNDANT]
+)
+def test_copies_of_experts(pool: RankPool, saved, option: str, sizes: dict[str, Any]) -> None:
+    """Experts out of order, many twice, in each layer others: the same logits."""
+    check(pool, sizes, saved(option))
+
+
 MTP_SIZES = [
     {"tp": 2},
+    {"dp": 2, "ep": 2, "redundant_experts": 4},
     {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True},
     {"dp": 4, "ep": 2, "embed_tp": 2, "head_tp": 4},
     {"tp": 2, "pp": 2},

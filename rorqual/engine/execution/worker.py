@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dty
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
+from rorqual.engine.balance.initial import initial_maps
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
@@ -30,6 +32,7 @@ from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.select import ops_for
 from rorqual.ops.stretch import workspace_bytes
+from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
@@ -90,6 +93,7 @@ class Worker:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
+        self.slot_maps = self._slot_maps()
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._check_cache_dtype()
         self.max_model_len = self._max_model_len()
@@ -226,6 +230,24 @@ class Worker:
 
     # ---- the model
 
+    def _slot_maps(self) -> dict[int, SlotMap]:
+        """By layer, where experts do not lie in order. Ranks that have read different files would
+        send tokens to the wrong experts, so they compare."""
+        found = initial_maps(self.config, self.model_config)
+        if self.config.init_expert_load and not self.config.single_rank_bench:
+            check = zlib.crc32(repr(sorted(found.items())).encode())
+            ends = torch.tensor([check, -check], device=self.platform.device)
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+            if int(ends.sum()):
+                raise ConfigError(
+                    f"init_expert_load={self.config.init_expert_load!r} is not the same file on "
+                    "all hosts"
+                )
+        return {
+            layer: SlotMap(slots, self.model_config.moe.num_experts)
+            for layer, slots in found.items()
+        }
+
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
         dtype = getattr(torch, self.dtype)
@@ -241,7 +263,14 @@ class Worker:
             else None
         )
         return Build(
-            ops, dtype, device, self.model_config.quant, gain, mesh=self.mesh, embedding_memory=host
+            ops,
+            dtype,
+            device,
+            self.model_config.quant,
+            gain,
+            mesh=self.mesh,
+            embedding_memory=host,
+            slot_maps=self.slot_maps,
         )
 
     @property
