@@ -32,7 +32,13 @@ from rorqual.errors import ConfigError
 
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
 
-COUNTS = ("redundant_experts",)  # may be 0
+NO_SIZES = (
+    "exchange",
+    "sequence_parallel",
+    "fp8_dispatch",
+    "redundant_experts",  # may be 0
+    "enable_eplb",
+)
 
 _parallel = partial(option, group="Parallel")
 
@@ -84,12 +90,16 @@ class ParallelConfig:
         aliases=("num_redundant_experts",),
     )
 
+    enable_eplb: bool = _parallel(
+        False,
+        "Watch how often experts are picked, and move them between ranks while the engine serves "
+        "where that evens out the ranks' loads.",
+    )
+
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name in ("exchange", "sequence_parallel", "fp8_dispatch", *COUNTS) or (
-                value is None and item.default is None
-            ):
+            if item.name in NO_SIZES or (value is None and item.default is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{item.name}={value!r} must be an integer of at least 1")
@@ -123,6 +133,10 @@ class ParallelConfig:
             raise ConfigError(
                 f"redundant_experts={count} needs ep of at least 2: with ep=1 every rank has a "
                 "part of every expert"
+            )
+        if self.enable_eplb and self.ep == 1:
+            raise ConfigError(
+                "enable_eplb needs ep of at least 2: with ep=1 all ranks have equally much to do"
             )
 
     def _check_exchange(self) -> None:
@@ -172,7 +186,7 @@ class ParallelConfig:
     @property
     def places_experts(self) -> bool:
         """Whether experts lie where their load says, not in order."""
-        return self.redundant_experts > 0
+        return self.redundant_experts > 0 or self.enable_eplb
 
     def expert_slots(self, num_experts: int) -> int:
         """Of a layer with so many experts, on all ranks together."""

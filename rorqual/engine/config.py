@@ -209,6 +209,18 @@ class EngineConfig:
     sequence_parallel: bool = _size("sequence_parallel")
     fp8_dispatch: bool = _size("fp8_dispatch")
     redundant_experts: int = _size("redundant_experts")
+    enable_eplb: bool = _size("enable_eplb")
+    eplb_window: int = _parallel(
+        100, "Steps of one count of picks, and between two looks at them.", at_least_one=True
+    )
+    eplb_decay: float = _parallel(
+        0.5, "What counts of picks still count for a window later: 0 forgets them, 1 keeps all."
+    )
+    eplb_threshold: float = _parallel(
+        0.9,
+        "Balancedness (mean over max of the ranks' loads, mean over layers) under which experts "
+        "are moved, if what that gains exceeds what it costs.",
+    )
     init_expert_load: str | None = _parallel(
         None,
         "Place experts by the counts of this file, on every host at the same path (JSON with "
@@ -263,6 +275,7 @@ class EngineConfig:
             raise ConfigError(f"num_layers={self.num_layers} goes with weights='random' alone")
         self._check_capture_sizes()
         self._check_speculation()
+        self._check_balance()
         assert self.itl_target is not None or self.itl_ms in (OFF, AUTO)  # raises ConfigError
         if not 0 <= (self.piecewise_tokens or 0) <= MOST_PIECEWISE:
             raise ConfigError(
@@ -294,6 +307,18 @@ class EngineConfig:
                 f"memory_utilization={self.memory_utilization} is out of range; accepted: "
                 "above 0, up to 1"
             )
+
+    def _check_balance(self) -> None:
+        for name, most in (("eplb_decay", 1.0), ("eplb_threshold", 1.0)):
+            value = getattr(self, name)
+            if not 0 <= value <= most:
+                raise ConfigError(f"{name}={value} is out of range; accepted: 0 to {most:g}")
+        if self.enable_eplb and self.single_rank_bench:
+            raise ConfigError("enable_eplb does not go with single_rank_bench: nothing can move")
+
+    @property
+    def counts_picks(self) -> bool:
+        return self.record_expert_load or self.enable_eplb
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

@@ -229,7 +229,7 @@ class Engine:
 
     def expert_load(self) -> Counts:
         """See Executor; nothing where it is not recorded."""
-        return self.executor.expert_load() if self.config.record_expert_load else []
+        return self.executor.expert_load() if self.config.counts_picks else []
 
     def launch(self) -> bool:
         """Schedule a step and launch it; False when there is nothing to do before a step in flight

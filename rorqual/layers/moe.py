@@ -163,6 +163,18 @@ class MoE:
             1 / build.mesh.axes["ep"].shard.count,
         )
 
+    def slot_parts(self) -> list[Tensor]:
+        """All that an expert consists of, each [slots here, ...]: data and scales."""
+        weights = (self.exchange.experts.gate_up, self.exchange.experts.down)
+        parts = [part for weight in weights for part in (weight.data, weight.scale)]
+        return [part for part in parts if part is not None]
+
+    def remap(self, slots: SlotMap, rows: Tensor) -> None:
+        """The weights here have been moved as `slots` says; rows: SlotMap.rows on the device."""
+        self.slots = slots
+        self.exchange.remap(slots, rows)
+        self.ops.weights_changed(self.slot_parts())
+
     def finalize(self) -> None:
         """Once the weights are there."""
         self.router.gate = self.ops.prepare_router_weight(self.router.gate, self.dtype)

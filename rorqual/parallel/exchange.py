@@ -94,6 +94,8 @@ class Exchange(Protocol):
     @property
     def capturable(self) -> bool: ...
 
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None: ...
+
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
 
     def dense_rows(self, ticket: Any) -> Tensor | None: ...
@@ -154,15 +156,16 @@ class ExpertStore:
         holds the expert."""
         return self.here(self.slots(ids, counted, first))
 
-    def remap(self, slots: SlotMap) -> None:
-        """Another map of as many slots, in place; the caller has moved the weights."""
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
+        """Another map of as many slots, in place; the caller has moved the weights. rows: those
+        of the map, where they are on the device already."""
         assert self.table is not None, "the layer was made with one slot for each expert"
         if slots.num_slots != len(self.mine) * self.shard.count:
             raise ConfigError(
                 f"the new map has {slots.num_slots} slots, the layer "
                 f"{len(self.mine) * self.shard.count}"
             )
-        self.table.copy_(torch.tensor(slots.rows()), non_blocking=True)
+        self.table.copy_(torch.tensor(slots.rows()) if rows is None else rows)
 
     def here(self, slots: Tensor) -> Tensor:
         """Physical slots to local ids, -1 where another rank holds the slot."""
@@ -205,6 +208,9 @@ class StoreExchange:
 
     def dense_rows(self, ticket: Any) -> Tensor | None:
         return None
+
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
+        self.store.remap(slots, rows)
 
     @property
     def load(self) -> Tensor:

@@ -35,6 +35,9 @@ class NowhereExchange:
 
     def dense_rows(self, ticket: Tensor) -> None: ...
 
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
+        """It has no experts to lie anywhere."""
+
     def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
 
     def combine(self, ticket: Tensor) -> Tensor:

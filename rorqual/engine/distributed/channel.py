@@ -36,6 +36,7 @@ class FrameKind(IntEnum):
     WELCOME = 11
     REFUSED = 12  # text
     LOAD = 13  # numbered: a question, empty, and with the same number expert_load.encode_load
+    MOVE = 14  # JSON: balance.moves.Move; the answer balance.moves.Answer
 
 
 class FrameError(EngineError):

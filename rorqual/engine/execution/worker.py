@@ -19,7 +19,8 @@ from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dty
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
-from rorqual.engine.balance.initial import initial_maps
+from rorqual.engine.balance.initial import expert_layers, initial_maps
+from rorqual.engine.balance.mover import ExpertMover, slots_per_move
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
@@ -114,6 +115,7 @@ class Worker:
         )
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
+        self.mover = self._mover()
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
@@ -129,6 +131,7 @@ class Worker:
             self.compiled,
             self._piecewise_tokens(),
         )
+        self.runner.mover = self.mover
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
@@ -297,7 +300,7 @@ class Worker:
         else:
             load_weights(model, Path(self.config.model))
         for layer in model.moe_layers():
-            layer.exchange.record_load = self.config.record_expert_load
+            layer.exchange.record_load = self.config.counts_picks
         return model
 
     def _check_memory(self) -> None:
@@ -334,6 +337,23 @@ class Worker:
                 self.allreduce_backend,
                 self.all2all_backend,
             )
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Numbers of all layers, of whatever stage, whose experts are in use."""
+        last = self.model_config.num_layers + self.mtp_layers
+        return [layer for layer in expert_layers(self.model_config) if layer < last]
+
+    def _mover(self) -> ExpertMover | None:
+        """What exchanges experts with other ranks; the memory for it is taken before the cache
+        is."""
+        if not self.config.enable_eplb or self.mesh.weights is None:
+            return None
+        held = self.model.cache_layers
+        numbers = [layer for layer in self.expert_layers if layer in held]
+        layers = dict(zip(numbers, self.model.moe_layers(), strict=True))
+        most = self._agree(slots_per_move(layers.values()))
+        return ExpertMover(layers, self.mesh.weights, self.platform, most)
 
     def fetch_load(self) -> Callable[[], torch.Tensor]:
         """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""
