@@ -68,6 +68,20 @@ def bench_offline(
             show_default="0",
         ),
     ] = None,
+    expert_load: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write how often each expert was picked to this file (JSON, `logical_count` "
+            "[layers, experts]); with --single-rank-bench pick them as often as it says instead."
+        ),
+    ] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option(
+            help="With --single-rank-bench and --expert-load: time the rank with most to do in "
+            "each layer (hottest), or the one nearest to the mean (mean)."
+        ),
+    ] = None,
     config: Recipe = None,
     settings: Settings = None,
     json_file: Json = None,
@@ -82,6 +96,7 @@ def bench_offline(
         vllm_baseline.check_installed()
     batches = numbers(concurrency)
     _, asked = engine_options(config, settings, engine)
+    engine |= _load_options(expert_load, rank, asked)
     counts = _draft_counts(num_speculative_tokens, asked)
     _check_batches(batches, asked)
     wanted = OfflineWork(**work)
@@ -92,6 +107,8 @@ def bench_offline(
         if compare == "vllm":
             vllm_baseline.check(llm.engine.config)
         offline.run(report, llm, batches, wanted, compare if not report.rows else None)
+        if expert_load and not asked.get("single_rank_bench"):
+            offline.write_load(llm, expert_load)
         llm.engine.close()
         platform = llm.engine.platform
         measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
@@ -105,6 +122,18 @@ def bench_offline(
         offline.print_report(report)
         if json_file:
             report.write(json_file)
+
+
+def _load_options(path: Path | None, rank: str | None, asked: Given) -> Given:
+    """Engine options that --expert-load and --rank stand for."""
+    alone = asked.get("single_rank_bench")
+    if rank is not None and not (path and alone):
+        raise typer.BadParameter("--rank goes with --single-rank-bench and --expert-load alone")
+    if path is None:
+        return {}
+    if alone:
+        return {"simulated_expert_load": str(path), "simulated_rank": rank or "hottest"}
+    return {"record_expert_load": True}
 
 
 def _draft_counts(text: str | None, asked: Given) -> list[int]:

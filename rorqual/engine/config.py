@@ -211,7 +211,10 @@ class EngineConfig:
     redundant_experts: int = _size("redundant_experts")
     enable_eplb: bool = _size("enable_eplb")
     eplb_window: int = _parallel(
-        100, "Steps of one count of picks, and between two looks at them.", at_least_one=True
+        100,
+        "Steps of one count of picks, for balancedness in /metrics as well, and between two looks "
+        "at them.",
+        at_least_one=True,
     )
     eplb_decay: float = _parallel(
         0.5, "What counts of picks still count for a window later: 0 forgets them, 1 keeps all."
@@ -220,6 +223,22 @@ class EngineConfig:
         0.9,
         "Balancedness (mean over max of the ranks' loads, mean over layers) under which experts "
         "are moved, if what that gains exceeds what it costs.",
+    )
+    expert_balance: str = _parallel(
+        "natural",
+        "natural, or forced: tokens go to all experts equally often, whatever the router says. For "
+        "benchmarks: what is computed is as much, tokens mean nothing.",
+        choices=("natural", "forced"),
+    )
+    simulated_expert_load: str | None = _parallel(
+        None,
+        "With --single-rank-bench: tokens go to experts as often as the counts of this file say.",
+    )
+    simulated_rank: str = _parallel(
+        "hottest",
+        "With --simulated-expert-load: the rank to be, in each layer the one with most to do "
+        "(hottest), or the one nearest to the mean.",
+        choices=("hottest", "mean"),
     )
     init_expert_load: str | None = _parallel(
         None,
@@ -313,6 +332,10 @@ class EngineConfig:
             value = getattr(self, name)
             if not 0 <= value <= most:
                 raise ConfigError(f"{name}={value} is out of range; accepted: 0 to {most:g}")
+        if self.simulated_expert_load is not None and not self.single_rank_bench:
+            raise ConfigError("simulated_expert_load goes with single_rank_bench alone")
+        if self.simulated_expert_load is not None and self.expert_balance == "forced":
+            raise ConfigError("simulated_expert_load does not go with expert_balance='forced'")
         if self.enable_eplb and self.single_rank_bench:
             raise ConfigError("enable_eplb does not go with single_rank_bench: nothing can move")
 

@@ -19,6 +19,7 @@ from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
@@ -54,6 +55,10 @@ class Executor(Protocol):
     @property
     def balance(self) -> BalanceStats | None:
         """Of experts that are moved by their load; None where they are not."""
+
+    @property
+    def placement(self) -> Ints | None:
+        """Where experts that are moved lie now, [layers, slots]; None as above."""
 
     def expert_load(self) -> Counts:
         """How often each expert was chosen, by MoE layer, for the tokens of all ranks. Several
@@ -99,6 +104,10 @@ class LocalExecutor:
 
     @property
     def balance(self) -> BalanceStats | None:
+        return None
+
+    @property
+    def placement(self) -> Ints | None:
         return None
 
     def expert_load(self) -> Counts:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
+from rorqual.layers.picks import Picks
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -120,6 +121,7 @@ class MoE:
             slots is not None,
         )
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
+        self.picks: Picks | None = None
         self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
         self.fused_shared_std = (
@@ -200,6 +202,7 @@ class MoE:
             isinstance(exchange, LocalExchange)
             and exchange.store.plain
             and not exchange.record_load
+            and self.picks is None
         )
 
     def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> NormInput:
@@ -214,6 +217,9 @@ class MoE:
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)
         ids, weights = self.route(rows)
+        if self.picks is not None:
+            routed = self.moe.top_k
+            ids = torch.cat((self.picks(ids[:, :routed], layout.first_row), ids[:, routed:]), 1)
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
 
     def run_experts(self, work: MoEInFlight) -> MoEInFlight:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import QuantConfig
+from rorqual.layers.picks import Picks
 from rorqual.ops.interface import Ops
 from rorqual.ops.reference import FP8, Weight
 from rorqual.parallel.exchange import SlotMap
@@ -73,6 +74,8 @@ class Build:
     embedding_memory: Allocate | None = None
     # where experts lie, by the number of their layer; in order where it says nothing
     slot_maps: Mapping[int, SlotMap] = field(default_factory=dict)
+    # experts in place of those that the router of a layer chooses; for benchmarks
+    picks: Callable[[int], Picks | None] = lambda layer: None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)

@@ -147,7 +147,9 @@ class Transformer:
         # prediction modules stand behind the layers and are sparse
         if index >= config.num_layers or config.moe_layers[index]:
             slots = build.slot_maps.get(index)
-            return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots)
+            made = MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots)
+            made.picks = build.picks(index)
+            return made
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:

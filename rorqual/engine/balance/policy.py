@@ -63,6 +63,7 @@ class Plan:
     before: float
     expected: float
     slots: int  # that change on the rank with most of them
+    moves: list[Move]
 
 
 @dataclass
@@ -124,13 +125,24 @@ class RebalancePolicy:
         assert newest is not None
         # halfway between the threshold and perfect balance
         within = max(WITHIN, (1 - self.threshold) / 2)
-        found = rebalance(self.placement, load, self.ranks, within=within)
-        expected = balancedness(found, load, self.ranks) * noise_limit(load, self.ranks)
+        for counts in (load, newest):
+            found = rebalance(self.placement, counts, self.ranks, within=within)
+            expected = balancedness(found, counts, self.ranks) * noise_limit(counts, self.ranks)
+            if balancedness(found, newest, self.ranks) > 1 - 1.5 * within:
+                break  # else the load has changed, and older windows mislead
         changes = np.zeros(self.ranks, np.int64)
         for old, new in zip(self.placement.tolist(), found.tolist(), strict=True):
             changes += changed_slots(old, new, self.ranks)
         before = balancedness(self.placement, newest, self.ranks)
-        return Plan(found, before, expected, int(changes.max()))
+        return Plan(found, before, expected, int(changes.max()), self._moves(found, newest))
+
+    def _moves(self, wanted: Ints, newest: Floats) -> list[Move]:
+        """The layers that are worst off first."""
+        balance = balancedness_by_layer(self.placement, newest, self.ranks)
+        order = np.argsort(balance, kind="stable").tolist()
+        layers = [(index, wanted[index].tolist()) for index in order]
+        present = dict(enumerate(self.placement.tolist()))
+        return list(moves(present, layers, self.ranks, self.most, self.number + 1))
 
     def decide(self, plan: Plan, step: int, step_seconds: float) -> list[Move]:
         """The moves to make, none where they are not worth it."""
@@ -142,12 +154,7 @@ class RebalancePolicy:
             self._wait(step)
             return []
         self.pause = 1
-        newest = self.window.newest
-        slower = balancedness_by_layer(self.placement, newest, self.ranks)
-        order = np.argsort(slower, kind="stable").tolist()
-        wanted = [(index, plan.placement[index].tolist()) for index in order]
-        present = dict(enumerate(self.placement.tolist()))
-        return list(moves(present, wanted, self.ranks, self.most, self.number + 1))
+        return plan.moves
 
     def _wait(self, step: int) -> None:
         """Longer each time, until the load is balanced or something has been moved."""

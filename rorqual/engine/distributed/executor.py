@@ -50,6 +50,7 @@ from rorqual.engine.executor import LaunchedStep
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.errors import EngineError
+from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
@@ -158,6 +159,10 @@ class DistributedExecutor:
     @property
     def balance(self) -> BalanceStats | None:
         return None if self.balancer is None else self.balancer.stats
+
+    @property
+    def placement(self) -> Ints | None:
+        return None if self.balancer is None else self.balancer.policy.placement
 
     def _load(self) -> None:
         launcher = self.launcher

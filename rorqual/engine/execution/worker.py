@@ -19,7 +19,7 @@ from rorqual.cache.spec import DTYPE_BYTES, FP8, KVSpec, check_fp8_cache, kv_dty
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
-from rorqual.engine.balance.initial import expert_layers, initial_maps
+from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
 from rorqual.engine.balance.mover import ExpertMover, slots_per_move
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
@@ -28,6 +28,7 @@ from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.parameter import Build
+from rorqual.layers.picks import EvenPicks, Picks, SampledPicks
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
@@ -95,6 +96,9 @@ class Worker:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
         self.slot_maps = self._slot_maps()
+        self.simulated = simulated_loads(config, self.model_config)
+        if config.expert_balance == "forced" and mesh.rank == 0:
+            log.warning("expert_balance=forced: routers are not obeyed, and tokens mean nothing")
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._check_cache_dtype()
         self.max_model_len = self._max_model_len()
@@ -274,7 +278,17 @@ class Worker:
             mesh=self.mesh,
             embedding_memory=host,
             slot_maps=self.slot_maps,
+            picks=self._picks,
         )
+
+    def _picks(self, layer: int) -> Picks | None:
+        """For benchmarks: experts that tokens of a layer get, whatever its router says."""
+        moe = self.model_config.moe
+        device = self.platform.device
+        if self.config.expert_balance == "forced":
+            return EvenPicks(moe, device)
+        counts = self.simulated.get(layer)
+        return None if counts is None else SampledPicks(counts, moe.top_k, layer, device)
 
     @property
     def embeds_on_host(self) -> bool:

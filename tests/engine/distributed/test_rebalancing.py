@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "num_pages": 120,
     "chunked_prefill_size": 7,
     "enable_prefix_caching": False,
+    "skip_tokenizer_init": True,
 }
 BUNDLED: dict[str, Any] = {"weights": "random", "num_layers": 4}
 EPLB: dict[str, Any] = {"enable_eplb": True, "eplb_window": 3, "eplb_threshold": 1.0}
