@@ -135,13 +135,11 @@ class ExpertBalancer:
 
     def _watch(self, ask: Callable[[int], None]) -> None:
         self.load.read()
-        if self.load.own is not None:
-            return  # not all have answered
         newest, step = self.load.newest, self.load.newest_step
         if newest and self.policy.observe(step, newest):
             self.planning = threading.Thread(target=self._make_plan, daemon=True)
             self.planning.start()
-        elif self.steps >= self.asked + self.policy.window.steps:
+        elif self.load.own is None and self.steps >= self.asked + self.policy.window.steps:
             self.asked = self.steps
             ask(self.steps)
 
