@@ -224,6 +224,11 @@ class EngineConfig:
         "Balancedness (mean over max of the ranks' loads, mean over layers) under which experts "
         "are moved, if what that gains exceeds what it costs.",
     )
+    fixed_experts: bool = _parallel(
+        False,
+        "Dense layers are computed as one shared expert and others that every token picks, spread "
+        "over --ep like the routed ones.",
+    )
     expert_balance: str = _parallel(
         "natural",
         "natural, or forced: tokens go to all experts equally often, whatever the router says. For "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,7 +80,56 @@ class DenseMLP:
         yield from self.down.targets()
 
 
-class MoE:
+class SharedMLP(Protocol):
+    """A dense layer beside experts."""
+
+    def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> Tensor: ...
+
+    def partial(self, rows: Activation) -> Tensor: ...
+
+
+class ExpertLayer:
+    """Experts behind an Exchange, and a dense layer beside them: what follows the dispatch."""
+
+    exchange: Exchange
+    shared: SharedMLP | None
+
+    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
+        """The experts, and beside them the shared expert: over the rows that the exchange has
+        gathered, whose sums then come back together, or else over the layer's own."""
+        rows = self.exchange.dense_rows(work.ticket)
+        if self.shared is None or rows is None:
+            self.exchange.run_experts(work.ticket)
+            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
+        else:
+            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
+        return work
+
+    def combine(self, work: MoEInFlight) -> Tensor:
+        y = self.exchange.combine(work.ticket)
+        return y if work.shared is None else y + work.shared
+
+
+def mlp_targets(
+    name: str,
+    gate_up: Weight,
+    down: Weight,
+    start: int,
+    shape: tuple[int, int],
+    std: tuple[float, float],
+    block: tuple[int, int],
+) -> Iterator[Target]:
+    """The columns from `start` on of an MLP; shape: of its gate in the file."""
+    size = down.data.shape[-1]
+    for index, part in enumerate(("gate_proj", "up_proj")):
+        rows = rows_of(gate_up, index * size, (index + 1) * size)
+        window = Window(shape, row=start)
+        yield from matrix_targets(f"{name}.{part}.weight", rows, std[0], window, block)
+    window = Window((shape[1], shape[0]), column=start)
+    yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, block)
+
+
+class MoE(ExpertLayer):
     """Routed experts behind an Exchange, plus shared experts.
 
     Where `fused_shared_experts` is not 0, shared experts stand behind the routed ones in the same
@@ -105,7 +154,7 @@ class MoE:
             self.fused_shared_experts,
         )
         shared = 0 if self.fused_shared_experts else moe.num_shared * moe.intermediate_size
-        self.shared = (
+        self.shared: DenseMLP | None = (
             DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         )
         self.slots = slots or SlotMap.identity(moe.num_experts)
@@ -222,21 +271,6 @@ class MoE:
             ids = torch.cat((self.picks(ids[:, :routed], layout.first_row), ids[:, routed:]), 1)
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
 
-    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
-        """The experts, and beside them the shared expert: over the rows that the exchange has
-        gathered, whose sums then come back together, or else over the layer's own."""
-        rows = self.exchange.dense_rows(work.ticket)
-        if self.shared is None or rows is None:
-            self.exchange.run_experts(work.ticket)
-            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
-        else:
-            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
-        return work
-
-    def combine(self, work: MoEInFlight) -> Tensor:
-        y = self.exchange.combine(work.ticket)
-        return y if work.shared is None else y + work.shared
-
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.prefix}.gate.weight", self.router.gate, std=self.std[0])
         if self.router.bias is not None:
@@ -278,14 +312,8 @@ class MoE:
         std: tuple[float, float],
     ) -> Iterator[Target]:
         """One expert: the columns from `start` on of an MLP as wide as so many experts."""
-        size = len(self.columns)
-        width = experts * self.moe.intermediate_size
-        for index, part in enumerate(("gate_proj", "up_proj")):
-            window = Window((width, self.hidden), row=start)
-            rows = self._half(gate_up, index, size)
-            yield from matrix_targets(f"{name}.{part}.weight", rows, std[0], window, self.block)
-        window = Window((self.hidden, width), column=start)
-        yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, self.block)
+        shape = (experts * self.moe.intermediate_size, self.hidden)
+        yield from mlp_targets(name, gate_up, down, start, shape, std, self.block)
 
     def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
         """One of the shared experts among the routed ones; also from a checkpoint that holds

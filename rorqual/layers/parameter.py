@@ -74,6 +74,7 @@ class Build:
     embedding_memory: Allocate | None = None
     # where experts lie, by the number of their layer; in order where it says nothing
     slot_maps: Mapping[int, SlotMap] = field(default_factory=dict)
+    fixed_experts: bool = False  # dense layers are computed as experts
     # experts in place of those that the router of a layer chooses; for benchmarks
     picks: Callable[[int], Picks | None] = lambda layer: None
 

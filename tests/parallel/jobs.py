@@ -22,6 +22,7 @@ from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig, MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.scheduling.dp_scheduler import DataParallelScheduler
+from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
@@ -93,8 +94,11 @@ def model_of(
     folder: str,
     forms: Forms = DEFAULT_FORMS,
     seed: int | None = None,
+    fixed_experts: bool = False,
 ) -> Transformer:
     config = read_config_file(folder)
+    if fixed_experts:
+        check_fixed_experts(config, ParallelConfig(**sizes))
     model = make_model(
         config,
         Build(
@@ -104,6 +108,7 @@ def model_of(
             config.quant,
             mesh=mesh_of(sizes, world),
             slot_maps=slot_maps(config, sizes),
+            fixed_experts=fixed_experts,
         ),
         256,
         *forms,
@@ -131,12 +136,13 @@ def compare(
     forms: Forms = DEFAULT_FORMS,
     seed: int | None = None,
     peers: str = "",
+    fixed_experts: bool = False,
 ) -> dict[str, Any]:
     """Walk through the schedule and compare with the logits of one process: the largest
     difference, greedy tokens that differ beyond a tie, and how many positions were compared
     here. peers: a folder for memory that the ranks share, taken by steps of few rows."""
     known = load_file(answers)
-    model = model_of(sizes, world, folder, forms, seed)
+    model = model_of(sizes, world, folder, forms, seed, fixed_experts)
     shared = None
     taking = ""
     if peers:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rorqual.config.hf import read_config
+from rorqual.config.hf import read_config, read_config_file
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.models.hub import BUNDLED
 from rorqual.ops.cpu.backend import CpuOps
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
@@ -193,6 +196,36 @@ REDUNDANT = [
 def test_copies_of_experts(pool: RankPool, saved, option: str, sizes: dict[str, Any]) -> None:
     """Experts out of order, many twice, in each layer others: the same logits."""
     check(pool, sizes, saved(option))
+
+
+FIXED: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 2, "exchange": "alltoall"},
+    {"dp": 2, "tp": 2, "ep": 2, "exchange": "low_latency"},
+    {"tp": 2},
+    {"tp": 2, "ep": 2, "redundant_experts": 2},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 4},
+    {"dp": 2, "pp": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", FIXED, ids=str)
+def test_dense_layers_as_fixed_experts(pool: RankPool, saved, sizes: dict[str, Any]) -> None:
+    """A dense layer of 96 columns as one shared and two fixed experts of 32: the same logits."""
+    check(pool, sizes, saved("v3"), fixed_experts=True)
+
+
+def test_dense_layers_that_cannot_be_cut_into_experts(saved) -> None:
+    folder = saved("v3")["folder"]
+    for sizes, said in (
+        ({"dp": 4, "ep": 4}, "ep=4 does not divide the 2 experts of a dense layer"),
+        ({"dp": 3, "dense_tp": 3}, "dense_tp=3 cuts the shared 32 columns"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_fixed_experts(read_config_file(folder), ParallelConfig(**sizes))
+    config = json.loads((Path(folder) / "config.json").read_text())
+    with pytest.raises(ConfigError, match="a dense layer of 100 columns is no multiple"):
+        check_fixed_experts(read_config(dict(config, intermediate_size=100)), ParallelConfig())
 
 
 MTP_SIZES = [

@@ -27,6 +27,7 @@ from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.errors import CapacityError, ConfigError
+from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
 from rorqual.layers.picks import EvenPicks, Picks, SampledPicks
 from rorqual.models.loader import load_weights, random_weights
@@ -58,6 +59,8 @@ def read_model(config: EngineConfig) -> ModelConfig:
     overrides = {} if config.num_layers is None else {"num_hidden_layers": config.num_layers}
     model = read_config_file(config.model, config.ignore_config_fields, overrides)
     check_parallel(model, config.parallel)
+    if config.fixed_experts and not all(model.moe_layers):
+        check_fixed_experts(model, config.parallel)
     _check_graphs(config, model)
     if kv_dtype(config.kv_cache_dtype) == FP8:
         check_fp8_cache(model, config.mla_decode)
@@ -279,6 +282,7 @@ class Worker:
             embedding_memory=host,
             slot_maps=self.slot_maps,
             picks=self._picks,
+            fixed_experts=self.config.fixed_experts,
         )
 
     def _picks(self, layer: int) -> Picks | None:
