@@ -48,9 +48,16 @@ def test_tokens_with_random_weights(tmp_path: Path) -> None:
     found = []
     for fixed in (False, True):
         llm = LLM(
-            tmp_path, dtype="float32", weights="random", num_layers=2, max_model_len=32, max_num_seqs=2,
-            threads=1, fixed_experts=fixed, skip_tokenizer_init=True,
-        )  # fmt: skip
+            tmp_path,
+            dtype="float32",
+            weights="random",
+            num_layers=2,
+            max_model_len=32,
+            max_num_seqs=2,
+            threads=1,
+            fixed_experts=fixed,
+            skip_tokenizer_init=True,
+        )
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         outs = llm.generate([[5, 6, 7], [9]], params)
         found.append([list(out.outputs[0].token_ids) for out in outs])
