@@ -178,8 +178,10 @@ def renamed(plan: Ints, present: Ints, ranks: int) -> Ints:
     layers = len(plan)
     every = np.arange(layers)
     experts = int(max(plan.max(), present.max())) + 1
-    new = held_by(plan, experts, ranks).astype(np.float32)
-    common = new @ held_by(present, experts, ranks).astype(np.float32).transpose(0, 2, 1)
+    held = held_by(present, experts, ranks)
+    # by our rank: how many of each new rank's experts are there
+    there = held[every[:, None, None], :, by_rank(plan, ranks)]
+    common = there.sum(2)
     source = np.zeros((layers, ranks), np.int64)
     for _ in range(ranks):
         best = common.reshape(layers, -1).argmax(1)
