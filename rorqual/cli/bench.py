@@ -68,20 +68,6 @@ def bench_offline(
             show_default="0",
         ),
     ] = None,
-    expert_load: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write how often each expert was picked to this file (JSON, `logical_count` "
-            "[layers, experts]); with --single-rank-bench pick them as often as it says instead."
-        ),
-    ] = None,
-    rank: Annotated[
-        str | None,
-        typer.Option(
-            help="With --single-rank-bench and --expert-load: time the rank with most to do in "
-            "each layer (hottest), or the one nearest to the mean (mean)."
-        ),
-    ] = None,
     config: Recipe = None,
     settings: Settings = None,
     json_file: Json = None,
@@ -96,10 +82,10 @@ def bench_offline(
         vllm_baseline.check_installed()
     batches = numbers(concurrency)
     _, asked = engine_options(config, settings, engine)
-    engine |= _load_options(expert_load, rank, asked)
     counts = _draft_counts(num_speculative_tokens, asked)
     _check_batches(batches, asked)
     wanted = OfflineWork(**work)
+    engine |= _load_options(wanted, asked)
     report = offline.Report()
     for count in counts:
         options = _sized(asked, engine, count, max(batches), wanted.prompt + wanted.output)
@@ -107,8 +93,7 @@ def bench_offline(
         if compare == "vllm":
             vllm_baseline.check(llm.engine.config)
         offline.run(report, llm, batches, wanted, compare if not report.rows else None)
-        if expert_load and not asked.get("single_rank_bench"):
-            offline.write_load(llm, expert_load)
+        offline.write_load(llm, wanted)
         llm.engine.close()
         platform = llm.engine.platform
         measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
@@ -124,15 +109,16 @@ def bench_offline(
             report.write(json_file)
 
 
-def _load_options(path: Path | None, rank: str | None, asked: Given) -> Given:
+def _load_options(work: OfflineWork, asked: Given) -> Given:
     """Engine options that --expert-load and --rank stand for."""
     alone = asked.get("single_rank_bench")
-    if rank is not None and not (path and alone):
+    if work.rank is not None and not (work.expert_load and alone):
         raise typer.BadParameter("--rank goes with --single-rank-bench and --expert-load alone")
-    if path is None:
+    if work.expert_load is None:
         return {}
     if alone:
-        return {"simulated_expert_load": str(path), "simulated_rank": rank or "hottest"}
+        path = str(work.expert_load)
+        return {"simulated_expert_load": path, "simulated_rank": work.rank or "hottest"}
     return {"record_expert_load": True}
 
 

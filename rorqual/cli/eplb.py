@@ -4,15 +4,51 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rorqual.cli.options import Given, with_options
+from rorqual.config.option import check_options, option
 from rorqual.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class EplbSettings:
+    ep: int = option(8, "Ranks that share the experts.", at_least_one=True)
+    redundant: int = option(0, "Slots beyond one for each expert, on all ranks together.")
+    nodes: int = option(
+        1,
+        "Hosts of these ranks: with --groups the experts of a group stay on one.",
+        at_least_one=True,
+    )
+    groups: int = option(1, "The router's groups of experts.", at_least_one=True)
+    speed: tuple[float, ...] = option(
+        (), "How fast each rank is, if they differ: comma-separated, in order."
+    )
+    evaluate: Path | None = option(None, "Judge by the counts of this file instead.")
+    present: Path | None = option(
+        None,
+        "Start from the placement that the counts of this file give, and move few experts.",
+    )
+    write: Path | None = option(
+        None, "Write the plan: JSON with `physical_to_logical_map` [layers, slots]."
+    )
+    as_json: bool = option(False, "Print one JSON object.", flags=("--json",))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.redundant < 0:
+            raise ConfigError(f"redundant={self.redundant} is out of range; accepted: at least 0")
+        if self.present and self.nodes > 1:
+            raise ConfigError("--present goes with one node alone")
+
+
+@with_options(asked=EplbSettings)
 def eplb(
+    asked: Given,
     files: Annotated[
         list[Path],
         typer.Argument(
@@ -20,82 +56,57 @@ def eplb(
             "--expert-load` writes it. Of several files, one for each workload, all count alike."
         ),
     ],
-    ep: Annotated[int, typer.Option(help="Ranks that share the experts.", min=1)] = 8,
-    redundant: Annotated[
-        int, typer.Option(help="Slots beyond one for each expert, on all ranks together.", min=0)
-    ] = 0,
-    nodes: Annotated[
-        int,
-        typer.Option(
-            help="Hosts of these ranks: with --groups the experts of a group stay on one.", min=1
-        ),
-    ] = 1,
-    groups: Annotated[int, typer.Option(help="The router's groups of experts.", min=1)] = 1,
-    speed: Annotated[
-        list[float] | None,
-        typer.Option(help="How fast each rank is, if they differ; once for each rank, in order."),
-    ] = None,
-    evaluate: Annotated[
-        Path | None, typer.Option(help="Judge by the counts of this file instead.")
-    ] = None,
-    present: Annotated[
-        Path | None,
-        typer.Option(
-            help="Start from the placement that the counts of this file give, and move few experts."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(help="Write the plan: `physical_to_logical_map` [layers, slots]."),
-    ] = None,
 ) -> None:
     """Plan copies and places of experts from counts of picks, and print the balancedness (mean over
     max of the ranks' loads, mean over layers) before and after."""
+    settings = EplbSettings(**asked)
+    found, plan = planned(files, settings)
+    if settings.write is not None:
+        settings.write.write_text(json.dumps({"physical_to_logical_map": plan.tolist()}) + "\n")
+    typer.echo(json.dumps(found) if settings.as_json else _text(found))
+
+
+def planned(files: list[Path], settings: EplbSettings) -> tuple[dict[str, Any], Any]:
+    """(figures, the plan [layers, slots])"""
     from rorqual.parallel.eplb import placement as plans
     from rorqual.parallel.eplb.load_file import moe_layers_of, read_expert_load
     from rorqual.parallel.eplb.movement import rebalance
 
-    loads = [moe_layers_of(read_expert_load(path)) for path in files]
-    load = plans.combined(loads)
-    judged = moe_layers_of(read_expert_load(evaluate)) if evaluate else load
+    ep = settings.ep
+    speeds = settings.speed or None
+    load = plans.combined([moe_layers_of(read_expert_load(path)) for path in files])
+    judged = moe_layers_of(read_expert_load(settings.evaluate)) if settings.evaluate else load
     if judged.shape != load.shape:
         raise ConfigError(
-            f"{evaluate} has counts of {list(judged.shape)}, the others of {list(load.shape)}: "
-            "they are not of one model"
+            f"{settings.evaluate} has counts of {list(judged.shape)}, the others of "
+            f"{list(load.shape)}: they are not of one model"
         )
-    slots = load.shape[1] + redundant
-    sizes: dict[str, Any] = {"groups": groups, "nodes": nodes, "speeds": speed}
-    before = None
+    layers, experts = load.shape
+    slots = experts + settings.redundant
+    before = plans.unplanned(layers, experts) if experts % ep == 0 else None
+    if settings.present is not None:
+        there = moe_layers_of(read_expert_load(settings.present))
+        before = plans.place(there, slots, ep, speeds=speeds)
     start = time.perf_counter()
-    if present is None:
-        plan = plans.place(load, slots, ep, **sizes)
-        if load.shape[1] % ep == 0:
-            before = plans.unplanned(len(load), load.shape[1])
+    if settings.present is not None and before is not None:
+        plan = rebalance(before, load, ep, speeds)
     else:
-        if nodes > 1:
-            raise ConfigError("--present goes with one node alone")
-        counted = moe_layers_of(read_expert_load(present))
-        before = plans.place(counted, slots, ep, speeds=speed)
-        start = time.perf_counter()
-        plan = rebalance(before, load, ep, speed)
+        plan = plans.place(load, slots, ep, settings.groups, settings.nodes, speeds)
     seconds = time.perf_counter() - start
-    by_layer = plans.balancedness_by_layer(plan, judged, ep, speed)
+    by_layer = plans.balancedness_by_layer(plan, judged, ep, speeds)
     found = {
-        "before": None if before is None else plans.balancedness(before, judged, ep, speed),
+        "before": None if before is None else plans.balancedness(before, judged, ep, speeds),
         "after": float(by_layer.mean()),
         "worst_layer": float(by_layer.min()),
-        "layers": len(plan),
+        "layers": layers,
         "slots": slots,
         "ep": ep,
-        "redundant": redundant,
+        "redundant": settings.redundant,
         "seconds": seconds,
     }
-    if present is not None and before is not None:
+    if settings.present is not None and before is not None:
         found["moved"] = int(plans.moved(before, plan, ep).sum())
-    if write is not None:
-        write.write_text(json.dumps({"physical_to_logical_map": plan.tolist()}) + "\n")
-    typer.echo(json.dumps(found) if as_json else _text(found))
+    return found, plan
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -211,5 +211,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert few["after"] > 0.98
     assert 0 < few["moved"] < 40
     assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 4
+    slow = told(str(one), "--ep", "2", "--speed", "1,0.8")
+    assert slow["after"] > 0.97 > slow["before"]
+    refused = CliRunner().invoke(app, ["eplb", str(one), "--redundant", "-8"])
+    assert "redundant=-8 is out of range" in str(refused.exception)
     text = CliRunner().invoke(app, ["eplb", str(one), *sizes])
     assert "balancedness before 0." in text.stdout

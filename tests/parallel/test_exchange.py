@@ -184,7 +184,7 @@ def test_rows_take_replicas_in_turn() -> None:
     store = store_of((0, 1, 2, 1, 0, 0))
     ids = torch.tensor([[0, 1], [0, 1], [0, 2], [1, 0]])
     assert store.slots(ids).tolist() == [[0, 1], [4, 3], [5, 2], [3, 0]]
-    assert store.slots(ids, first=1).tolist() == [[4, 3], [5, 1], [0, 2], [3, 4]], "another rank"
+    assert store.slots(ids, first=1).tolist() == [[4, 3], [5, 1], [0, 2], [1, 4]], "another rank"
     evenly = store_of((0, 1, 2, 1, 1, 0)).slots(torch.tensor([[0, 1]]).expand(60, -1))
     assert evenly.unique(return_counts=True)[1].tolist() == [30, 20, 20, 20, 30]
 

@@ -336,10 +336,13 @@ def expert_labels(config: EngineConfig) -> str:
     return found
 
 
-def write_load(llm: LLM, path: Path) -> None:
-    """How often each expert was picked by all that ran so far; of several ranks, once the counts
-    of the last step are there."""
+def write_load(llm: LLM, work: OfflineWork) -> None:
+    """How often each expert was picked by all that ran so far, where a file was named for it; of
+    several ranks, once the counts of the last step are there."""
     engine = llm.engine
+    path = work.expert_load
+    if path is None or engine.config.single_rank_bench:
+        return
     engine.expert_load()  # asks
     deadline = time.monotonic() + LOAD_SECONDS
     counts = engine.expert_load()

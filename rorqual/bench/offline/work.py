@@ -27,6 +27,16 @@ class OfflineWork:
         "Decode steps to look at in a profiler: time by kernel, waits between them.",
         flags=("--profile",),
     )
+    expert_load: Path | None = option(
+        None,
+        "Write how often each expert was picked to this file (JSON, `logical_count` [layers, "
+        "experts]); with --single-rank-bench pick them as often as it says instead.",
+    )
+    rank: str | None = option(
+        None,
+        "With --single-rank-bench and --expert-load: time the rank with most to do in each layer "
+        "(hottest), or the one nearest to the mean (mean).",
+    )
 
     def __post_init__(self) -> None:
         if self.profiled < 0:

@@ -68,6 +68,8 @@ VERDICT_SECONDS = 3.0
 class DistributedExecutor:
     """Rank 0's side of all ranks. `doing`: what it is in, for whoever reads of a failure."""
 
+    balancer: ExpertBalancer | None = None
+
     def __init__(self, config: EngineConfig):
         self.config = config
         self.sizes = config.parallel
@@ -345,8 +347,8 @@ class DistributedExecutor:
             handle.leave(deadline)
         if self.mesh is not None:
             self.mesh.let_go()
-        if hasattr(self, "worker") and self.worker.mover is not None:
-            self.worker.mover.close()
+        if self.balancer is not None:
+            self.balancer.mover.close()
         if hasattr(self, "worker"):
             # NCCL leaves no group of which a captured graph holds a call
             self.worker.runner.forget()
