@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -254,8 +255,10 @@ class Engine:
 
     def _placement(self) -> Ints:
         placement = self.executor.placement
-        if placement is not None:
-            return placement
+        return self._first_placement if placement is None else placement
+
+    @cached_property
+    def _first_placement(self) -> Ints:
         maps = initial_maps(self.config, self.model_config)
         layers = self.worker.expert_layers
         if not maps:

@@ -41,6 +41,7 @@ class ExpertBalancer:
         self.steps = 0
         self.step_seconds = 0.0
         self.last = 0.0
+        self.seen = 0  # the step of the newest counts that were looked at
         self.asked = 0  # the step before which counts were asked for last
         self.off = ""  # why experts are moved no more
         self.pending: deque[Move] = deque()
@@ -62,9 +63,11 @@ class ExpertBalancer:
 
     def _answers(self) -> list[Answer]:
         """To the move under way, of those ranks that have answered."""
+        if self.moving is None:
+            return []
         told = [Answer.decode(data) for worker in self.workers if (data := worker.moved)]
         found = [self.own, *told]
-        number = self.moving.number if self.moving is not None else 0
+        number = self.moving.number
         return [answer for answer in found if answer is not None and answer.number == number]
 
     def after_step(
@@ -135,8 +138,10 @@ class ExpertBalancer:
 
     def _watch(self, ask: Callable[[int], None]) -> None:
         self.load.read()
-        newest, step = self.load.newest, self.load.newest_step
-        if newest and self.policy.observe(step, newest):
+        step = self.load.newest_step
+        fresh = step > self.seen
+        self.seen = step
+        if fresh and self.policy.observe(step, self.load.newest):
             self.planning = threading.Thread(target=self._make_plan, daemon=True)
             self.planning.start()
         elif self.load.own is None and self.steps >= self.asked + self.policy.window.steps:
