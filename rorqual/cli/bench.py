@@ -87,6 +87,7 @@ def bench_offline(
     counts = _draft_counts(num_speculative_tokens, asked)
     _check_batches(batches, asked)
     wanted = OfflineWork(**work)
+    engine |= _load_options(wanted, asked)
     report = offline.Report()
     for count in counts:
         options = _sized(asked, engine, count, max(batches), wanted.prompt + wanted.output)
@@ -94,6 +95,7 @@ def bench_offline(
         if compare == "vllm":
             vllm_baseline.check(llm.engine.config)
         offline.run(report, llm, batches, wanted, compare if not report.rows else None)
+        offline.write_load(llm, wanted)
         llm.engine.close()
         platform = llm.engine.platform
         measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
@@ -107,6 +109,19 @@ def bench_offline(
         offline.print_report(report)
         if json_file:
             report.write(json_file)
+
+
+def _load_options(work: OfflineWork, asked: Given) -> Given:
+    """Engine options that --expert-load and --rank stand for."""
+    alone = asked.get("single_rank_bench")
+    if work.rank is not None and not (work.expert_load and alone):
+        raise typer.BadParameter("--rank goes with --single-rank-bench and --expert-load alone")
+    if work.expert_load is None:
+        return {}
+    if alone:
+        path = str(work.expert_load)
+        return {"simulated_expert_load": path, "simulated_rank": work.rank or "hottest"}
+    return {"record_expert_load": True}
 
 
 def _draft_counts(text: str | None, asked: Given) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rorqual.engine.balance.policy import BalanceStats
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.expert_load import Counts
 from rorqual.engine.distributed.launchers import check_alone
@@ -19,6 +20,7 @@ from rorqual.engine.execution.worker import Worker
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
 from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
+from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
@@ -50,6 +52,14 @@ class Executor(Protocol):
         """Wait for a step, oldest first: the result of every data-parallel rank. Steps may be left
         out for good, after which later ones can be collected all the same. Raises EngineError when
         a rank has died or hangs."""
+
+    @property
+    def balance(self) -> BalanceStats | None:
+        """Of experts that are moved by their load; None where they are not."""
+
+    @property
+    def placement(self) -> Ints | None:
+        """Where experts that are moved lie now, [layers, slots]; None as above."""
 
     def expert_load(self) -> Counts:
         """How often each expert was chosen, by MoE layer, for the tokens of all ranks. Several
@@ -102,6 +112,14 @@ class LocalExecutor:
 
     def collect(self, step: LaunchedStep) -> list[StepResult]:
         return [self.worker.runner.collect(step.pending)]
+
+    @property
+    def balance(self) -> BalanceStats | None:
+        return None
+
+    @property
+    def placement(self) -> Ints | None:
+        return None
 
     def expert_load(self) -> Counts:
         found: Counts = self.worker.fetch_load()().tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part, empty_weight, rows_of
 from rorqual.layers.parameter import Build, Target, Window, absent_targets, matrix_targets
+from rorqual.layers.picks import Picks
 from rorqual.ops.activation import Activation, hidden_of
 from rorqual.ops.deferred_sum import NormInput
 from rorqual.ops.reference import ExpertWeights, RouterWeights, Weight
@@ -79,7 +80,56 @@ class DenseMLP:
         yield from self.down.targets()
 
 
-class MoE:
+class SharedMLP(Protocol):
+    """A dense layer beside experts."""
+
+    def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> Tensor: ...
+
+    def partial(self, rows: Activation) -> Tensor: ...
+
+
+class ExpertLayer:
+    """Experts behind an Exchange, and a dense layer beside them: what follows the dispatch."""
+
+    exchange: Exchange
+    shared: SharedMLP | None
+
+    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
+        """The experts, and beside them the shared expert: over the rows that the exchange has
+        gathered, whose sums then come back together, or else over the layer's own."""
+        rows = self.exchange.dense_rows(work.ticket)
+        if self.shared is None or rows is None:
+            self.exchange.run_experts(work.ticket)
+            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
+        else:
+            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
+        return work
+
+    def combine(self, work: MoEInFlight) -> Tensor:
+        y = self.exchange.combine(work.ticket)
+        return y if work.shared is None else y + work.shared
+
+
+def mlp_targets(
+    name: str,
+    gate_up: Weight,
+    down: Weight,
+    start: int,
+    shape: tuple[int, int],
+    std: tuple[float, float],
+    block: tuple[int, int],
+) -> Iterator[Target]:
+    """The columns from `start` on of an MLP; shape: of its gate in the file."""
+    size = down.data.shape[-1]
+    for index, part in enumerate(("gate_proj", "up_proj")):
+        rows = rows_of(gate_up, index * size, (index + 1) * size)
+        window = Window(shape, row=start)
+        yield from matrix_targets(f"{name}.{part}.weight", rows, std[0], window, block)
+    window = Window((shape[1], shape[0]), column=start)
+    yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, block)
+
+
+class MoE(ExpertLayer):
     """Routed experts behind an Exchange, plus shared experts.
 
     Where `fused_shared_experts` is not 0, shared experts stand behind the routed ones in the same
@@ -104,7 +154,7 @@ class MoE:
             self.fused_shared_experts,
         )
         shared = 0 if self.fused_shared_experts else moe.num_shared * moe.intermediate_size
-        self.shared = (
+        self.shared: DenseMLP | None = (
             DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         )
         self.slots = slots or SlotMap.identity(moe.num_experts)
@@ -117,8 +167,10 @@ class MoE:
             build.device,
             build.mesh.axes["ep"].shard,
             self.ops.experts_fp8,
+            slots is not None,
         )
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
+        self.picks: Picks | None = None
         self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
         self.fused_shared_std = (
@@ -162,6 +214,18 @@ class MoE:
             1 / build.mesh.axes["ep"].shard.count,
         )
 
+    def slot_parts(self) -> list[Tensor]:
+        """All that an expert consists of, each [slots here, ...]: data and scales."""
+        weights = (self.exchange.experts.gate_up, self.exchange.experts.down)
+        parts = [part for weight in weights for part in (weight.data, weight.scale)]
+        return [part for part in parts if part is not None]
+
+    def remap(self, slots: SlotMap, rows: Tensor) -> None:
+        """The weights here have been moved as `slots` says; rows: SlotMap.rows on the device."""
+        self.slots = slots
+        self.exchange.remap(slots, rows)
+        self.ops.weights_changed(self.slot_parts())
+
     def finalize(self) -> None:
         """Once the weights are there."""
         self.router.gate = self.ops.prepare_router_weight(self.router.gate, self.dtype)
@@ -187,6 +251,7 @@ class MoE:
             isinstance(exchange, LocalExchange)
             and exchange.store.plain
             and not exchange.record_load
+            and self.picks is None
         )
 
     def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> NormInput:
@@ -201,22 +266,10 @@ class MoE:
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)
         ids, weights = self.route(rows)
+        if self.picks is not None:
+            routed = self.moe.top_k
+            ids = torch.cat((self.picks(ids[:, :routed], layout.first_row), ids[:, routed:]), 1)
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
-
-    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
-        """The experts, and beside them the shared expert: over the rows that the exchange has
-        gathered, whose sums then come back together, or else over the layer's own."""
-        rows = self.exchange.dense_rows(work.ticket)
-        if self.shared is None or rows is None:
-            self.exchange.run_experts(work.ticket)
-            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
-        else:
-            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
-        return work
-
-    def combine(self, work: MoEInFlight) -> Tensor:
-        y = self.exchange.combine(work.ticket)
-        return y if work.shared is None else y + work.shared
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.prefix}.gate.weight", self.router.gate, std=self.std[0])
@@ -246,7 +299,7 @@ class MoE:
         for expert, name in enumerate(names):
             if expert not in held:
                 yield from self._absent(name)
-        if self.slots.is_identity and not gate_up.quantized:
+        if not gate_up.quantized:
             yield from self._stacked_targets(names)
 
     def _slot_targets(
@@ -259,14 +312,8 @@ class MoE:
         std: tuple[float, float],
     ) -> Iterator[Target]:
         """One expert: the columns from `start` on of an MLP as wide as so many experts."""
-        size = len(self.columns)
-        width = experts * self.moe.intermediate_size
-        for index, part in enumerate(("gate_proj", "up_proj")):
-            window = Window((width, self.hidden), row=start)
-            rows = self._half(gate_up, index, size)
-            yield from matrix_targets(f"{name}.{part}.weight", rows, std[0], window, self.block)
-        window = Window((self.hidden, width), column=start)
-        yield from matrix_targets(f"{name}.down_proj.weight", down, std[1], window, self.block)
+        shape = (experts * self.moe.intermediate_size, self.hidden)
+        yield from mlp_targets(name, gate_up, down, start, shape, std, self.block)
 
     def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
         """One of the shared experts among the routed ones; also from a checkpoint that holds
@@ -302,12 +349,19 @@ class MoE:
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
+        places = [(place, self.slots.logical[slot], 1) for place, slot in enumerate(self.held)]
+        if self.slots.is_identity:
+            places = [(0, self.held.start, len(self.held))]
+        for place, first, count in places:
+            yield from self._stacked_run(names, slice(place, place + count), first)
+
+    def _stacked_run(self, names: list[str], run: slice, first: int) -> Iterator[Target]:
+        """The slots `run`, which hold the experts from `first` on."""
         experts = self.moe.num_experts
         size = len(self.columns)
         total = self.moe.intermediate_size
-        first = self.held.start
         gate_up, down = (
-            weight.data[: len(self.held)]
+            weight.data[run]
             for weight in (self.exchange.experts.gate_up, self.exchange.experts.down)
         )
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))

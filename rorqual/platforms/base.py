@@ -108,3 +108,13 @@ class Platform:
     def stream(self) -> AbstractContextManager[object]:
         """The context in which the engine launches its steps."""
         return nullcontext()
+
+    def background(self) -> AbstractContextManager[Callable[[], None]]:
+        """The context in which another thread copies beside the steps; what it gives waits until
+        that is done. Nothing is captured meanwhile, so nobody may wait for other ranks in it."""
+        return nullcontext(lambda: None)
+
+    def mark(self) -> Callable[[], None]:
+        """After what has been launched here by now: the result, called in another context, makes
+        that context's work wait for it."""
+        return lambda: None

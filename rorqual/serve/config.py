@@ -75,6 +75,11 @@ class ServeConfig:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         check_options(self)
+        if self.engine.get("expert_balance", "natural") != "natural":
+            raise ConfigError(
+                f"expert_balance={self.engine['expert_balance']!r} changes tokens and is for "
+                "benchmarks; accepted by a server: natural"
+            )
         if self.api_key is not None and not any(map(str.strip, self.api_key.split(","))):
             raise ConfigError(
                 f"api_key={self.api_key!r} holds no key; accepted: keys with commas between them, "

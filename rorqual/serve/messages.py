@@ -107,7 +107,9 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     """Counts since the engine started, gauges of this moment, histograms as cumulative counts,
     and the requests that ended since the last snapshot. expert_load: tokens by layer and logical
-    expert, where recorded. prompts and cached_prompts: tokens of the prompts whose first token has
+    expert, where recorded; expert_balancedness: by layer, of the last windows. expert_moves:
+    rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
+    moved. prompts and cached_prompts: tokens of the prompts whose first token has
     come, and how many of those the prefix cache held; prompt_tokens are those computed."""
 
     at: float
@@ -130,6 +132,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert_load: list[list[int]] = []
     prompts: int = 0
     cached_prompts: int = 0
+    expert_balancedness: list[float] = []
+    expert_moves: list[int] = []
 
 
 class HistogramState(msgspec.Struct, array_like=True):

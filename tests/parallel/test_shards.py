@@ -339,6 +339,8 @@ def test_cache_of_a_rank() -> None:
         ({"dp": 2, "ep": 2, "exchange": "allgather_tp"}, "needs ep=1, got ep=2"),
         ({"dp": 2, "exchange": "alltoall"}, "needs ep of at least 2"),
         ({"exchange": "nccl"}, "exchange='nccl' is not known"),
+        ({"dp": 2, "redundant_experts": 2}, "redundant_experts=2 needs ep of at least 2"),
+        ({"dp": 2, "ep": 2, "redundant_experts": -2}, "redundant_experts=-2 must be an integer"),
     ],
 )
 def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], words: str) -> None:
@@ -356,6 +358,12 @@ def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], words: str) -> No
             "neither divides nor is a multiple of",
         ),
         (QWEN, {"dp": 16, "ep": 16}, "ep=16 does not divide the model's 8 experts"),
+        (
+            QWEN,
+            {"dp": 4, "ep": 4, "redundant_experts": 6},
+            "must divide the 14 slots.*accepted: 0, 4, 8 ... up to 24",
+        ),
+        (QWEN, {"dp": 2, "ep": 2, "redundant_experts": 10}, "must divide the 18 slots"),
         (QWEN, {"pp": 4}, "pp=4 exceeds the model's 3 layers"),
         (
             {**QWEN, "tie_word_embeddings": True},

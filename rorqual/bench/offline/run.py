@@ -24,8 +24,10 @@ from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.process import process_age
+from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
+from rorqual.parallel.eplb.load_file import write_expert_load
 from rorqual.planner.costs.costs import (
     BatchShape,
     Format,
@@ -43,6 +45,7 @@ from rorqual.request import SamplingParams
 
 IN_PROCESS = ("transformers", "transformers-compiled")
 READ_BYTES = 256 * 2**20
+LOAD_SECONDS = 10.0  # until all ranks have told what they counted
 SHORTEST = 8  # steps of all requests together that are worth a clock of their own
 
 
@@ -173,6 +176,8 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "weights": engine.config.weights,
         "dtype": engine.dtype,
         "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "expert_balance": engine.config.expert_balance,
+        "simulated_expert_load": engine.config.simulated_expert_load,
         "device": torch.cuda.get_device_name()
         if engine.platform.name == "cuda"
         else host.processor() or host.machine(),
@@ -309,8 +314,43 @@ def ours(
         row.settings += f", {layout_name(config.parallel)}" + (
             ", SINGLE RANK: nothing is sent" if config.single_rank_bench else ""
         )
+    row.settings += expert_labels(config)
     row.experts_hit = experts_hit(llm, groups[0])
     return row
+
+
+def expert_labels(config: EngineConfig) -> str:
+    """What was done about the experts' load; above all where it changes tokens."""
+    found = f", {config.redundant_experts} redundant experts" if config.redundant_experts else ""
+    found += ", placed by counts" if config.init_expert_load else ""
+    found += ", FORCED expert balance: tokens mean nothing" * (config.expert_balance == "forced")
+    if config.simulated_expert_load:
+        name = Path(config.simulated_expert_load).name
+        found += f", SIMULATED expert load {name}: {config.simulated_rank} rank"
+    return found
+
+
+def write_load(llm: LLM, work: OfflineWork) -> None:
+    """How often each expert was picked by all that ran so far, where a file was named for it; of
+    several ranks, once the counts of the last step are there."""
+    engine = llm.engine
+    path = work.expert_load
+    if path is None or engine.config.single_rank_bench:
+        return
+    engine.expert_load()  # asks
+    deadline = time.monotonic() + LOAD_SECONDS
+    counts = engine.expert_load()
+    while not engine.config.parallel.is_single and time.monotonic() < deadline:
+        newer = engine.expert_load()
+        if newer and newer == counts:
+            break
+        counts = newer
+        time.sleep(0.2)
+    if not counts:
+        raise ConfigError(f"nothing was counted, so {path} is not written")
+    layers = engine.worker.expert_layers
+    config = engine.model_config
+    write_expert_load(path, counts, layers, config.num_layers + engine.mtp_layers)
 
 
 class DraftCounts:
@@ -382,16 +422,18 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
         compiled = runner.compiled
         runner.graphs = None
         runner.compiled = None
+        before = [layer.exchange.load.clone() for layer in layers]
         for layer in layers:
             layer.exchange.load.zero_()
             layer.exchange.record_load = True
         engine.launch()
         engine.collect()
-        for layer in layers:
-            layer.exchange.record_load = engine.config.record_expert_load
+        hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
+        for layer, load in zip(layers, before, strict=True):
+            layer.exchange.record_load = engine.config.counts_picks
+            layer.exchange.load.add_(load)
         runner.graphs = graphs
         runner.compiled = compiled
-    hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
     return sum(hit) / max(1, len(hit))
 
 

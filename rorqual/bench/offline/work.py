@@ -32,6 +32,16 @@ class OfflineWork:
         "of time by kernel and waits between them.",
     )
     profile_steps: int = option(16, "Decode steps of a profile.")
+    expert_load: Path | None = option(
+        None,
+        "Write how often each expert was picked to this file (JSON, `logical_count` [layers, "
+        "experts]); with --single-rank-bench pick them as often as it says instead.",
+    )
+    rank: str | None = option(
+        None,
+        "With --single-rank-bench and --expert-load: time the rank with most to do in each layer "
+        "(hottest), or the one nearest to the mean (mean).",
+    )
 
     def __post_init__(self) -> None:
         if not 1 <= self.profile_steps <= MOST_STEPS:

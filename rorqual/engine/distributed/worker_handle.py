@@ -41,6 +41,7 @@ class WorkerHandle:
         self.pid = joined.pid
         self.results: queue.Queue[bytes] = queue.Queue()
         self.load: bytes | None = None  # the newest answer
+        self.moved: bytes | None = None  # likewise
         self.trace: bytes | None = None  # what came of the newest trace
         self.ready = threading.Event()
         self.ended = threading.Event()
@@ -72,6 +73,8 @@ class WorkerHandle:
             self.load = data
         elif kind is FrameKind.TRACE:
             self.trace = data
+        elif kind is FrameKind.MOVE:
+            self.moved = data
         elif kind is FrameKind.FAILED:
             self.failure = data.decode(errors="replace")
 

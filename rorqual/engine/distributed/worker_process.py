@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rorqual.config.model import collectives_on, die_with_parent
+from rorqual.engine.balance.moves import Move
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
 from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
@@ -122,6 +123,8 @@ class WorkerProcess:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
                 self._bring(partial(self._send_load, data, self.worker.fetch_load()))
+            elif kind is FrameKind.MOVE:
+                self._move(Move.decode(data))
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_output(encoded))
@@ -150,6 +153,12 @@ class WorkerProcess:
         result = self.worker.runner.collect(pending)
         if self.leads:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
+
+    def _move(self, move: Move) -> None:
+        """Bring experts here on a thread of their own; steps go on."""
+        mover = self.worker.mover
+        assert mover is not None, "experts move where enable_eplb is on"
+        mover.begin(move, lambda answer: self.channel.send(FrameKind.MOVE, answer.encode()))
 
     def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
         self.channel.send(FrameKind.LOAD, question + encode_load(load()))
@@ -193,6 +202,8 @@ def serve(
         process = WorkerProcess(channel, hello, config)
         channel.send(FrameKind.READY)
         process.run()
+        if process.worker.mover is not None:
+            process.worker.mover.close()
         process.worker.runner.forget()
         dist.destroy_process_group()
         return 0

@@ -33,6 +33,7 @@ from rorqual.parallel.overlap import run_one
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
+    from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
 
 
@@ -55,6 +56,7 @@ class ModelRunner:
         `compiled` computes steps of decoding alone. piecewise_tokens: steps with prompts, of up to
         so many tokens, are captured in pieces."""
         self.compiled = compiled
+        self.mover: ExpertMover | None = None
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -171,6 +173,9 @@ class ModelRunner:
         """`output` is this data-parallel rank's part of a step, `metadata` what all ranks agree
         on."""
         with self.platform.stream():
+            if metadata.switch:
+                assert self.mover is not None, "experts move where enable_eplb is on"
+                self.mover.switch(metadata.switch)
             named = [*output.decode_slots, *(row.slot for row in output.new_requests)]
             self.shared.settle(named)
             self.rows.apply(output)

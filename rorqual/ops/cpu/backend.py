@@ -4,6 +4,8 @@ attention goes through torch's fused CPU kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -82,6 +84,11 @@ class CpuOps(Ops):
             if not fits:
                 return None
         return self.native
+
+    def weights_changed(self, weights: Sequence[Tensor]) -> None:
+        if self.native is not None:
+            for weight in weights:
+                self.native.forget_weight(weight)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         native = self._native(x, weight, rows=MANY_ROWS) if x.dim() == 2 else None

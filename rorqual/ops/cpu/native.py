@@ -183,6 +183,9 @@ class Native:
     def forget(self) -> None:
         self.packed.clear()
 
+    def forget_weight(self, weight: Tensor) -> None:
+        self.packed.pop(weight.data_ptr(), None)
+
     def weight(self, weight: Tensor) -> int:
         """Address of the packed form. The original is kept too, so that its address cannot be
         given to another tensor."""

@@ -246,7 +246,7 @@ class _Layer:
             load.distinct,
             self.config.hidden_size,
             inner,
-            moe.num_experts // sizes.ep,
+            sizes.expert_slots(moe.num_experts) // sizes.ep,
         )
         kind = _math(pieces[0], self.dtype)
         prompts = bool(self.work.prefill)
