@@ -21,7 +21,8 @@ from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-PARTS = (Path(__file__).with_name("sampling.h"),)
+HEADERS = ("products.h", "attention.h", "experts.h", "sampling.h")
+PARTS = tuple(Path(__file__).with_name(name) for name in HEADERS)
 FLAGS = (
     "-O3",
     "-march=native",
@@ -136,15 +137,7 @@ def _build(command: str) -> Path:
     return target
 
 
-LANES = 16  # as in kernels.cpp
 BLOCK = 128  # tokens of a part of a distribution, as in sampling.h
-
-
-def pack(weight: Tensor) -> Tensor:
-    """[..., rows, columns] to blocks of LANES rows, each column by column: [..., blocks,
-    columns, LANES], padded with zeros."""
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
-    return padded.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
 
 
 def _wide(x: Tensor) -> int:
@@ -169,27 +162,11 @@ def unknown_expert(slot: int, slots: int) -> IndexError:
 
 class Native:
     """Calls into the library. Callers have checked that dtypes are one of STORAGE and that
-    everything is contiguous.
-
-    Weights are packed at first use and kept beside the originals: whoever changes a weight later
-    calls `forget`.
-    """
+    everything is contiguous."""
 
     def __init__(self, kernels: ctypes.CDLL):
         self.lib = kernels
         self.lib.rq_threads(torch.get_num_threads())
-        self.packed: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def forget(self) -> None:
-        self.packed.clear()
-
-    def weight(self, weight: Tensor) -> int:
-        """Address of the packed form. The original is kept too, so that its address cannot be
-        given to another tensor."""
-        found = self.packed.get(weight.data_ptr())
-        if found is None:
-            found = self.packed[weight.data_ptr()] = (weight, pack(weight))
-        return found[1].data_ptr()
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -216,7 +193,7 @@ class Native:
         self.lib.rq_linear(
             _wide(x),
             _pointer(x),
-            self.weight(weight),
+            _pointer(weight),
             _pointer(bias),
             y.data_ptr(),
             x.shape[0],
@@ -231,8 +208,8 @@ class Native:
         self.lib.rq_mlp(
             _wide(x),
             _pointer(x),
-            self.weight(gate_up),
-            self.weight(down),
+            _pointer(gate_up),
+            _pointer(down),
             y.data_ptr(),
             x.shape[0],
             hidden,
@@ -242,9 +219,9 @@ class Native:
 
     def mla_layer(self, w: MLAWeights, hidden: int) -> _MlaLayer:
         mla = w.config
-        query = self.weight(w.q_b.data) if w.q_b else 0
+        query = _pointer(w.q_b.data) if w.q_b else 0
         pointers = [
-            self.weight(w.down.data),
+            _pointer(w.down.data),
             _pointer(w.down_bias),
             _pointer(w.q_norm),
             query,
@@ -337,7 +314,7 @@ class Native:
         kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
         flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
         sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
-        matrices = (self.weight(w.gate), _pointer(w.bias))
+        matrices = (_pointer(w.gate), _pointer(w.bias))
         settings = _Router(*sizes, *map(int, flags), moe.scaling, *matrices)
         at = ctypes.addressof(settings)
         self.lib.rq_route(
@@ -354,12 +331,12 @@ class Native:
         assert weights.shape == ids.shape
         assert weights.dtype == torch.float32
         assert w.gate_up.data.shape == (slots, 2 * size, hidden)
-        packed = (self.weight(w.gate_up.data), self.weight(w.down.data))
+        matrices = (_pointer(w.gate_up.data), _pointer(w.down.data))
         ids = ids.long()  # int32 as well, in which they travel between ranks
         unknown = self.lib.rq_experts(
             _wide(x),
             *_pointers(x, ids, weights),
-            *packed,
+            *matrices,
             y.data_ptr(),
             *ids.shape,
             slots,
