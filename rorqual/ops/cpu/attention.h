@@ -39,11 +39,18 @@ inline float weigh_step(float *scores, int64_t count, float *peak, float *mass) 
     }
     float top = std::max(*peak, highest(high));
     vf sum = {};
-    for (int64_t i = 0; i < STEP; i += LANES) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
         vf w = exp_lanes(load(scores + i) - top);
         memcpy(scores + i, &w, sizeof w);
-        for (int64_t j = std::max<int64_t>(0, count - i); j < LANES; j++) w[j] = 0;
         sum += w;
+    }
+    if (i < count) {
+        vf w = exp_lanes(load(scores + i) - top);
+        float rest[LANES] = {};
+        memcpy(scores + i, &w, sizeof w);
+        std::copy(scores + i, scores + count, rest);
+        sum += load(rest);
     }
     float shrink = *peak == top ? 1 : std::exp(*peak - top);
     *mass = *mass * shrink + total(sum);
@@ -123,4 +130,50 @@ void attend_all(const float *q, int64_t ldq, int64_t n, int64_t groups, int64_t 
             join_parts(sums + i * each + h * ldo, each, state + (i * heads + h) * 2, heads * 2, parts, padded(dv), out + (row * heads + h) * ldo);
         i += parts;
     }
+}
+
+constexpr int64_t QUERIES = 48;  // of a head that look at a step of keys together
+
+struct Strides {  // elements from one entry to the next, and from one head of an entry to the next
+    int64_t row, head;
+};
+
+// Causal attention of one request's last n positions, of `length`: q and out [n, heads, d] and [n, heads, dv]; heads / groups heads
+// share keys and values.
+template <class T>
+void causal(const T *q, const T *keys, Strides k, const T *values, Strides v, T *out, int64_t n, int64_t length, int64_t heads,
+            int64_t groups, int64_t d, int64_t dv, float scale) {
+    int64_t tiles = (n + QUERIES - 1) / QUERIES, ldq = apart(d), lds = apart(dv);
+    share(heads * tiles, n * heads * length * (d + dv) / 2, [=](int64_t unit) {
+        // the last queries see the most keys: they come first
+        int64_t h = unit % heads, from = (tiles - 1 - unit / heads) * QUERIES, count = std::min(QUERIES, n - from);
+        float *query = scratch(0, QUERIES * ldq), *sums = scratch(1, QUERIES * lds), *state = scratch(2, 2 * QUERIES);
+        float *row = scratch(3, std::max(d, dv)), *scores = scratch(4, QUERIES * STEP);
+        std::fill(sums, sums + count * lds, 0.f);
+        for (int64_t i = 0; i < count; i++) {
+            widen_all(q + ((from + i) * heads + h) * d, d, row);
+            for (int64_t j = 0; j < d; j++) row[j] *= scale;
+            spread<T>(row, d, query + i * ldq);
+            state[2 * i] = -std::numeric_limits<float>::infinity();
+            state[2 * i + 1] = 0;
+        }
+        const T *own_keys = keys + h * groups / heads * k.head, *own_values = values + h * groups / heads * v.head;
+        int64_t before = length - n + from;  // entries that the first of these queries sees besides itself
+        for (int64_t start = 0; start < before + count; start += STEP) {
+            int64_t seen = std::min(STEP, before + count - start), first = std::max<int64_t>(0, start - before);
+            dots(own_keys + start * k.row, k.row, seen, query + first * ldq, ldq, count - first, d, scores + first * STEP, STEP);
+            for (int64_t i = first; i < count; i++) {
+                int64_t mine = std::min(seen, before + i + 1 - start);
+                float shrink = weigh_step(scores + i * STEP, mine, state + 2 * i, state + 2 * i + 1);
+                std::fill(scores + i * STEP + mine, scores + i * STEP + seen, 0.f);
+                for (int64_t j = 0; shrink != 1 && j < padded(dv); j++) sums[i * lds + j] *= shrink;
+            }
+            mixes(scores + first * STEP, STEP, count - first, own_values + start * v.row, v.row, seen, dv, sums + first * lds, lds);
+        }
+        for (int64_t i = 0; i < count; i++) {
+            gathered<T>(sums + i * lds, dv, row);
+            for (int64_t j = 0; j < dv; j++) row[j] /= state[2 * i + 1];
+            narrow_all(row, dv, out + ((from + i) * heads + h) * dv);
+        }
+    });
 }

@@ -228,6 +228,10 @@ class CpuOps(Ops):
     ) -> Tensor:
         if not segment.exact:
             return super().dense_attention(q, k, v, segment, scale)
+        dense = k.stride(-1) == 1 == v.stride(-1) and k.dtype == q.dtype == v.dtype
+        native = self._native(q) if dense else None
+        if native:
+            return _each_request(native, q, k, v, segment, scale)
         if _alike(segment):
             q, k, v = (t.unflatten(0, (len(segment), -1)) for t in (q, k, v))
             return _fused_attention(q, k, v, scale).flatten(0, 1)
@@ -471,6 +475,22 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return _fused(q, k, v, scale, mask, causal=queries == length and queries > 1).transpose(1, 2)
+
+
+def _each_request(
+    native: Native, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
+) -> Tensor:
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    parts = zip(
+        q.split(segment.query_lens),
+        k.split(segment.max_kv_lens),
+        v.split(segment.max_kv_lens),
+        out.split(segment.query_lens),
+        strict=True,
+    )
+    for part in parts:
+        native.causal(*part, scale)
+    return out
 
 
 def _gathered_experts(

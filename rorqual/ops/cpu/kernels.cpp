@@ -525,6 +525,14 @@ void rq_gqa_decode(int wide, const void *q, const void *keys, const void *values
          gqa_decode(B(q), B(keys), B(values), tables, width, lens, page, float(scale), BW(out), n, heads, groups, d))
 }
 
+// strides: from one entry to the next and from one head to the next, of keys and of values.
+void rq_causal(int wide, const void *q, const void *keys, const void *values, const int64_t *strides, void *out, int64_t n, int64_t length,
+               int64_t heads, int64_t groups, int64_t d, int64_t dv, double scale) {
+    Strides k = {strides[0], strides[1]}, v = {strides[2], strides[3]};
+    PICK(causal(F(q), F(keys), k, F(values), v, FW(out), n, length, heads, groups, d, dv, float(scale)),
+         causal(B(q), B(keys), k, B(values), v, BW(out), n, length, heads, groups, d, dv, float(scale)))
+}
+
 // The gate may be fp32 beside bf16 activations.
 void rq_route(int wide, int wide_gate, const Router *r, const void *x, int64_t *ids, float *weights, int64_t n, int64_t hidden) {
     if (wide) {

@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_mla_absorbed": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N),
     "rq_gqa_prologue": (_I, _P, _P, _P, _D, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N),
     "rq_gqa_decode": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N, _N, _N, _N),
+    "rq_causal": (_I, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _N, _D),
     "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
     "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
     "rq_uniform": (_P, _P, _N, _P, _N),
@@ -304,6 +305,14 @@ class Native:
             dim,
         )
         return out
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
+        """Attention of one request into out [Q, H, Dv]: see reference.causal_attention. Entries of
+        k and v, and their heads, may lie apart."""
+        strides = (ctypes.c_int64 * 4)(*k.stride()[:2], *v.stride()[:2])
+        sizes = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+        at = (k.data_ptr(), v.data_ptr(), ctypes.addressof(strides), _pointer(out))
+        self.lib.rq_causal(_wide(q), _pointer(q), *at, *sizes, scale)
 
     def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
         """The routed experts alone; their weights are not rounded."""

@@ -197,10 +197,103 @@ void dot_few(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx,
 
 constexpr int64_t DEPTH = 512;  // columns at once: TILE rows of x stay in the first cache
 constexpr int64_t BAND = 32;    // rows of the matrix at once: they stay in the second
-constexpr int64_t HELD = 192;   // rows of x at once: they too
+constexpr int64_t HELD = 256;   // rows of x at once: they too
 
-// How many columns are summed up at once from `deep` on: the same for any number of rows of x, so that a row's result does not depend
-// on those beside it.
+constexpr int64_t PACKED = 28;  // rows of x from which a matrix is turned for them
+
+#if defined(__AVX512F__)
+constexpr int ACROSS = 14;  // rows of x in registers against a panel
+#elif defined(__AVX__)
+constexpr int ACROSS = 6;
+#else
+constexpr int ACROSS = 8;
+#endif
+
+// Many rows of x pay for turning a band of the matrix first: a lane is then an output, nothing is widened twice or summed across lanes.
+// A panel holds PAIR rows column by column, columns in the order of `spread`, zeros where the matrix ends.
+template <class W>
+void turn_words(const W *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
+    for (int64_t r = first; r < first + SPAN; r++) {
+        for (int64_t i = 0; i < padded(k); i++) panel[i * PAIR + r] = 0;
+        for (int64_t i = 0; r < rows && i < k; i++) panel[place(i, w) * PAIR + r] = widen(w[r * ldw + i]);
+    }
+}
+
+#if defined(__AVX512F__)
+inline void turn_16(__m512i (&v)[16]) {  // 16 words of 16 rows
+    __m512i t[16];
+    UNROLLED for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    UNROLLED for (int i = 0; i < 16; i += 4) {
+        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    UNROLLED for (int j = 0; j < 4; j++) {  // v[4 i + j] holds word 4 q + j of rows 4 i to 4 i + 3 in quarter q
+        __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
+        t[j] = _mm512_shuffle_i32x4(a, c, 0x88);
+        t[4 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
+        t[8 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        t[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    UNROLLED for (int i = 0; i < 16; i++) v[i] = t[i];
+}
+
+inline void turn_words(const bf16 *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
+    const __m512i odd = _mm512_set1_epi32(int(0xffff0000u));
+    for (int64_t i = 0; i < k; i += PAIR) {
+        __mmask32 within = k - i >= PAIR ? 0xffffffffu : (1u << (k - i)) - 1;
+        __m512i v[16];
+        UNROLLED for (int r = 0; r < 16; r++)
+            v[r] = first + r < rows ? _mm512_maskz_loadu_epi16(within, w + (first + r) * ldw + i) : _mm512_setzero_si512();
+        turn_16(v);
+        UNROLLED for (int j = 0; j < 16; j++) {
+            _mm512_storeu_si512(panel + (i + j) * PAIR + first, _mm512_slli_epi32(v[j], 16));
+            _mm512_storeu_si512(panel + (i + SPAN + j) * PAIR + first, _mm512_and_si512(v[j], odd));
+        }
+    }
+}
+#endif
+
+template <int N>
+void panel_tile(const float *panel, const float *x, int64_t ldx, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
+    sf acc[N][2] = {};
+    for (int64_t i = 0; i < k; i++) {
+        sf low = get(panel + i * PAIR), high = get(panel + i * PAIR + SPAN);
+        UNROLLED for (int n = 0; n < N; n++) {
+            float factor = x[n * ldx + i];
+            acc[n][0] += low * factor;
+            acc[n][1] += high * factor;
+        }
+    }
+    UNROLLED for (int n = 0; n < N; n++) {
+        float *into = y + n * ldy;
+        if (width == PAIR) {
+            put(more ? acc[n][0] + get(into) : acc[n][0], into);
+            put(more ? acc[n][1] + get(into + SPAN) : acc[n][1], into + SPAN);
+            continue;
+        }
+        float made[PAIR];
+        put(acc[n][0], made);
+        put(acc[n][1], made + SPAN);
+        for (int64_t r = 0; r < width; r++) into[r] = (more ? into[r] : 0) + made[r];
+    }
+}
+
+inline void panel_rows(const float *panel, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
+    int64_t i = 0;
+    for (; i + ACROSS <= n; i += ACROSS) panel_tile<ACROSS>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    for (; i + ACROSS / 2 <= n; i += ACROSS / 2) panel_tile<ACROSS / 2>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    for (; i + 2 <= n; i += 2) panel_tile<2>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    for (; i < n; i++) panel_tile<1>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+}
+
+// How many columns are summed up at once from `deep` on: the same for any number of rows of x, so that below PACKED of them a row's
+// result does not depend on those beside it.
 inline int64_t columns_from(int64_t deep, int64_t k) { return k - deep < 3 * DEPTH / 2 ? k - deep : DEPTH; }
 
 // y [n, rows], ldy apart = x [n, k] spread, ldx apart, times w [rows, k] transposed, by one thread.
@@ -222,7 +315,13 @@ void dots(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, in
     int64_t tiles = (n + TILE - 1) / TILE;
     for (int64_t deep = 0, columns; deep < k; deep += columns) {
         columns = columns_from(deep, k);
-        for (int64_t band = 0; band < rows; band += BAND)
+        for (int64_t band = 0; n >= PACKED && band < rows; band += PAIR) {
+            int64_t width = std::min<int64_t>(PAIR, rows - band);
+            float *panel = scratch(12, padded(columns) * PAIR);
+            for (int64_t half = 0; half < PAIR; half += SPAN) turn_words(w + band * ldw + deep, ldw, width, columns, half, panel);
+            panel_rows(panel, x + deep, ldx, n, padded(columns), y + band, ldy, width, deep > 0);
+        }
+        for (int64_t band = 0; n < PACKED && band < rows; band += BAND)
             for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
                 int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
                 const W *here = w + band * ldw + deep;
