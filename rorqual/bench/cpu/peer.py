@@ -36,7 +36,9 @@ class Setting:
 class Peer:
     """A model of transformers with weights of its own making, which `save` gives to ours."""
 
-    def __init__(self, data: dict[str, Any], folder: Path, seed: int, clock: Clock):
+    def __init__(
+        self, data: dict[str, Any], folder: Path, seed: int, clock: Clock, static: int | None
+    ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +50,7 @@ class Peer:
             with torch.no_grad():
                 fill(model)
         self.clock = clock
+        self.static = static  # tokens of the compiled model's cache; None: nothing is compiled
         self.model = model.eval()
         self.forward = self.model.forward
         model.save_pretrained(folder)
@@ -59,9 +62,10 @@ class Peer:
         self.model.set_experts_implementation(setting.experts)
         self.model.forward = torch.compile(self.forward) if setting.compiled else self.forward
 
-    def decoding(self, prompts: Tensor, most: int, setting: Setting) -> Decoding:
+    def decoding(self, prompts: Tensor, setting: Setting) -> Decoding:
         self.use(setting)
-        return Decoding(self.model, prompts, most if setting.compiled else None, self.clock)
+        length = self.static if setting.compiled else None
+        return Decoding(self.model, prompts, length, self.clock)
 
     def prompt_seconds(self, prompts: Tensor, setting: Setting) -> float:
         self.use(setting)
@@ -75,24 +79,28 @@ class Peer:
         were tried in `limit` seconds."""
         tried: dict[Setting, float] = {}
         deadline = time.perf_counter() + limit
-        for setting in self._candidates(tried):
+        for setting in self._candidates(tried, steps):
             if tried and time.perf_counter() > deadline:
                 break
             tried[setting] = self._probe(prompts, steps, setting)
         return min(tried, key=lambda setting: tried[setting]), len(tried)
 
-    def _candidates(self, tried: dict[Setting, float]) -> Iterator[Setting]:
-        """Dtype and experts together, then the other attention with the best of them."""
+    def _candidates(self, tried: dict[Setting, float], steps: int) -> Iterator[Setting]:
+        """Dtype and experts together, then the other attention with the best of them, then that
+        compiled, where it is asked for (decode steps alone: a prompt is one call)."""
         for experts, dtype in itertools.product(EXPERTS, (torch.bfloat16, torch.float32)):
             yield Setting(dtype, experts, "sdpa")
         best = min(tried, key=lambda setting: tried[setting])
         yield Setting(best.dtype, best.experts, "eager")
+        if steps and self.static:
+            experts = "grouped_mm" if best.experts == "eager" else best.experts
+            yield Setting(best.dtype, experts, "sdpa", compiled=True)
 
     def _probe(self, prompts: Tensor, steps: int, setting: Setting) -> float:
         if not steps:
             return min(self.prompt_seconds(prompts, setting) for _ in range(2))
-        decoding = self.decoding(prompts[:, :8], steps, setting)
-        decoding.seconds(1)
+        decoding = self.decoding(prompts[:, :8], setting)
+        decoding.seconds(2)
         return min(decoding.seconds(1) for _ in range(steps))
 
 

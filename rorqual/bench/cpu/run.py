@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
 from rorqual.bench.cpu.shapes import Shape, draw_shapes
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy, read_bandwidth
 from rorqual.bench.offline.steady_state import steady_state_steps
-from rorqual.config.option import option
+from rorqual.bench.cpu.work import CpuWork
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.planner.costs.costs import BatchShape, step_ops, total
@@ -30,27 +31,6 @@ FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "am
 PRODUCT = (512, 2048, 2048)  # rows, columns and depth of torch's large product
 Clock = Callable[[], float]
 SETTLING = 2  # steps of both engines before the first that counts
-
-
-@dataclass
-class CpuWork:
-    """What is measured of every shape."""
-
-    shapes: int = option(9, "Shapes to draw: 20-100 M, 100-500 M and 0.5-2 B parameters in turn.")
-    seed: int | None = option(None, "Draw these shapes again; a new seed if left out.")
-    prompt: int = option(512, "Tokens of the prompt.", flags=("--prompt-len",))
-    context: int = option(64, "Tokens of the prompts whose decode steps are timed.")
-    steps: int = option(6, "Decode steps of an engine's turn.")
-    turns: int = option(5, "Turns of either engine; medians are taken over them.")
-    seconds: float = option(
-        20.0, "Most seconds that trying transformers' settings takes, for each row of a shape."
-    )
-    compiled: bool = option(False, "Also torch.compile transformers: minutes a shape.")
-    threads: int | None = option(None, "Of both engines; the processor's cores if left out.")
-    processor_time: bool = option(
-        False, "Count time on the processor, of one thread: for machines that do other work too."
-    )
-    largest: int = option(2000, "Leave out shapes of more millions of parameters.")
 
 
 @dataclass
@@ -109,7 +89,7 @@ def product_rate() -> float:
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(rows, depth).to(dtype)
         w = torch.randn(columns, depth).to(dtype)
-        took = min(_clock(lambda x=x, w=w: torch.nn.functional.linear(x, w)) for _ in range(5))
+        took = min(_clock(partial(torch.nn.functional.linear, x, w)) for _ in range(5))
         best = max(best, 2 * rows * columns * depth / took)
     return best
 
@@ -157,8 +137,8 @@ def measure(
     shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
 ) -> Sequence[CpuRow]:
     clock = time.process_time if work.processor_time else time.perf_counter
-    peer = Peer(shape.data, folder, seed, clock)
-    most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
+        most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
+    peer = Peer(shape.data, folder, seed, clock, most if work.compiled else None)
     llm = LLM(
         folder,
         device="cpu",
@@ -186,7 +166,7 @@ def _decoding(
     prompts = _tokens(shape, batch, work.context)
     setting, tried = peer.best(prompts, PROBED_STEPS, work.seconds)
     steps = SETTLING + work.steps * work.turns
-    theirs = peer.decoding(prompts, work.context + steps + 8, setting)
+    theirs = peer.decoding(prompts, setting)
     engine = llm.engine
     engine.scheduler.prefix.clear()
     found = []

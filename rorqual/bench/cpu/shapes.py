@@ -1,4 +1,4 @@
-"""Shapes that nobody tuned for: configurations of V3's, V2's and Qwen3's kind, drawn from a seed."""
+"""Shapes that nobody tuned for: V3's, V2's and Qwen3's configurations, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ def draw_shapes(seed: int, count: int) -> list[Shape]:
     dice = random.Random(seed)
     turn = dice.randrange(9)
     places = [divmod(turn + i, 3) for i in range(count)]
-    return [
-        _draw(dice, FAMILIES[(row + column) % 3], BANDS[column])
-        for row, column in places
-    ]
+    return [_draw(dice, FAMILIES[(row + column) % 3], BANDS[column]) for row, column in places]
 
 
 def _draw(dice: random.Random, family: str, band: tuple[int, int]) -> Shape:

@@ -84,8 +84,9 @@ _RESULTS: dict[str, Any] = {"rq_experts": _N}  # the others return nothing
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (with one line in the log) where they cannot be built."""
+def library(processor: str = "native") -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with one line in the log) where they cannot be built.
+    processor: for which; another than this one is for tests of what older ones run."""
     command = compiler()
     if command is None:
         log.warning(
@@ -93,10 +94,11 @@ def library() -> ctypes.CDLL | None:
             "times slower for small models"
         )
         return None
+    flags = tuple(flag.replace("native", processor) for flag in FLAGS)
     try:
         # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share
         # its threads.
-        loaded = ctypes.CDLL(str(_build(command)))
+        loaded = ctypes.CDLL(str(_build(command, flags)))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
             "the CPU kernels could not be built (%s): decoding uses torch calls alone", error
@@ -114,22 +116,22 @@ def _output(*command: str) -> bytes:
     return run.stdout
 
 
-def _build(command: str) -> Path:
+def _build(command: str, flags: tuple[str, ...] = FLAGS) -> Path:
     """Compile into the cache folder, under a name that covers source, flags, compiler and
     processor."""
     # The macros are those of the instructions that may be used. Every compiler prints them; one
     # that does not leaves no way to tell this processor's library from another's: nothing is built.
-    processor = _output(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    processor = _output(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)
     name = _output(command, "--version")
     source = b"".join(path.read_bytes() for path in (SOURCE, *PARTS))
-    key = hashlib.sha256(source + " ".join(FLAGS).encode() + processor + name).hexdigest()[:16]
+    key = hashlib.sha256(source + " ".join(flags).encode() + processor + name).hexdigest()[:16]
     target = cache_folder() / f"kernels-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             subprocess.run(
-                [command, *FLAGS, str(SOURCE), "-o", str(made)],
+                [command, *flags, str(SOURCE), "-o", str(made)],
                 check=True,
                 capture_output=True,
                 timeout=COMPILE_SECONDS,
