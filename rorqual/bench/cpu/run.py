@@ -137,7 +137,7 @@ def measure(
     shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
 ) -> Sequence[CpuRow]:
     clock = time.process_time if work.processor_time else time.perf_counter
-        most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
+    most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
     peer = Peer(shape.data, folder, seed, clock, most if work.compiled else None)
     llm = LLM(
         folder,
