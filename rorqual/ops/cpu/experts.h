@@ -46,6 +46,23 @@ void expert_gates(const T *gate_up, const float *in, int64_t count, int64_t hidd
     for (int64_t i = 0; i < count; i++) spread<T>(made + i * width, width, g + i * ldg + from);
 }
 
+// Each token's picks, whose results [n * top_k, hidden] are in `out`, with their weights.
+template <class T>
+void sum_picks(const int64_t *ids, const float *weights, float *out, T *y, int64_t n, int64_t top_k, int64_t hidden) {
+    split(n, 1, n * top_k * hidden, [=](int64_t begin, int64_t end) {
+        float *sum = scratch(4, hidden), *share_ = scratch(6, top_k);
+        for (int64_t t = begin; t < end; t++) {
+            std::fill(sum, sum + hidden, 0.f);
+            for (int64_t i = t * top_k; i < (t + 1) * top_k; i++) {  // a pick that is not here: its weight may be anything, NaN too
+                share_[i - t * top_k] = ids[i] < 0 ? 0 : weights[i];
+                if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);
+            }
+            add_rows(sum, 0, share_, out + t * top_k * hidden, hidden, top_k, hidden);
+            narrow_all(sum, hidden, y + t * hidden);
+        }
+    });
+}
+
 // Every pick has a row of its own in `out`: threads share nothing, and a token's picks are summed in their order, whoever computed them.
 template <class T>
 void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
@@ -57,8 +74,6 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
     int64_t used = int64_t(grouped.groups.size()), work = picks * hidden * size;
     const float *in = spread_all<T>(x, n, hidden, 8);
     float *g = scratch(2, picks * ldg), *out = scratch(3, picks * hidden);
-    for (int64_t i = 0; i < picks; i++)
-        if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);
     int64_t width = block_rows(used * size), blocks = (size + width - 1) / width;
     share(used * blocks, 2 * work, [=](int64_t unit) {
         Group e = groups[unit / blocks];
@@ -83,15 +98,6 @@ void experts(const T *x, const int64_t *ids, const float *weights, const T *gate
         dots(down + (e.slot * hidden + from) * size, size, rows, g + e.first * ldg, ldg, e.count, size, made, rows);
         for (int64_t i = 0; i < e.count; i++) std::copy(made + i * rows, made + (i + 1) * rows, out + order[e.first + i] * hidden + from);
     });
-    split(n, 1, picks * hidden, [=](int64_t begin, int64_t end) {
-        float *sum = scratch(4, hidden), *share_ = scratch(6, top_k);
-        for (int64_t t = begin; t < end; t++) {
-            std::fill(sum, sum + hidden, 0.f);
-            // the weight of a pick that is not here may be anything, NaN too
-            for (int64_t i = 0; i < top_k; i++) share_[i] = ids[t * top_k + i] < 0 ? 0 : weights[t * top_k + i];
-            add_rows(sum, 0, share_, out + t * top_k * hidden, hidden, top_k, hidden);
-            narrow_all(sum, hidden, y + t * hidden);
-        }
-    });
+    sum_picks(ids, weights, out, y, n, top_k, hidden);
 }
 

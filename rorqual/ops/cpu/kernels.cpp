@@ -16,7 +16,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -144,7 +144,7 @@ inline void narrow_all(const float *x, int64_t n, bf16 *out) {
     for (; i < n; i++) narrow(x[i], out + i);
 }
 
-constexpr int SCRATCHES = 14;
+constexpr int SCRATCHES = 16;
 
 struct alignas(64) Line {  // of the cache: no load of scratch falls into two
     float data[16];
@@ -469,6 +469,7 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
 }
 
 #include "experts.h"
+#include "quantized.h"
 #include "sampling.h"
 
 }  // namespace
@@ -551,6 +552,23 @@ int64_t rq_experts(int wide, const void *x, const int64_t *ids, const float *wei
     if (unknown < n * top_k) return unknown;
     PICK(experts(F(x), ids, weights, F(gate_up), F(down), FW(y), n, top_k, slots, hidden, size),
          experts(B(x), ids, weights, B(gate_up), B(down), BW(y), n, top_k, slots, hidden, size))
+    return unknown;
+}
+
+void rq_linear_packed(int wide, const Packed *w, const void *x, const void *bias, void *y, int64_t n) {
+    with_format(*w, [=](auto matrix) {
+        PICK(times(matrix(*w), F(x), F(bias), FW(y), n, w->rows), times(matrix(*w), B(x), B(bias), BW(y), n, w->rows))
+    });
+}
+
+int64_t rq_experts_packed(int wide, const Packed *gate_up, const Packed *down, const void *x, const int64_t *ids, const float *weights, void *y,
+                          int64_t n, int64_t top_k, int64_t slots) {
+    int64_t unknown = unknown_pick(ids, n * top_k, slots);
+    if (unknown < n * top_k) return unknown;
+    with_format(*gate_up, [=](auto matrix) {
+        PICK(expert_times(matrix(*gate_up), matrix(*down), F(x), ids, weights, FW(y), n, top_k, slots),
+             expert_times(matrix(*gate_up), matrix(*down), B(x), ids, weights, BW(y), n, top_k, slots))
+    });
     return unknown;
 }
 

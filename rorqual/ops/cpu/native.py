@@ -21,7 +21,7 @@ from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = ("products.h", "attention.h", "experts.h", "sampling.h")
+HEADERS = ("products.h", "attention.h", "experts.h", "quantized.h", "sampling.h")
 PARTS = tuple(Path(__file__).with_name(name) for name in HEADERS)
 FLAGS = (
     "-O3",
@@ -74,13 +74,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_causal": (_I, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _N, _D),
     "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
     "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+    "rq_linear_packed": (_I, _P, _P, _P, _P, _N),
+    "rq_experts_packed": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N),
     "rq_uniform": (_P, _P, _N, _P, _N),
     "rq_distribution": (_P, _N, _N, _N, _P, _I, _P, _P, _P),
     "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
 }
-_RESULTS: dict[str, Any] = {"rq_experts": _N}  # the others return nothing
+_RESULTS: dict[str, Any] = {"rq_experts": _N, "rq_experts_packed": _N}  # the others return nothing
 
 
 @functools.cache

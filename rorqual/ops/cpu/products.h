@@ -296,39 +296,38 @@ inline void panel_rows(const float *panel, const float *x, int64_t ldx, int64_t 
 // result does not depend on those beside it.
 inline int64_t columns_from(int64_t deep, int64_t k) { return k - deep < 3 * DEPTH / 2 ? k - deep : DEPTH; }
 
-// y [n, rows], ldy apart = x [n, k] spread, ldx apart, times w [rows, k] transposed, by one thread.
+// y [n, rows] (added to where `more`) = x [n, columns] spread, times w [rows, columns] transposed; what is read stays in the caches.
 template <class W>
-void dots(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
-    if (n <= TILE) {  // a stream: each row of the matrix to its end
-        for (int64_t band = 0; band < rows; band += BAND)
-            for (int64_t deep = 0, columns; deep < k; deep += columns) {
-                columns = columns_from(deep, k);
-                const W *here = w + band * ldw + deep;
-                dot_few(here, ldw, std::min(BAND, rows - band), x + deep, ldx, n, columns, y + band, ldy, deep > 0);
-            }
-        return;
-    }
-    if (n > HELD) {
-        for (int64_t i = 0; i < n; i += HELD) dots(w, ldw, rows, x + i * ldx, ldx, std::min(HELD, n - i), k, y + i * ldy, ldy);
+void dots_block(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t columns, float *y, int64_t ldy,
+                bool more) {
+    if (n >= PACKED) {
+        float *panel = scratch(12, padded(columns) * PAIR);
+        for (int64_t band = 0; band < rows; band += PAIR) {
+            int64_t width = std::min<int64_t>(PAIR, rows - band);
+            for (int64_t half = 0; half < PAIR; half += SPAN) turn_words(w + band * ldw, ldw, width, columns, half, panel);
+            panel_rows(panel, x, ldx, n, padded(columns), y + band, ldy, width, more);
+        }
         return;
     }
     int64_t tiles = (n + TILE - 1) / TILE;
-    for (int64_t deep = 0, columns; deep < k; deep += columns) {
-        columns = columns_from(deep, k);
-        for (int64_t band = 0; n >= PACKED && band < rows; band += PAIR) {
-            int64_t width = std::min<int64_t>(PAIR, rows - band);
-            float *panel = scratch(12, padded(columns) * PAIR);
-            for (int64_t half = 0; half < PAIR; half += SPAN) turn_words(w + band * ldw + deep, ldw, width, columns, half, panel);
-            panel_rows(panel, x + deep, ldx, n, padded(columns), y + band, ldy, width, deep > 0);
+    for (int64_t band = 0; band < rows; band += BAND)
+        for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
+            int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
+            dot_few(w + band * ldw, ldw, std::min(BAND, rows - band), x + from * ldx, ldx, count, columns, y + from * ldy + band, ldy, more);
         }
-        for (int64_t band = 0; n < PACKED && band < rows; band += BAND)
-            for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
-                int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
-                const W *here = w + band * ldw + deep;
-                dot_few(here, ldw, std::min(BAND, rows - band), x + from * ldx + deep, ldx, count, columns, y + from * ldy + band, ldy,
-                        deep > 0);
+}
+
+// y [n, rows], ldy apart = x [n, k] spread, ldx apart, times w [rows, k] transposed, by one thread.
+template <class W>
+void dots(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
+    int64_t high = n <= TILE ? BAND : rows;  // few rows of x: a stream, each row of the matrix to its end
+    for (int64_t some = 0; some < n; some += HELD)
+        for (int64_t band = 0; band < rows; band += high)
+            for (int64_t deep = 0, columns; deep < k; deep += columns) {
+                columns = columns_from(deep, k);
+                dots_block(w + band * ldw + deep, ldw, std::min(high, rows - band), x + some * ldx + deep, ldx, std::min(HELD, n - some),
+                           columns, y + some * ldy + band, ldy, deep > 0);
             }
-    }
 }
 
 // PARTS halves of PAIR columns of y [N, columns], spread, += p [N, count] times rows [count, columns].
