@@ -90,7 +90,9 @@ def _common(dice: random.Random, target: float) -> dict[str, Any]:
 
 
 def _latent(dice: random.Random, target: float, common: dict[str, Any]) -> dict[str, Any]:
-    heads = dice.choice([4, 6, 8, 12, 16])
+    # transformers takes no V2 whose hidden size is no multiple of its heads
+    fitting = [heads for heads in (4, 6, 8, 12, 16) if common["hidden_size"] % heads == 0]
+    heads = dice.choice(fitting)
     return {
         **common,
         "num_attention_heads": heads,

@@ -243,6 +243,17 @@ inline void turn_16(__m512i (&v)[16]) {  // 16 words of 16 rows
     UNROLLED for (int i = 0; i < 16; i++) v[i] = t[i];
 }
 
+inline void turn_words(const float *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
+    for (int64_t i = 0; i < padded(k); i += SPAN) {
+        __mmask16 within = k - i >= SPAN ? 0xffff : k > i ? (1u << (k - i)) - 1 : 0;
+        __m512i v[16];
+        UNROLLED for (int r = 0; r < 16; r++)
+            v[r] = first + r < rows ? _mm512_maskz_loadu_epi32(within, w + (first + r) * ldw + i) : _mm512_setzero_si512();
+        turn_16(v);
+        UNROLLED for (int j = 0; j < 16; j++) _mm512_storeu_si512(panel + (i + j) * PAIR + first, v[j]);
+    }
+}
+
 inline void turn_words(const bf16 *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
     const __m512i odd = _mm512_set1_epi32(int(0xffff0000u));
     for (int64_t i = 0; i < k; i += PAIR) {

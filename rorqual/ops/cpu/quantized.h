@@ -54,10 +54,30 @@ inline si add_signed(si sums, sb a, sb b) {
 #endif
 }
 
+// Half a register of bytes to words, as floats: of their lower halves, or of their upper ones, sixteen times as large.
+INLINE void widen_nibbles(const uint8_t *p, sf *low, sf *high) {
+#if defined(__AVX512F__)
+    __m512i word = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    *low = (sf)_mm512_cvtepi32_ps(_mm512_and_si512(word, _mm512_set1_epi32(15)));
+    *high = (sf)_mm512_cvtepi32_ps(_mm512_and_si512(word, _mm512_set1_epi32(0xf0)));
+#elif defined(__AVX2__)
+    __m256i word = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+    *low = (sf)_mm256_cvtepi32_ps(_mm256_and_si256(word, _mm256_set1_epi32(15)));
+    *high = (sf)_mm256_cvtepi32_ps(_mm256_and_si256(word, _mm256_set1_epi32(0xf0)));
+#else
+    for (int i = 0; i < SPAN; i++) {
+        (*low)[i] = float(p[i] & 15);
+        (*high)[i] = float(p[i] & 0xf0);
+    }
+#endif
+}
+
 inline int32_t sum_words(si v) {
-    int32_t sum = 0;
-    for (int i = 0; i < WORDS; i++) sum += v[i];
-    return sum;
+    typedef int32_t four __attribute__((vector_size(16)));
+    four quarter[SPAN / 4], sum = {};
+    memcpy(quarter, &v, sizeof v);
+    UNROLLED for (int i = 0; i < SPAN / 4; i++) sum += quarter[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // One token to eight bits with a scale of its own, to nearest even; returns the scale. A number that is none makes the scale one.
@@ -73,8 +93,9 @@ inline float round_row(const float *x, int64_t k, int8_t *out) {
         out[0] = 1;
         return std::numeric_limits<float>::quiet_NaN();
     }
-    float scale = most / EIGHT, inverse = most > 0 ? EIGHT / most : 0;
-    for (int64_t i = 0; i < k; i++) out[i] = int8_t(std::nearbyint(x[i] * inverse));
+    // divided as by the definition: times an inverse some would fall to the other side of a half
+    float scale = most / EIGHT, least = std::max(scale, std::numeric_limits<float>::min());
+    for (int64_t i = 0; i < k; i++) out[i] = int8_t(std::nearbyint(x[i] / least));
     return scale;
 }
 
@@ -110,8 +131,8 @@ struct Int8 {
             }
             int32_t rest[N] = {};
             for (; i < g + group; i++)
-                for (int n = 0; n < N; n++) rest[n] += int32_t(w[i]) * bytes_of(in + n * ld)[i];
-            for (int n = 0; n < N; n++) total[n] += float(sum_words(sums[n]) + rest[n]) * scales[(r * k + g) / group];
+                UNROLLED for (int n = 0; n < N; n++) rest[n] += int32_t(w[i]) * bytes_of(in + n * ld)[i];
+            UNROLLED for (int n = 0; n < N; n++) total[n] += float(sum_words(sums[n]) + rest[n]) * scales[(r * k + g) / group];
         }
         for (int n = 0; n < N; n++) y[n * ldy] = total[n] * in[n * ld];
     }
@@ -130,12 +151,12 @@ struct Int8 {
 struct Int4 {
     const uint8_t *data;
     const float *scales, *offsets;
-    int64_t k, group;
+    int64_t k, group, in_row;  // in_row: groups of a row. A division takes as long as many products
 
-    int64_t groups() const { return k / group; }
+    int64_t groups() const { return in_row; }
     Int4 at(int64_t expert, int64_t rows) const {
-        int64_t held = expert * rows * groups();
-        return {data + expert * rows * (k / 2), scales + held, offsets + held, k, group};
+        int64_t held = expert * rows * in_row;
+        return {data + expert * rows * (k / 2), scales + held, offsets + held, k, group, in_row};
     }
 };
 
@@ -157,7 +178,6 @@ struct Int4Wide : Int4 {
     template <int R>
     void stream(int64_t first, const float *x, float *y) const {
         constexpr int PIECES = 16 / SPAN;
-        typedef uint8_t narrow_bytes __attribute__((vector_size(SPAN)));
         sf total[R] = {};
         for (int64_t g = 0; g < groups(); g++) {
             sf acc[R] = {};
@@ -167,25 +187,36 @@ struct Int4Wide : Int4 {
                     UNROLLED for (int r = 0; r < R; r++) {
                         const uint8_t *at = data + ((first + r) * k + i) / 2 + p * SPAN;
                         __builtin_prefetch(at + 1024);
-                        su word = __builtin_convertvector(fetch<narrow_bytes>(at), su);
-                        acc[r] += __builtin_convertvector((si)(word & 15), sf) * low;
-                        acc[r] += __builtin_convertvector((si)(word & 0xf0), sf) * high;
+                        sf first_half, second_half;
+                        widen_nibbles(at, &first_half, &second_half);
+                        acc[r] += first_half * low;
+                        acc[r] += second_half * high;
                     }
                 }
             UNROLLED for (int r = 0; r < R; r++) total[r] += acc[r] * scales[(first + r) * groups() + g];
         }
-        for (int r = 0; r < R; r++) y[r] = sum_of(total[r]);
+        UNROLLED for (int r = 0; r < R; r++) y[r] = sum_of(total[r]);
     }
 
     void widen_block(int64_t first, int64_t rows, int64_t from, int64_t columns, float *out, int64_t ld) const {
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < columns; i += NIBBLES) {
+        int64_t begin = from / group, into_group = from % group;
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t g = (first + r) * groups() + begin, left = group - into_group;
+            for (int64_t i = 0; i < columns; i += NIBBLES, left -= NIBBLES) {
+                if (!left) {
+                    g++;
+                    left = group;
+                }
                 const uint8_t *at = data + ((first + r) * k + from + i) / 2;
-                int64_t g = (first + r) * groups() + (from + i) / group;
                 float scale = scales[g], offset = offsets[g], *into = out + r * ld + i;
-                for (int j = 0; j < 16; j++) into[j] = float(at[j] & 15) * scale - offset;
-                for (int j = 0; j < 16; j++) into[16 + j] = float(at[j] & 0xf0) * scale - 16 * offset;
+                for (int j = 0; j < 16; j += SPAN) {
+                    sf low, high;
+                    widen_nibbles(at + j, &low, &high);
+                    put(low * scale - offset, into + j);
+                    put(high * scale - 16 * offset, into + 16 + j);
+                }
             }
+        }
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
@@ -235,8 +266,16 @@ struct Int4Bytes : Int4 {
         }
     }
 
-    sf scale_words(const float *scale, int64_t i) const {  // a quarter of a register for each block from column i on
-        if (group % STRIDE == 0) return sf{} + scale[i / group];
+    // A quarter of a register for each block from column i on, in group g.
+    INLINE sf scale_words(const float *scale, int64_t i, int64_t g) const {
+        if (group % STRIDE == 0) return sf{} + scale[g];
+#if defined(__AVX512F__)
+        int64_t left = groups() - g;
+        __m512 some = _mm512_maskz_loadu_ps(left >= 4 ? 15 : (1 << left) - 1, scale + g);
+        const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+        if (group == NIBBLES) return (sf)_mm512_permutexvar_ps(fours, some);
+        if (group == 2 * NIBBLES) return (sf)_mm512_permutexvar_ps(_mm512_srli_epi32(fours, 1), some);
+#endif
         sf out;
         for (int b = 0; b < ACROSS_BLOCKS; b++)
             for (int j = 0; j < 4; j++) out[4 * b + j] = scale[std::min(i + b * NIBBLES, k - 1) / group];
@@ -247,7 +286,8 @@ struct Int4Bytes : Int4 {
     void tile(int64_t first, const float *in, int64_t ld, float *y, int64_t ldy) const {
         sf total[R][N] = {};
         const ub fifteen = ub{} + 15;
-        for (int64_t i = 0; i < k; i += STRIDE) {
+        for (int64_t i = 0, g = 0, end = group; i < k; i += STRIDE) {
+            for (; i >= end; end += group) g++;
             int64_t held = std::min<int64_t>(BYTES, (k - i) / 2);
             UNROLLED for (int r = 0; r < R; r++) {
                 const uint8_t *at = data + ((first + r) * k + i) / 2;
@@ -257,7 +297,7 @@ struct Int4Bytes : Int4 {
                 else
                     memcpy(&mine, at, held);
                 __builtin_prefetch(at + 1024);
-                sf scale = scale_words(scales + (first + r) * groups(), i);
+                sf scale = scale_words(scales + (first + r) * groups(), i, g);
                 UNROLLED for (int n = 0; n < N; n++) {
                     const int8_t *x = bytes_of(in + n * ld) + i;
                     si sums = add_small(add_small(si{}, mine & fifteen, fetch<sb>(x)), mine >> 4, fetch<sb>(x + BYTES));
@@ -265,8 +305,8 @@ struct Int4Bytes : Int4 {
                 }
             }
         }
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < N; n++) y[n * ldy + r] = sum_of(total[r][n]);
+        UNROLLED for (int r = 0; r < R; r++)
+            UNROLLED for (int n = 0; n < N; n++) y[n * ldy + r] = sum_of(total[r][n]);
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
@@ -366,7 +406,7 @@ struct Packed {
     const void *data;
     const float *scales, *offsets;
 
-    Int4 four() const { return {(const uint8_t *)data, scales, offsets, k, group}; }
+    Int4 four() const { return {(const uint8_t *)data, scales, offsets, k, group, k / group}; }
 };
 
 template <class F>
