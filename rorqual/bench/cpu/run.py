@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
 from rorqual.bench.cpu.shapes import Shape, draw_shapes
+from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy, read_bandwidth
 from rorqual.bench.offline.steady_state import steady_state_steps
-from rorqual.bench.cpu.work import CpuWork
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
 from rorqual.planner.costs.costs import BatchShape, step_ops, total
