@@ -21,7 +21,7 @@ from torch import Tensor
 from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
 from rorqual.bench.cpu.shapes import Shape, draw_shapes
 from rorqual.bench.cpu.work import CpuWork
-from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy, read_bandwidth
+from rorqual.bench.offline.run import READ_BYTES, experts_hit, floor_seconds, greedy
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
@@ -82,14 +82,21 @@ def processor() -> str:
     return f"{name} ({' '.join(flag for flag in FLAGS if flag in have)})"
 
 
-def product_rate() -> float:
+def read_rate(clock: Clock) -> float:
+    """Bytes a second at which a buffer larger than the caches is summed."""
+    data = torch.rand(READ_BYTES // 4)
+    data.sum()
+    return READ_BYTES / min(_clock(data.sum, clock) for _ in range(9))
+
+
+def product_rate(clock: Clock) -> float:
     """Multiplications and additions a second of torch's large product, in the faster dtype."""
     best = 0.0
     rows, columns, depth = PRODUCT
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(rows, depth).to(dtype)
         w = torch.randn(columns, depth).to(dtype)
-        took = min(_clock(partial(torch.nn.functional.linear, x, w)) for _ in range(5))
+        took = min(_clock(partial(torch.nn.functional.linear, x, w), clock) for _ in range(5))
         best = max(best, 2 * rows * columns * depth / took)
     return best
 
@@ -100,20 +107,23 @@ def _clock(work: Callable[[], object], clock: Clock = time.perf_counter) -> floa
     return clock() - start
 
 
-def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = None) -> CpuReport:
-    from rorqual.platforms import make_platform
+def _clock_of(work: CpuWork) -> Clock:
+    return time.process_time if work.processor_time else time.perf_counter
 
+
+def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = None) -> CpuReport:
     seed = work.seed if work.seed is not None else time.time_ns() % 2**31
     if work.threads:
         torch.set_num_threads(work.threads)
     if work.processor_time and torch.get_num_threads() > 1:
         raise ConfigError("processor_time adds up what threads take; accepted: threads=1")
+    clock = _clock_of(work)
     report = CpuReport(
         seed,
         processor(),
         torch.get_num_threads(),
-        read_bandwidth(make_platform("cpu")),
-        product_rate(),
+        read_rate(clock),
+        product_rate(clock),
     )
     tell(f"seed {seed}; {report.processor}; {report.threads} threads, torch {torch.__version__}")
     tell(
@@ -136,9 +146,8 @@ def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = Non
 def measure(
     shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
 ) -> Sequence[CpuRow]:
-    clock = time.process_time if work.processor_time else time.perf_counter
     most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
-    peer = Peer(shape.data, folder, seed, clock, most if work.compiled else None)
+    peer = Peer(shape.data, folder, seed, _clock_of(work), most if work.compiled else None)
     llm = LLM(
         folder,
         device="cpu",
