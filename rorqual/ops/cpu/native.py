@@ -86,9 +86,9 @@ _RESULTS: dict[str, Any] = {"rq_experts": _N, "rq_experts_packed": _N}  # the ot
 
 
 @functools.cache
-def library(processor: str = "native") -> ctypes.CDLL | None:
+def library(processor: str = "native", more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """The compiled kernels, or None (with one line in the log) where they cannot be built.
-    processor: for which; another than this one is for tests of what older ones run."""
+    processor, more: for which, and flags besides; others than this one are for tests."""
     command = compiler()
     if command is None:
         log.warning(
@@ -96,7 +96,7 @@ def library(processor: str = "native") -> ctypes.CDLL | None:
             "times slower for small models"
         )
         return None
-    flags = tuple(flag.replace("native", processor) for flag in FLAGS)
+    flags = tuple(flag.replace("native", processor) for flag in FLAGS) + more
     try:
         # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share
         # its threads.

@@ -1,9 +1,11 @@
 """Products with weights of eight and four bits on the CPU, beside dequantised weights multiplied by
-torch: with vectors of this processor, of AVX2, and of four floats as NEON has them."""
+torch: with vectors of this processor, of AVX2, of four floats as NEON has them, and in the form
+for AVX512-VNNI."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,11 @@ from rorqual.ops.cpu.native import Native, library
 from rorqual.ops.cpu.quantized import CpuPackedWeight
 
 OLDER = pytest.mark.exhaustive
-PROCESSORS = ["native", pytest.param("haswell", marks=OLDER), pytest.param("x86-64", marks=OLDER)]
+PROCESSORS = [
+    "native",
+    *(pytest.param(name, marks=OLDER) for name in ("haswell", "x86-64", "vnni, emulated")),
+]
+VNNI = Path(__file__).with_name("vnni.h")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # (format, columns of a group: 0 for all of a row, whether zero points differ)
 FORMATS = [
@@ -34,9 +40,13 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture(scope="module", params=PROCESSORS)
 def native(request: pytest.FixtureRequest) -> Native:
-    kernels = library(request.param)
+    name = request.param
+    emulated = name == "vnni, emulated"
+    if emulated and not torch.cpu._is_avx512_supported():
+        pytest.skip("VNNI is emulated in AVX-512")
+    kernels = library("native", ("-include", str(VNNI))) if emulated else library(name)
     if kernels is None:
-        pytest.skip(f"no compiler for {request.param}")
+        pytest.skip(f"no compiler for {name}")
     return Native(kernels)
 
 
