@@ -15,7 +15,11 @@ constexpr int SPAN = 4;
 constexpr int TILE = 4;
 #endif
 // Accumulators stay in registers only where the loops over them are gone.
+#ifdef __clang__
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
 #define UNROLLED _Pragma("GCC unroll 16")
+#endif
 #define INLINE inline __attribute__((always_inline))
 constexpr int PAIR = 2 * SPAN;
 
