@@ -64,6 +64,8 @@ SMALL = {
     "simulate": "--requests 4 --input-len 64 --output-len 4",
     "bench layers": "--modules embed_tokens,mla --tokens 1 --repeats 1 --device cpu",
     "bench comm": "--ranks 2 --rows 1 --hidden 128 --experts 4 --top-k 2 --repeats 1",
+    "bench cpu": "--shapes 1 --seed 2 --prompt-len 8 --context 8 --steps 1 --turns 1 --seconds 0 "
+    "--threads 1",
     "bench offline": "--concurrency 1 --prompt-len 8 --output-len 3 --repeats 1 --threads 1",
     "bench serve": "--num-prompts 2 --input-len 8 --output-len 3 --num-warmups 0 --prefix-len 8",
 }

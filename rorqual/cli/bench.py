@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli.bench_comm import bench_comm
 from rorqual.cli.bench_peers import bench_peers
@@ -159,6 +160,16 @@ def _sized(asked: Given, flags: Given, count: int, concurrency: int, length: int
     if "simulated_acceptance" in asked:
         found["simulated_acceptance"] = tuple(asked["simulated_acceptance"])[:count]
     return found
+
+
+@app.command("cpu")
+@with_options(work=Flags(CpuWork))
+def bench_cpu(work: Given, json_file: Json = None) -> None:
+    """Decode steps and prompts of shapes drawn at random, beside transformers at its best
+    settings, memory bandwidth and torch's large product, in one run."""
+    from rorqual.bench.cpu import run as cpu
+
+    cpu.print_table(cpu.run(CpuWork(**work), lambda line: typer.echo(line, err=True), json_file))
 
 
 @app.command("kernels")
