@@ -35,7 +35,7 @@ def answers(folder: Path, piecewise_tokens: int, **options: Any) -> list[Any]:
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
-        max_model_len=512,
+        max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=96,
         piecewise_tokens=piecewise_tokens,

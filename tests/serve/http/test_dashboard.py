@@ -289,8 +289,14 @@ def test_figures_of_engines(api: Api):
 
 def test_balance_of_ranks_in_metrics(api: Api):
     figures = {"expert_balancedness": [0.5, 0.75], "expert_moves": [1, 4, 30, 2]}
-    fleet = SimpleNamespace(clients=[engine_client(**figures)], restarts=0, healthy=True)
+    client = engine_client(**figures)
+    client.startup = {"weights": 2.5}
+    fleet = SimpleNamespace(clients=[client], restarts=0, healthy=True, began=0.25)
     families = {found.name: found for found in OwnCollector(fleet, Counter()).collect()}
+    assert [
+        (sample.labels["phase"], sample.value)
+        for sample in families["rorqual:startup_seconds"].samples
+    ] == [("api", 0.25), ("weights", 2.5)]
     assert [
         (sample.labels["layer"], sample.value)
         for sample in families["rorqual:expert_balancedness"].samples
