@@ -60,9 +60,12 @@ SMALL = {
     "chat": "--max-tokens 4",
     "info": "",
     "plan": "--top 1 --no-splits",
+    "eplb": "",
     "simulate": "--requests 4 --input-len 64 --output-len 4",
     "bench layers": "--modules embed_tokens,mla --tokens 1 --repeats 1 --device cpu",
     "bench comm": "--ranks 2 --rows 1 --hidden 128 --experts 4 --top-k 2 --repeats 1",
+    "bench cpu": "--shapes 1 --seed 2 --prompt-len 8 --context 8 --steps 1 --turns 1 --seconds 0 "
+    "--threads 1",
     "bench offline": "--concurrency 1 --prompt-len 8 --output-len 3 --repeats 1 --threads 1",
     "bench serve": "--num-prompts 2 --input-len 8 --output-len 3 --num-warmups 0 --prefix-len 8",
 }
@@ -373,11 +376,13 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
         r"rorqual (?!.*--single-rank-bench)(generate|bench offline) .*--[tdpe]p ",
         only_parse,
     ),  # many ranks
+    (r"rorqual bench offline .*--rank ", only_parse),  # all experts of a layer on one rank
     (r"rorqual bench kernels", needs_a_card),
     (r"rorqual (bench calibrate|quantize)", only_parse),  # minutes of measuring or rounding
+    (r"rorqual bench peers", only_parse),  # another engine's server
     (r"rorqual bench serve", ask_server),
     (r"rorqual chat --url", ask_server),
-    (r"rorqual (generate|chat|info|plan|simulate|bench (offline|layers|comm))\b", run),
+    (r"rorqual (generate|chat|info|plan|eplb|simulate|bench (offline|layers|comm))\b", run),
 ]
 
 
@@ -402,6 +407,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = {"timestamp": 0, "input_length": 8, "output_length": 3, "hash_ids": [1]}
     for name in ("requests.jsonl", "mooncake_trace.jsonl"):
         (folder / name).write_text(f"{json.dumps(line)}\n" * 2)
+    for number, name in enumerate(("load.json", "other.json")):
+        counts = [[1 + (7 * i * i + number) % 50 for i in range(256)]] * 2
+        (folder / name).write_text(json.dumps({"logical_count": counts}))
     tiny = folder / "tiny"
     tiny.mkdir()
     config = json.loads((BUNDLED / "config.json").read_text())

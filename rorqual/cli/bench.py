@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from rorqual.bench.cpu.work import CpuWork
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cli.bench_comm import bench_comm
+from rorqual.cli.bench_peers import bench_peers
 from rorqual.cli.bench_serve import bench_serve
 from rorqual.cli.options import (
     Device,
@@ -31,6 +33,7 @@ from rorqual.errors import ConfigError
 app = typer.Typer(no_args_is_help=True, help="Measure the engine and its parts.")
 app.command("serve")(bench_serve)
 app.command("comm")(bench_comm)
+app.command("peers")(bench_peers)
 
 
 # The concurrency, the lengths and --next-n decide these where no flag does.
@@ -85,6 +88,7 @@ def bench_offline(
     counts = _draft_counts(num_speculative_tokens, asked)
     _check_batches(batches, asked)
     wanted = OfflineWork(**work)
+    engine |= _load_options(wanted, asked)
     report = offline.Report()
     for count in counts:
         options = _sized(asked, engine, count, max(batches), wanted.prompt + wanted.output)
@@ -92,6 +96,7 @@ def bench_offline(
         if compare == "vllm":
             vllm_baseline.check(llm.engine.config)
         offline.run(report, llm, batches, wanted, compare if not report.rows else None)
+        offline.write_load(llm, wanted)
         llm.engine.close()
         platform = llm.engine.platform
         measured = (llm.engine.config, llm.engine.dtype, llm.engine.model_config.num_layers)
@@ -105,6 +110,19 @@ def bench_offline(
         offline.print_report(report)
         if json_file:
             report.write(json_file)
+
+
+def _load_options(work: OfflineWork, asked: Given) -> Given:
+    """Engine options that --expert-load and --rank stand for."""
+    alone = asked.get("single_rank_bench")
+    if work.rank is not None and not (work.expert_load and alone):
+        raise typer.BadParameter("--rank goes with --single-rank-bench and --expert-load alone")
+    if work.expert_load is None:
+        return {}
+    if alone:
+        path = str(work.expert_load)
+        return {"simulated_expert_load": path, "simulated_rank": work.rank or "hottest"}
+    return {"record_expert_load": True}
 
 
 def _draft_counts(text: str | None, asked: Given) -> list[int]:
@@ -142,6 +160,16 @@ def _sized(asked: Given, flags: Given, count: int, concurrency: int, length: int
     if "simulated_acceptance" in asked:
         found["simulated_acceptance"] = tuple(asked["simulated_acceptance"])[:count]
     return found
+
+
+@app.command("cpu")
+@with_options(work=Flags(CpuWork))
+def bench_cpu(work: Given, json_file: Json = None) -> None:
+    """Decode steps and prompts of shapes drawn at random, beside transformers at its best
+    settings, memory bandwidth and torch's large product, in one run."""
+    from rorqual.bench.cpu import run as cpu
+
+    cpu.print_table(cpu.run(CpuWork(**work), lambda line: typer.echo(line, err=True), json_file))
 
 
 @app.command("kernels")
@@ -190,10 +218,21 @@ def bench_layers(
     repeats: Annotated[int, typer.Option()] = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    timing: Annotated[
+        str,
+        typer.Option(
+            help="call: alone, launches included; graph: captured, many in a row; auto: graph "
+            "where the device has it, but for prompts and embeddings."
+        ),
+    ] = "auto",
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which no further case is measured.")
+    ] = 600.0,
     json_file: Json = None,
 ) -> None:
     """Time each module by itself: embedding (on a GPU with its table there and in host memory),
-    MLPs, attention in all forms, experts under three kinds of routing."""
+    MLPs, attention in all forms, experts under three kinds of routing, all layers without experts;
+    on a GPU beside floors."""
     from rorqual.bench.layers import run as layers
 
     rows = layers.bench(
@@ -203,6 +242,8 @@ def bench_layers(
         device=device,
         dtype=dtype,
         repeats=repeats,
+        timing=timing,
+        limit=limit,
     )
     layers.print_table(rows)
     if json_file:

@@ -46,13 +46,20 @@ def bench_serve(
         from_settings.as_text(asked.prompt_format, target.chat),
         asked.tokenizer,
     )
-    limits = (asked.slo_start, asked.slo_max, asked.slo_probes)
+    limits = (asked.slo_start, asked.slo_max, asked.slo_probes, asked.slo_seconds)
     search = SloSearch.parse(asked.slo, *limits) if asked.slo else None
     wanted = numbers(asked.sweep.replace("/", ",")) if asked.sweep else []
     if asked.max_concurrency is not None and (wanted or search):
         raise typer.BadParameter(
             "--sweep and --slo choose the concurrency: leave out --max-concurrency"
         )
-    base = ArrivalLoad(asked.max_concurrency, asked.request_rate, asked.burstiness)
+    base = ArrivalLoad(
+        asked.max_concurrency,
+        asked.request_rate,
+        asked.burstiness,
+        asked.send_seconds,
+        asked.ramp_seconds,
+        asked.run_seconds,
+    )
     if not asyncio.run(session.run(base, wanted, search)):
         raise typer.Exit(1)

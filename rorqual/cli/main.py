@@ -11,6 +11,7 @@ import typer
 
 from rorqual import __version__
 from rorqual.cli import bench
+from rorqual.cli.eplb import eplb
 from rorqual.cli.options import (
     Flags,
     Given,
@@ -37,6 +38,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(serve)
 app.command()(plan)
 app.command()(simulate)
+app.command()(eplb)
 
 DEMO_PROMPT = "My dear Elizabeth,"
 

@@ -32,6 +32,14 @@ from rorqual.errors import ConfigError
 
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
 
+NO_SIZES = (
+    "exchange",
+    "sequence_parallel",
+    "fp8_dispatch",
+    "redundant_experts",  # may be 0
+    "enable_eplb",
+)
+
 _parallel = partial(option, group="Parallel")
 
 
@@ -75,13 +83,23 @@ class ParallelConfig:
         "The low-latency exchange sends hidden states as e4m3 with one scale for 128 columns, "
         "which rounds them.",
     )
+    redundant_experts: int = _parallel(
+        0,
+        "Slots for second copies of much used experts, in each layer on all its ranks together; "
+        "experts and these are dealt out to --ep groups.",
+        aliases=("num_redundant_experts",),
+    )
+
+    enable_eplb: bool = _parallel(
+        False,
+        "Watch how often experts are picked, and move them between ranks while the engine serves "
+        "where that evens out the ranks' loads.",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name in ("exchange", "sequence_parallel", "fp8_dispatch") or (
-                value is None and item.default is None
-            ):
+            if item.name in NO_SIZES or (value is None and item.default is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{item.name}={value!r} must be an integer of at least 1")
@@ -105,6 +123,21 @@ class ParallelConfig:
                     f"{name}={size} neither divides nor is a multiple of tp={self.tp}"
                 )
         self._check_exchange()
+        self._check_redundant()
+
+    def _check_redundant(self) -> None:
+        count = self.redundant_experts
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"redundant_experts={count!r} must be an integer of at least 0")
+        if count and self.ep == 1:
+            raise ConfigError(
+                f"redundant_experts={count} needs ep of at least 2: with ep=1 every rank has a "
+                "part of every expert"
+            )
+        if self.enable_eplb and self.ep == 1:
+            raise ConfigError(
+                "enable_eplb needs ep of at least 2: with ep=1 all ranks have equally much to do"
+            )
 
     def _check_exchange(self) -> None:
         name = self.exchange
@@ -150,6 +183,15 @@ class ParallelConfig:
     def is_single(self) -> bool:
         return self.world == 1
 
+    @property
+    def places_experts(self) -> bool:
+        """Whether experts lie where their load says, not in order."""
+        return self.redundant_experts > 0 or self.enable_eplb
+
+    def expert_slots(self, num_experts: int) -> int:
+        """Of a layer with so many experts, on all ranks together."""
+        return num_experts + self.redundant_experts
+
     def stage_layers(self, num_layers: int, pp_rank: int) -> range:
         """The layers of one pipeline stage: as equal as possible, longer stages first (the last
         one has the head as well)."""
@@ -177,7 +219,10 @@ def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
             f"tp={sizes.tp} neither divides nor is a multiple of the model's "
             f"{attention.num_kv_heads} key-value heads"
         )
-    divides("ep", sizes.ep, "experts", moe.num_experts)
+    if sizes.redundant_experts:
+        _check_slots(moe.num_experts, sizes)
+    else:
+        divides("ep", sizes.ep, "experts", moe.num_experts)
     divides("expert_tp", sizes.expert_tp, "columns of an expert", moe.intermediate_size)
     if moe.num_shared:
         divides(
@@ -199,6 +244,19 @@ def check_parallel(model: ModelConfig, sizes: ParallelConfig) -> None:
         raise ConfigError(f"pp={sizes.pp} exceeds the model's {model.num_layers} layers")
     if model.quant is not None:
         _check_blocks(model, sizes)
+
+
+def _check_slots(experts: int, sizes: ParallelConfig) -> None:
+    """Every rank has as many slots, and no expert twice."""
+    most = experts * (sizes.ep - 1)
+    redundant = sizes.redundant_experts
+    if sizes.expert_slots(experts) % sizes.ep or redundant > most:
+        least = -experts % sizes.ep
+        raise ConfigError(
+            f"redundant_experts={redundant}: ep={sizes.ep} must divide the "
+            f"{sizes.expert_slots(experts)} slots, and no rank needs an expert twice; accepted: "
+            f"{least}, {least + sizes.ep}, {least + 2 * sizes.ep} ... up to {most}"
+        )
 
 
 def _check_blocks(model: ModelConfig, sizes: ParallelConfig) -> None:

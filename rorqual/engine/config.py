@@ -216,6 +216,49 @@ class EngineConfig:
     micro_batches: int | None = _size("micro_batches")
     sequence_parallel: bool = _size("sequence_parallel")
     fp8_dispatch: bool = _size("fp8_dispatch")
+    redundant_experts: int = _size("redundant_experts")
+    enable_eplb: bool = _size("enable_eplb")
+    eplb_window: int = _parallel(
+        100,
+        "Steps of one count of picks, for balancedness in /metrics as well, and between two looks "
+        "at them.",
+        at_least_one=True,
+    )
+    eplb_decay: float = _parallel(
+        0.5, "What counts of picks still count for a window later: 0 forgets them, 1 keeps all."
+    )
+    eplb_threshold: float = _parallel(
+        0.9,
+        "Balancedness (mean over max of the ranks' loads, mean over layers) under which experts "
+        "are moved, if what that gains exceeds what it costs.",
+    )
+    fixed_experts: bool = _parallel(
+        False,
+        "Dense layers are computed as one shared expert and others that every token picks, spread "
+        "over --ep like the routed ones.",
+    )
+    expert_balance: str = _parallel(
+        "natural",
+        "natural, or forced: tokens go to all experts equally often, whatever the router says. For "
+        "benchmarks: what is computed is as much, tokens mean nothing.",
+        choices=("natural", "forced"),
+    )
+    simulated_expert_load: str | None = _parallel(
+        None,
+        "With --single-rank-bench: tokens go to experts as often as the counts of this file say.",
+    )
+    simulated_rank: str = _parallel(
+        "hottest",
+        "With --simulated-expert-load: the rank to be, in each layer the one with most to do "
+        "(hottest), or the one nearest to the mean.",
+        choices=("hottest", "mean"),
+    )
+    init_expert_load: str | None = _parallel(
+        None,
+        "Place experts by the counts of this file, on every host at the same path (JSON with "
+        "`logical_count` [layers, experts], as bench offline --expert-load writes it). Without it "
+        "they lie in order, and the first have second copies.",
+    )
     p2p_memory: bool = _parallel(
         True,
         "Decode steps add up partial sums and reach their experts through memory that the GPUs "
@@ -264,6 +307,7 @@ class EngineConfig:
             raise ConfigError(f"num_layers={self.num_layers} goes with weights='random' alone")
         self._check_capture_sizes()
         self._check_speculation()
+        self._check_balance()
         assert self.itl_target is not None or self.itl_ms in (OFF, AUTO)  # raises ConfigError
         if not 0 <= (self.piecewise_tokens or 0) <= MOST_PIECEWISE:
             raise ConfigError(
@@ -285,11 +329,32 @@ class EngineConfig:
                 f"exe_mode={self.exe_mode!r} is not supported on several ranks; accepted: "
                 "auto, eager, graph"
             )
+        if self.init_expert_load is not None and self.ep == 1:
+            raise ConfigError(
+                f"init_expert_load={self.init_expert_load!r} needs ep of at least 2: with ep=1 "
+                "every rank has a part of every expert"
+            )
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization={self.memory_utilization} is out of range; accepted: "
                 "above 0, up to 1"
             )
+
+    def _check_balance(self) -> None:
+        for name, most in (("eplb_decay", 1.0), ("eplb_threshold", 1.0)):
+            value = getattr(self, name)
+            if not 0 <= value <= most:
+                raise ConfigError(f"{name}={value} is out of range; accepted: 0 to {most:g}")
+        if self.simulated_expert_load is not None and not self.single_rank_bench:
+            raise ConfigError("simulated_expert_load goes with single_rank_bench alone")
+        if self.simulated_expert_load is not None and self.expert_balance == "forced":
+            raise ConfigError("simulated_expert_load does not go with expert_balance='forced'")
+        if self.enable_eplb and self.single_rank_bench:
+            raise ConfigError("enable_eplb does not go with single_rank_bench: nothing can move")
+
+    @property
+    def counts_picks(self) -> bool:
+        return self.record_expert_load or self.enable_eplb
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

@@ -7,9 +7,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rorqual.engine.balance.initial import initial_maps
+from rorqual.engine.balance.policy import LoadWindow
 from rorqual.engine.config import OFF, EngineConfig
 from rorqual.engine.distributed.executor import DistributedExecutor
 from rorqual.engine.distributed.expert_load import Counts
@@ -20,7 +25,9 @@ from rorqual.engine.scheduling.chunk_controller import ChunkController
 from rorqual.engine.scheduling.dp_scheduler import DataParallelInFlight, DataParallelScheduler
 from rorqual.engine.scheduling.scheduler import SchedulerConfig
 from rorqual.engine.scheduling.sequence import TokenOut
-from rorqual.errors import RequestError
+from rorqual.engine.step_trace import MOST_STEPS, TraceFile
+from rorqual.errors import ConfigError, RequestError
+from rorqual.parallel.eplb.placement import Ints, balancedness_by_layer, unplanned
 from rorqual.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -80,6 +87,7 @@ class Engine:
         self.stats.allreduce_backend = worker.allreduce_backend
         self.stats.all2all_backend = worker.all2all_backend
         self.stats.compiled = worker.compiled.stats if worker.compiled else None
+        self.expert_window = LoadWindow(config.eplb_window, config.eplb_decay)
         self.in_flight: deque[tuple[DataParallelInFlight, LaunchedStep]] = deque()
         self._collected = 0.0
         self._whole = True
@@ -189,6 +197,25 @@ class Engine:
             if sequence is not None:
                 self.scheduler.finish(sequence, FinishReason.STOP)
 
+    def start_trace(self, prefix: str, steps: int) -> None:
+        """Record the next `steps` steps on every rank into PREFIX.json.gz, with several ranks
+        PREFIX-rankN.json.gz. One at a time; `traced` tells of its end."""
+        if not 1 <= steps <= MOST_STEPS:
+            raise ConfigError(
+                f"a trace of {steps} steps is out of range; accepted: 1 to {MOST_STEPS}"
+            )
+        with self._changing():
+            self.executor.start_trace(prefix, steps)
+
+    def stop_trace(self) -> None:
+        """Record no further step, and write those that were."""
+        with self._changing():
+            self.executor.stop_trace()
+
+    def traced(self) -> list[TraceFile] | None:
+        """The trace's files, told once: when they are written. Else None."""
+        return self.executor.traced()
+
     def close(self) -> None:
         """End the other ranks. Nothing can be asked of the engine after."""
         self.executor.close()
@@ -229,7 +256,34 @@ class Engine:
 
     def expert_load(self) -> Counts:
         """See Executor; nothing where it is not recorded."""
-        return self.executor.expert_load() if self.config.record_expert_load else []
+        if not self.config.counts_picks:
+            return []
+        counts = self.executor.expert_load()
+        if counts:
+            self.expert_window.add(self.stats.steps, counts)
+        return counts
+
+    def expert_balancedness(self) -> list[float]:
+        """Mean over max of the loads of the ranks that share the experts, by MoE layer, as experts
+        lie now, of the windows that `expert_load` has seen; empty before the first."""
+        load = self.expert_window.load
+        ranks = self.config.parallel.ep
+        if load is None or ranks == 1:
+            return []
+        found: list[float] = balancedness_by_layer(self._placement(), load, ranks).tolist()
+        return found
+
+    def _placement(self) -> Ints:
+        placement = self.executor.placement
+        return self._first_placement if placement is None else placement
+
+    @cached_property
+    def _first_placement(self) -> Ints:
+        maps = initial_maps(self.config, self.model_config)
+        layers = self.worker.expert_layers
+        if not maps:
+            return unplanned(len(layers), self.model_config.moe.num_experts)
+        return np.array([maps[layer] for layer in layers])
 
     def launch(self) -> bool:
         """Schedule a step and launch it; False when there is nothing to do before a step in flight

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rorqual.engine.balance.policy import BalanceStats
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.expert_load import Counts
 from rorqual.engine.distributed.launchers import check_alone
@@ -18,6 +19,8 @@ from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
+from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
@@ -50,10 +53,27 @@ class Executor(Protocol):
         out for good, after which later ones can be collected all the same. Raises EngineError when
         a rank has died or hangs."""
 
+    @property
+    def balance(self) -> BalanceStats | None:
+        """Of experts that are moved by their load; None where they are not."""
+
+    @property
+    def placement(self) -> Ints | None:
+        """Where experts that are moved lie now, [layers, slots]; None as above."""
+
     def expert_load(self) -> Counts:
         """How often each expert was chosen, by MoE layer, for the tokens of all ranks. Several
         ranks are asked between steps, and no step waits for them: a call returns what all have
         answered to an earlier one, at first nothing."""
+
+    def start_trace(self, prefix: str, steps: int) -> None:
+        """Record the next steps on every rank, each into its own file. One at a time."""
+
+    def stop_trace(self) -> None:
+        """Record no further step; nothing where none is recorded."""
+
+    def traced(self) -> list[TraceFile] | None:
+        """The files of all ranks, once: when they are written. Else None."""
 
     def close(self) -> None:
         """End the other ranks, if any. Nothing can be asked of the executor after."""
@@ -70,6 +90,7 @@ class LocalExecutor:
         self.worker = Worker(config, platform, mesh)
         self.copies = config.parallel.dp
         self.launched = 0
+        self.trace: StepTrace | None = None
 
     @property
     def dp(self) -> int:
@@ -92,9 +113,33 @@ class LocalExecutor:
     def collect(self, step: LaunchedStep) -> list[StepResult]:
         return [self.worker.runner.collect(step.pending)]
 
+    @property
+    def balance(self) -> BalanceStats | None:
+        return None
+
+    @property
+    def placement(self) -> Ints | None:
+        return None
+
     def expert_load(self) -> Counts:
         found: Counts = self.worker.fetch_load()().tolist()
         return found
 
+    def start_trace(self, prefix: str, steps: int) -> None:
+        self.trace = StepTrace(self.worker, trace_path(prefix, 0, 1), steps)
+
+    def stop_trace(self) -> None:
+        if self.trace is not None:
+            self.trace.end()
+
+    def traced(self) -> list[TraceFile] | None:
+        if self.trace is None or self.trace.result is None:
+            return None
+        found = [self.trace.result]
+        self.trace = None
+        return found
+
     def close(self) -> None:
         """Nothing else runs."""
+        if self.trace is not None:
+            self.trace.drop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.layers.linear import Linear, Part
 from rorqual.layers.parameter import Build, Target, Window
+from rorqual.layers.picks import Picks
 from rorqual.layers.weight_format.base import Matrix, WeightFormat
 from rorqual.layers.weight_format.select import format_of
 from rorqual.ops.activation import Activation, hidden_of
@@ -81,7 +82,57 @@ class DenseMLP:
         yield from self.down.targets()
 
 
-class MoE:
+class SharedMLP(Protocol):
+    """A dense layer beside experts."""
+
+    def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> Tensor: ...
+
+    def partial(self, rows: Activation) -> Tensor: ...
+
+
+class ExpertLayer:
+    """Experts behind an Exchange, and a dense layer beside them: what follows the dispatch."""
+
+    exchange: Exchange
+    shared: SharedMLP | None
+
+    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
+        """The experts, and beside them the shared expert: over the rows that the exchange has
+        gathered, whose sums then come back together, or else over the layer's own."""
+        rows = self.exchange.dense_rows(work.ticket)
+        if self.shared is None or rows is None:
+            self.exchange.run_experts(work.ticket)
+            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
+        else:
+            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
+        return work
+
+    def combine(self, work: MoEInFlight) -> Tensor:
+        y = self.exchange.combine(work.ticket)
+        return y if work.shared is None else y + work.shared
+
+
+def mlp_targets(
+    name: str,
+    gate_up: Weight,
+    down: Weight,
+    start: int,
+    shape: tuple[int, int],
+    std: tuple[float, float],
+    formats: tuple[WeightFormat, WeightFormat],
+) -> Iterator[Target]:
+    """The columns from `start` on of an MLP; shape: of its gate in the file; std and formats: of
+    gate and up, and of down."""
+    size = down.columns
+    for index, part in enumerate(("gate_proj", "up_proj")):
+        rows = gate_up.part(index * size, (index + 1) * size)
+        window = Window(shape, row=start)
+        yield from formats[0].targets(Matrix(f"{name}.{part}", rows, window, std[0]))
+    window = Window((shape[1], shape[0]), column=start)
+    yield from formats[1].targets(Matrix(f"{name}.down_proj", down, window, std[1]))
+
+
+class MoE(ExpertLayer):
     """Routed experts behind an Exchange, plus shared experts.
 
     Where `fused_shared_experts` is not 0, shared experts stand behind the routed ones in the same
@@ -107,7 +158,7 @@ class MoE:
             self.fused_shared_experts,
         )
         shared = 0 if self.fused_shared_experts else moe.num_shared * moe.intermediate_size
-        self.shared = (
+        self.shared: DenseMLP | None = (
             DenseMLP(build, f"{prefix}.shared_experts", hidden, shared) if shared else None
         )
         self.slots = slots or SlotMap.identity(moe.num_experts)
@@ -120,8 +171,10 @@ class MoE:
             build.device,
             build.mesh.axes["ep"].shard,
             self.ops.experts_fp8,
+            slots is not None,
         )
         self.exchange: Exchange = make_exchange(build.mesh.sizes, moe, store)
+        self.picks: Picks | None = None
         self.dtype = build.dtype
         self.std = (hidden**-0.5, build.residual_gain * moe.intermediate_size**-0.5)
         self.fused_shared_std = (
@@ -172,6 +225,17 @@ class MoE:
             1 / build.mesh.axes["ep"].shard.count,
         )
 
+    def slot_parts(self) -> list[Tensor]:
+        """All that an expert consists of, each [slots here, ...]: data, scales, zero points."""
+        weights = (self.exchange.experts.gate_up, self.exchange.experts.down)
+        return [part for weight in weights for part in weight.tensors()]
+
+    def remap(self, slots: SlotMap, rows: Tensor) -> None:
+        """The weights here have been moved as `slots` says; rows: SlotMap.rows on the device."""
+        self.slots = slots
+        self.exchange.remap(slots, rows)
+        self.ops.weights_changed(self.slot_parts())
+
     def finalize(self) -> None:
         """Once the weights are there."""
         self.router.gate = self.ops.prepare_router_weight(self.router.gate, self.dtype)
@@ -197,6 +261,7 @@ class MoE:
             isinstance(exchange, LocalExchange)
             and exchange.store.plain
             and not exchange.record_load
+            and self.picks is None
         )
 
     def forward(self, x: Activation, layout: Layout = SINGLE_LAYOUT) -> NormInput:
@@ -211,22 +276,10 @@ class MoE:
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)
         ids, weights = self.route(rows)
+        if self.picks is not None:
+            routed = self.moe.top_k
+            ids = torch.cat((self.picks(ids[:, :routed], layout.first_row), ids[:, routed:]), 1)
         return MoEInFlight(x, layout, self.exchange.dispatch(rows, ids, weights, layout))
-
-    def run_experts(self, work: MoEInFlight) -> MoEInFlight:
-        """The experts, and beside them the shared expert: over the rows that the exchange has
-        gathered, whose sums then come back together, or else over the layer's own."""
-        rows = self.exchange.dense_rows(work.ticket)
-        if self.shared is None or rows is None:
-            self.exchange.run_experts(work.ticket)
-            work.shared = self.shared.forward(work.x, work.layout) if self.shared else None
-        else:
-            self.exchange.run_experts(work.ticket, self.shared.partial(rows))
-        return work
-
-    def combine(self, work: MoEInFlight) -> Tensor:
-        y = self.exchange.combine(work.ticket)
-        return y if work.shared is None else y + work.shared
 
     def targets(self) -> Iterator[Target]:
         yield Target(f"{self.prefix}.gate.weight", self.router.gate, std=self.std[0])
@@ -256,8 +309,7 @@ class MoE:
         for expert, name in enumerate(names):
             if expert not in held:
                 yield from self._absent(name)
-        whole = self.gate_up_format.whole_stacks and self.down_format.whole_stacks
-        if self.slots.is_identity and whole:
+        if self.gate_up_format.whole_stacks and self.down_format.whole_stacks:
             yield from self._stacked_targets(names)
 
     def _slot_targets(
@@ -270,15 +322,9 @@ class MoE:
         std: tuple[float, float],
     ) -> Iterator[Target]:
         """One expert: the columns from `start` on of an MLP as wide as so many experts."""
-        size = len(self.columns)
-        width = experts * self.moe.intermediate_size
-        for index, part in enumerate(("gate_proj", "up_proj")):
-            window = Window((width, self.hidden), row=start)
-            rows = gate_up.part(index * size, (index + 1) * size)
-            matrix = Matrix(f"{name}.{part}", rows, window, std[0])
-            yield from self.gate_up_format.targets(matrix)
-        window = Window((self.hidden, width), column=start)
-        yield from self.down_format.targets(Matrix(f"{name}.down_proj", down, window, std[1]))
+        shape = (experts * self.moe.intermediate_size, self.hidden)
+        formats = (self.gate_up_format, self.down_format)
+        yield from mlp_targets(name, gate_up, down, start, shape, std, formats)
 
     def _fused_shared_targets(self, number: int, gate_up: Weight, down: Weight) -> Iterator[Target]:
         """One of the shared experts among the routed ones; also from a checkpoint that holds
@@ -308,12 +354,19 @@ class MoE:
 
     def _stacked_targets(self, names: list[str]) -> Iterator[Target]:
         """Checkpoints that keep all experts of a layer in one tensor."""
+        places = [(place, self.slots.logical[slot], 1) for place, slot in enumerate(self.held)]
+        if self.slots.is_identity:
+            places = [(0, self.held.start, len(self.held))]
+        for place, first, count in places:
+            yield from self._stacked_run(names, slice(place, place + count), first)
+
+    def _stacked_run(self, names: list[str], run: slice, first: int) -> Iterator[Target]:
+        """The slots `run`, which hold the experts from `first` on."""
         experts = self.moe.num_experts
         size = len(self.columns)
         total = self.moe.intermediate_size
-        first = self.held.start
         gate_up, down = (
-            weight.data[: len(self.held)]
+            weight.data[run]
             for weight in (self.exchange.experts.gate_up, self.exchange.experts.down)
         )
         up = tuple(f"{name}.{part}.weight" for name in names for part in ("gate_proj", "up_proj"))

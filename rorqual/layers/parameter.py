@@ -4,7 +4,7 @@ from a seed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from rorqual.config.quant import QuantConfig, WeightScheme, scheme_of
 from rorqual.errors import ConfigError
+from rorqual.layers.picks import Picks
 from rorqual.ops.interface import Ops
+from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.mesh import Mesh
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -114,6 +116,11 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh.single)
     # makes the embedding table elsewhere than on `device`: in host memory the device can read
     embedding_memory: Allocate | None = None
+    # where experts lie, by the number of their layer; in order where it says nothing
+    slot_maps: Mapping[int, SlotMap] = field(default_factory=dict)
+    fixed_experts: bool = False  # dense layers are computed as experts
+    # experts in place of those that the router of a layer chooses; for benchmarks
+    picks: Callable[[int], Picks | None] = lambda layer: None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)

@@ -1,45 +1,62 @@
 """Fill a model from safetensors files, streamed, or from a seed.
 
 Every checkpoint tensor must be used or be skipped by design, and every parameter must be filled;
-anything else is an error that names the tensors. At most WINDOW bytes of a file are mapped at a
-time, so loading never holds two copies of the model.
+anything else is an error that names the tensors, before any of them is read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rorqual.errors import LoadError
 from rorqual.layers.parameter import Convert, Target, Window
+from rorqual.models.checkpoint import (
+    DTYPES,
+    NAMES_SHOWN,
+    CheckpointFile,
+    StoredTensor,
+    checkpoint_files,
+)
 from rorqual.models.transformer import Transformer
+from rorqual.models.weight_reader import (
+    ConvertedPart,
+    FilePart,
+    default_threads,
+    fill,
+    parts_of,
+)
 from rorqual.ops import rng
 from rorqual.ops.rounding import pack_int4
+from rorqual.platforms import make_platform
 
-WINDOW = 64 * 2**20
-NAMES_SHOWN = 5
+log = logging.getLogger("rorqual.engine")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
+PIECE = 64 * 2**20  # bytes of random numbers that are drawn before they are rounded
 Draw = Callable[[Tensor, int, float, int, int], None]
 
 
-def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Fill `model` from the safetensors files of `folder`, then finalize it."""
-    places = TargetsByName(model.targets())
-    for path in checkpoint_files(Path(folder)):
-        for name, shape, reader in read_file(path):
-            if places.has(name):
-                places.fill(name, shape, reader, path)
-            elif not model.skips(name):
-                places.surplus.append(name)
-    places.check()
+def load_weights(model: Transformer, folder: str | Path, threads: int | None = None) -> None:
+    """Fill `model` from the safetensors files of `folder`, read by so many threads, then finalize
+    it."""
+    began = time.perf_counter()
+    targets = TargetsByName(model.targets())
+    threads = threads or default_threads(model.mesh.sizes.world)
+    size = targets.read(checkpoint_files(Path(folder)), threads, model.skips)
+    seconds = time.perf_counter() - began
+    rate = size / 1e9 / max(seconds, 1e-9)
+    log.info(
+        "weights: %.2f GB in %.1f s, %.2f GB/s by %d threads", size / 1e9, seconds, rate, threads
+    )
     model.finalize()
 
 
@@ -79,7 +96,7 @@ def _draw_int4(target: Target, place: Window, seed: int) -> None:
     """Numbers 0 to 15 around 8, some rows at a time."""
     assert target.std is not None
     rows, columns = target.view.shape[0], 2 * target.view.shape[1]
-    step = max(1, WINDOW // (4 * columns))
+    step = max(1, PIECE // (4 * columns))
     for start in range(0, rows, step):
         part = target.view[start : start + step]
         wide = torch.empty(part.shape[0], columns, device=part.device)
@@ -92,7 +109,7 @@ def _draw_and_convert(target: Target, convert: Convert, model: Transformer, seed
     """As if a file held the draw."""
     assert target.std is not None
     rows, columns = convert.extent
-    step = convert.pieces(WINDOW)
+    step = convert.pieces(PIECE)
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         wide = torch.empty(stop - start, columns, dtype=model.dtype, device=target.view.device)
@@ -100,104 +117,6 @@ def _draw_and_convert(target: Target, convert: Convert, model: Transformer, seed
         draw = model.ops.draw_normal
         fill_normal(wide, target.name, seed, target.std, target.shape, origin, draw)
         convert.store(slice(start, stop), wide)
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files an index names, or every *.safetensors of the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            outside = any("/" in name or name.startswith(".") for name in names)
-        except (
-            json.JSONDecodeError,
-            KeyError,
-            AttributeError,
-            TypeError,
-            UnicodeDecodeError,
-        ) as error:
-            raise LoadError(f"{index} is not a valid index: {error!r}") from None
-        if outside:
-            raise LoadError(f"{index} names files outside its folder")
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [path.name for path in files if not path.exists()]
-    if missing or not files:
-        raise LoadError(
-            f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}"
-        )
-    return files
-
-
-class TensorReader:
-    """Reads one tensor's windows, opening its file anew for every WINDOW bytes so that mapped
-    pages are given back."""
-
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...]):
-        self.path = path
-        self.name = name
-        self.shape = shape
-
-    def chunks(self, target: Target) -> Iterator[tuple[slice, Tensor]]:
-        """(rows of the target's view, what belongs there): the file's pages outside the target's
-        window are not touched."""
-        if not self.shape:
-            yield slice(0, 1), self._read(()).reshape(target.shape)
-            return
-        if target.convert:
-            yield from self._pieces(target, target.convert)
-            return
-        count = target.view.shape[0]
-        (first, *rest) = target.origin
-        inner = tuple(
-            slice(start, start + length)
-            for start, length in zip(rest, target.view.shape[1:], strict=True)
-        )
-        row = math.prod(target.view.shape[1:]) * max(4, target.view.element_size())
-        step = max(1, WINDOW // max(1, row) // target.repeat) * target.repeat
-        start = 0
-        while start < count:
-            # ends where a row of the file ends
-            stop = min(count, (first + start) // target.repeat * target.repeat + step - first)
-            rows = slice((first + start) // target.repeat, -(-(first + stop) // target.repeat))
-            data = self._read((rows, *inner))
-            if target.repeat > 1:
-                data = data.repeat_interleave(target.repeat, 0)[
-                    first + start - rows.start * target.repeat :
-                ][: stop - start]
-            yield slice(start, stop), data
-            start = stop
-
-    def _pieces(self, target: Target, convert: Convert) -> Iterator[tuple[slice, Tensor]]:
-        """(places of the window's first axis, what the file has there)"""
-        (first, *rest) = target.origin
-        (count, *widths) = convert.extent
-        inner = tuple(
-            slice(start, start + width) for start, width in zip(rest, widths, strict=True)
-        )
-        step = convert.pieces(WINDOW)
-        for start in range(0, count, step):
-            stop = min(count, start + step)
-            yield slice(start, stop), self._read((slice(first + start, first + stop), *inner))
-
-    def whole(self) -> Tensor:
-        return self._read(())
-
-    def _read(self, window: tuple[slice, ...]) -> Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_slice(self.name)[window] if window else file.get_tensor(self.name)
-
-
-def read_file(path: Path) -> Iterator[tuple[str, tuple[int, ...], TensorReader]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{path} is damaged or truncated: {error}") from None
-    for name, shape in shapes.items():
-        yield name, shape, TensorReader(path, name, shape)
 
 
 class TargetsByName:
@@ -213,53 +132,62 @@ class TargetsByName:
     def has(self, name: str) -> bool:
         return name in self.by_name
 
-    def fill(self, name: str, shape: tuple[int, ...], rows: TensorReader, path: Path) -> None:
-        for target in self.by_name[name]:
-            if target.shape != shape and not (target.shape == (1,) and not shape):
+    @property
+    def device(self) -> str:
+        """That of the parameters; some may lie in the host's memory."""
+        found = {str(target.view.device) for targets in self.by_name.values() for target in targets}
+        return next(iter(found - {"cpu"}), "cpu")
+
+    def read(
+        self,
+        paths: Iterable[Path],
+        threads: int,
+        skips: Callable[[str], bool] = lambda name: False,
+    ) -> int:
+        """Fill all targets; returns the bytes that were kept. `skips`: names that are passed over
+        by design."""
+        pieces: list[FilePart | ConvertedPart] = []
+        with ExitStack() as stack:
+            for path in paths:
+                file = CheckpointFile(path)
+                stack.callback(file.close)
+                for stored in file.tensors():
+                    if self.has(stored.name):
+                        pieces += self._place(stored, file)
+                    elif not skips(stored.name):
+                        self.surplus.append(stored.name)
+            self.check()
+            fill(pieces, make_platform(self.device), threads)
+        return sum(piece.kept for piece in pieces)
+
+    def _place(
+        self, stored: StoredTensor, file: CheckpointFile
+    ) -> Iterator[FilePart | ConvertedPart]:
+        """What is to be read for a tensor, once it is known to fit."""
+        name = stored.name
+        where = f"{name} in {file.path.name}"
+        targets = self.by_name[name]
+        for target in targets:
+            if target.shape != (stored.shape or (1,)):
                 raise LoadError(
-                    f"{name} in {path.name} has shape {list(shape)}, the configuration asks "
+                    f"{where} has shape {list(stored.shape)}, the configuration asks "
                     f"for {list(target.shape)}"
                 )
-        again = self.filled.intersection(self.by_name[name][0].stands_for)
+        again = self.filled.intersection(targets[0].stands_for)
         if again:
-            raise LoadError(f"{name} in {path.name} fills {sorted(again)[0]} a second time")
-        self._copy(name, rows, path)
-        self.filled.update(self.by_name[name][0].stands_for)
-
-    def _copy(self, name: str, rows: TensorReader, path: Path) -> None:
-        try:
-            for target in self.by_name[name]:
-                for part, data in rows.chunks(target) if target.view.numel() else ():
-                    fault = self._put(target, part, data)
-                    if fault:
-                        raise LoadError(f"{name} in {path.name} {fault}")
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{path} is damaged or truncated: {error}") from None
-
-    @staticmethod
-    def _put(target: Target, part: slice, data: Tensor) -> str:
-        """What is wrong with the numbers, or nothing."""
-        convert = target.convert
-        view = target.view[part] if target.view.dim() and not convert else target.view
-        wide = FLOATS if not target.is_scale else SCALES
-        known = (
-            data.dtype in convert.dtypes
-            if convert
-            else data.dtype == view.dtype or (data.dtype in wide and view.dtype in FLOATS)
-        )
-        if not known:
-            asked = " or ".join(map(str, convert.dtypes)) if convert else str(view.dtype)
-            return f"is {data.dtype}, the configuration asks for {asked}"
-        if target.is_scale and not data.float().isfinite().all():
-            return "holds a scale that is no number"
-        if convert is None:
-            view.copy_(data)
-            return ""
-        try:
-            convert.store(part, data)
-        except ValueError as error:
-            return str(error)
-        return ""
+            raise LoadError(f"{where} fills {sorted(again)[0]} a second time")
+        dtype = DTYPES.get(stored.dtype)
+        for target in targets:
+            if not target.view.numel():
+                continue
+            wanted = _dtypes_of(target)
+            if dtype not in wanted:
+                asked = " or ".join(map(str, wanted[:1] if target.convert is None else wanted))
+                raise LoadError(
+                    f"{where} is {dtype or stored.dtype}, the configuration asks for {asked}"
+                )
+            yield from parts_of(file, stored.offset, dtype, target)
+        self.filled.update(targets[0].stands_for)
 
     def check(self) -> None:
         wanted = {
@@ -275,6 +203,16 @@ class TargetsByName:
                 "the checkpoint holds tensors the model does not use: "
                 f"{_listing(sorted(self.surplus))}"
             )
+
+
+def _dtypes_of(target: Target) -> tuple[torch.dtype, ...]:
+    """Those that the file may have, first that of the view."""
+    if target.convert is not None:
+        return target.convert.dtypes
+    wanted = target.view.dtype
+    if wanted not in FLOATS:
+        return (wanted,)
+    return (wanted, *(SCALES if target.is_scale else FLOATS))
 
 
 def _listing(names: list[str]) -> str:

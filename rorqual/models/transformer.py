@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rorqual.config.model import ModelConfig
 from rorqual.layers.embedding import Embedding, Head
+from rorqual.layers.fixed_experts import FixedExperts
 from rorqual.layers.forward_batch import ForwardBatch
 from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE
@@ -23,6 +24,7 @@ from rorqual.ops.deferred_sum import NormInput, summed
 from rorqual.parallel.layout import Layout, MultiRankLayout
 
 Pass = Generator[None, None, Tensor]
+MLP = DenseMLP | MoE | FixedExperts
 
 
 class Attention(Protocol):
@@ -47,7 +49,7 @@ class Layer:
         prefix: str,
         config: ModelConfig,
         attention: Attention,
-        mlp: DenseMLP | MoE,
+        mlp: MLP,
     ):
         self.attention = attention
         self.mlp = mlp
@@ -142,11 +144,16 @@ class Transformer:
     def make_layer(self, build: Build, index: int, prefix: str) -> Layer:
         raise AssertionError("subclasses make their layers")
 
-    def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
+    def make_mlp(self, build: Build, index: int, prefix: str) -> MLP:
         config = self.config
         # prediction modules stand behind the layers and are sparse
         if index >= config.num_layers or config.moe_layers[index]:
-            return MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe)
+            slots = build.slot_maps.get(index)
+            made = MoE(build, f"{prefix}.mlp", config.hidden_size, config.moe, slots)
+            made.picks = build.picks(index)
+            return made
+        if build.fixed_experts:
+            return FixedExperts(build, f"{prefix}.mlp", config)
         return DenseMLP(build, f"{prefix}.mlp", config.hidden_size, config.dense_intermediate)
 
     def forward(self, step: ForwardBatch, every_row: bool = False) -> Pass:

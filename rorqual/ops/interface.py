@@ -9,6 +9,7 @@ where each request brings its own chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -523,6 +524,9 @@ class Ops:
         )
 
     # ---- experts
+
+    def weights_changed(self, weights: Sequence[Tensor]) -> None:
+        """Their contents are others now: forget what was made from them."""
 
     def prepare_router_weight(self, gate: Tensor, dtype: torch.dtype) -> Tensor:
         """How a router's matrix, as loaded, is kept for hidden states in `dtype`: as it is, or

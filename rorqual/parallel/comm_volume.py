@@ -173,7 +173,7 @@ class StepMessages:
             there, back = ((ranks - 1) * most * size for size in (self.payload + routing, self.row))
         else:
             copies = (
-                destinations(self.sizes.ep, self.model.moe)
+                destinations(self.sizes.ep, self.model.moe, self.sizes.places_experts)
                 * self.sizes.expert_tp
                 * (ranks - 1)
                 / ranks

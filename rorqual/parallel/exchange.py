@@ -53,12 +53,17 @@ class SlotMap:
             found[expert].append(slot)
         return found
 
+    @property
+    def most_replicas(self) -> int:
+        """That an expert can have in any map of so many slots."""
+        return self.num_slots - self.num_experts + 1
+
     def rows(self) -> list[list[int]]:
-        """[E, R]: the slots of each expert, repeated in turn up to R, the most replicas of any."""
+        """[E, 1 + most_replicas]: how many slots each expert has, and which; -1 behind them."""
         replicas = self.replicas()
         assert all(replicas), "every expert needs a slot"
-        most = max(map(len, replicas))
-        return [[slots[i % len(slots)] for i in range(most)] for slots in replicas]
+        most = self.most_replicas
+        return [[len(slots), *slots, *[-1] * (most - len(slots))] for slots in replicas]
 
 
 class Exchange(Protocol):
@@ -89,6 +94,8 @@ class Exchange(Protocol):
     @property
     def capturable(self) -> bool: ...
 
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None: ...
+
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
 
     def dense_rows(self, ticket: Any) -> Tensor | None: ...
@@ -101,9 +108,10 @@ class Exchange(Protocol):
 class ExpertStore:
     """The experts of this rank and how to find any expert: what all exchanges of a layer share.
 
-    `shard` is the expert-parallel part: this rank holds slots.local(shard). `table` [E, R]
-    int64 names physical slots; a token in row i of its step takes replica i mod R, so ranks that
-    hold the same tokens agree. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
+    `shard` is the expert-parallel part: this rank holds slots.local(shard). `table` is
+    SlotMap.rows(), int64; of an expert's n copies a token in row i takes number i mod n, so ranks
+    that hold the same tokens agree. placed: there is a table for experts in order as well, so that
+    `remap` can move them. `compute` and `compute_fp8` are the ops `experts` and `experts_fp8`.
     Shared experts may stand among them only where all routed ones are here; they are not counted.
     """
 
@@ -115,6 +123,7 @@ class ExpertStore:
         device: torch.device,
         shard: Shard = WHOLE,
         compute_fp8: ExpertsFp8Fn | None = None,
+        placed: bool = False,
     ):
         shared = experts.num_fused_shared_experts
         self.experts = experts
@@ -122,39 +131,41 @@ class ExpertStore:
         self.compute_fp8 = compute_fp8
         self.shard = shard
         self.mine = slots.local(shard)
-        self.table = None if slots.is_identity else torch.tensor(slots.rows(), device=device)
+        in_order = slots.is_identity and not placed
+        self.table = None if in_order else torch.tensor(slots.rows(), device=device)
         self.picked = torch.zeros(slots.num_experts + shared, dtype=torch.int64, device=device)
         self.load = self.picked[: slots.num_experts]
         self.record_load = False
         self.plain = self.table is None and shard.count == 1  # logical ids are local ids
         assert self.plain or not shared
 
-    def slots(self, ids: Tensor, counted: bool = True) -> Tensor:
-        """Logical ids [T, K] to physical slots; counts them, unless another rank does."""
+    def slots(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
+        """Logical ids [T, K] to physical slots; counts them, unless another rank does. first: what
+        the first row counts as where rows take turns."""
         if self.record_load and counted:
             self.picked.index_add_(0, ids.flatten(), torch.ones_like(ids.flatten()))
         if self.table is None:
             return ids
-        if self.table.shape[1] == 1:
-            return self.table[:, 0][ids]
-        row = torch.arange(ids.shape[0], device=ids.device) % self.table.shape[1]
-        return self.table[ids, row[:, None]]
+        if self.table.shape[1] == 2:
+            return self.table[:, 1][ids]
+        row = torch.arange(first, first + ids.shape[0], device=ids.device)
+        return self.table[ids, 1 + row[:, None] % self.table[:, 0][ids]]
 
-    def local_ids(self, ids: Tensor, counted: bool = True) -> Tensor:
+    def local_ids(self, ids: Tensor, counted: bool = True, first: int = 0) -> Tensor:
         """Logical ids [T, K] to local ids (indices of gate_up and down), -1 where another rank
         holds the expert."""
-        return self.here(self.slots(ids, counted))
+        return self.here(self.slots(ids, counted, first))
 
-    def remap(self, slots: SlotMap) -> None:
-        """Another map of as many slots, in place; the caller has moved the weights."""
-        rows = slots.rows()
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
+        """Another map of as many slots, in place; the caller has moved the weights. rows: those
+        of the map, where they are on the device already."""
         assert self.table is not None, "the layer was made with one slot for each expert"
-        if (len(rows), len(rows[0])) != tuple(self.table.shape):
+        if slots.num_slots != len(self.mine) * self.shard.count:
             raise ConfigError(
-                f"the new map has up to {len(rows[0])} replicas of an expert, the table "
-                f"holds {self.table.shape[1]}"
+                f"the new map has {slots.num_slots} slots, the layer "
+                f"{len(self.mine) * self.shard.count}"
             )
-        self.table.copy_(torch.tensor(rows))
+        self.table.copy_(torch.tensor(slots.rows()) if rows is None else rows)
 
     def here(self, slots: Tensor) -> Tensor:
         """Physical slots to local ids, -1 where another rank holds the slot."""
@@ -198,6 +209,9 @@ class StoreExchange:
     def dense_rows(self, ticket: Any) -> Tensor | None:
         return None
 
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
+        self.store.remap(slots, rows)
+
     @property
     def load(self) -> Tensor:
         return self.store.load
@@ -226,7 +240,9 @@ class LocalExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Ticket:
         store = self.store
         plain = store.plain and not store.record_load
-        return Ticket(x, ids if plain else store.local_ids(ids, layout.counted), weights)
+        if not plain:
+            ids = store.local_ids(ids, layout.counted, layout.first_row)
+        return Ticket(x, ids, weights)
 
     def dense_rows(self, ticket: Ticket) -> Tensor:
         """Every rank's columns of a dense layer meet the same tokens as its experts, and are

@@ -74,7 +74,7 @@ class AllToAllExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
-        slots = self.store.slots(ids, layout.counted)
+        slots = self.store.slots(ids, layout.counted, layout.first_row)
         mask = wanted(self.store, slots, axis.size)
         counts = mask.sum(0)
         received = axis.all_to_all_fixed(counts)
@@ -112,7 +112,7 @@ class LowLatencyExchange(StoreExchange):
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
-        slots = self.store.slots(ids, layout.counted)
+        slots = self.store.slots(ids, layout.counted, layout.first_row)
         capacity = max(layout.moe_rows or (x.shape[0],))
         mask = wanted(self.store, slots, axis.size)
         place = mask.cumsum(0) - 1

@@ -46,7 +46,7 @@ class AllGatherExchange(StoreExchange):
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> GatherTicket:
         axis = layout.moe_axis
         counts = layout.moe_rows
-        routing = pack(self.store.slots(ids, layout.counted), weights)
+        routing = pack(self.store.slots(ids, layout.counted, layout.first_row), weights)
         messages = axis.start_all_gather(x, counts), axis.start_all_gather(routing, counts)
         return GatherTicket(axis, counts, *messages, ids.dtype, layout.dense_rows)
 

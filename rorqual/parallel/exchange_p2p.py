@@ -53,7 +53,7 @@ class P2PExchange(StoreExchange):
         gathered = self.brings_rows and layout.dense_rows is not None
         if gathered or axis.peers is None or not axis.peers.takes(x, capacity, ids.shape[1]):
             return self.plain.dispatch(x, ids, weights, layout)
-        slots = self.store.slots(ids, layout.counted)
+        slots = self.store.slots(ids, layout.counted, layout.first_row)
         flight = axis.peers.send(x, slots, weights, capacity, self._place(layout), self.fp8)
         row = fp8_row_bytes(x.shape[1]) if self.fp8 else x.shape[1] * x.element_size()
         self._count(axis, "all_gather", capacity * (row + ROUTING_BYTES * ids.shape[1]))

@@ -28,12 +28,12 @@ GATHER_SHARE = 0.75
 NEEDS_SHARDS = ("alltoall", "low_latency")  # a token must start from one rank alone
 
 
-def destinations(ep: int, moe: MoEConfig) -> float:
+def destinations(ep: int, moe: MoEConfig, placed: bool = False) -> float:
     """Expert groups that hold at least one of a token's experts, expected under uniform routing;
     routing limited to groups of experts (arXiv 2412.19437, section 2.1.2) bounds it, since
-    neighbouring experts live together."""
+    neighbouring experts live together, unless experts are `placed` by their load."""
     uniform = ep * (1 - (1 - 1 / ep) ** moe.top_k)
-    if moe.method == "greedy" or moe.n_group == 1:
+    if moe.method == "greedy" or moe.n_group == 1 or placed:
         return uniform
     return min(uniform, moe.topk_group * max(1.0, ep / moe.n_group))
 
@@ -48,7 +48,8 @@ def chosen_exchange(sizes: ParallelConfig, moe: MoEConfig, rows: int, decode: bo
         return "allgather_tp"
     if decode or rows < ALLTOALL_ROWS:
         return "allgather_ep" if sizes.stage <= GATHER_RANKS else "low_latency"
-    others = destinations(sizes.ep, moe) * sizes.expert_tp * (sizes.stage - 1) / sizes.stage
+    found = destinations(sizes.ep, moe, sizes.places_experts)
+    others = found * sizes.expert_tp * (sizes.stage - 1) / sizes.stage
     if moe.num_shared:
         others += (sizes.dense_tp or 1) - 1
     return "alltoall" if others < GATHER_SHARE * (sizes.stage - 1) else "allgather_ep"

@@ -89,6 +89,12 @@ class Layout:
         return True
 
     @property
+    def first_row(self) -> int:
+        """Added to the number of a row where rows take turns among the copies of an expert: ranks
+        with other rows begin with another copy, ranks with the same rows agree."""
+        return 0
+
+    @property
     def norm_sums(self) -> bool:
         """Whether what routed experts gave on this rank is complete and goes straight into a
         norm, which may then add it up."""
@@ -187,6 +193,10 @@ class Replicated(MultiRankLayout):
     def counted(self) -> bool:
         return self.mesh.tp_rank == 0
 
+    @property
+    def first_row(self) -> int:
+        return self.mesh.dp_rank
+
     def to_attention(
         self, norm: AddNorm, x: NormInput, residual: Tensor | None
     ) -> tuple[Activation, Tensor]:
@@ -219,6 +229,10 @@ class Sharded(MultiRankLayout):
     @property
     def rows(self) -> int:
         return self.counts[self.mesh.tp_rank]
+
+    @property
+    def first_row(self) -> int:
+        return self.mesh.stage_rank
 
     @property
     def moe_axis(self) -> Axis:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -90,6 +91,20 @@ def _within_stage(sizes: ParallelConfig, local: int, axis: str) -> range:
     )
 
 
+@dataclass(frozen=True)
+class WeightsGroup:
+    """Ranks that have parts of the same experts' columns, in the order of ep; they send each
+    other experts in a group of its own."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.ranks.index(dist.get_rank())
+
+
 class ProcessGroups:
     """Process groups by their global ranks, each made once; that of `tokens` apart, for its
     calls must not queue behind others. torch names a group by its ranks and by how many groups
@@ -98,6 +113,14 @@ class ProcessGroups:
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
         self.known: dict[tuple[bool, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def host_group(self, ranks: Sequence[int]) -> WeightsGroup:
+        """Over host memory, whatever else the ranks use; for one thread beside those that
+        compute."""
+        group = dist.new_group(
+            list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True
+        )
+        return WeightsGroup(group, tuple(ranks))
 
     def axis(self, name: str, ranks: Sequence[int]) -> Axis:
         if len(ranks) == 1:
@@ -121,6 +144,7 @@ class Mesh:
         self.pp_rank, self.stage_rank = divmod(rank, sizes.stage)
         self.dp_rank, self.tp_rank = divmod(self.stage_rank, sizes.tp)
         self.tp, self.dp, self.stage, self.pp = (axes[name] for name in ("tp", "dp", "stage", "pp"))
+        self.weights: WeightsGroup | None = None
         self.stop: Tensor | None = None
         self.leaving: list[threading.Thread] = []
 
@@ -154,7 +178,10 @@ class Mesh:
             name: groups.axis(name, [ranks[member] for member in members(sizes, rank, name)])
             for name in AXES
         }
-        return Mesh(sizes, rank, axes)
+        mesh = Mesh(sizes, rank, axes)
+        if sizes.enable_eplb:
+            mesh.weights = groups.host_group([ranks[i] for i in members(sizes, rank, "ep")])
+        return mesh
 
     @staticmethod
     def fake(sizes: ParallelConfig) -> Mesh:

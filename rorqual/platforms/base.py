@@ -14,6 +14,26 @@ T = TypeVar("T")
 Pieces = Callable[[Callable[[T], None]], Tensor]
 
 
+class Staging:
+    """Host memory of one thread, from which the device copies while the thread fills it anew: get a
+    `buffer`, start copies from it, say `sent`. At the end of the context all copies are done."""
+
+    def __init__(self, size: int):
+        self.memory = torch.empty(size, dtype=torch.uint8)
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *raised: object) -> None: ...
+
+    def buffer(self) -> Tensor:
+        """Bytes that nobody reads any more."""
+        return self.memory
+
+    def sent(self) -> None:
+        """All copies from the newest buffer have been started."""
+
+
 class Platform:
     """A device with its memory and its way of bringing results home.
 
@@ -69,6 +89,10 @@ class Platform:
         """Host memory that the device's kernels can read, for as long as the tensor lives."""
         return torch.empty(shape, dtype=dtype)
 
+    def staging(self, size: int) -> Staging:
+        """Buffers of `size` bytes, for the thread that asks."""
+        return Staging(size)
+
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Capture device work; the result replays it and returns the same output tensor each
         time, overwritten."""
@@ -84,3 +108,13 @@ class Platform:
     def stream(self) -> AbstractContextManager[object]:
         """The context in which the engine launches its steps."""
         return nullcontext()
+
+    def background(self) -> AbstractContextManager[Callable[[], None]]:
+        """The context in which another thread copies beside the steps; what it gives waits until
+        that is done. Nothing is captured meanwhile, so nobody may wait for other ranks in it."""
+        return nullcontext(lambda: None)
+
+    def mark(self) -> Callable[[], None]:
+        """After what has been launched here by now: the result, called in another context, makes
+        that context's work wait for it."""
+        return lambda: None

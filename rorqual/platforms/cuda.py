@@ -5,15 +5,44 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rorqual.errors import CapacityError
-from rorqual.platforms.base import Pieces, Platform, T
+from rorqual.platforms.base import Pieces, Platform, Staging, T
+
+
+class PinnedStaging(Staging):
+    """Two buffers in turn, and a stream of its own."""
+
+    def __init__(self, device: torch.device, size: int):
+        self.stream = torch.cuda.Stream(device)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        # threads that wait leave the processor to those that read
+        self.copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        self.turn = 0
+        self.entered = torch.cuda.stream(self.stream)
+
+    def __enter__(self) -> PinnedStaging:
+        self.entered.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.entered.__exit__(*raised)
+        self.stream.synchronize()
+
+    def buffer(self) -> Tensor:
+        self.turn = 1 - self.turn
+        self.copied[self.turn].synchronize()
+        return self.buffers[self.turn]
+
+    def sent(self) -> None:
+        self.copied[self.turn].record(self.stream)
 
 
 class CudaPlatform(Platform):
@@ -32,6 +61,8 @@ class CudaPlatform(Platform):
         # kernels, streams and events are made on the current GPU; a process has one
         torch.cuda.set_device(device)
         self.pool: Any = None
+        self.capturing = threading.Lock()
+        self.side: torch.cuda.Stream | None = None
 
     def _graph_pool(self) -> Any:
         """All captured graphs share one."""
@@ -43,6 +74,21 @@ class CudaPlatform(Platform):
         """The current device is a thread's own: steps may be launched by another thread than the
         one that made the engine."""
         return torch.cuda.device(self.device)
+
+    @contextmanager
+    def background(self) -> Iterator[Callable[[], None]]:
+        """A stream of its own. While a graph is captured the driver takes no calls of other
+        threads that might wait."""
+        with self.capturing, torch.cuda.device(self.device):
+            if self.side is None:
+                self.side = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self.side):
+                yield self.side.synchronize
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
     def describe(self) -> str:
         return (
@@ -91,9 +137,16 @@ class CudaPlatform(Platform):
                 "be pinned"
             ) from error
 
+    def staging(self, size: int) -> Staging:
+        return PinnedStaging(self.device, size)
+
     def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Run twice on a side stream first: kernels compile, libraries make their workspaces.
         All captured graphs share one memory pool."""
+        with self.capturing:
+            return self._capture(work)
+
+    def _capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):

@@ -56,6 +56,11 @@ class ServeConfig:
         "it), or both.",
         choices=("rorqual", "vllm", "both"),
     )
+    profile_dir: str | None = _server(
+        None,
+        "A folder: POST /start_profile, from this machine and with the API key, has the next steps "
+        "recorded into it, for Perfetto. Without it there is no such route.",
+    )
     structured: bool = option(
         True,
         "Offer grammars; needs xgrammar and a process to compile in.",
@@ -70,6 +75,11 @@ class ServeConfig:
         if self.replicas < 1:
             raise ConfigError(f"replicas={self.replicas} is out of range; accepted: at least 1")
         check_options(self)
+        if self.engine.get("expert_balance", "natural") != "natural":
+            raise ConfigError(
+                f"expert_balance={self.engine['expert_balance']!r} changes tokens and is for "
+                "benchmarks; accepted by a server: natural"
+            )
         if self.api_key is not None and not any(map(str.strip, self.api_key.split(","))):
             raise ConfigError(
                 f"api_key={self.api_key!r} holds no key; accepted: keys with commas between them, "

@@ -60,6 +60,7 @@ def run(config: ServeConfig, version: str) -> int:
     folder = model_folder(config.model)
     served = read_served(config, folder)
     options = engine_options(config, folder)
+    profile_dir(config)  # raises ConfigError before anything is loaded
     sock = _bind(config)
     try:
         import uvloop
@@ -113,6 +114,20 @@ def _names(config: ServeConfig, folder: Path) -> tuple[str, ...]:
     if folder == Path(BUNDLED):
         return ("rorqual-bundled",)
     return (config.model or folder.name,)
+
+
+def profile_dir(config: ServeConfig) -> Path | None:
+    """The folder for profiles, made where it is not there."""
+    if config.profile_dir is None:
+        return None
+    folder = Path(config.profile_dir).expanduser().absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"profile_dir={config.profile_dir!r} is no folder that can be written: {error.strerror}"
+        ) from None
+    return folder
 
 
 def _bind(config: ServeConfig) -> socket.socket:
@@ -169,7 +184,7 @@ async def serve(
     fleet = EnginePool(options, limits, config.restart, config.stall, config.structured, where)
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)
-    app = with_cors(create_app(api, config.api_key), config.cors)
+    app = with_cors(create_app(api, config.api_key, profile_dir(config)), config.cors)
     server = HttpServer(_uvicorn(app, limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -242,6 +257,10 @@ async def _announce(api: Api, sock: socket.socket) -> None:
     while not api.fleet.healthy:
         await asyncio.sleep(0.05)
     check_open_files(api.fleet.room)
+    slowest = max(api.fleet.clients, key=lambda client: client.start_seconds)
+    phases = {"api": api.fleet.began, **slowest.startup}
+    told = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    log.warning("ready after %.1f s: %s", sum(phases.values()), told)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.warning(

@@ -31,11 +31,23 @@ class ResetPrefix(msgspec.Struct, tag="reset", array_like=True, frozen=True):
     """Drop every cached page that nobody uses."""
 
 
+class StartTrace(msgspec.Struct, tag="trace", array_like=True, frozen=True):
+    """Record the next steps into files that begin with `prefix`, which the API process made of
+    the folder it was given. One at a time."""
+
+    prefix: str
+    steps: int
+
+
+class StopTrace(msgspec.Struct, tag="untrace", array_like=True, frozen=True):
+    """Record no further step, and write those that were."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True, frozen=True):
     """Leave after this message; nothing under way is finished."""
 
 
-ToEngine = Add | Cancel | ResetPrefix | Shutdown
+ToEngine = Add | Cancel | ResetPrefix | StartTrace | StopTrace | Shutdown
 
 
 class Output(msgspec.Struct, array_like=True):
@@ -66,7 +78,8 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
-    """Sent once, when the engine can serve. `startup`: seconds by phase."""
+    """Sent once, when the engine can serve. `startup`: seconds by phase, from the start of its
+    process to this message."""
 
     pid: int
     model: str
@@ -94,7 +107,9 @@ class RequestTimes(msgspec.Struct, array_like=True, frozen=True):
 class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     """Counts since the engine started, gauges of this moment, histograms as cumulative counts,
     and the requests that ended since the last snapshot. expert_load: tokens by layer and logical
-    expert, where recorded. prompts and cached_prompts: tokens of the prompts whose first token has
+    expert, where recorded; expert_balancedness: by layer, of the last windows. expert_moves:
+    rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
+    moved. prompts and cached_prompts: tokens of the prompts whose first token has
     come, and how many of those the prefix cache held; prompt_tokens are those computed."""
 
     at: float
@@ -117,6 +132,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert_load: list[list[int]] = []
     prompts: int = 0
     cached_prompts: int = 0
+    expert_balancedness: list[float] = []
+    expert_moves: list[int] = []
 
 
 class HistogramState(msgspec.Struct, array_like=True):
@@ -127,6 +144,13 @@ class HistogramState(msgspec.Struct, array_like=True):
     total: float
 
 
+class TraceDone(msgspec.Struct, tag="traced", array_like=True, frozen=True):
+    """What came of StartTrace: the files that were written, and why others were not."""
+
+    files: list[str]
+    errors: list[str]
+
+
 class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
     """The engine cannot go on. `user`: because of how it was started (the message says what to
     change), not of a defect."""
@@ -135,7 +159,7 @@ class Dying(msgspec.Struct, tag="dying", array_like=True, frozen=True):
     user: bool
 
 
-FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | Dying
+FromEngine = StepOutputs | Refused | EngineInfo | Snapshot | TraceDone | Dying
 
 
 def encoder() -> msgspec.msgpack.Encoder:

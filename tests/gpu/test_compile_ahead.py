@@ -14,12 +14,13 @@ from triton.runtime.jit import JITFunction
 
 from rorqual import LLM, SamplingParams
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs
+from tests.gpu.choice import rarely
 
 TEXTS = ["The captain of the ship", "In the beginning", "It was a dark night and the"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", *rarely("float32")])
+@pytest.mark.parametrize("num_speculative_tokens", [2, *rarely(0)])
 def test_kernels_compiled_ahead(
     num_speculative_tokens: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from rorqual.bench.comm import run as comm
 from rorqual.config.hf import read_config_file
-from rorqual.config.model import MoEConfig
+from rorqual.config.model import ModelConfig, MoEConfig
 from rorqual.config.parallel import ParallelConfig
 from rorqual.engine.scheduling.dp_scheduler import DataParallelScheduler
+from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
@@ -29,6 +31,7 @@ from rorqual.ops import reference
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.comm_volume import step_messages
+from rorqual.parallel.eplb.placement import place
 from rorqual.parallel.exchange import ExpertStore, SlotMap
 from rorqual.parallel.exchange_select import make_exchange
 from rorqual.parallel.group_axis import GroupAxis
@@ -73,17 +76,40 @@ def idle(world: int, sizes: dict[str, Any], **_: Any) -> None:
     mesh_of(sizes, world)
 
 
+def slot_maps(config: ModelConfig, sizes: dict[str, Any]) -> dict[int, SlotMap]:
+    """Of each layer another one, where experts have copies: the hot experts are the layer's own."""
+    parallel = ParallelConfig(**sizes)
+    if not parallel.redundant_experts:
+        return {}
+    experts = config.moe.num_experts
+    layers = config.num_layers + config.num_mtp_layers
+    loads = np.random.default_rng(0).lognormal(0, 1, (layers, experts))
+    rows = place(loads, parallel.expert_slots(experts), parallel.ep).tolist()
+    return {layer: SlotMap(tuple(row), experts) for layer, row in enumerate(rows)}
+
+
 def model_of(
     sizes: dict[str, Any],
     world: int,
     folder: str,
     forms: Forms = DEFAULT_FORMS,
     seed: int | None = None,
+    fixed_experts: bool = False,
 ) -> Transformer:
     config = read_config_file(folder)
+    if fixed_experts:
+        check_fixed_experts(config, ParallelConfig(**sizes))
     model = make_model(
         config,
-        Build(CpuOps(), torch.float32, CPU, config.quant, mesh=mesh_of(sizes, world)),
+        Build(
+            CpuOps(),
+            torch.float32,
+            CPU,
+            config.quant,
+            mesh=mesh_of(sizes, world),
+            slot_maps=slot_maps(config, sizes),
+            fixed_experts=fixed_experts,
+        ),
         256,
         *forms,
     )
@@ -110,12 +136,13 @@ def compare(
     forms: Forms = DEFAULT_FORMS,
     seed: int | None = None,
     peers: str = "",
+    fixed_experts: bool = False,
 ) -> dict[str, Any]:
     """Walk through the schedule and compare with the logits of one process: the largest
     difference, greedy tokens that differ beyond a tie, and how many positions were compared
     here. peers: a folder for memory that the ranks share, taken by steps of few rows."""
     known = load_file(answers)
-    model = model_of(sizes, world, folder, forms, seed)
+    model = model_of(sizes, world, folder, forms, seed, fixed_experts)
     shared = None
     taking = ""
     if peers:
@@ -167,9 +194,9 @@ def predict(
 ) -> dict[str, list[float]]:
     """Logits of the prediction module by "request,position", random weights."""
     config = read_config_file(folder)
-    model = make_model(
-        config, Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world)), 256, with_mtp=True
-    )
+    maps = slot_maps(config, sizes)
+    build = Build(CpuOps(), torch.float32, CPU, mesh=mesh_of(sizes, world), slot_maps=maps)
+    model = make_model(config, build, 256, with_mtp=True)
     random_weights(model, 0)
     driver = RankDriver(model, len(prompts), max(lengths))
     found = {}

@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rorqual.config.hf import read_config
+from rorqual.config.hf import read_config, read_config_file
+from rorqual.config.parallel import ParallelConfig
+from rorqual.errors import ConfigError
+from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.models.hub import BUNDLED
 from rorqual.ops.cpu.backend import CpuOps
 from tests.emulation.triton_interpreter import DEVICE, needs_triton
-from tests.models.checkpoints import CLASSES, OPTIONS, VOCAB, save
+from tests.models.checkpoints import CLASSES, OPTIONS, OPTIONS_FP8, VOCAB, save, save_fp8
 from tests.models.driver import all_logits, load
 from tests.parallel import jobs, matrix
 from tests.parallel.driver import homes
@@ -41,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory):
     def get(option: str, forms: tuple[str, str] = ("CC", "A_CC_ME")) -> dict[str, Any]:
         if (option, forms) not in known:
             folder = tmp_path_factory.mktemp(option)
-            save(option, folder)
+            (save_fp8 if option in OPTIONS_FP8 else save)(option, folder)
             ids = torch.randint(
                 0, VOCAB, (len(PROMPTS), max(LENGTHS)), generator=torch.Generator().manual_seed(5)
             )
@@ -173,8 +176,61 @@ def test_mla_forms_over_heads(pool: RankPool, saved, forms: tuple[str, str], sha
     check(pool, {"tp": 2, "sequence_parallel": sharded}, saved("v3-narrow-latents", forms))
 
 
+REDUNDANT = [
+    ("v3", {"dp": 2, "ep": 2, "redundant_experts": 4}),
+    ("v3", {"dp": 4, "ep": 4, "redundant_experts": 8, "exchange": "alltoall"}),
+    ("v3", {"dp": 4, "ep": 4, "redundant_experts": 4, "exchange": "low_latency"}),
+    ("v3", {"dp": 4, "ep": 2, "redundant_experts": 16}),
+    ("v3", {"tp": 2, "ep": 2, "redundant_experts": 2}),
+    ("v3", {"tp": 4, "ep": 4, "redundant_experts": 8, "sequence_parallel": True}),
+    ("v2-grouped", {"tp": 2, "dp": 2, "ep": 4, "redundant_experts": 4}),
+    ("qwen", {"dp": 2, "pp": 2, "ep": 2, "redundant_experts": 6}),
+    ("fp8", {"dp": 2, "ep": 2, "redundant_experts": 4, "exchange": "alltoall"}),
+    ("fp8", {"dp": 4, "ep": 4, "redundant_experts": 8, "exchange": "low_latency"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("option", "sizes"), REDUNDANT, ids=[f"{option}-{sizes}" for option, sizes in REDUNDANT]
+)
+def test_copies_of_experts(pool: RankPool, saved, option: str, sizes: dict[str, Any]) -> None:
+    """Experts out of order, many twice, in each layer others: the same logits."""
+    check(pool, sizes, saved(option))
+
+
+FIXED: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 2, "exchange": "alltoall"},
+    {"dp": 2, "tp": 2, "ep": 2, "exchange": "low_latency"},
+    {"tp": 2},
+    {"tp": 2, "ep": 2, "redundant_experts": 2},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 4},
+    {"dp": 2, "pp": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", FIXED, ids=str)
+def test_dense_layers_as_fixed_experts(pool: RankPool, saved, sizes: dict[str, Any]) -> None:
+    """A dense layer of 96 columns as one shared and two fixed experts of 32: the same logits."""
+    check(pool, sizes, saved("v3"), fixed_experts=True)
+
+
+def test_dense_layers_that_cannot_be_cut_into_experts(saved) -> None:
+    folder = saved("v3")["folder"]
+    for sizes, said in (
+        ({"dp": 4, "ep": 4}, "ep=4 does not divide the 2 experts of a dense layer"),
+        ({"dp": 3, "dense_tp": 3}, "dense_tp=3 cuts the shared 32 columns"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_fixed_experts(read_config_file(folder), ParallelConfig(**sizes))
+    config = json.loads((Path(folder) / "config.json").read_text())
+    with pytest.raises(ConfigError, match="a dense layer of 100 columns is no multiple"):
+        check_fixed_experts(read_config(dict(config, intermediate_size=100)), ParallelConfig())
+
+
 MTP_SIZES = [
     {"tp": 2},
+    {"dp": 2, "ep": 2, "redundant_experts": 4},
     {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True},
     {"dp": 4, "ep": 2, "embed_tp": 2, "head_tp": 4},
     {"tp": 2, "pp": 2},

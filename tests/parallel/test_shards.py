@@ -17,9 +17,11 @@ from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError, LoadError
 from rorqual.layers.parameter import Build, Target
-from rorqual.models.loader import TensorReader, load_weights, random_weights
+from rorqual.models import loader
+from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
+from rorqual.models.weight_reader import FilePart
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.reference import Weight, dequantize
 from rorqual.parallel.mesh import Mesh
@@ -142,15 +144,17 @@ def test_random_shards_are_windows_of_the_unsharded_draw(
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    read = TensorReader._read
+    """Values that are read: of a mapping, those that are picked."""
+    real = loader.fill
     sizes = []
 
-    def counting(self: TensorReader, part: tuple[slice, ...]) -> Tensor:
-        data = read(self, part)
-        sizes.append(data.numel())
-        return data
+    def counting(pieces: list[FilePart], *rest: Any) -> None:
+        for piece in pieces:
+            found = torch.empty(piece.shape, device="meta")
+            sizes.append(found.numel() if piece.inner is None else found[:, piece.inner].numel())
+        real(pieces, *rest)
 
-    monkeypatch.setattr(TensorReader, "_read", counting)
+    monkeypatch.setattr(loader, "fill", counting)
     return sizes
 
 
@@ -335,6 +339,8 @@ def test_cache_of_a_rank() -> None:
         ({"dp": 2, "ep": 2, "exchange": "allgather_tp"}, "needs ep=1, got ep=2"),
         ({"dp": 2, "exchange": "alltoall"}, "needs ep of at least 2"),
         ({"exchange": "nccl"}, "exchange='nccl' is not known"),
+        ({"dp": 2, "redundant_experts": 2}, "redundant_experts=2 needs ep of at least 2"),
+        ({"dp": 2, "ep": 2, "redundant_experts": -2}, "redundant_experts=-2 must be an integer"),
     ],
 )
 def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], words: str) -> None:
@@ -352,6 +358,12 @@ def test_sizes_that_do_not_fit_together(sizes: dict[str, Any], words: str) -> No
             "neither divides nor is a multiple of",
         ),
         (QWEN, {"dp": 16, "ep": 16}, "ep=16 does not divide the model's 8 experts"),
+        (
+            QWEN,
+            {"dp": 4, "ep": 4, "redundant_experts": 6},
+            "must divide the 14 slots.*accepted: 0, 4, 8 ... up to 24",
+        ),
+        (QWEN, {"dp": 2, "ep": 2, "redundant_experts": 10}, "must divide the 18 slots"),
         (QWEN, {"pp": 4}, "pp=4 exceeds the model's 3 layers"),
         (
             {**QWEN, "tie_word_embeddings": True},

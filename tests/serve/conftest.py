@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,12 @@ MODEL = "rorqual-bundled"
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Any]:
+def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="session")
+def server(profile_dir: Path) -> Iterator[Any]:
     from tests.serve.running import start_server
 
     options = (
@@ -31,6 +37,8 @@ def server() -> Iterator[Any]:
         "on",
         "--metrics-names",
         "both",
+        "--profile-dir",
+        str(profile_dir),
     )
     with start_server(
         *options, "--max-n", "8", "--max-body-bytes", "200000", "--max-regex-size", "512"

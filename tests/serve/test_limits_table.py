@@ -40,6 +40,7 @@ from rorqual.serve.http import (
     unknown_fields,
 )
 from rorqual.serve.http.blocks import tagged
+from rorqual.serve.http.tracing import routes
 from rorqual.serve.limits import ServerLimits
 from rorqual.text import chat_template, grammar_process
 from rorqual.text.grammar_limits import GrammarLimits
@@ -171,6 +172,10 @@ ROWS: dict[str, list[Any]] = {
     "time that open requests have": [SERVER.drain],
     "time a server without": [launch.RED_SECONDS],
     "history of the dashboard": [history.KEPT_SECONDS, history.LATENCY_SECONDS],
+    "steps of a profile": [routes.MOST_STEPS, routes.DEFAULT_STEPS],
+    "profiles in the folder": [routes.MOST_PROFILES],
+    "characters of a profile's name": [routes.LONGEST_NAME],
+    "time that /stop_profile waits": [routes.WRITE_SECONDS],
     "requests in recent": [ended_kept(), engine_metrics.MOST_ENDED],
 }
 

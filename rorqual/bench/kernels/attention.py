@@ -105,6 +105,9 @@ def relative(out: list[Tensor], expected: list[Tensor]) -> float:
     return ((x - y).norm() / y.norm()).item() if x.isfinite().all() else float("nan")
 
 
+MOST_SCORES = 1 << 24  # fp64 scores held at once
+
+
 def exact_entries(rows: Tensor) -> Tensor:
     """Rows [n, 656] of an fp8 cache as entries [n, 576] in fp64, rounded nowhere."""
     latent, scales, rope = reference.latent_parts(rows, 512, torch.bfloat16)
@@ -116,23 +119,22 @@ def exact_entries(rows: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """fp64 attention of one request, bottom-right causal: q [Q, H, D], k [L, G, D], v [L, G,
     Dv]."""
-    queries = q.shape[0]
-    length = k.shape[0]
-    share = q.shape[1] // k.shape[1]
-    out = []
-    for head in range(q.shape[1]):
-        scores = q[:, head].double() @ k[:, head // share].double().T * scale
-        hidden = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu(
-            length - queries + 1
-        )
-        out.append(
-            scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[:, head // share].double()
-        )
-    return (
-        torch.stack(out, 1)
-        if length
-        else torch.zeros(queries, q.shape[1], v.shape[2], dtype=torch.float64, device=q.device)
+    queries, heads = q.shape[:2]
+    length, groups = k.shape[:2]
+    if not length:
+        return torch.zeros(queries, heads, v.shape[2], dtype=torch.float64, device=q.device)
+    hidden = torch.ones(queries, length, dtype=torch.bool, device=q.device).triu(
+        length - queries + 1
     )
+    some = max(1, MOST_SCORES // (queries * length))  # heads at once
+    out = []
+    for group, own in enumerate(q.transpose(0, 1).split(heads // groups)):
+        keys = k[:, group].double().T
+        values = v[:, group].double()
+        for part in own.split(some):
+            scores = part.double() @ keys * scale
+            out.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values)
+    return torch.cat(out).transpose(0, 1)
 
 
 def shape_name(requests: int, longest: int, heads: str, queries: int, mixed: bool) -> str:

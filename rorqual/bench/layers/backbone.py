@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rorqual.config.model import ModelConfig
-from rorqual.layers.moe import DenseMLP, MoE
+from rorqual.layers.moe import MoE
 from rorqual.layers.parameter import Build, Target
 from rorqual.models.deepseek import Deepseek
 from rorqual.models.qwen3_moe import Qwen3Moe
-from rorqual.models.transformer import Transformer
+from rorqual.models.transformer import MLP, Transformer
 from rorqual.ops.reference import ExpertWeights, Weight
 from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.layout import Layout
@@ -34,6 +34,9 @@ class NowhereExchange:
         return x
 
     def dense_rows(self, ticket: Tensor) -> None: ...
+
+    def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:
+        """It has no experts to lie anywhere."""
 
     def run_experts(self, ticket: Tensor, dense: Tensor | None = None) -> None: ...
 
@@ -57,7 +60,7 @@ class ExpertlessMoE(MoE):
 
 
 class DeepseekBackbone(Deepseek):
-    def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
+    def make_mlp(self, build: Build, index: int, prefix: str) -> MLP:
         sparse = self.config.moe_layers[index]
         return (
             ExpertlessMoE(build, f"{prefix}.mlp", self.config)
@@ -67,7 +70,7 @@ class DeepseekBackbone(Deepseek):
 
 
 class QwenBackbone(Qwen3Moe):
-    def make_mlp(self, build: Build, index: int, prefix: str) -> DenseMLP | MoE:
+    def make_mlp(self, build: Build, index: int, prefix: str) -> MLP:
         sparse = self.config.moe_layers[index]
         return (
             ExpertlessMoE(build, f"{prefix}.mlp", self.config)

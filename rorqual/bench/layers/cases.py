@@ -22,8 +22,9 @@ from rorqual.layers.mla import MLA
 from rorqual.layers.moe import DenseMLP, MoE, run_stages
 from rorqual.layers.parameter import Build, Target
 from rorqual.layers.rotary import Rotary
-from rorqual.models.loader import fill_normal
+from rorqual.models.loader import Draw, fill_normal
 from rorqual.models.transformer import HiddenState, Layer, forward_layers
+from rorqual.ops import rng
 from rorqual.ops.deferred_sum import summed
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
 from rorqual.ops.select import ops_for
@@ -49,7 +50,8 @@ PARTS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class LayerCase:
     """One thing to time. phase: tokens (n tokens) | prefill (one prompt of n) | decode (one
-    token a request, KV length n)."""
+    token a request, KV length n). on_host: the host's own work counts, done by one thread: several
+    wait for one another where the machine is busy."""
 
     module: str
     variant: str
@@ -60,6 +62,7 @@ class LayerCase:
     parameters: int
     cache_bytes: int = 0
     experts_hit: int | None = None
+    on_host: bool = False
 
 
 class Layers(Protocol):
@@ -121,13 +124,13 @@ class LayerBench:
         return costs.kv_bytes_per_token(self.config, self.format(form)) // self.config.num_layers
 
 
-def fill(layers: Layers) -> None:
+def fill(layers: Layers, draw: Draw = rng.draw_normal) -> None:
     """Random weights drawn as `models.loader.random_weights` draws them."""
     for target in layers.targets():
         if not target.covers and target.std is None:
             target.view.fill_(target.fill)
         elif not target.covers:
-            fill_normal(target.view, target.name, SEED, target.std or 0.0)
+            fill_normal(target.view, target.name, SEED, target.std or 0.0, draw=draw)
 
 
 def size_of(layers: Layers) -> int:
@@ -184,8 +187,8 @@ class Cache:
 
 def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Where the table lies: `device`; and where that is not the host, `cpu` (rows gathered by
-    the host), `cpu+h2d` (and copied over) and `pinned` (read by the device's own kernel, as
-    `embed_device: cpu` does)."""
+    one thread of the host), `cpu+h2d` (and copied over) and `pinned` (read by the device's own
+    kernel, as `embed_device: cpu` does)."""
     config = bench.config
     ops = bench.build.ops
     platform = bench.platform
@@ -201,7 +204,16 @@ def embed_cases(bench: LayerBench) -> Iterator[LayerCase]:
     for variant, run in runs.items():
         for n, ids in draws.items():
             cost = Op("embed", "embedding", 0, float(n * config.hidden_size * table.element_size()))
-            yield LayerCase("embed_tokens", variant, "tokens", n, run(ids), cost, table.numel())
+            yield LayerCase(
+                "embed_tokens",
+                variant,
+                "tokens",
+                n,
+                run(ids),
+                cost,
+                table.numel(),
+                on_host=variant.startswith("cpu"),
+            )
 
 
 def mlp_cases(bench: LayerBench) -> Iterator[LayerCase]:
@@ -210,7 +222,7 @@ def mlp_cases(bench: LayerBench) -> Iterator[LayerCase]:
     mlp = DenseMLP(
         bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.dense_intermediate
     )
-    fill(mlp)
+    fill(mlp, bench.build.ops.draw_normal)
     for n in bench.tokens:
         cost = bench.cost("mlp", BatchShape(1, n), layers=(layer,))
         yield LayerCase(
@@ -225,7 +237,7 @@ def mla_cases(bench: LayerBench) -> Iterator[LayerCase]:
         layer = MLA(
             bench.build, bench.config, 0, "model.layers.0.self_attn", prefill=form, decode=form
         )
-        fill(layer)
+        fill(layer, bench.build.ops.draw_normal)
         layer.finalize()
         yield from _attention_cases(
             bench, "mla", form, layer, costs.attention_parameters(bench.config, form)
@@ -234,7 +246,7 @@ def mla_cases(bench: LayerBench) -> Iterator[LayerCase]:
 
 def gqa_cases(bench: LayerBench) -> Iterator[LayerCase]:
     layer = GQA(bench.build, bench.config, 0, "model.layers.0.self_attn")
-    fill(layer)
+    fill(layer, bench.build.ops.draw_normal)
     yield from _attention_cases(bench, "gqa", "GQA", layer, size_of(layer))
 
 
@@ -260,7 +272,7 @@ def dense_layer_cases(bench: LayerBench) -> Iterator[LayerCase]:
     model = make_backbone(
         replace(config, num_layers=1, moe_layers=(False,), vocab_size=1), bench.build
     )
-    fill(model)
+    fill(model, bench.build.ops.draw_normal)
     model.finalize()
     layer = model.layers[0]
     cache = Cache(bench, "A_CC_ME")
@@ -317,7 +329,7 @@ def moe_cases(bench: LayerBench) -> Iterator[LayerCase]:
     config = bench.config
     layer = bench.config.moe_layers.index(True)
     moe = ForcedMoE(bench.build, f"model.layers.{layer}.mlp", config.hidden_size, config.moe)
-    fill(moe)
+    fill(moe, bench.build.ops.draw_normal)
     for kind in ("natural", "uniform", "zipf"):
         for n in bench.tokens:
             x = bench.hidden(n)
@@ -365,7 +377,7 @@ def backbone_cases(bench: LayerBench) -> Iterator[LayerCase]:
     """Every layer without its routed experts; no embedding, no head."""
     config = bench.config
     model = make_backbone(replace(config, vocab_size=1), bench.build)
-    fill(model)
+    fill(model, bench.build.ops.draw_normal)
     model.finalize()
     layers = model.layers
     held = sum(map(size_of, model.layers))

@@ -1,14 +1,16 @@
 """The per-module sweep: how long each kind of layer takes at n tokens, or against n cached ones, on
 the device at hand.
 
-Every call is timed alone, from an idle device to an idle device, and the median is kept: launch
-costs are in it. Weights and hidden states are random, never zero, and every routing prints the
-experts it hit, without which an MoE figure says nothing.
+Medians are kept. On a device with graphs what decodes, and what has tokens alone, is captured and
+replayed (timing.py); prompts and embeddings are timed call by call, launch costs included. Weights
+and hidden states are random, never zero, and every routing prints the experts it hit, without which
+an MoE figure says nothing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +22,14 @@ from rich.table import Table
 
 from rorqual.bench.info import count
 from rorqual.bench.layers.cases import CASES, LayerBench, LayerCase, check_memory, modules_of
+from rorqual.bench.layers.timing import (
+    TIMINGS,
+    DeviceRates,
+    compile_ahead,
+    measure,
+    measure_captured,
+    threads,
+)
 from rorqual.cache.spec import DTYPE_BYTES
 from rorqual.config.hf import read_config_file
 from rorqual.config.model import ModelConfig
@@ -27,12 +37,13 @@ from rorqual.errors import ConfigError
 from rorqual.models.hub import model_folder
 from rorqual.planner.costs.costs import expected_experts
 from rorqual.platforms import make_platform
-from rorqual.platforms.base import Platform
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-WARM_UPS = 2
-MOST_CALLS = 1000
+log = logging.getLogger("rorqual.bench")
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+CALLED = ("embed_tokens",)  # modules whose variants are compared with what a host does
 COLLAPSED = 0.5  # of the experts that uniform routing hits
+TOLD = {"call": "call by call", "graph": "captured, in a row"}
 PHASES = {
     "tokens": "n tokens",
     "prefill": "one prompt of n tokens",
@@ -46,6 +57,7 @@ class LayerRow:
     computes and must read (planner/costs/costs.py).
 
     cache_bytes: of one token, over the module's layers; `experts_expected` under uniform routing.
+    timing: call or graph. floor: seconds, where the device's rates were measured.
     """
 
     module: str
@@ -62,6 +74,8 @@ class LayerRow:
     cache_bytes: int
     experts_hit: int | None = None
     experts_expected: float | None = None
+    timing: str = "call"
+    floor: float | None = None
 
     @property
     def collapsed(self) -> bool:
@@ -86,15 +100,24 @@ def bench(
     dtype: str = "auto",
     repeats: int = 5,
     requests: int = 1,
-    threads: int | None = None,
     ignore_fields: Iterable[str] = (),
+    timing: str = "auto",
+    limit: float = 600.0,
 ) -> list[LayerRow]:
     """`sweep` of a model given by folder or Hugging Face id (None: the bundled one); only its
     config.json is read."""
     config = read_config_file(model_folder(model, weights=False), ignore_fields)
-    if threads:
-        torch.set_num_threads(threads)
-    return sweep(config, modules, tokens or TOKENS, device, dtype, repeats, requests=requests)
+    return sweep(
+        config,
+        modules,
+        tokens or TOKENS,
+        device,
+        dtype,
+        repeats,
+        requests=requests,
+        timing=timing,
+        limit=limit,
+    )
 
 
 def sweep(
@@ -107,25 +130,69 @@ def sweep(
     min_seconds: float = 0.02,
     requests: int = 1,
     progress: Callable[[LayerRow], None] | None = None,
+    timing: str = "auto",
+    limit: float = 600.0,
 ) -> list[LayerRow]:
     """Measure `modules` (None: all the model has), each time at least `repeats` calls and
-    `min_seconds`. Raises ConfigError for a module the model lacks, CapacityError where the
-    weights of one do not fit."""
+    `min_seconds`; none is begun after `limit` seconds. Raises ConfigError for a module the model
+    lacks, CapacityError where the weights of one do not fit."""
     chosen = _check_modules(config, modules)
     name = config.dtype if dtype == "auto" else dtype
     _check_sizes(name, tokens, repeats, requests)
-    setup = LayerBench(config, make_platform(device), getattr(torch, name), tuple(tokens), requests)
+    platform = make_platform(device)
+    if timing not in TIMINGS or (timing == "graph" and not platform.has_graphs):
+        accepted = TIMINGS if platform.has_graphs else TIMINGS[:2]
+        raise ConfigError(f"timing={timing!r}; accepted here: {', '.join(accepted)}")
+    setup = LayerBench(config, platform, getattr(torch, name), tuple(tokens), requests)
     check_memory(setup, chosen)
+    began = time.monotonic()
     rows = []
-    with torch.inference_mode(), setup.platform.stream():
+    with torch.inference_mode(), platform.stream():
+        rates = DeviceRates.measured(platform) if platform.name == "cuda" else None
         for module in chosen:
-            for case in CASES[module](setup):
-                rows.append(
-                    _row(setup, case, measure(case.run, setup.platform, repeats, min_seconds))
-                )
+            if time.monotonic() - began > limit:
+                log.warning("%s was left out: %g s are over", module, limit)
+                continue
+            cases = list(CASES[module](setup))
+            compile_ahead(setup.build.ops, [case.run for case in cases])
+            while cases:  # the last one holds the module's weights
+                if time.monotonic() - began > limit:
+                    log.warning("%s was cut short: %g s are over", module, limit)
+                    cases.clear()
+                    break
+                rows.append(_measured(setup, cases.pop(0), repeats, min_seconds, timing, rates))
                 if progress:
                     progress(rows[-1])
+            platform.release_memory()
     return rows
+
+
+def _measured(
+    setup: LayerBench,
+    case: LayerCase,
+    repeats: int,
+    min_seconds: float,
+    timing: str,
+    rates: DeviceRates | None,
+) -> LayerRow:
+    called = case.phase == "prefill" or case.module in CALLED
+    how = timing if timing != "auto" else "call" if called else "graph"
+    if case.on_host or not setup.platform.has_graphs:
+        how = "call"
+    times: list[float] = []
+    if how == "graph":
+        try:
+            times = measure_captured(case.run, setup.platform, repeats, min_seconds)
+        except RuntimeError as error:
+            log.warning("%s %s is called, not captured: %s", case.module, case.variant, error)
+            how = "call"
+    if not times:
+        with threads(1 if case.on_host else None):
+            times = measure(case.run, setup.platform, repeats, min_seconds)
+    # operations of quantized weights have another rate than those in bf16
+    judged = rates is not None and not case.on_host and case.variant != "pinned"
+    floor = rates.floor(case.cost) if rates is not None and judged else None
+    return replace(_row(setup, case, times), timing=how, floor=floor)
 
 
 def _check_modules(config: ModelConfig, modules: Sequence[str] | None) -> list[str]:
@@ -152,22 +219,6 @@ def _check_sizes(dtype: str, tokens: Sequence[int], repeats: int, requests: int)
             raise ConfigError(f"{name}={value} must be at least 1")
     if not tokens:
         raise ConfigError("tokens is empty; give at least one size")
-
-
-def measure(
-    run: Callable[[], object], platform: Platform, repeats: int, min_seconds: float
-) -> list[float]:
-    """Seconds of each call."""
-    for _ in range(WARM_UPS):
-        run()
-    platform.synchronize()
-    times: list[float] = []
-    while len(times) < repeats or (sum(times) < min_seconds and len(times) < MOST_CALLS):
-        start = time.perf_counter()
-        run()
-        platform.synchronize()
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def _row(setup: LayerBench, case: LayerCase, times: list[float]) -> LayerRow:
@@ -205,13 +256,16 @@ def print_table(rows: Iterable[LayerRow], console: Console | None = None) -> Non
         groups.setdefault((row.module, row.phase), []).append(row)
     for (module, phase), group in groups.items():
         requests = f", {group[0].requests} requests" if group[0].requests > 1 else ""
-        console.print(f"\n[bold]{module}[/bold]: ms, {PHASES[phase]}{requests}")
+        how = " and ".join(sorted({TOLD[row.timing] for row in group}))
+        console.print(f"\n[bold]{module}[/bold]: ms, {PHASES[phase]}{requests}; {how}")
         console.print(_table(group))
         if any(row.collapsed for row in group):
             console.print(
                 "! collapsed routing: fewer than half the experts that uniform routing would "
                 "hit; do not plan with these figures"
             )
+        if any(row.floor for row in group):
+            console.print("%: of the floor by bytes and bf16 operations, at rates measured here")
         if any(row.noisy for row in group):
             console.print("~ more than twice the fastest call: the machine was busy")
 
@@ -229,13 +283,15 @@ def _table(rows: list[LayerRow]) -> Table:
         )
     for n in dict.fromkeys(row.n for row in rows):
         by_variant = {row.variant: row for row in rows if row.n == n}
-        table.add_row(str(n), *(_cell(by_variant[variant]) for variant in variants))
+        found = map(by_variant.get, variants)
+        table.add_row(str(n), *("" if row is None else _cell(row) for row in found))
     return table
 
 
 def _cell(row: LayerRow) -> str:
     hit = "" if row.experts_hit is None else f" ({row.experts_hit}{'!' if row.collapsed else ''})"
-    return f"{row.seconds * 1e3:.4g}{'~' if row.noisy else ''}{hit}"
+    share = "" if row.floor is None else f" {100 * row.floor / row.seconds:.0f}%"
+    return f"{row.seconds * 1e3:.4g}{'~' if row.noisy else ''}{hit}{share}"
 
 
 def as_json(rows: Iterable[LayerRow], **about: object) -> str:

@@ -1,5 +1,5 @@
-"""Where a decode step's time goes on a GPU: time by kernel, and how long the GPU waited between
-kernels.
+"""Where a decode step's time goes: a trace of steps, and on a GPU time by kernel and how long the
+GPU waited between kernels.
 
 torch's profiler says when each kernel and copy ran. Kernels may overlap (one starts while the one
 before ends), so busy time is the union of their spans. A wait longer than WAIT_US is none between
@@ -10,14 +10,15 @@ wait is what the GPU takes to begin a captured step.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
-from rorqual.platforms.base import Platform
 from rorqual.request import SamplingParams
 
 WAIT_US = 5.0
@@ -119,20 +120,26 @@ def summarize(spans: Sequence[Span], steps: int, launches: Sequence[float] = ())
     )
 
 
-def check_platform(platform: Platform) -> None:
-    """Raises ConfigError where there is no GPU."""
-    if platform.name != "cuda":
-        raise ConfigError(
-            f"--profile reads a GPU's clock; accepted: device cuda, not {platform.name}"
-        )
-
-
-def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile:
-    """Of decode steps while every request is decoding."""
-    from torch.profiler import ProfilerActivity, profile
-
+def trace_steps(llm: LLM, prompts: list[list[int]], steps: int, prefix: str) -> list[str]:
+    """Write a trace of decode steps, one file a rank; returns the files."""
     engine = llm.engine
-    check_platform(engine.platform)
+    with _decoding(llm, prompts, steps):
+        engine.start_trace(prefix, steps)
+        for _ in range(steps + engine.depth):
+            engine.step()
+        engine.stop_trace()
+    while (found := engine.traced()) is None:
+        time.sleep(0.02)
+    errors = [one.error for one in found if one.error]
+    if errors:
+        raise ConfigError(f"{found[0].path} was not written: {errors[0]}")
+    return [one.path for one in found]
+
+
+@contextmanager
+def _decoding(llm: LLM, prompts: list[list[int]], steps: int) -> Iterator[None]:
+    """Every request is decoding, and some steps of that are over; so many are left."""
+    engine = llm.engine
     params = SamplingParams(
         temperature=0,
         max_tokens=enough_tokens(engine, prompts, steps + 16),
@@ -143,10 +150,19 @@ def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile
         for _ in range(5):
             engine.step()
         engine.platform.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
-            for _ in range(steps):
-                engine.step()
-            engine.platform.synchronize()
+        yield
+
+
+def profile_steps(llm: LLM, prompts: list[list[int]], steps: int) -> StepProfile:
+    """Of decode steps while every request is decoding, on a GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = llm.engine
+    assert engine.platform.name == "cuda", "it reads a GPU's clock"
+    with _decoding(llm, prompts, steps), profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            engine.step()
+        engine.platform.synchronize()
     spans, launches = timeline(found.events())
     return summarize(spans, steps, launches)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import platform as host
 import statistics
 import sys
@@ -19,13 +18,16 @@ from typing import Any
 import torch
 
 from rorqual import __version__
-from rorqual.bench.offline.profile import StepProfile, check_platform, profile_steps
+from rorqual.bench.offline.profile import StepProfile, profile_steps, trace_steps
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
 from rorqual.bench.offline.transformers_baseline import TransformersBaseline
 from rorqual.bench.offline.work import OfflineWork
 from rorqual.cache.spec import DTYPE_BYTES
+from rorqual.config.process import process_age
+from rorqual.engine.config import EngineConfig
 from rorqual.errors import ConfigError
 from rorqual.llm.llm import LLM
+from rorqual.parallel.eplb.load_file import write_expert_load
 from rorqual.planner.costs.costs import (
     BatchShape,
     Format,
@@ -43,6 +45,7 @@ from rorqual.request import SamplingParams
 
 IN_PROCESS = ("transformers", "transformers-compiled")
 READ_BYTES = 256 * 2**20
+LOAD_SECONDS = 10.0  # until all ranks have told what they counted
 SHORTEST = 8  # steps of all requests together that are worth a clock of their own
 
 
@@ -71,6 +74,7 @@ class OfflineRow:
     accepted_length: float = 1.0
     acceptance: list[float] = field(default_factory=list)
     profile: StepProfile | None = None
+    traces: list[str] = field(default_factory=list)
 
     @property
     def percent_of_floor(self) -> float:
@@ -104,8 +108,6 @@ def run(
 ) -> None:
     """Measure every concurrency and add to the report; `compare` is one of IN_PROCESS, to
     measure it too, or the name of a peer that is measured later (vllm_baseline.py)."""
-    if work.profiled:
-        check_platform(llm.engine.platform)
     if not report.provenance:
         llm.generate(make_prompts(llm, 1, min(work.prompt, 16), work.data), greedy(1))
         age = process_age()
@@ -139,8 +141,12 @@ def run(
             report.rows[-1].settings = settings
             _tell(report.rows[-1])
     # at the end: a profiler that has been there slows what follows
-    for row, prompts in profiled if work.profiled else ():
-        row.profile = profile_steps(llm, prompts, work.profiled)
+    for row, prompts in profiled if work.profile else ():
+        if llm.engine.platform.name == "cuda":
+            row.profile = profile_steps(llm, prompts, work.profile_steps)
+        drafts = row.num_speculative_tokens
+        prefix = work.trace_prefix(row.concurrency, drafts, len(profiled) == 1)
+        row.traces = trace_steps(llm, prompts, work.profile_steps, prefix)
     gc.unfreeze()
 
 
@@ -170,6 +176,8 @@ def provenance(llm: LLM) -> dict[str, Any]:
         "weights": engine.config.weights,
         "dtype": engine.dtype,
         "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "expert_balance": engine.config.expert_balance,
+        "simulated_expert_load": engine.config.simulated_expert_load,
         "device": torch.cuda.get_device_name()
         if engine.platform.name == "cuda"
         else host.processor() or host.machine(),
@@ -180,15 +188,6 @@ def provenance(llm: LLM) -> dict[str, Any]:
             name: round(seconds, 3) for name, seconds in engine.stats.startup.items()
         },
     }
-
-
-def process_age() -> float:
-    """Seconds since this process was started, by the kernel's clock: imports and loading
-    included."""
-    started = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf(
-        "SC_CLK_TCK"
-    )
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def read_bandwidth(platform: Platform) -> float:
@@ -315,8 +314,43 @@ def ours(
         row.settings += f", {layout_name(config.parallel)}" + (
             ", SINGLE RANK: nothing is sent" if config.single_rank_bench else ""
         )
+    row.settings += expert_labels(config)
     row.experts_hit = experts_hit(llm, groups[0])
     return row
+
+
+def expert_labels(config: EngineConfig) -> str:
+    """What was done about the experts' load; above all where it changes tokens."""
+    found = f", {config.redundant_experts} redundant experts" if config.redundant_experts else ""
+    found += ", placed by counts" if config.init_expert_load else ""
+    found += ", FORCED expert balance: tokens mean nothing" * (config.expert_balance == "forced")
+    if config.simulated_expert_load:
+        name = Path(config.simulated_expert_load).name
+        found += f", SIMULATED expert load {name}: {config.simulated_rank} rank"
+    return found
+
+
+def write_load(llm: LLM, work: OfflineWork) -> None:
+    """How often each expert was picked by all that ran so far, where a file was named for it; of
+    several ranks, once the counts of the last step are there."""
+    engine = llm.engine
+    path = work.expert_load
+    if path is None or engine.config.single_rank_bench:
+        return
+    engine.expert_load()  # asks
+    deadline = time.monotonic() + LOAD_SECONDS
+    counts = engine.expert_load()
+    while not engine.config.parallel.is_single and time.monotonic() < deadline:
+        newer = engine.expert_load()
+        if newer and newer == counts:
+            break
+        counts = newer
+        time.sleep(0.2)
+    if not counts:
+        raise ConfigError(f"nothing was counted, so {path} is not written")
+    layers = engine.worker.expert_layers
+    config = engine.model_config
+    write_expert_load(path, counts, layers, config.num_layers + engine.mtp_layers)
 
 
 class DraftCounts:
@@ -388,16 +422,18 @@ def experts_hit(llm: LLM, prompts: list[list[int]]) -> float | None:
         compiled = runner.compiled
         runner.graphs = None
         runner.compiled = None
+        before = [layer.exchange.load.clone() for layer in layers]
         for layer in layers:
             layer.exchange.load.zero_()
             layer.exchange.record_load = True
         engine.launch()
         engine.collect()
-        for layer in layers:
-            layer.exchange.record_load = engine.config.record_expert_load
+        hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
+        for layer, load in zip(layers, before, strict=True):
+            layer.exchange.record_load = engine.config.counts_picks
+            layer.exchange.load.add_(load)
         runner.graphs = graphs
         runner.compiled = compiled
-    hit = [int((layer.exchange.load > 0).sum()) for layer in layers]
     return sum(hit) / max(1, len(hit))
 
 
@@ -468,6 +504,8 @@ def print_report(report: Report) -> None:
         if row.profile:
             drafts = f"num_speculative_tokens {row.num_speculative_tokens}"
             print("\n".join([f"batch {row.concurrency}, {drafts}:", *row.profile.lines()]))
+        for path in row.traces:
+            print(f"trace of batch {row.concurrency}, for ui.perfetto.dev: {path}")
     _print_start(report.provenance)
 
 

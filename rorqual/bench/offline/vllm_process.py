@@ -17,37 +17,14 @@ from typing import Any
 
 import torch
 
+from rorqual.bench.peers.natural_weights import natural
+
 MARK = "rorqual-peer "
 ROUTED_STEPS = 8  # decode steps whose experts are counted
-TO_RESIDUAL = ("o_proj", "down_proj", "w2_weight")  # matrices that write to the residual stream
 
 
 def tell(**answer: Any) -> None:
     print(MARK + json.dumps(answer), flush=True)
-
-
-def natural(model: torch.nn.Module, gain: float) -> int:
-    """Random weights whose activations keep their size and whose routers spread, as this
-    project's own: rows of unit norm, `gain` where they write to the residual stream, norms of
-    one. Returns the number of parameters."""
-    torch.manual_seed(0)
-    seen = 0
-    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        data = parameter.data
-        factor = gain if any(part in name for part in TO_RESIDUAL) else 1.0
-        seen += data.numel()
-        if data.dtype == torch.float8_e4m3fn:
-            for part in data if data.dim() == 3 else (data,):
-                part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
-        elif "scale" in name and data.dim() >= 2:  # of blocks of 128 columns
-            data.fill_(factor * (128 * data.shape[-1]) ** -0.5)
-        elif "bias" in name:
-            data.zero_()
-        elif "norm" in name:
-            data.fill_(1.0)
-        elif data.is_floating_point() and data.dim() >= 2 and "cos_sin" not in name:
-            data.normal_(0, factor * data.shape[-1] ** -0.5)
-    return seen
 
 
 def experts_hit(routed: Sequence[Any]) -> float:

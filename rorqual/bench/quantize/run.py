@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +26,9 @@ from rorqual.errors import ConfigError, LoadError
 from rorqual.layers.parameter import Build
 from rorqual.layers.weight_format.compensation import round_calibrated
 from rorqual.layers.weight_format.rounding import PLAIN, SHARES, round_matrix
+from rorqual.models.checkpoint import CheckpointFile, checkpoint_files
 from rorqual.models.hub import model_folder
-from rorqual.models.loader import FLOATS, checkpoint_files, read_file
+from rorqual.models.loader import FLOATS
 from rorqual.models.registry import make_model
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
@@ -116,7 +119,10 @@ def _present(
 ) -> dict[str, WeightScheme]:
     """Those that the files hold: all but prediction modules, which may be left out. Raises
     LoadError."""
-    names = {name for path in checkpoint_files(folder) for name, _, _ in read_file(path)}
+    names: set[str] = set()
+    for path in checkpoint_files(folder):
+        with closing(CheckpointFile(path)) as file:
+            names.update(stored.name for stored in file.tensors())
     found = {module: scheme for module, scheme in schemes.items() if f"{module}.weight" in names}
     for module in schemes:
         if module not in found and int(_layer(module)) < config.num_layers:
@@ -153,16 +159,15 @@ def _write(
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task("matrices", total=len(schemes))
         for path in files:
-            for name, shape, reader in read_file(path):
-                data = reader.whole()
-                size += data.numel() * data.element_size()
+            for name, data in _tensors(path):
+                size += data.nbytes
                 module = name.removesuffix(".weight")
                 scheme = left.pop(module, None) if name.endswith(".weight") else None
                 if scheme is None:
                     writer.add({name: data})
                     continue
-                if data.dtype not in FLOATS or len(shape) != 2:
-                    raise LoadError(f"{name} in {path.name} is {data.dtype} {list(shape)}")
+                if data.dtype not in FLOATS or data.dim() != 2:
+                    raise LoadError(f"{name} in {path.name} is {data.dtype} {list(data.shape)}")
                 tensors, error = _rounded(module, data, scheme, dtype, moments.get(name))
                 errors.append(error)
                 writer.add(tensors)
@@ -174,6 +179,12 @@ def _write(
     (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     copy_others(folder, out, [path.name for path in files])
     return QuantizedModel(errors, size, writer.total)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    with closing(CheckpointFile(path)) as file:
+        for stored in file.tensors():
+            yield stored.name, file.whole(stored)
 
 
 def _rounded(

@@ -9,6 +9,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,17 @@ DESCRIPTORS = 65536
 class ArrivalLoad:
     """`rate`: requests/s, infinite sends all at once; `burstiness`: shape of the gamma
     distribution of the intervals (1 is a Poisson process, below 1 burstier, above 1 more even);
-    `concurrency`: most open requests at a time (None: no cap)."""
+    `concurrency`: most open requests at a time (None: no cap); `send_seconds`: requests that
+    would be sent later than so long after the start are not sent; `ramp_seconds`: without a rate,
+    the first `concurrency` requests come spread over so long; `run_seconds`: what is open then is
+    given up and has failed."""
 
     concurrency: int | None = None
     rate: float = math.inf
     burstiness: float = 1.0
+    send_seconds: float = math.inf
+    ramp_seconds: float = 0.0
+    run_seconds: float = math.inf
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.concurrency < 1:
@@ -41,13 +48,19 @@ class ArrivalLoad:
             raise ConfigError(
                 f"burstiness={self.burstiness}; must be above 0 (1 is a Poisson process)"
             )
+        if not (self.send_seconds > 0 and self.run_seconds > 0 and self.ramp_seconds >= 0):
+            raise ConfigError(
+                f"send_seconds={self.send_seconds}, run_seconds={self.run_seconds}: above 0; "
+                f"ramp_seconds={self.ramp_seconds}: at least 0"
+            )
 
     def arrivals(self, rng: np.random.Generator, count: int) -> list[float]:
         """Seconds after the start, sorted. Intervals are gamma distributed with shape
         `burstiness` and mean 1/rate, then scaled so that the last request comes at count/rate,
         as in vLLM's benchmark: seeds then differ in the pattern, not in the rate."""
         if math.isinf(self.rate):
-            return [0.0] * count
+            first = self.concurrency or count
+            return [self.ramp_seconds * min(i, first) / first for i in range(count)]
         if math.isinf(self.burstiness):
             return [(i + 1) / self.rate for i in range(count)]
         times = np.cumsum(rng.gamma(self.burstiness, 1 / (self.rate * self.burstiness), size=count))
@@ -100,16 +113,26 @@ async def drive(
         RequestRecord(prompt.input_len, prompt.output_len, start + at)
         for prompt, at in zip(prompts, arrivals, strict=True)
     ]
-    async with asyncio.TaskGroup() as group:
-        for body, record in zip(bodies, records, strict=True):
-            if (wait := record.due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            await gate.acquire()
-            group.create_task(one(body, record))
+    sent = 0
+    limit = None if math.isinf(load.run_seconds) else load.run_seconds
+    with suppress(TimeoutError):  # those that were open are found below
+        async with asyncio.timeout(limit), asyncio.TaskGroup() as group:
+            for body, record in zip(bodies, records, strict=True):
+                if (wait := record.due - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                await gate.acquire()
+                if sent and time.perf_counter() - start > load.send_seconds:
+                    break
+                group.create_task(one(body, record))
+                sent += 1
+    for record in records[:sent]:
+        if record.finish is None and record.error is None:
+            record.error = f"not done when the run had taken {limit:g} s"
+            record.end = time.perf_counter()
     wall = time.perf_counter() - start
     cpu = _cpu_seconds() - before
     gc.unfreeze()
-    return Run(records, start, wall, cpu)
+    return Run(records[:sent], start, wall, cpu)
 
 
 def _cpu_seconds() -> float:

@@ -198,7 +198,7 @@ class ServingBench:
             run = await drive(
                 self.client,
                 prompts,
-                ArrivalLoad(load.concurrency),
+                ArrivalLoad(load.concurrency, run_seconds=load.run_seconds),
                 [0.0] * count,
                 self.progress.seen,
             )

@@ -145,10 +145,11 @@ def write_json(path: Path, page: Figures) -> None:
 
 def verdict(found: Figures) -> str:
     """The answer of an SLO search in a sentence or two."""
+    ended = "\n--slo-seconds ended the search" if found.get("out_of_time") else ""
     if found["max_concurrency"] is None:
         return (
             f"no concurrency tried keeps {found['objective']}; "
-            f"{found['lowest_that_breaks_it']} breaks it: {', '.join(found['broken_by'])}"
+            f"{found['lowest_that_breaks_it']} breaks it: {', '.join(found['broken_by'])}{ended}"
         )
     rates = (
         f"{found['output_throughput']:,.1f} output tok/s "
@@ -163,8 +164,9 @@ def verdict(found: Figures) -> str:
         f"{rates}, {feel}"
     )
     broken = found["lowest_that_breaks_it"]
-    return first + (
+    above = (
         f"\n{broken} breaks it: {', '.join(found['broken_by'])}"
         if broken
         else "\nno higher one was tried"
     )
+    return first + above + ended

@@ -3,7 +3,9 @@ print them, write JSON and charts."""
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,14 +29,20 @@ LOG_WIDTH = 170
 
 @dataclass(frozen=True)
 class SloSearch:
-    """A search and its objective."""
+    """A search and its objective. seconds: no measurement is begun that, taking as long as the
+    longest before it, would end later."""
 
     objective: slo.Objective
     state: slo.ConcurrencySearch
+    seconds: float = math.inf
 
     @classmethod
-    def parse(cls, text: str, start: int, most: int, probes: int) -> SloSearch:
-        return cls(slo.Objective.parse(text), slo.ConcurrencySearch(start, most, probes))
+    def parse(
+        cls, text: str, start: int, most: int, probes: int, seconds: float = math.inf
+    ) -> SloSearch:
+        if not seconds > 0:
+            raise ConfigError(f"slo_seconds={seconds}; must be above 0")
+        return cls(slo.Objective.parse(text), slo.ConcurrencySearch(start, most, probes), seconds)
 
 
 @dataclass(frozen=True)
@@ -130,12 +138,18 @@ class Session:
             row["max_concurrency"]: row for row in self.rows if row["max_concurrency"]
         }
         state.known |= {count: objective.kept(row) for count, row in by_concurrency.items()}
+        began = last = time.monotonic()
+        longest = 0.0
         while (count := state.next()) is not None:
+            if longest and last + longest - began > search.seconds:
+                break
             row = by_concurrency[count] = await self._measure(
                 bench, replace(base, concurrency=count), alone=False
             )
             row["slo_probe"] = True
             state.tell(count, objective.kept(row))
+            longest = max(longest, time.monotonic() - last)
+            last = time.monotonic()
         self.rows.sort(key=lambda row: row["max_concurrency"] or 0)
         best, broken = state.bracket
         chosen = by_concurrency.get(best, {})
@@ -154,6 +168,7 @@ class Session:
             **{key: chosen.get(key) for key in kept},
             "lowest_that_breaks_it": broken,
             "broken_by": objective.broken_by(by_concurrency[broken]) if broken is not None else [],
+            "out_of_time": count is not None,
             "probes": [
                 {"concurrency": count, "kept": ok} for count, ok in sorted(state.known.items())
             ],

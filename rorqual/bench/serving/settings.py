@@ -68,6 +68,13 @@ class ServingSettings:
         1.0, "Gamma shape of the intervals; 1 is a Poisson process, less is burstier."
     )
     max_concurrency: int | None = _load(None, "Most open requests at a time.")
+    ramp_seconds: float = _load(
+        0.0, "Without a rate: the first --max-concurrency requests come spread over so long."
+    )
+    send_seconds: float = _load(math.inf, "Of a run: after so long nothing more is sent.")
+    run_seconds: float = _load(
+        math.inf, "Of a run: what is open after so long is given up and counts as failed."
+    )
     sweep: str | None = _load(
         None, "Concurrencies, such as 8,64,2048: one row each, and a Pareto chart."
     )
@@ -77,6 +84,9 @@ class ServingSettings:
     slo_start: int = _load(4, "First concurrency of the search.")
     slo_max: int = _load(4096, "Highest concurrency of the search.")
     slo_probes: int = _load(10, "Most measurements of the search.")
+    slo_seconds: float = _load(
+        math.inf, "The search begins no measurement that might end later than this."
+    )
     goodput: tuple[str, ...] = _method(
         (), "ttft, tpot or e2el a good request keeps: ttft:2000, tpot=50ms."
     )

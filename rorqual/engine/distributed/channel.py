@@ -36,6 +36,8 @@ class FrameKind(IntEnum):
     WELCOME = 11
     REFUSED = 12  # text
     LOAD = 13  # numbered: a question, empty, and with the same number expert_load.encode_load
+    TRACE = 14  # JSON, tracing.py: what to record, or null; to rank 0: what came of it
+    MOVE = 15  # JSON: balance.moves.Move; the answer balance.moves.Answer
 
 
 class FrameError(EngineError):

@@ -35,12 +35,14 @@ def number_of(data: bytes) -> tuple[int, bytes]:
 
 def encode_output(output: DataParallelOutput) -> bytes:
     parts = [_from_part(part) for part in output.parts]
-    return json.dumps([parts, output.sampling.value, output.host], separators=(",", ":")).encode()
+    columns = [parts, output.sampling.value, output.host, output.switch]
+    return json.dumps(columns, separators=(",", ":")).encode()
 
 
 def decode_output(data: bytes) -> DataParallelOutput:
-    parts, sampling, host = json.loads(data)
-    return DataParallelOutput([_to_part(part) for part in parts], SamplingVariant(sampling), host)
+    parts, sampling, host, switch = json.loads(data)
+    made = [_to_part(part) for part in parts]
+    return DataParallelOutput(made, SamplingVariant(sampling), host, switch)
 
 
 def encode_result(result: StepResult) -> bytes:

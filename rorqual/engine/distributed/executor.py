@@ -24,19 +24,24 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import NoReturn, cast
 
+import numpy as np
 import torch.distributed as dist
 
 from rorqual.config.model import collectives_on
+from rorqual.engine.balance.initial import initial_maps
+from rorqual.engine.balance.policy import BalanceStats, LoadWindow, RebalancePolicy
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import FrameKind
 from rorqual.engine.distributed.codec import decode_result, encode_output, number_of, numbered
+from rorqual.engine.distributed.expert_balancer import ExpertBalancer
 from rorqual.engine.distributed.expert_load import Counts, ExpertLoad
 from rorqual.engine.distributed.launchers import make_launcher
 from rorqual.engine.distributed.rendezvous import START_SECONDS
+from rorqual.engine.distributed.tracing import GroupTrace
 from rorqual.engine.distributed.worker_handle import JoinedWorker, WorkerHandle
 from rorqual.engine.distributed.worker_process import ALIVE_SECONDS, rank_device, send_heartbeats
 from rorqual.engine.execution.grammar import Grammars, SharedGrammars
@@ -45,7 +50,9 @@ from rorqual.engine.execution.worker import Worker, read_model
 from rorqual.engine.executor import LaunchedStep
 from rorqual.engine.scheduling.dp_scheduler import DataParallelOutput
 from rorqual.engine.scheduling.scheduler_output import StepResult
+from rorqual.engine.step_trace import TraceFile
 from rorqual.errors import EngineError
+from rorqual.parallel.eplb.placement import Ints
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms import make_platform
 
@@ -62,6 +69,8 @@ VERDICT_SECONDS = 3.0
 
 class DistributedExecutor:
     """Rank 0's side of all ranks. `doing`: what it is in, for whoever reads of a failure."""
+
+    balancer: ExpertBalancer | None = None
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -132,6 +141,33 @@ class DistributedExecutor:
         self.leaders = [self._leader(dp) for dp in range(self.sizes.dp)]
         experts = self.worker.model_config.moe.num_experts
         self.load = ExpertLoad(self.handles, self.sizes.stage, experts)
+        self.trace = GroupTrace(self.handles, lambda data: self._send(FrameKind.TRACE, data))
+        self.balancer = self._balancer()
+
+    def _balancer(self) -> ExpertBalancer | None:
+        config = self.config
+        mover = self.worker.mover
+        layers = self.worker.expert_layers
+        if mover is None or not layers:
+            return None
+        maps = initial_maps(config, self.worker.model_config)
+        policy = RebalancePolicy(
+            np.array([maps[layer] for layer in layers]),
+            layers,
+            self.sizes.ep,
+            config.eplb_threshold,
+            LoadWindow(config.eplb_window, config.eplb_decay),
+            mover.most,
+        )
+        return ExpertBalancer(policy, self.load, self.handles, mover)
+
+    @property
+    def balance(self) -> BalanceStats | None:
+        return None if self.balancer is None else self.balancer.stats
+
+    @property
+    def placement(self) -> Ints | None:
+        return None if self.balancer is None else self.balancer.policy.placement
 
     def _load(self) -> None:
         launcher = self.launcher
@@ -160,6 +196,8 @@ class DistributedExecutor:
     def launch(self, output: DataParallelOutput) -> LaunchedStep:
         """Start a step on every rank: all get the same output."""
         self._check()
+        if self.balancer is not None:
+            output = replace(output, switch=self.balancer.ready())
         data = encode_output(output)
         metadata = output.metadata()
         with uninterrupted(), self._together(f"launching step {self.launched + 1}"):
@@ -168,7 +206,14 @@ class DistributedExecutor:
                 self.sender.send_missing(self._grammars, output.structures)
             self._send(FrameKind.STEP, numbered(self.launched, data))
             pending = self.worker.runner.launch(output.parts[0], metadata)
+            if self.balancer is not None:
+                self.balancer.after_step(
+                    output.switch, lambda move: self._send(FrameKind.MOVE, move), self._ask_for_load
+                )
             return LaunchedStep(self.launched, pending)
+
+    def _ask_for_load(self, step: int) -> None:
+        self.load.ask(lambda data: self._send(FrameKind.LOAD, data), self.worker.fetch_load(), step)
 
     @contextmanager
     def _together(self, doing: str) -> Iterator[None]:
@@ -228,10 +273,24 @@ class DistributedExecutor:
         self.load.read()
         if self.load.own is None:
             with uninterrupted(), self._together("asking for the load of experts"):
-                self.load.ask(
-                    lambda data: self._send(FrameKind.LOAD, data), self.worker.fetch_load()
-                )
+                self._ask_for_load(self.launched)
         return self.load.newest
+
+    # ---- traces
+
+    def start_trace(self, prefix: str, steps: int) -> None:
+        self._check()
+        with uninterrupted(), self._together("starting a trace"):
+            self.trace.start(self.worker, prefix, steps)
+
+    def stop_trace(self) -> None:
+        self._check()
+        with uninterrupted(), self._together("ending a trace"):
+            self.trace.stop()
+
+    def traced(self) -> list[TraceFile] | None:
+        self._check()
+        return self.trace.results()
 
     # ---- life and death
 
@@ -307,6 +366,10 @@ class DistributedExecutor:
             handle.leave(deadline)
         if self.mesh is not None:
             self.mesh.let_go()
+        if hasattr(self, "trace"):
+            self.trace.drop()
+        if self.balancer is not None:
+            self.balancer.mover.close()
         if hasattr(self, "worker"):
             # NCCL leaves no group of which a captured graph holds a call
             self.worker.runner.forget()

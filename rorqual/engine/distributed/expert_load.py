@@ -38,11 +38,15 @@ class ExpertLoad:
         self.stage = stage
         self.experts = experts
         self.newest: Counts = []
+        self.newest_step = 0  # the number of the last step that they count
+        self.asked_step = 0
         self.question = 0
         self.own: Callable[[], Tensor] | None = None  # until the question is answered by all
 
-    def ask(self, send: Callable[[bytes], None], own: Callable[[], Tensor]) -> None:
+    def ask(self, send: Callable[[bytes], None], own: Callable[[], Tensor], step: int) -> None:
+        """step: the number of the newest one launched."""
         self.question += 1
+        self.asked_step = step
         send(numbered(self.question, b""))
         self.own = own
 
@@ -54,6 +58,7 @@ class ExpertLoad:
             return
         loads = [self.own(), *(decode_load(data, self.experts) for _, data in answers)]
         self.newest = self._summed(loads)
+        self.newest_step = self.asked_step
         self.own = None
 
     def _summed(self, loads: list[Tensor]) -> Counts:

@@ -41,6 +41,8 @@ class WorkerHandle:
         self.pid = joined.pid
         self.results: queue.Queue[bytes] = queue.Queue()
         self.load: bytes | None = None  # the newest answer
+        self.moved: bytes | None = None  # likewise
+        self.trace: bytes | None = None  # what came of the newest trace
         self.ready = threading.Event()
         self.ended = threading.Event()
         self.heard = time.monotonic()
@@ -69,6 +71,10 @@ class WorkerHandle:
             self.results.put(data)
         elif kind is FrameKind.LOAD:
             self.load = data
+        elif kind is FrameKind.TRACE:
+            self.trace = data
+        elif kind is FrameKind.MOVE:
+            self.moved = data
         elif kind is FrameKind.FAILED:
             self.failure = data.decode(errors="replace")
 

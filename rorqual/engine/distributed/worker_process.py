@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rorqual.config.model import collectives_on, die_with_parent
+from rorqual.engine.balance.moves import Move
 from rorqual.engine.config import EngineConfig
 from rorqual.engine.distributed.channel import Channel, FrameError, FrameKind
 from rorqual.engine.distributed.codec import decode_output, encode_result, number_of, numbered
@@ -33,6 +34,7 @@ from rorqual.engine.distributed.handshake import PeerIdentity
 from rorqual.engine.distributed.listener import join
 from rorqual.engine.distributed.network import interface_of, named_address
 from rorqual.engine.distributed.rendezvous import START_SECONDS, Rendezvous
+from rorqual.engine.distributed.tracing import RankTrace
 from rorqual.engine.execution.grammar_matcher import ReceivedGrammars
 from rorqual.engine.execution.sampler import PendingStep
 from rorqual.engine.execution.worker import Worker
@@ -102,6 +104,7 @@ class WorkerProcess:
         self.pending: deque[Callable[[], None]] = deque()  # each waits for the device, then answers
         self.launched = 0  # the number of the newest step
         self.grammars = self.worker.runner.rows.grammars = ReceivedGrammars()
+        self.trace = RankTrace(self.worker, partial(channel.send, FrameKind.TRACE))
 
     def run(self) -> None:
         """Launch what arrives; while nothing does, bring home what was launched."""
@@ -112,11 +115,16 @@ class WorkerProcess:
                 continue
             kind, data = work.get()
             if kind is FrameKind.STOP:
+                self.trace.drop()
                 return
-            if kind is FrameKind.GRAMMAR:
+            if kind is FrameKind.TRACE:
+                self.trace.take(data)
+            elif kind is FrameKind.GRAMMAR:
                 self.grammars.receive(data)
             elif kind is FrameKind.LOAD:
                 self._bring(partial(self._send_load, data, self.worker.fetch_load()))
+            elif kind is FrameKind.MOVE:
+                self._move(Move.decode(data))
             else:
                 number, encoded = number_of(data)
                 self._launch(number, decode_output(encoded))
@@ -145,6 +153,12 @@ class WorkerProcess:
         result = self.worker.runner.collect(pending)
         if self.leads:
             self.channel.send(FrameKind.RESULT, numbered(number, encode_result(result)))
+
+    def _move(self, move: Move) -> None:
+        """Bring experts here on a thread of their own; steps go on."""
+        mover = self.worker.mover
+        assert mover is not None, "experts move where enable_eplb is on"
+        mover.begin(move, lambda answer: self.channel.send(FrameKind.MOVE, answer.encode()))
 
     def _send_load(self, question: bytes, load: Callable[[], torch.Tensor]) -> None:
         self.channel.send(FrameKind.LOAD, question + encode_load(load()))
@@ -188,6 +202,8 @@ def serve(
         process = WorkerProcess(channel, hello, config)
         channel.send(FrameKind.READY)
         process.run()
+        if process.worker.mover is not None:
+            process.worker.mover.close()
         process.worker.runner.forget()
         dist.destroy_process_group()
         return 0

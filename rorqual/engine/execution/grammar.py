@@ -3,11 +3,12 @@ grammars themselves are injected."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from rorqual.request import StructuredOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Matcher(Protocol):

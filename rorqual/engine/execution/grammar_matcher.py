@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from rorqual.engine.execution.grammar import SharedGrammars
 from rorqual.request import StructuredOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEPT = 128
 

@@ -33,6 +33,7 @@ from rorqual.parallel.overlap import run_one
 from rorqual.platforms.base import Platform
 
 if TYPE_CHECKING:
+    from rorqual.engine.balance.mover import ExpertMover
     from rorqual.engine.execution.compiled import CompiledForward
 
 
@@ -55,6 +56,7 @@ class ModelRunner:
         `compiled` computes steps of decoding alone. piecewise_tokens: steps with prompts, of up to
         so many tokens, are captured in pieces."""
         self.compiled = compiled
+        self.mover: ExpertMover | None = None
         self.model = model
         self.pool = pool
         self.platform = platform
@@ -95,36 +97,48 @@ class ModelRunner:
         return NgramDrafter(self.rows)
 
     @torch.inference_mode()
+    def compile_ahead(
+        self,
+        variants: tuple[SamplingVariant, ...],
+        draft_counts: tuple[int, ...] = (0,),
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Compile the kernels of what `capture` will record, side by side. They are launched with
+        nothing to compute."""
+        if self.graphs is None:
+            return
+        self._keep_probs(variants)
+        with self.platform.stream(), self.model.ops.compiling():
+            self.graphs.warm_up(variants, draft_counts, sizes)
+            if self.pieces:
+                self.pieces.warm_up()
+                self._warm_mixed_steps(self.pieces)
+
+    @torch.inference_mode()
     def capture(
         self,
         variants: tuple[SamplingVariant, ...],
         draft_counts: tuple[int, ...] = (0,),
         sizes: Sequence[int] | None = None,
-        ahead: bool = False,
     ) -> None:
         """Compile the forward pass where asked to, and where there are graphs capture those of
-        every batch bucket, or of batch `sizes`. ahead: kernels are compiled side by side before."""
+        every batch bucket, or of batch `sizes`."""
         if self.compiled:
             with self.platform.stream():
                 self.compiled.compile(self._examples(draft_counts))
         if self.graphs:
-            if (
-                self.drafter
-                and self.drafter.reads_hidden
-                and set(variants) != {SamplingVariant.GREEDY}
-            ):
-                self.rows.keep_probs()  # captured graphs must not see it move
-            if ahead:
-                with self.platform.stream(), self.model.ops.compiling():
-                    self.graphs.warm_up(variants, draft_counts, sizes)
-                    if self.pieces:
-                        self.pieces.warm_up()
-                        self._warm_mixed_steps(self.pieces)
+            self._keep_probs(variants)
             with self.platform.stream():
                 self.graphs.capture(variants, draft_counts, sizes)
                 if self.pieces:
                     self.pieces.capture()
                     self._warm_mixed_steps(self.pieces)
+
+    def _keep_probs(self, variants: tuple[SamplingVariant, ...]) -> None:
+        """Captured graphs must not see them move."""
+        reads = self.drafter is not None and self.drafter.reads_hidden
+        if reads and set(variants) != {SamplingVariant.GREEDY}:
+            self.rows.keep_probs()
 
     def forget(self) -> None:
         """Let go of captured steps."""
@@ -159,6 +173,9 @@ class ModelRunner:
         """`output` is this data-parallel rank's part of a step, `metadata` what all ranks agree
         on."""
         with self.platform.stream():
+            if metadata.switch:
+                assert self.mover is not None, "experts move where enable_eplb is on"
+                self.mover.switch(metadata.switch)
             named = [*output.decode_slots, *(row.slot for row in output.new_requests)]
             self.shared.settle(named)
             self.rows.apply(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +20,23 @@ from rorqual.config.hf import read_config_file
 from rorqual.config.model import GQAConfig, MLAConfig, ModelConfig
 from rorqual.config.parallel import EXCHANGES, ParallelConfig, check_parallel
 from rorqual.config.quant import QuantConfig, quantization_named
+from rorqual.engine.balance.initial import expert_layers, initial_maps, simulated_loads
+from rorqual.engine.balance.mover import ExpertMover, slots_per_move
 from rorqual.engine.config import EXE_MODES, EngineConfig
 from rorqual.engine.execution.cuda_graphs import CAPTURED
 from rorqual.engine.execution.draft_controller import draft_count_choices
 from rorqual.engine.execution.drafters import Speculation
 from rorqual.engine.execution.model_runner import ModelRunner
 from rorqual.errors import CapacityError, ConfigError
+from rorqual.layers.fixed_experts import check_fixed_experts
 from rorqual.layers.parameter import Build
+from rorqual.layers.picks import EvenPicks, Picks, SampledPicks
 from rorqual.models.loader import load_weights, random_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.select import ops_for
 from rorqual.ops.stretch import workspace_bytes
+from rorqual.parallel.exchange import SlotMap
 from rorqual.parallel.exchange_select import records_decode
 from rorqual.parallel.mesh import Mesh
 from rorqual.platforms.base import Platform
@@ -56,6 +62,8 @@ def read_model(config: EngineConfig) -> ModelConfig:
     if config.quantization != "auto":
         model = replace(model, quant=_rounding(model, config.quantization))
     check_parallel(model, config.parallel)
+    if config.fixed_experts and not all(model.moe_layers):
+        check_fixed_experts(model, config.parallel)
     _check_graphs(config, model)
     if kv_dtype(config.kv_cache_dtype) == FP8:
         check_fp8_cache(model, config.mla_decode)
@@ -103,6 +111,10 @@ class Worker:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.model_config = read_model(config)
+        self.slot_maps = self._slot_maps()
+        self.simulated = simulated_loads(config, self.model_config)
+        if config.expert_balance == "forced" and mesh.rank == 0:
+            log.warning("expert_balance=forced: routers are not obeyed, and tokens mean nothing")
         self.dtype = self.model_config.dtype if config.dtype == "auto" else config.dtype
         self._check_cache_dtype()
         self.max_model_len = self._max_model_len()
@@ -123,6 +135,7 @@ class Worker:
         )
         if not mesh.is_single and not config.single_rank_bench:
             self._phase("links", self._links)
+        self.mover = self._mover()
         self.spec = self._spec()
         self.num_pages = self._agree(self._num_pages())
         pool = self._phase("cache", lambda: KVPool(self.spec, self.num_pages, platform.device))
@@ -138,15 +151,14 @@ class Worker:
             self.compiled,
             self._piecewise_tokens(),
         )
+        self.runner.mover = self.mover
         choices = draft_count_choices(
             config.num_speculative_tokens, config.speculative_policy == "adaptive"
         )
-        self._phase(
-            "graphs",
-            lambda: self.runner.capture(
-                CAPTURED, choices, config.cudagraph_capture_sizes, config.precompile_kernels
-            ),
-        )
+        steps = (CAPTURED, choices, config.cudagraph_capture_sizes)
+        if config.precompile_kernels:
+            self._phase("kernels", lambda: self.runner.compile_ahead(*steps))
+        self._phase("graphs", lambda: self.runner.capture(*steps))
 
     def _phase(self, name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -239,6 +251,24 @@ class Worker:
 
     # ---- the model
 
+    def _slot_maps(self) -> dict[int, SlotMap]:
+        """By layer, where experts do not lie in order. Ranks that have read different files would
+        send tokens to the wrong experts, so they compare."""
+        found = initial_maps(self.config, self.model_config)
+        if self.config.init_expert_load and not self.config.single_rank_bench:
+            check = zlib.crc32(repr(sorted(found.items())).encode())
+            ends = torch.tensor([check, -check], device=self.platform.device)
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+            if int(ends.sum()):
+                raise ConfigError(
+                    f"init_expert_load={self.config.init_expert_load!r} is not the same file on "
+                    "all hosts"
+                )
+        return {
+            layer: SlotMap(slots, self.model_config.moe.num_experts)
+            for layer, slots in found.items()
+        }
+
     def _build(self, device: torch.device) -> Build:
         gain = RESIDUAL_GAIN * (2 * self.model_config.num_layers) ** -0.5
         dtype = getattr(torch, self.dtype)
@@ -254,8 +284,26 @@ class Worker:
             else None
         )
         return Build(
-            ops, dtype, device, self.model_config.quant, gain, mesh=self.mesh, embedding_memory=host
+            ops,
+            dtype,
+            device,
+            self.model_config.quant,
+            gain,
+            mesh=self.mesh,
+            embedding_memory=host,
+            slot_maps=self.slot_maps,
+            picks=self._picks,
+            fixed_experts=self.config.fixed_experts,
         )
+
+    def _picks(self, layer: int) -> Picks | None:
+        """For benchmarks: experts that tokens of a layer get, whatever its router says."""
+        moe = self.model_config.moe
+        device = self.platform.device
+        if self.config.expert_balance == "forced":
+            return EvenPicks(moe, device)
+        counts = self.simulated.get(layer)
+        return None if counts is None else SampledPicks(counts, moe.top_k, layer, device)
 
     @property
     def embeds_on_host(self) -> bool:
@@ -281,7 +329,7 @@ class Worker:
         else:
             load_weights(model, Path(self.config.model))
         for layer in model.moe_layers():
-            layer.exchange.record_load = self.config.record_expert_load
+            layer.exchange.record_load = self.config.counts_picks
         return model
 
     def _check_memory(self) -> None:
@@ -318,6 +366,23 @@ class Worker:
                 self.allreduce_backend,
                 self.all2all_backend,
             )
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """Numbers of all layers, of whatever stage, whose experts are in use."""
+        last = self.model_config.num_layers + self.mtp_layers
+        return [layer for layer in expert_layers(self.model_config) if layer < last]
+
+    def _mover(self) -> ExpertMover | None:
+        """What exchanges experts with other ranks; the memory for it is taken before the cache
+        is."""
+        if not self.config.enable_eplb or self.mesh.weights is None:
+            return None
+        held = self.model.cache_layers
+        numbers = [layer for layer in self.expert_layers if layer in held]
+        layers = dict(zip(numbers, self.model.moe_layers(), strict=True))
+        most = self._agree(slots_per_move(layers.values()))
+        return ExpertMover(layers, self.mesh.weights, self.platform, most)
 
     def fetch_load(self) -> Callable[[], torch.Tensor]:
         """Starts to copy how often this rank's MoE layers picked each expert, [layers, experts]."""

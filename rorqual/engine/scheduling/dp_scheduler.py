@@ -33,14 +33,15 @@ from rorqual.request import FinishReason, Request, StructuredOutput
 class DataParallelOutput:
     """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
     sampling, host: see StepMetadata; they depend on settings that a rank has of its own rows
-    alone."""
+    alone. switch: as there; the executor sets it."""
 
     parts: list[SchedulerOutput]
     sampling: SamplingVariant
     host: bool
+    switch: int = 0
 
     def metadata(self) -> StepMetadata:
-        return StepMetadata.of(self.parts, self.sampling, self.host)
+        return StepMetadata.of(self.parts, self.sampling, self.host, self.switch)
 
     @property
     def structures(self) -> list[StructuredOutput]:

@@ -124,7 +124,8 @@ class StepMetadata:
     prompt. num_speculative_tokens: drafts verified, and made, for each request. sampling: how
     tokens are drawn, wide enough for every row of every rank: never FULL. host: some row of some
     rank needs the host's word, so of a captured step every rank replays the forward pass alone, and
-    samples and drafts behind it.
+    samples and drafts behind it. switch: the number of the move of experts that all ranks put in
+    force before this step, 0 for none (engine/balance).
     """
 
     tokens: tuple[int, ...]
@@ -135,9 +136,12 @@ class StepMetadata:
     sampling: SamplingVariant
     host: bool
     scored: tuple[int, ...]
+    switch: int = 0
 
     @staticmethod
-    def of(parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool) -> StepMetadata:
+    def of(
+        parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool, switch: int = 0
+    ) -> StepMetadata:
         """`parts`: the output for each data-parallel rank; sampling, host: of the rows of all."""
         num_speculative_tokens = parts[0].num_speculative_tokens
         assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), (
@@ -153,6 +157,7 @@ class StepMetadata:
             sampling=sampling,
             host=host,
             scored=tuple(part.num_scored for part in parts),
+            switch=switch,
         )
 
     @staticmethod

@@ -23,13 +23,10 @@ GATHER_BYTES = 4 * 2**20
 DENSE_TOKENS = 64
 
 
-# The native kernels take steps of few rows whose weights are small (they are kept twice, once
-# packed); wider products go to torch's threaded ones.
+# Rows up to which compiled products are faster than torch's whatever the dtype. Beyond, fp32 is
+# torch's, and so is bf16 on processors that multiply it: elsewhere torch widens it at every call.
 NATIVE_ROWS = 128
-# Rows up to which norms, routers and small experts stay native too: there torch's many passes cost
-# more than its products save.
-MANY_ROWS = 4096
-NATIVE_ELEMENTS = 4 * 2**20
+MANY_ROWS = 4096  # more would keep too much of the kernels' scratch
 NATIVE_ENTRIES = (
     "add_norm",
     "linear",
@@ -39,9 +36,14 @@ NATIVE_ENTRIES = (
     "gqa_prologue",
     "router",
 )
-NATIVE_SCORES = 32 * 2**20
 # what each byte reads as: a table is faster than torch's cast
 E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()
+
+
+def bf16_rows() -> int:
+    """Rows of bf16 up to which compiled products are faster than torch's."""
+    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return NATIVE_ROWS if has else MANY_ROWS
 
 
 class CpuOps(Ops):
@@ -52,18 +54,16 @@ class CpuOps(Ops):
     def __init__(self, native: bool = True):
         kernels = library() if native else None
         self.native = Native(kernels) if kernels else None
-        self.fits: dict[tuple[int, torch.dtype], bool] = {}
+        self.many_rows = {torch.float32: NATIVE_ROWS, torch.bfloat16: bf16_rows()}
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Where the compiled kernels fit they fuse more than inductor would."""
         if self.native is None or entry not in NATIVE_ENTRIES:
             return False
-        return all(
-            weight.dtype in STORAGE and weight.numel() <= NATIVE_ELEMENTS for weight in weights
-        )
+        return all(weight.dtype in STORAGE and weight.is_contiguous() for weight in weights)
 
-    def _native(self, x: Tensor, *weights: Tensor, rows: int = NATIVE_ROWS) -> Native | None:
-        """The compiled kernels, where this call suits them: few rows of a known format, small
+    def _native(self, x: Tensor, *weights: Tensor, rows: int = MANY_ROWS) -> Native | None:
+        """The compiled kernels, where this call suits them: not too many rows of a known format,
         weights of the same format."""
         if (
             self.native is None
@@ -73,18 +73,16 @@ class CpuOps(Ops):
         ):
             return None
         for weight in weights:
-            key = (weight.data_ptr(), x.dtype)
-            fits = self.fits.get(key)
-            if fits is None:
-                fits = self.fits[key] = (
-                    weight.dtype == x.dtype and weight.numel() <= NATIVE_ELEMENTS
-                )
-            if not fits:
+            if weight.dtype != x.dtype or not weight.is_contiguous():
                 return None
         return self.native
 
+    def _products(self, x: Tensor, *weights: Tensor) -> Native | None:
+        """The same for calls that are little but a product."""
+        return self._native(x, *weights, rows=self.many_rows.get(x.dtype, 0))
+
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        native = self._native(x, weight, rows=MANY_ROWS) if x.dim() == 2 else None
+        native = self._native(x, weight) if x.dim() == 2 else None
         return (
             native.add_norm(x, None, weight, eps)[0]
             if native
@@ -99,7 +97,7 @@ class CpuOps(Ops):
         eps: float,
         quantize_output: bool = False,
     ) -> tuple[Activation, Tensor]:
-        native = self._native(x, weight, rows=MANY_ROWS)
+        native = self._native(x, weight)
         if native and (residual is None or residual.is_contiguous()):
             return native.add_norm(x, residual, weight, eps)
         total = x if residual is None else x + residual
@@ -109,12 +107,12 @@ class CpuOps(Ops):
         x = hidden_of(x)
         if weight.scale is not None:
             return reference.linear(x, weight, bias)
-        native = self._native(x, weight.data)
+        native = self._products(x, weight.data)
         return native.linear(x, weight.data, bias) if native else F.linear(x, weight.data, bias)
 
     def mlp(self, x: Activation, gate_up: Weight, down: Weight) -> Tensor:
         x = hidden_of(x)
-        native = self._native(x, gate_up.data, down.data)
+        native = self._products(x, gate_up.data, down.data)
         return native.mlp(x, gate_up.data, down.data) if native else super().mlp(x, gate_up, down)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -137,7 +135,7 @@ class CpuOps(Ops):
         suits = (
             plane is not None and plane.dtype in (x.dtype, torch.uint8) and not w.keep_query_input
         )
-        native = self._native(x, *weights) if suits else None
+        native = self._products(x, *weights) if suits else None
         if native is None or plane is None:
             return super().mla_prologue(x, w, places, plane)
         # the kernel writes entries as they are; torch's calls quantize them
@@ -158,7 +156,7 @@ class CpuOps(Ops):
             if plane.dtype in (q.dtype, torch.uint8) and w.scratch is not None
             else None
         )
-        if native is None or not _small_decode(segment, q):
+        if native is None or segment.tokens != len(segment):
             return super().mla_absorbed(q, w, plane, segment, scale)
         tables = segment.tables
         if plane.dtype == torch.uint8:
@@ -181,7 +179,7 @@ class CpuOps(Ops):
         same = all(
             p.dtype == q.dtype and p.is_contiguous() and p.shape[-1] == q.shape[-1] for p in planes
         )
-        native = self._native(q) if same and _small_decode(segment, q) else None
+        native = self._native(q) if same and segment.tokens == len(segment) else None
         if native:
             return native.gqa_decode(q, planes, segment.tables, segment.kv_lens, scale)
         index = _decode_index(segment, k_plane)
@@ -230,6 +228,10 @@ class CpuOps(Ops):
     ) -> Tensor:
         if not segment.exact:
             return super().dense_attention(q, k, v, segment, scale)
+        dense = k.stride(-1) == 1 == v.stride(-1) and k.dtype == q.dtype == v.dtype
+        native = self._native(q) if dense else None
+        if native:
+            return _each_request(native, q, k, v, segment, scale)
         if _alike(segment):
             q, k, v = (t.unflatten(0, (len(segment), -1)) for t in (q, k, v))
             return _fused_attention(q, k, v, scale).flatten(0, 1)
@@ -263,8 +265,8 @@ class CpuOps(Ops):
 
     def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
         moe = w.config
-        known = w.gate.dtype in (x.dtype, torch.float32) and w.gate.numel() <= NATIVE_ELEMENTS
-        native = self._native(x, rows=MANY_ROWS) if known else None
+        known = w.gate.dtype in (x.dtype, torch.float32) and w.gate.is_contiguous()
+        native = self._native(x) if known else None
         if native is None:
             return super().router(x, w)
         ids, weights = native.router(x, w)
@@ -294,7 +296,7 @@ class CpuOps(Ops):
         num_picks = ids.numel()
         native = None
         if not gate_up.quantized:
-            native = self._native(x, gate_up.data, down.data, rows=MANY_ROWS)
+            native = self._native(x, gate_up.data, down.data)
         if native:
             return native.experts(x, ids, weights, w)
         ids = ids.long()
@@ -375,14 +377,6 @@ def _one_query_each(segment: AttentionMetadata) -> AttentionMetadata:
     if segment.scratch is None:
         segment.scratch = segment.by_token()
     return segment.scratch
-
-
-def _small_decode(segment: AttentionMetadata, q: Tensor) -> bool:
-    """One query token a request, and few enough scores for one thread."""
-    return (
-        segment.tokens == len(segment)
-        and sum(segment.max_kv_lens) * q.shape[1] * q.shape[2] <= NATIVE_SCORES
-    )
 
 
 def _bytes(data: Tensor) -> int:
@@ -481,6 +475,22 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         mask = torch.ones(queries, length, dtype=torch.bool, device=q.device).tril(length - queries)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return _fused(q, k, v, scale, mask, causal=queries == length and queries > 1).transpose(1, 2)
+
+
+def _each_request(
+    native: Native, q: Tensor, k: Tensor, v: Tensor, segment: AttentionMetadata, scale: float
+) -> Tensor:
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    parts = zip(
+        q.split(segment.query_lens),
+        k.split(segment.max_kv_lens),
+        v.split(segment.max_kv_lens),
+        out.split(segment.query_lens),
+        strict=True,
+    )
+    for part in parts:
+        native.causal(*part, scale)
+    return out
 
 
 def _gathered_experts(

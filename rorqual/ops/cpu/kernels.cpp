@@ -1,8 +1,7 @@
-// CPU kernels for decode steps: few rows, small layers, where a torch call costs as much as the arithmetic it does.
-// Everything is computed in fp32 from fp32 or bf16 storage; wide layers stay with torch's threaded products. Threads are OpenMP's, so
-// that they are the very threads torch uses; without OpenMP one thread does it all.
-// Built by native.py with the system's C++ compiler; called through the C functions at the end. Pointers are row-major and dense,
-// but for the weights of products, which native.py packs (see tile); kv_b alone is read as it is.
+// CPU kernels of layers of any shape. Everything is computed in fp32 from fp32 or bf16 storage. Threads are OpenMP's, so that they are
+// the very threads torch uses; without OpenMP one thread does it all.
+// Built by native.py with the system's C++ compiler for the processor it runs on; called through the C functions at the end. Pointers
+// are row-major and dense: weights are read as a checkpoint holds them (products.h).
 
 #include <algorithm>
 #include <cmath>
@@ -10,11 +9,15 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
+#endif
+#ifdef __AVX2__
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -126,16 +129,33 @@ inline void widen_all(const T *x, int64_t n, float *out) {
     for (; i < n; i++) out[i] = widen(x[i]);
 }
 
-template <class T>
-void narrow_all(const float *x, int64_t n, T *out) {
-    for (int64_t i = 0; i < n; i++) narrow(x[i], out + i);
+inline void narrow_all(const float *x, int64_t n, float *out) { std::copy(x, x + n, out); }
+
+inline void narrow_all(const float *x, int64_t n, bf16 *out) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        vu u, odd;
+        memcpy(&u, x + i, sizeof u);
+        odd = (u >> 16) & 1;
+        vu rounded = (u & 0x7fffffff) > 0x7f800000 ? vu{} + 0x7fc0 : (u + 0x7fff + odd) >> 16;
+        vh h = __builtin_convertvector(rounded, vh);
+        memcpy(out + i, &h, sizeof h);
+    }
+    for (; i < n; i++) narrow(x[i], out + i);
 }
+
+constexpr int SCRATCHES = 16;
+
+struct alignas(64) Line {  // of the cache: no load of scratch falls into two
+    float data[16];
+};
 
 // Scratch that grows and stays: a decode step makes hundreds of calls.
 float *scratch(int which, int64_t size) {
-    static thread_local std::vector<float> buffers[8];
-    if (int64_t(buffers[which].size()) < size) buffers[which].resize(size);
-    return buffers[which].data();
+    static thread_local std::vector<Line> buffers[SCRATCHES];
+    size_t lines = size_t(size * 4 + sizeof(Line) - 1) / sizeof(Line);
+    if (buffers[which].size() < lines) buffers[which].resize(lines);
+    return buffers[which].data()->data;
 }
 
 int max_threads = 1;
@@ -162,69 +182,7 @@ void split(int64_t count, int64_t grain, int64_t operations, F body) {
     body(0, count);
 }
 
-// Weights come packed: blocks of LANES rows, each block column by column, so that a lane is an output and nothing has to be summed
-// across lanes. V blocks against N rows of x; the last block may have fewer than LANES rows that count.
-template <int V, int N, class W>
-inline void tile(const float *x, const W *w, int64_t k, float *y, int64_t ldy, int64_t rows) {
-    vf acc[V][N] = {};
-    for (int64_t i = 0; i < k; i++) {
-        vf column[V];
-        for (int v = 0; v < V; v++) column[v] = load(w + (v * k + i) * LANES);
-        for (int n = 0; n < N; n++)
-            for (int v = 0; v < V; v++) acc[v][n] += column[v] * x[n * k + i];
-    }
-    for (int n = 0; n < N; n++)
-        for (int v = 0; v < V; v++) {
-            float *into = y + n * ldy + v * LANES;
-            if (rows - v * LANES >= LANES)
-                memcpy(into, &acc[v][n], sizeof(vf));
-            else
-                for (int64_t i = 0; i < rows - v * LANES; i++) into[i] = acc[v][n][i];
-        }
-}
-
-template <int V, int N, class W>
-void panel(const float *x, const W *w, int64_t rows, int64_t k, float *y, int64_t ldy) {
-    int64_t r = 0;
-    for (; r + (V - 1) * LANES < rows; r += V * LANES) tile<V, N>(x, w + r * k, k, y + r, ldy, rows - r);
-    for (; r < rows; r += LANES) tile<1, N>(x, w + r * k, k, y + r, ldy, rows - r);
-}
-
-// Rows `first` to `last` of y [n, ldy] = x [n, k] w^T.
-template <class W>
-void gemm_rows(const float *x, int64_t n, const W *w, int64_t first, int64_t last, int64_t k, float *y, int64_t ldy) {
-    const W *from = w + first * k;
-    int64_t rows = last - first, i = 0;
-    for (; i + 6 <= n; i += 6) panel<4, 6>(x + i * k, from, rows, k, y + i * ldy + first, ldy);
-    const float *rest = x + i * k;
-    float *into = y + i * ldy + first;
-    if (n - i == 5) panel<4, 5>(rest, from, rows, k, into, ldy);
-    if (n - i == 4) panel<4, 4>(rest, from, rows, k, into, ldy);
-    if (n - i == 3) panel<4, 3>(rest, from, rows, k, into, ldy);
-    if (n - i == 2) panel<4, 2>(rest, from, rows, k, into, ldy);
-    if (n - i == 1) panel<6, 1>(rest, from, rows, k, into, ldy);
-}
-
-// y [n, rows] = x [n, k] w^T, w packed from [rows, k], by one thread.
-template <class W>
-void gemm_alone(const float *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
-    gemm_rows(x, n, w, 0, rows, k, y, rows);
-}
-
-// The same, its rows shared out.
-template <class W>
-void gemm(const float *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
-    split(rows, LANES, n * rows * k, [=](int64_t first, int64_t last) { gemm_rows(x, n, w, first, last, k, y, rows); });
-}
-
-inline int64_t packed_rows(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
-
-template <class T>
-void add_bias(float *y, int64_t n, int64_t rows, const T *bias) {
-    if (!bias) return;
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t r = 0; r < rows; r++) y[i * rows + r] += widen(bias[r]);
-}
+#include "products.h"
 
 template <class T>
 float dot(const float *a, const T *b, int64_t d) {
@@ -267,23 +225,6 @@ void swiglu_rows(const float *x, int64_t n, int64_t size, float *out) {
     }
 }
 
-// Scaled products of one query with `count` rows, four sums at a time.
-inline void scores_block(const float *q, const float *rows, int64_t d, int64_t count, float scale, float *out) {
-    for (int64_t r = 0; r < count; r += 4) {
-        const float *row[4];
-        for (int i = 0; i < 4; i++) row[i] = rows + std::min<int64_t>(r + i, count - 1) * d;
-        vf acc[4] = {};
-        int64_t j = 0;
-        for (; j + LANES <= d; j += LANES)
-            for (int i = 0; i < 4; i++) acc[i] += load(q + j) * load(row[i] + j);
-        v4 four = totals(acc[0], acc[1], acc[2], acc[3]);
-        for (; j < d; j++)
-            for (int i = 0; i < 4; i++) four[i] += q[j] * row[i][j];
-        four *= scale;
-        memcpy(out + r, &four, std::min<int64_t>(4, count - r) * sizeof(float));
-    }
-}
-
 // y = y * shrink + sum of weights[i] * rows[i], four vectors of columns at a time so that the additions do not wait for each other.
 template <class T>
 inline void add_rows(float *y, float shrink, const float *weights, const T *rows, int64_t stride, int64_t count, int64_t d) {
@@ -302,43 +243,7 @@ inline void add_rows(float *y, float shrink, const float *weights, const T *rows
     }
 }
 
-// One request's heads that share keys: q [heads, d] against `length` cached rows reached through its block table; values are the
-// first dv columns of value rows. LANES rows at a time, with a running softmax, so that every row is read once. out [heads, dv].
-template <class T>
-void attend(const float *q, int64_t heads, int64_t d, int64_t dv, const T *keys, const T *values, int64_t key_stride,
-            int64_t value_stride, const int64_t *table, int64_t page, int64_t length, float scale, float *out) {
-    constexpr float NEVER = -std::numeric_limits<float>::infinity();
-    float *k = scratch(5, LANES * d), *v = scratch(6, LANES * dv), *state = scratch(7, 2 * heads);
-    float *peak = state, *mass = state + heads;
-    std::fill(out, out + heads * dv, 0.f);
-    std::fill(peak, peak + heads, NEVER);
-    std::fill(mass, mass + heads, 0.f);
-    for (int64_t start = 0; start < length; start += LANES) {
-        int64_t count = std::min<int64_t>(LANES, length - start);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t p = start + i, slot = table[p / page] * page + p % page;
-            widen_all(keys + slot * key_stride, d, k + i * d);
-            if (values != keys) widen_all(values + slot * value_stride, dv, v + i * dv);
-        }
-        const float *rows = values != keys ? v : k;
-        int64_t stride = values != keys ? dv : d;
-        for (int64_t h = 0; h < heads; h++) {
-            float weights[LANES], *y = out + h * dv;
-            std::fill(weights, weights + LANES, NEVER);
-            scores_block(q + h * d, k, d, count, scale, weights);
-            float top = std::max(peak[h], highest(load(weights)));
-            vf w = exp_lanes(load(weights) - top);
-            memcpy(weights, &w, sizeof w);
-            for (int64_t i = count; i < LANES; i++) weights[i] = 0;
-            float shrink = peak[h] == top ? 1 : std::exp(peak[h] - top);
-            mass[h] = mass[h] * shrink + total(load(weights));
-            peak[h] = top;
-            add_rows(y, shrink, weights, rows, stride, count, dv);
-        }
-    }
-    for (int64_t h = 0; h < heads; h++)
-        for (int64_t i = 0; i < dv; i++) out[h * dv + i] /= mass[h];
-}
+#include "attention.h"
 
 }  // namespace
 
@@ -382,31 +287,23 @@ void add_norm(const T *x, const T *residual, const T *weight, T *normed, T *sum,
 
 template <class T>
 void linear(const T *x, const T *w, const T *bias, T *y, int64_t n, int64_t rows, int64_t k) {
-    float *wide = scratch(0, n * k), *out = scratch(1, n * rows);
-    widen_all(x, n * k, wide);
-    gemm(wide, n, w, rows, k, out);
-    add_bias(out, n, rows, bias);
-    narrow_all(out, n * rows, y);
+    gemm(x, n, w, rows, k, y, bias);
 }
 
 template <class T>
 void mlp(const T *x, const T *gate_up, const T *down, T *y, int64_t n, int64_t hidden, int64_t size) {
-    float *wide = scratch(0, n * hidden), *h = scratch(1, n * 2 * size), *g = scratch(2, n * size), *out = scratch(3, n * hidden);
-    widen_all(x, n * hidden, wide);
-    gemm(wide, n, gate_up, 2 * size, hidden, h);
+    float *h = scratch(1, n * 2 * size), *g = scratch(2, n * size);
+    gemm(x, n, gate_up, 2 * size, hidden, h);
     swiglu_rows(h, n, size, g);
-    gemm(g, n, down, hidden, size, out);
-    narrow_all(out, n * hidden, y);
+    gemm(g, n, down, hidden, size, y);
 }
 
 template <class T>
 void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *sin, T *plane, const int64_t *slots, T *q, int64_t n) {
     int64_t qk = m.nope + m.rope, wide_q = m.heads * qk, first = m.q_rank ? m.q_rank : wide_q, entry = m.rank + m.rope;
     int64_t rows = first + entry;
-    float *in = scratch(0, n * m.hidden), *low = scratch(1, n * rows), *latent = scratch(2, n * first), *queries = scratch(3, n * wide_q);
-    widen_all(x, n * m.hidden, in);
-    gemm(in, n, (const T *)m.down, rows, m.hidden, low);
-    add_bias(low, n, rows, (const T *)m.down_bias);
+    float *low = scratch(1, n * rows), *latent = scratch(2, n * first), *queries = scratch(3, n * wide_q);
+    gemm(x, n, (const T *)m.down, rows, m.hidden, low, (const T *)m.down_bias);
     for (int64_t t = 0; t < n; t++) std::copy(low + t * rows, low + t * rows + first, latent + t * first);
     if (m.q_rank) {
         for (int64_t t = 0; t < n; t++) norm_row(latent + t * first, first, (const T *)m.q_norm, float(m.eps));
@@ -428,28 +325,31 @@ void mla_prologue(const MlaLayer &m, const T *x, const float *cos, const float *
 template <class T>
 void mla_absorbed(const MlaLayer &m, const T *q, const T *plane, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
                   float scale, T *out, int64_t n) {
-    int64_t qk = m.nope + m.rope, entry = m.rank + m.rope, up_rows = m.nope + m.v_dim, cached = 0;
-    for (int64_t t = 0; t < n; t++) cached += lens[t];
-    int64_t operations = m.heads * (cached * (entry + m.rank) + n * up_rows * m.rank);
-    split(n, 1, operations, [=, &m](int64_t begin, int64_t end) {
-        float *query = scratch(0, m.heads * entry), *latent = scratch(1, m.heads * m.rank), *heads = scratch(2, m.heads * m.v_dim);
-        float *wide = scratch(3, qk);
-        for (int64_t t = begin; t < end; t++) {
-            for (int64_t h = 0; h < m.heads; h++) {  // W_UK moves to the query
-                const T *mine = q + (t * m.heads + h) * qk, *up = (const T *)m.kv_b + h * up_rows * m.rank;
-                float *into = query + h * entry;
-                std::fill(into, into + m.rank, 0.f);
-                widen_all(mine, qk, wide);
-                add_rows(into, 0, wide, up, m.rank, m.nope, m.rank);
-                std::copy(wide + m.nope, wide + qk, into + m.rank);
-            }
-            attend(query, m.heads, entry, m.rank, plane, plane, entry, entry, tables + t * width, page, lens[t], scale, latent);
-            for (int64_t h = 0; h < m.heads; h++) {  // W_UV follows the sum
-                const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
-                for (int64_t i = 0; i < m.v_dim; i++) heads[h * m.v_dim + i] = dot(latent + h * m.rank, up + i * m.rank, m.rank);
-            }
-            narrow_all(heads, m.heads * m.v_dim, out + t * m.heads * m.v_dim);
+    int64_t qk = m.nope + m.rope, entry = m.rank + m.rope, up_rows = m.nope + m.v_dim;
+    int64_t ldq = apart(entry), ldr = apart(m.rank);
+    float *query = scratch(0, n * m.heads * ldq), *latent = scratch(1, n * m.heads * ldr);
+    share(m.heads, n * m.heads * m.nope * m.rank, [=, &m](int64_t h) {  // W_UK moves to the query
+        const T *up = (const T *)m.kv_b + h * up_rows * m.rank;
+        float *wide = scratch(3, n * qk), *sums = scratch(4, n * ldr), *row = scratch(5, entry);
+        std::fill(sums, sums + n * ldr, 0.f);
+        for (int64_t t = 0; t < n; t++) {
+            widen_all(q + (t * m.heads + h) * qk, qk, wide + t * qk);
+            for (int64_t i = 0; i < qk; i++) wide[t * qk + i] *= scale;
         }
+        mixes(wide, qk, n, up, m.rank, m.nope, m.rank, sums, ldr);
+        for (int64_t t = 0; t < n; t++) {
+            gathered<T>(sums + t * ldr, m.rank, row);
+            std::copy(wide + t * qk + m.nope, wide + (t + 1) * qk, row + m.rank);
+            spread<T>(row, entry, query + (t * m.heads + h) * ldq);
+        }
+    });
+    Paged<T> cache = {plane, plane, entry, entry, tables, width, page};
+    attend_all(query, ldq, n, 1, m.heads, entry, m.rank, cache, 0, lens, latent, ldr);
+    share(m.heads, n * m.heads * m.v_dim * m.rank, [=, &m](int64_t h) {  // W_UV follows the sum
+        const T *up = (const T *)m.kv_b + (h * up_rows + m.nope) * m.rank;
+        float *made = scratch(3, n * m.v_dim);
+        dots(up, m.rank, m.v_dim, latent + h * ldr, m.heads * ldr, n, m.rank, made, m.v_dim);
+        for (int64_t t = 0; t < n; t++) narrow_all(made + t * m.v_dim, m.v_dim, out + (t * m.heads + h) * m.v_dim);
     });
 }
 
@@ -473,17 +373,19 @@ void gqa_prologue(const T *qkv, const T *q_norm, const T *k_norm, float eps, con
 template <class T>
 void gqa_decode(const T *q, const T *keys, const T *values, const int64_t *tables, int64_t width, const int64_t *lens, int64_t page,
                 float scale, T *out, int64_t n, int64_t heads, int64_t groups, int64_t d) {
-    int64_t share = heads / groups, cached = 0;
-    for (int64_t t = 0; t < n; t++) cached += lens[t];
-    split(n * groups, 1, 2 * cached * heads * d, [=](int64_t begin, int64_t end) {
-        float *query = scratch(0, share * d), *sum = scratch(1, share * d);
-        for (int64_t i = begin; i < end; i++) {
-            int64_t t = i / groups, g = i % groups, at = (t * heads + g * share) * d;
-            widen_all(q + at, share * d, query);
-            attend(query, share, d, d, keys + g * d, values + g * d, groups * d, groups * d, tables + t * width, page, lens[t], scale, sum);
-            narrow_all(sum, share * d, out + at);
-        }
-    });
+    int64_t ldq = apart(d);
+    float *query = scratch(0, n * heads * ldq), *sums = scratch(1, n * heads * ldq), *row = scratch(3, d);
+    for (int64_t i = 0; i < n * heads; i++) {
+        widen_all(q + i * d, d, row);
+        for (int64_t j = 0; j < d; j++) row[j] *= scale;
+        spread<T>(row, d, query + i * ldq);
+    }
+    Paged<T> cache = {keys, values, groups * d, groups * d, tables, width, page};
+    attend_all(query, ldq, n, groups, heads / groups, d, d, cache, d, lens, sums, ldq);
+    for (int64_t i = 0; i < n * heads; i++) {
+        gathered<T>(sums + i * ldq, d, row);
+        narrow_all(row, d, out + i * d);
+    }
 }
 
 // The k best of n values, in the order in which torch.topk(sorted=False) leaves them on the CPU:
@@ -539,11 +441,12 @@ void score_all(const Router &r, float *score) {
 
 template <class T, class G>
 void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n, int64_t hidden) {
-    split(n, 1, n * hidden * r.experts, [=, &r](int64_t begin, int64_t end) {
-        float *in = scratch(0, hidden), *score = scratch(1, r.experts), *choice = scratch(2, r.experts);
+    float *scores = scratch(0, n * r.experts);
+    gemm(x, n, (const G *)r.gate, r.experts, hidden, scores);
+    split(n, 1, 32 * n * r.experts, [=, &r](int64_t begin, int64_t end) {
+        float *choice = scratch(2, r.experts);
         for (int64_t t = begin; t < end; t++) {
-            widen_all(x + t * hidden, hidden, in);
-            gemm_alone(in, 1, (const G *)r.gate, r.experts, hidden, score);
+            float *score = scores + t * r.experts;
             for (int64_t e = 0; r.rounded && e < r.experts; e++) {  // logits of the gate's type
                 G rounded;
                 narrow(score[e], &rounded);
@@ -565,50 +468,8 @@ void route(const Router &r, const T *x, int64_t *ids, float *weights, int64_t n,
     });
 }
 
-// The first of n picks that is neither a slot nor -1 (another rank's expert), n where there is none.
-int64_t unknown_pick(const int64_t *ids, int64_t n, int64_t slots) {
-    for (int64_t i = 0; i < n; i++)
-        if (ids[i] < -1 || ids[i] >= slots) return i;
-    return n;
-}
-
-// Tokens are grouped by expert, so that each expert's weights are read once. Every pick has a row of its own in `out`: threads share
-// nothing, and a token's picks are summed in their order, whoever computed them. A token may pick
-// one expert several times: an expert can have more rows than there are tokens, so its scratch is
-// sized by its picks.
-template <class T>
-void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
-             int64_t slots, int64_t hidden, int64_t size) {
-    float *out = scratch(3, n * top_k * hidden), *sum = scratch(4, hidden), *share = scratch(6, top_k);
-    for (int64_t i = 0; i < n * top_k; i++)
-        if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);
-    split(slots, 1, 3 * n * top_k * hidden * size, [=](int64_t begin, int64_t end) {
-        static thread_local std::vector<int64_t> picks;
-        for (int64_t e = begin; e < end; e++) {
-            picks.clear();
-            for (int64_t i = 0; i < n * top_k; i++)
-                if (ids[i] == e) picks.push_back(i);
-            int64_t count = int64_t(picks.size());
-            if (!count) continue;
-            float *in = scratch(0, count * hidden), *h = scratch(1, count * 2 * size), *g = scratch(2, count * size);
-            float *made = scratch(5, count * hidden);
-            for (int64_t i = 0; i < count; i++) widen_all(x + picks[i] / top_k * hidden, hidden, in + i * hidden);
-            gemm_alone(in, count, gate_up + e * packed_rows(2 * size) * hidden, 2 * size, hidden, h);
-            swiglu_rows(h, count, size, g);
-            gemm_alone(g, count, down + e * packed_rows(hidden) * size, hidden, size, made);
-            for (int64_t i = 0; i < count; i++) std::copy(made + i * hidden, made + (i + 1) * hidden, out + picks[i] * hidden);
-        }
-    });
-    for (int64_t t = 0; t < n; t++) {
-        std::fill(sum, sum + hidden, 0.f);
-        // the weight of a pick that is not here may be anything, NaN too
-        for (int64_t i = 0; i < top_k; i++)
-            share[i] = ids[t * top_k + i] < 0 ? 0 : weights[t * top_k + i];
-        add_rows(sum, 0, share, out + t * top_k * hidden, hidden, top_k, hidden);
-        narrow_all(sum, hidden, y + t * hidden);
-    }
-}
-
+#include "experts.h"
+#include "quantized.h"
 #include "sampling.h"
 
 }  // namespace
@@ -665,6 +526,14 @@ void rq_gqa_decode(int wide, const void *q, const void *keys, const void *values
          gqa_decode(B(q), B(keys), B(values), tables, width, lens, page, float(scale), BW(out), n, heads, groups, d))
 }
 
+// strides: from one entry to the next and from one head to the next, of keys and of values.
+void rq_causal(int wide, const void *q, const void *keys, const void *values, const int64_t *strides, void *out, int64_t n, int64_t length,
+               int64_t heads, int64_t groups, int64_t d, int64_t dv, double scale) {
+    Strides k = {strides[0], strides[1]}, v = {strides[2], strides[3]};
+    PICK(causal(F(q), F(keys), k, F(values), v, FW(out), n, length, heads, groups, d, dv, float(scale)),
+         causal(B(q), B(keys), k, B(values), v, BW(out), n, length, heads, groups, d, dv, float(scale)))
+}
+
 // The gate may be fp32 beside bf16 activations.
 void rq_route(int wide, int wide_gate, const Router *r, const void *x, int64_t *ids, float *weights, int64_t n, int64_t hidden) {
     if (wide) {
@@ -683,6 +552,23 @@ int64_t rq_experts(int wide, const void *x, const int64_t *ids, const float *wei
     if (unknown < n * top_k) return unknown;
     PICK(experts(F(x), ids, weights, F(gate_up), F(down), FW(y), n, top_k, slots, hidden, size),
          experts(B(x), ids, weights, B(gate_up), B(down), BW(y), n, top_k, slots, hidden, size))
+    return unknown;
+}
+
+void rq_linear_packed(int wide, const Packed *w, const void *x, const void *bias, void *y, int64_t n) {
+    with_format(*w, [=](auto matrix) {
+        PICK(times(matrix(*w), F(x), F(bias), FW(y), n, w->rows), times(matrix(*w), B(x), B(bias), BW(y), n, w->rows))
+    });
+}
+
+int64_t rq_experts_packed(int wide, const Packed *gate_up, const Packed *down, const void *x, const int64_t *ids, const float *weights, void *y,
+                          int64_t n, int64_t top_k, int64_t slots) {
+    int64_t unknown = unknown_pick(ids, n * top_k, slots);
+    if (unknown < n * top_k) return unknown;
+    with_format(*gate_up, [=](auto matrix) {
+        PICK(expert_times(matrix(*gate_up), matrix(*down), F(x), ids, weights, FW(y), n, top_k, slots),
+             expert_times(matrix(*gate_up), matrix(*down), B(x), ids, weights, BW(y), n, top_k, slots))
+    });
     return unknown;
 }
 

@@ -21,7 +21,8 @@ from rorqual.ops.interface import GQAWeights, MLAWeights, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-PARTS = (Path(__file__).with_name("sampling.h"),)
+HEADERS = ("products.h", "attention.h", "experts.h", "quantized.h", "sampling.h")
+PARTS = tuple(Path(__file__).with_name(name) for name in HEADERS)
 FLAGS = (
     "-O3",
     "-march=native",
@@ -70,20 +71,24 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "rq_mla_absorbed": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N),
     "rq_gqa_prologue": (_I, _P, _P, _P, _D, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N),
     "rq_gqa_decode": (_I, _P, _P, _P, _P, _N, _P, _N, _D, _P, _N, _N, _N, _N),
+    "rq_causal": (_I, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _N, _D),
     "rq_route": (_I, _I, _P, _P, _P, _P, _N, _N),
     "rq_experts": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N),
+    "rq_linear_packed": (_I, _P, _P, _P, _P, _N),
+    "rq_experts_packed": (_I, _P, _P, _P, _P, _P, _P, _N, _N, _N),
     "rq_uniform": (_P, _P, _N, _P, _N),
     "rq_distribution": (_P, _N, _N, _N, _P, _I, _P, _P, _P),
     "rq_draw": (_P, _N, _N, _N, _P, _P, _P, _P, _P),
     "rq_draw_rest": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P, _N),
     "rq_write_probs": (_P, _N, _N, _N, _P, _P, _P, _P),
 }
-_RESULTS: dict[str, Any] = {"rq_experts": _N}  # the others return nothing
+_RESULTS: dict[str, Any] = {"rq_experts": _N, "rq_experts_packed": _N}  # the others return nothing
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (with one line in the log) where they cannot be built."""
+def library(processor: str = "native", more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with one line in the log) where they cannot be built.
+    processor, more: for which, and flags besides; others than this one are for tests."""
     command = compiler()
     if command is None:
         log.warning(
@@ -91,10 +96,11 @@ def library() -> ctypes.CDLL | None:
             "times slower for small models"
         )
         return None
+    flags = tuple(flag.replace("native", processor) for flag in FLAGS) + more
     try:
         # torch has loaded an OpenMP runtime of the usual name: the kernels find that one, and share
         # its threads.
-        loaded = ctypes.CDLL(str(_build(command)))
+        loaded = ctypes.CDLL(str(_build(command, flags)))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning(
             "the CPU kernels could not be built (%s): decoding uses torch calls alone", error
@@ -112,22 +118,22 @@ def _output(*command: str) -> bytes:
     return run.stdout
 
 
-def _build(command: str) -> Path:
+def _build(command: str, flags: tuple[str, ...] = FLAGS) -> Path:
     """Compile into the cache folder, under a name that covers source, flags, compiler and
     processor."""
     # The macros are those of the instructions that may be used. Every compiler prints them; one
     # that does not leaves no way to tell this processor's library from another's: nothing is built.
-    processor = _output(command, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    processor = _output(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)
     name = _output(command, "--version")
     source = b"".join(path.read_bytes() for path in (SOURCE, *PARTS))
-    key = hashlib.sha256(source + " ".join(FLAGS).encode() + processor + name).hexdigest()[:16]
+    key = hashlib.sha256(source + " ".join(flags).encode() + processor + name).hexdigest()[:16]
     target = cache_folder() / f"kernels-{key}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             subprocess.run(
-                [command, *FLAGS, str(SOURCE), "-o", str(made)],
+                [command, *flags, str(SOURCE), "-o", str(made)],
                 check=True,
                 capture_output=True,
                 timeout=COMPILE_SECONDS,
@@ -136,15 +142,7 @@ def _build(command: str) -> Path:
     return target
 
 
-LANES = 16  # as in kernels.cpp
 BLOCK = 128  # tokens of a part of a distribution, as in sampling.h
-
-
-def pack(weight: Tensor) -> Tensor:
-    """[..., rows, columns] to blocks of LANES rows, each column by column: [..., blocks,
-    columns, LANES], padded with zeros."""
-    padded = torch.nn.functional.pad(weight, (0, 0, 0, -weight.shape[-2] % LANES))
-    return padded.unflatten(-2, (-1, LANES)).transpose(-1, -2).contiguous()
 
 
 def _wide(x: Tensor) -> int:
@@ -169,27 +167,11 @@ def unknown_expert(slot: int, slots: int) -> IndexError:
 
 class Native:
     """Calls into the library. Callers have checked that dtypes are one of STORAGE and that
-    everything is contiguous.
-
-    Weights are packed at first use and kept beside the originals: whoever changes a weight later
-    calls `forget`.
-    """
+    everything is contiguous."""
 
     def __init__(self, kernels: ctypes.CDLL):
         self.lib = kernels
         self.lib.rq_threads(torch.get_num_threads())
-        self.packed: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def forget(self) -> None:
-        self.packed.clear()
-
-    def weight(self, weight: Tensor) -> int:
-        """Address of the packed form. The original is kept too, so that its address cannot be
-        given to another tensor."""
-        found = self.packed.get(weight.data_ptr())
-        if found is None:
-            found = self.packed[weight.data_ptr()] = (weight, pack(weight))
-        return found[1].data_ptr()
 
     def add_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -216,7 +198,7 @@ class Native:
         self.lib.rq_linear(
             _wide(x),
             _pointer(x),
-            self.weight(weight),
+            _pointer(weight),
             _pointer(bias),
             y.data_ptr(),
             x.shape[0],
@@ -231,8 +213,8 @@ class Native:
         self.lib.rq_mlp(
             _wide(x),
             _pointer(x),
-            self.weight(gate_up),
-            self.weight(down),
+            _pointer(gate_up),
+            _pointer(down),
             y.data_ptr(),
             x.shape[0],
             hidden,
@@ -242,9 +224,9 @@ class Native:
 
     def mla_layer(self, w: MLAWeights, hidden: int) -> _MlaLayer:
         mla = w.config
-        query = self.weight(w.q_b.data) if w.q_b else 0
+        query = _pointer(w.q_b.data) if w.q_b else 0
         pointers = [
-            self.weight(w.down.data),
+            _pointer(w.down.data),
             _pointer(w.down_bias),
             _pointer(w.q_norm),
             query,
@@ -328,6 +310,14 @@ class Native:
         )
         return out
 
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
+        """Attention of one request into out [Q, H, Dv]: see reference.causal_attention. Entries of
+        k and v, and their heads, may lie apart."""
+        strides = (ctypes.c_int64 * 4)(*k.stride()[:2], *v.stride()[:2])
+        sizes = (q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+        at = (k.data_ptr(), v.data_ptr(), ctypes.addressof(strides), _pointer(out))
+        self.lib.rq_causal(_wide(q), _pointer(q), *at, *sizes, scale)
+
     def router(self, x: Tensor, w: RouterWeights) -> tuple[Tensor, Tensor]:
         """The routed experts alone; their weights are not rounded."""
         moe = w.config
@@ -337,7 +327,7 @@ class Native:
         kinds = (moe.scoring == "sigmoid", moe.method == "noaux_tc", grouped)
         flags = (*kinds, moe.norm_topk_prob, not moe.router_fp32)
         sizes = (moe.num_experts, moe.top_k, moe.n_group, moe.topk_group)
-        matrices = (self.weight(w.gate), _pointer(w.bias))
+        matrices = (_pointer(w.gate), _pointer(w.bias))
         settings = _Router(*sizes, *map(int, flags), moe.scaling, *matrices)
         at = ctypes.addressof(settings)
         self.lib.rq_route(
@@ -354,12 +344,12 @@ class Native:
         assert weights.shape == ids.shape
         assert weights.dtype == torch.float32
         assert w.gate_up.data.shape == (slots, 2 * size, hidden)
-        packed = (self.weight(w.gate_up.data), self.weight(w.down.data))
+        matrices = (_pointer(w.gate_up.data), _pointer(w.down.data))
         ids = ids.long()  # int32 as well, in which they travel between ranks
         unknown = self.lib.rq_experts(
             _wide(x),
             *_pointers(x, ids, weights),
-            *packed,
+            *matrices,
             y.data_ptr(),
             *ids.shape,
             slots,

@@ -242,7 +242,7 @@ class _Layer:
             load.distinct,
             self.config.hidden_size,
             inner,
-            moe.num_experts // sizes.ep,
+            sizes.expert_slots(moe.num_experts) // sizes.ep,
         )
         kind = pieces[0].math(self.dtype)
         prompts = bool(self.work.prefill)

@@ -36,7 +36,7 @@ def shard(weight: WeightShape, config: ModelConfig, sizes: ParallelConfig) -> We
         return replace(weight, rows=(part(weight.rows[0], sizes.head_tp or 1),))
     if ".experts." in weight.name:
         cut = sizes.expert_tp
-        count = weight.count // sizes.ep
+        count = sizes.expert_slots(weight.count) // sizes.ep
         return replace(_ffn_cut(weight, name, cut), count=count)
     if name in ("gate_up_proj", "down_proj"):
         return _ffn_cut(weight, name, sizes.dense_tp or 1)

@@ -72,12 +72,24 @@ class EngineClient:
         self.decoder = messages.client_decoder()
         self.live: dict[str, OpenSequence] = {}
         self.load = 0
+        self.made = time.monotonic()
+        self.start_seconds = 0.0  # until it could serve
         self.info: messages.EngineInfo | None = None
         self.snapshot = messages.Snapshot(0.0)
         self.ended: deque[messages.RequestTimes] = deque(maxlen=20_000)
         self.dying: messages.Dying | None = None
+        self.trace: asyncio.Future[messages.TraceDone] | None = None  # of the newest one
         self.ready = asyncio.Event()
         self.last_heard = time.monotonic()
+
+    @property
+    def startup(self) -> dict[str, float]:
+        """Seconds by phase until it could serve; nothing before."""
+        found = dict(self.info.startup) if self.info is not None else {}
+        if found:
+            # from asking for a process to its first instruction, and the message's way
+            found["process"] = max(0.0, self.start_seconds - sum(found.values()))
+        return found
 
     # ---- to the engine
 
@@ -99,6 +111,15 @@ class EngineClient:
 
     def reset_prefix(self) -> None:
         self._send(messages.ResetPrefix())
+
+    def start_trace(self, prefix: str, steps: int) -> asyncio.Future[messages.TraceDone]:
+        """Have the next steps recorded; one at a time."""
+        self.trace = asyncio.get_running_loop().create_future()
+        self._send(messages.StartTrace(prefix, steps))
+        return self.trace
+
+    def stop_trace(self) -> None:
+        self._send(messages.StopTrace())
 
     def shut_down(self) -> None:
         self._send(messages.Shutdown())
@@ -134,9 +155,16 @@ class EngineClient:
                 entry.job.refuse(message.message, message.busy)
         elif isinstance(message, messages.EngineInfo):
             self.info = message
+            self.start_seconds = time.monotonic() - self.made
             self.ready.set()
+        elif isinstance(message, messages.TraceDone):
+            self._traced(message)
         else:
             self.dying = message
+
+    def _traced(self, found: messages.TraceDone) -> None:
+        if self.trace is not None and not self.trace.done():
+            self.trace.set_result(found)
 
     def _deliver(self, output: messages.Output) -> None:
         entry = self.live.get(output.id)
@@ -154,5 +182,6 @@ class EngineClient:
         for entry in live.values():
             self.usage.change(entry.client, -1, -entry.tokens)
             entry.job.fail(engine_died())
+        self._traced(messages.TraceDone([], ["the engine process ended"]))
         self.sender.close()
         self.receiver.close()

@@ -63,6 +63,8 @@ class EngineMeter:
         stats = self.engine.stats
         ended = self.ended
         self.ended = []
+        load = self.engine.expert_load()
+        moved = self.engine.executor.balance
         return Snapshot(
             at=now,
             running=usage.running,
@@ -81,7 +83,11 @@ class EngineMeter:
             finished=dict(self.finished),
             histograms={name: histogram.state() for name, histogram in self.histograms.items()},
             ended=ended,
-            expert_load=self.engine.expert_load(),
+            expert_load=load,
             prompts=self.prompts,
             cached_prompts=self.cached_prompts,
+            expert_balancedness=self.engine.expert_balancedness() if load else [],
+            expert_moves=[moved.rebalances, moved.moves, moved.slots, moved.failed]
+            if moved
+            else [],
         )

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rorqual.config.log import log_to_stderr
+from rorqual.config.process import process_age
 from rorqual.engine.config import AUTO, OFF, EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
@@ -89,6 +90,7 @@ class EngineProcess:
         # the last: what keeps the compiled grammar until the request holds it itself
         self.prepared: SimpleQueue[tuple[messages.Add, Exception | None, Any]] = SimpleQueue()
         self.running = True
+        self.tracing = False
         self.next_snapshot = 0.0
 
     def run(self) -> None:
@@ -118,6 +120,11 @@ class EngineProcess:
                 self.cancel(name)
         elif isinstance(message, messages.ResetPrefix):
             self.engine.scheduler.prefix.clear()
+        elif isinstance(message, messages.StartTrace):
+            self.tracing = True
+            self.engine.start_trace(message.prefix, message.steps)
+        elif isinstance(message, messages.StopTrace):
+            self.engine.stop_trace()
         else:
             self.running = False
 
@@ -245,6 +252,16 @@ class EngineProcess:
     def _snapshot(self, now: float) -> None:
         self.next_snapshot = now + SNAPSHOT_SECONDS
         self.link.send(self.meter.snapshot(now))
+        if self.tracing:
+            self._tell_trace()
+
+    def _tell_trace(self) -> None:
+        found = self.engine.traced()
+        if found is not None:
+            self.tracing = False
+            files = [one.path for one in found if not one.error]
+            errors = [f"{one.path}: {one.error}" for one in found if one.error]
+            self.link.send(messages.TraceDone(files, errors))
 
 
 def _whole(name: str, out: TokenOut, logprobs: list[TokenLogprobs]) -> messages.Output:
@@ -266,7 +283,7 @@ def _prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs] | None:
     return sequence.prompt_logprobs if wanted else None
 
 
-def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
+def info(engine: Engine, eos: tuple[int, ...], startup: dict[str, float]) -> messages.EngineInfo:
     config = engine.config
     scheduler = engine.scheduler.config
     sizes = (
@@ -284,13 +301,14 @@ def info(engine: Engine, eos: tuple[int, ...]) -> messages.EngineInfo:
         vocab,
         *sizes,
         eos,
-        engine.stats.startup,
+        startup,
     )
 
 
 def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     from pathlib import Path
 
+    imports = process_age()
     options = {
         **config.engine,
         "ignore_config_fields": tuple(config.engine.get("ignore_config_fields", ())),
@@ -303,11 +321,15 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     eos = read_generation(Path(engine.config.model), engine.model_config).eos_token_ids
     where = Path(config.tokenizer or engine.config.model)
     vocab_size = engine.model_config.vocab_size
+    loaded = process_age()
     grammars = XGrammars.make(where, vocab_size, eos, config.grammar) if config.structured else None
     if grammars is not None:
         engine.grammars = grammars
         grammars.warm()
-    link.send(info(engine, eos))
+    ready = process_age()
+    startup = {"imports": imports, **engine.stats.startup, "grammars": ready - loaded}
+    startup["other"] = max(0.0, ready - sum(startup.values()))
+    link.send(info(engine, eos, startup))
     return EngineProcess(engine, link, grammars)
 
 
@@ -334,6 +356,8 @@ def main() -> int:
         link.send(messages.Dying(f"{type(error).__name__}: {error}", user=False))
         return STEP_FAILED
     finally:
+        if worker.tracing:
+            worker.engine.close()  # leaves no half of a file
         if worker.grammars is not None:
             worker.grammars.close()
         link.close()

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from rorqual.cache.prefix import next_key, root_key
+from rorqual.config.process import process_age
 from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.client import ClientUsage, EngineClient
@@ -96,10 +97,12 @@ class EnginePool:
         self.known: dict[bytes, int] = {}
         self.stopping = False
         self.restarts = 0
+        self.began = 0.0  # seconds of this process before it started its first engine
 
     # ---- life
 
     async def run(self) -> None:
+        self.began = process_age()
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
                 group.create_task(self._keep(engine))

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -41,6 +42,7 @@ from rorqual.serve.http.response import StreamResponse, error_response
 from rorqual.serve.http.responses.protocol import ResponsesRequest
 from rorqual.serve.http.responses.translate import responses_call
 from rorqual.serve.http.sse import encode
+from rorqual.serve.http.tracing.routes import add_tracing
 from rorqual.serve.http.unknown_fields import UnknownFields
 from rorqual.serve.http.validation import invalid_body, is_json, not_json
 from rorqual.serve.limits import ServerLimits
@@ -125,7 +127,7 @@ class Api:
         return min(LONGEST_RETRY, max(1, math.ceil(statistics.median(recent)))) if recent else 1
 
 
-def create_app(api: Api, key: str | None) -> FastAPI:
+def create_app(api: Api, key: str | None, profile_dir: Path | None = None) -> FastAPI:
     app = FastAPI(title="Rorqual", version=api.version, redirect_slashes=False)
     _completions(app, api)
     _other_apis(app, api)
@@ -133,6 +135,8 @@ def create_app(api: Api, key: str | None) -> FastAPI:
     _tools(app, api)
     guard = KeyGuard(ApiKeys(key), api.limits.wrong_keys)
     add_dashboard(app, api, key, guard)
+    if profile_dir is not None:
+        add_tracing(app, api.fleet, profile_dir)
     _errors(app, api)
     app.add_middleware(
         Authenticator, guard=guard, limits=api.limits, counts=api.counts, memory=api.memory

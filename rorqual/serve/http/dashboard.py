@@ -211,7 +211,9 @@ def data(api: Any, since: float, experts: bool) -> dict[str, Any]:
         "rows": [row for row in history.rows if row.at > since],
         "latency_fields": LatencyRow._fields,
         "latency_rows": [row for row in history.latencies if row.at > since],
-        "records_experts": bool(api.config["engine"].get("record_expert_load")),
+        "records_experts": any(
+            api.config["engine"].get(name) for name in ("record_expert_load", "enable_eplb")
+        ),
         "expert_load": _summed(load) if experts else None,
     }
 

@@ -81,6 +81,8 @@ def _engine(client: EngineClient) -> dict[str, Any]:
         "finished": found.finished,
         "speculation": {"drafted": found.drafted, "accepted": found.accepted},
         "expert_load": found.expert_load,
+        "expert_balancedness": found.expert_balancedness,
+        "expert_moves": found.expert_moves,
     }
 
 

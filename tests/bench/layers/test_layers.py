@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 import rorqual
-from rorqual.bench.layers import cases
+from rorqual.bench.layers import cases, timing
 from rorqual.bench.layers import run as layers
 from rorqual.bench.layers.backbone import make_backbone
 from rorqual.bench.layers.cases import CASES, LayerBench, LayerCase, modules_of, routed_ids
@@ -25,6 +25,7 @@ from rorqual.errors import CapacityError, ConfigError
 from rorqual.layers.moe import run_stages
 from rorqual.planner.costs import costs
 from rorqual.platforms.cpu import CpuPlatform
+from tests.engine.execution.replaying import ReplayingPlatform
 
 pytestmark = pytest.mark.exhaustive
 
@@ -125,6 +126,66 @@ def test_embedding_tables_here_and_there() -> None:
     assert set(found) == set(TOKENS)
     for outs in found.values():
         assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+class Graphs(ReplayingPlatform):
+    """A device with memory and graphs of its own."""
+
+    name = "card"
+
+
+def test_what_is_captured_and_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and embeddings call by call; the host's part of these by one thread."""
+    monkeypatch.setattr(layers, "make_platform", lambda device: Graphs(torch.device("cpu")))
+    monkeypatch.setattr(timing, "SHORTEST", 0.0)
+    used: dict[str, int] = {}
+    seen = cases.partial
+
+    def counting(run: Any, *rest: Any) -> Any:
+        def call() -> Any:
+            used[getattr(run, "__name__", "")] = torch.get_num_threads()
+            return run(*rest)
+
+        return call
+
+    monkeypatch.setattr(cases, "partial", counting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = quick(config_of("deepseek-v3"), tokens=(1, 3))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        monkeypatch.setattr(cases, "partial", seen)
+    assert used["index_select"] == 1
+    assert used["embed"] == 2
+    how = {(row.module, row.phase): row.timing for row in found}
+    assert {key for key, kind in how.items() if kind == "call"} == {
+        ("embed_tokens", "tokens"),
+        *((module, "prefill") for module in ("mla", "dense_layer", "backbone")),
+    }
+    assert "captured, in a row" in printed(found)
+
+
+def test_the_way_of_timing_may_be_chosen() -> None:
+    found = quick(config_of("deepseek-v3"), modules=["mlp"], timing="call")
+    assert {row.timing for row in found} == {"call"}
+    with pytest.raises(ConfigError, match="timing='graph'; accepted here: auto, call"):
+        quick(config_of("deepseek-v3"), modules=["mlp"], timing="graph")
+
+
+def test_no_case_begins_after_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    assert quick(config_of("deepseek-v3"), limit=-1) == []
+    assert "backbone was left out" in caplog.text
+
+
+def test_floors_are_printed_beside_times() -> None:
+    rates = timing.DeviceRates(bandwidth=4e12, operations=8e14)
+    assert rates.floor(cases.Op("a", "b", 8e11, 0, 4e9)) == pytest.approx(1e-3)
+    assert rates.floor(cases.Op("a", "b", 8e12, 0, 4e9)) == pytest.approx(1e-2)
+    text = printed([row_of(floor=1e-3), row_of(variant="zipf", floor=None)])
+    assert "2 (200) 50%" in text
+    assert "rates measured here" in text
 
 
 def test_qwen_has_other_modules() -> None:
@@ -353,3 +414,16 @@ def test_from_a_folder(tmp_path: Path) -> None:
         ignore_fields=("new_field",),
     )
     assert [(row.module, row.n) for row in found] == [("mlp", 1), ("mlp", 2)]
+
+
+def test_what_cannot_be_captured_is_called_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Graphs):
+        def capture(self, work: Any) -> Any:
+            raise RuntimeError("no such operation while capturing")
+
+    monkeypatch.setattr(layers, "make_platform", lambda device: Refusing(torch.device("cpu")))
+    found = quick(config_of("deepseek-v3"), modules=["mlp"])
+    assert {row.timing for row in found} == {"call"}
+    assert "mlp dense is called, not captured: no such operation" in caplog.text

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch.autograd import DeviceType
 
 from rorqual import LLM
-from rorqual.bench.offline.profile import Span, profile_steps, summarize, timeline
+from rorqual.bench.offline import work as work_limits
+from rorqual.bench.offline.profile import Span, summarize, timeline, trace_steps
 from rorqual.bench.offline.run import experts_hit, greedy
 from rorqual.bench.offline.steady_state import enough_tokens, steady_state_steps
+from rorqual.bench.offline.work import OfflineWork
+from rorqual.engine import step_trace
 from rorqual.errors import ConfigError
 
 
@@ -76,16 +82,32 @@ def test_a_profilers_events_are_told_apart() -> None:
     assert timeline(found) == ([Span("attend", 7, 9)], [3, 8])
 
 
-def test_without_a_card_it_is_refused() -> None:
+def test_a_trace_of_steps_on_any_device(tmp_path: Path) -> None:
     llm = LLM(max_num_seqs=2, max_model_len=64, num_pages=16, device="cpu")
-    with pytest.raises(ConfigError, match="--profile"):
-        profile_steps(llm, [[1, 2]], 2)
+    prefix = OfflineWork(profile=tmp_path).trace_prefix(2, 0, alone=False)
+    assert trace_steps(llm, [[1, 2], [5, 4]], 3, prefix) == [f"{tmp_path}/batch2.json.gz"]
+    with gzip.open(tmp_path / "batch2.json.gz") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert sum(name.endswith("decode: 2 decoding, 0 chunks, 2 tokens") for name in names) == 3
+    assert not llm.engine.has_work
+
+
+def test_where_traces_go(tmp_path: Path) -> None:
+    work = OfflineWork(profile=Path("out/t.json.gz"))
+    assert work.trace_prefix(8, 0, alone=True) == "out/t"
+    assert work.trace_prefix(8, 2, alone=False) == "out/t-batch8-drafts2"
+    assert OfflineWork(profile=Path("out")).trace_prefix(1, 0, alone=True) == "out/batch1"
+    with pytest.raises(ConfigError, match="--profile-steps says how many"):
+        OfflineWork(profile=Path("20"))
+    with pytest.raises(ConfigError, match="profile_steps=0 is out of range; accepted: 1 to 200"):
+        OfflineWork(profile_steps=0)
+    assert work_limits.MOST_STEPS == step_trace.MOST_STEPS
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     started = time.time()
     code = (
-        "import time; time.sleep(0.4); from rorqual.bench.offline.run import process_age; "
+        "import time; time.sleep(0.4); from rorqual.config.process import process_age; "
         "print(process_age())"
     )
     age = float(

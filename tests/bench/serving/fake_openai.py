@@ -5,7 +5,9 @@ that a measurement can be compared with what was injected rather than with what 
 
     python tests/bench/serving/fake_openai.py
 
-prints its port, and serves until its standard input closes.
+prints its port, and serves until its standard input closes. With `--port N` it serves there until
+it is ended; then `--itl SECONDS` is for requests that do not say theirs, and with `--requests N` it
+dies at the request after the N-th.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
@@ -46,6 +50,8 @@ class Log:
         self.requests: list[dict[str, Any]] = []
         self.flushes = self.running = self.peak = 0
         self.drafts = self.accepted = 0
+        self.most: float = math.inf
+        self.how: dict[str, float] = {}  # of requests that do not say otherwise
 
     def metrics(self) -> str:
         pairs = {"drafts": self.drafts, "accepted_tokens": self.accepted}
@@ -65,7 +71,11 @@ class Stream:
         self.chat = chat
         known = {field.name for field in fields(Behaviour)}
         self.how = Behaviour(
-            **{name: value for name, value in body.get("fake", {}).items() if name in known}
+            **{
+                name: value
+                for name, value in (connection.log.how | body.get("fake", {})).items()
+                if name in known
+            }
         )
         self.left = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         self.tokens = self.left
@@ -247,6 +257,8 @@ class Connection(asyncio.Protocol):
 
     def route(self, method: str, path: str, body: dict[str, Any]) -> None:
         if path.endswith("/completions"):
+            if len(self.log.requests) >= self.log.most:
+                os._exit(1)
             self.stream = Stream(self, body, path.endswith("/chat/completions"))
             return self.stream.start()
         if path == "/metrics":
@@ -255,8 +267,16 @@ class Connection(asyncio.Protocol):
             self.log.flushes += 1
             return self.answer(200, {})
         if path == "/log":
-            return self.answer(200, {**vars(self.log)})
+            return self.answer(
+                200,
+                {
+                    name: value
+                    for name, value in vars(self.log).items()
+                    if name not in ("most", "how")
+                },
+            )
         pages = {
+            "/health": {},
             "/v1/models": {"data": [{"id": "fake", "max_model_len": 4096}]},
             "/version": {"version": "9.8.7"},
             "/server_info": {"gpu": "Fake GPU", "tp_size": 2},
@@ -290,14 +310,24 @@ class Connection(asyncio.Protocol):
             self.stream.tick = lambda: None  # type: ignore[method-assign]
 
 
-async def main(key: str | None) -> None:
+async def main(key: str | None, port: int = 0, most: float = math.inf, itl: float = 0.0) -> None:
     loop = asyncio.get_running_loop()
     log = Log()
-    server = await loop.create_server(lambda: Connection(log, key), "127.0.0.1", 0, backlog=4096)
+    log.most = most
+    log.how = {"itl": itl}
+    server = await loop.create_server(lambda: Connection(log, key), "127.0.0.1", port, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
+    if port:
+        await server.serve_forever()
     await loop.run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=False))
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))
+        if "--port" in given:
+            most = float(given.get("--requests", "inf"))
+            itl = float(given.get("--itl", "0"))
+            asyncio.run(main(None, int(given["--port"]), most, itl))
+        else:
+            asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))

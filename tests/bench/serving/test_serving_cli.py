@@ -121,6 +121,17 @@ def test_a_sweep_with_an_slo_search_and_charts(fake: Fake, tmp_path: Path):
     assert (tmp_path / "both.html").exists()
 
 
+def test_an_slo_search_ends_in_time(fake: Fake, tmp_path: Path):
+    path = tmp_path / "slo.json"
+    bounds = ("--slo-seconds", "0.01", "--send-seconds", "0.1", "--run-seconds", "5")
+    done = run(fake, *SMALL, "--slo", "ttft=2s", "--slo-start", "2", *bounds, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    assert "--slo-seconds ended the search" in done.stdout
+    page = json.loads(path.read_text())["slo"]
+    assert page["out_of_time"]
+    assert page["probes"] == [{"concurrency": 2, "kept": True}]
+
+
 def test_an_slo_nobody_keeps_ends_with_1(fake: Fake):
     done = run(
         fake,

@@ -156,6 +156,31 @@ def test_rate_and_cap_together(fake: Fake):
     assert min(np.diff(arrived)) >= 0.059
 
 
+def test_nothing_is_sent_after_its_time(fake: Fake):
+    data = Data(lengths=PromptLengths(12, 8), num_prompts=400)
+    row = measure(fake, {"itl": 0.005}, load=ArrivalLoad(2, send_seconds=0.2), data=data)
+    assert 2 < row["num_prompts"] == row["completed"] < 100
+    assert not row["failed"]
+
+
+def test_what_is_open_when_the_time_is_over_has_failed(fake: Fake):
+    data = Data(lengths=PromptLengths(12, 8), num_prompts=400)
+    row = measure(fake, {"itl": 0.1}, load=ArrivalLoad(3, run_seconds=0.4), data=data)
+    assert row["failures"] == {"not done when the run had taken 0.4 s": 3}
+    assert row["duration"] < 0.7
+
+
+@steady
+def test_the_first_requests_may_come_one_after_the_other(fake: Fake):
+    mark = new_mark()
+    data = Data(lengths=PromptLengths(12, 8), num_prompts=8)
+    measure(fake, {"itl": 0.05}, mark, ArrivalLoad(4, ramp_seconds=0.2), data=data)
+    times = [entry["arrived"] for entry in fake.requests(mark)]
+    gaps = [after - before for before, after in pairwise(times[:4])]
+    assert gaps == pytest.approx([0.05] * 3, abs=0.02)
+    assert len(times) == 8
+
+
 @steady
 def test_without_streaming_there_are_no_token_times(fake: Fake):
     row = measure(fake, {"ttft": 0.02, "itl": 0.004}, stream=False)

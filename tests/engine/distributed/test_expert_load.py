@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rorqual import LLM, SamplingParams
@@ -88,3 +89,18 @@ def test_every_token_is_counted_once(expected: Counts, layout: dict[str, int]) -
 def test_nothing_is_told_that_is_not_recorded() -> None:
     options = {**OPTIONS, "record_expert_load": False}
     assert LLM(**options).engine.expert_load() == []
+
+
+def test_balancedness_of_ranks_that_share_experts() -> None:
+    """As experts lie, of what was counted lately."""
+    llm = LLM(**OPTIONS, dp=2, ep=2, eplb_window=2)
+    assert llm.engine.expert_balancedness() == []
+    found, _ = counted(llm)
+    shares = [[sum(layer[:8]), sum(layer[8:])] for layer in found]
+    lately = llm.engine.expert_balancedness()
+    assert len(lately) == len(found)
+    assert all(0.5 <= value <= 1 for value in lately)
+    llm.engine.expert_window.load = np.array(found)
+    assert llm.engine.expert_balancedness() == pytest.approx(
+        [sum(share) / 2 / max(share) for share in shares]
+    )

@@ -55,7 +55,7 @@ def rank_of(shape: str, free: int = 40 * GIB, tp: int = 8, **options: Any) -> Wo
     return rank
 
 
-@pytest.mark.parametrize(("tp", "stretch"), [(1, 512 * 2**20), (8, 129 * 2**20)])
+@pytest.mark.parametrize(("tp", "stretch"), [(1, 913 * 2**20), (8, 129 * 2**20)])
 def test_the_cache_of_a_card_gets_what_the_workspace_leaves(tp: int, stretch: int) -> None:
     rank = rank_of("deepseek-v3", tp=tp)
     assert rank.batched_tokens == 8192

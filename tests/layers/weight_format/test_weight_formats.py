@@ -20,7 +20,7 @@ from rorqual.errors import ConfigError, LoadError
 from rorqual.layers.parameter import Build, Window
 from rorqual.layers.weight_format.base import Matrix
 from rorqual.layers.weight_format.select import format_of
-from rorqual.models.loader import TargetsByName, _draw, read_file
+from rorqual.models.loader import TargetsByName, _draw
 from rorqual.models.transformer import Transformer
 from rorqual.ops.cpu.backend import CpuOps
 from rorqual.ops.interface import Ops
@@ -30,6 +30,7 @@ from tests.models.driver import all_logits, load
 
 BOUND = 1e-4
 LENGTH = 12
+THREADS = 3
 BUILD = Build(Ops(), torch.float32, torch.device("cpu"))
 EXPERT = "model.layers.1.mlp.experts.0.gate_proj"
 
@@ -56,10 +57,7 @@ def read(path: Path, scheme: WeightScheme, window: Window, shape: tuple[int, int
     edges = (window.row,)
     weight = form.empty(BUILD, *shape, edges)
     places = TargetsByName(form.targets(Matrix("m", weight, window)))
-    for name, found, reader in read_file(path):
-        assert places.has(name), name
-        places.fill(name, found, reader, path)
-    places.check()
+    places.read([path], THREADS)
     return weight
 
 
@@ -242,8 +240,7 @@ def test_groups_in_another_order_are_one_order_for_a_merged_matrix(tmp_path: Pat
     save_file({name: t.contiguous().clone() for name, t in both.items()}, path)
 
     def load_all() -> None:
-        for name, shape, reader in read_file(path):
-            places.fill(name, shape, reader, path)
+        places.read([path], THREADS)
 
     with pytest.raises(LoadError, match=r"b\.g_idx in .* differs from that of a matrix beside it"):
         load_all()

@@ -32,12 +32,12 @@ std::vector<T> stored(const std::vector<float> &x) {
     return out;
 }
 
-constexpr int64_t SLOTS = 6, HIDDEN = 40, SIZE = 24;  // neither is a multiple of LANES
+constexpr int64_t SLOTS = 6, HIDDEN = 40, SIZE = 24;  // neither is a multiple of PAIR
 
 template <class T>
 struct Layer {
-    std::vector<T> gate_up = stored<T>(values(SLOTS * packed_rows(2 * SIZE) * HIDDEN));
-    std::vector<T> down = stored<T>(values(SLOTS * packed_rows(HIDDEN) * SIZE));
+    std::vector<T> gate_up = stored<T>(values(SLOTS * 2 * SIZE * HIDDEN));
+    std::vector<T> down = stored<T>(values(SLOTS * HIDDEN * SIZE));
 
     int64_t run(const std::vector<T> &x, const std::vector<int64_t> &ids, std::vector<T> &y) const {
         int64_t n = int64_t(x.size()) / HIDDEN;
@@ -79,7 +79,7 @@ void broken_hidden_states() {
     wide[HIDDEN] = INF;
     wide[2 * HIDDEN] = -INF;
     std::vector<T> x = stored<T>(wide), y(x.size());
-    std::vector<T> gate = stored<T>(values(packed_rows(EXPERTS) * HIDDEN));
+    std::vector<T> gate = stored<T>(values(EXPERTS * HIDDEN));
     std::vector<int64_t> ids(ROWS * TOP_K);
     for (int kind = 0; kind < 8; kind++) {
         int64_t sigmoid = kind & 1, best_two = kind >> 1 & 1, grouped = kind >> 2;
@@ -121,6 +121,49 @@ void broken_logits(int kind, double top_k, double top_p, double min_p, double te
     rq_write_probs(x.data(), V, 1, V, summary.data(), parts.data(), to, rows.data());
 }
 
+// Every number of rows in a tile, and matrices whose last row and column are in no full register.
+template <class T>
+void odd_products() {
+    for (int64_t n : {1, 2, 5, 6, 7, 200})
+        for (int64_t rows : {1, 4, 13, 300})
+            for (int64_t k : {1, 31, 33, 70}) {
+                std::vector<T> x = stored<T>(values(n * k)), w = stored<T>(values(rows * k));
+                std::vector<T> bias = stored<T>(values(rows)), y(n * rows);
+                rq_linear(sizeof(T) == 4, x.data(), w.data(), bias.data(), y.data(), n, rows, k);
+            }
+}
+
+// Three requests of one page and more, whose last page is cut off where it ends.
+template <class T>
+void paged_attention() {
+    constexpr int64_t PAGE = 16, PAGES = 80, GROUPS = 2, HEADS = 6, D = 24, N = 3;
+    std::vector<int64_t> tables(N * PAGES), lens = {1, 37, 1200};
+    for (int64_t i = 0; i < N * PAGES; i++) tables[i] = i % PAGES;
+    int64_t entries = 1200 * GROUPS * D;
+    std::vector<T> keys = stored<T>(values(entries)), held = stored<T>(values(entries));
+    std::vector<T> q = stored<T>(values(N * HEADS * D)), out(q.size());
+    int wide = sizeof(T) == 4;
+    rq_gqa_decode(wide, q.data(), keys.data(), held.data(), tables.data(), PAGES, lens.data(), PAGE,
+                  0.1, out.data(), N, HEADS, GROUPS, D);
+    constexpr int64_t NOPE = 20, ROPE = 6, V = 18, RANK = 36;
+    std::vector<T> up = stored<T>(values(HEADS * (NOPE + V) * RANK));
+    std::vector<T> plane = stored<T>(values(1200 * (RANK + ROPE)));
+    std::vector<T> queries = stored<T>(values(N * HEADS * (NOPE + ROPE))), heads(N * HEADS * V);
+    MlaLayer layer = {64, 0, HEADS, NOPE, ROPE, V, RANK, 1, 1e-6, nullptr, nullptr, nullptr,
+                      nullptr, nullptr, up.data()};
+    rq_mla_absorbed(wide, &layer, queries.data(), plane.data(), tables.data(), PAGES, lens.data(),
+                    PAGE, 0.1, heads.data(), N);
+}
+
+template <class T>
+void everything() {
+    for (int threads : {1, 2}) {
+        rq_threads(threads);
+        odd_products<T>();
+        paged_attention<T>();
+    }
+}
+
 template <class T>
 void all_experts() {
     for (int threads : {1, 2}) {
@@ -141,6 +184,8 @@ int main(int, char **arguments) {
     std::string what = arguments[1];
     if (what == "fp32") all_experts<float>();
     if (what == "bf16") all_experts<bf16>();
+    if (what == "fp32 products") everything<float>();
+    if (what == "bf16 products") everything<bf16>();
     if (what == "logits")
         for (int kind = 0; kind < 7; kind++)
             for (double top_k : {0., 1., 200., 999.})

@@ -22,6 +22,7 @@ from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.interface import Ops
 from rorqual.parallel.comm_volume import step_messages
+from rorqual.parallel.exchange import SlotMap
 from rorqual.planner.costs import catalog
 from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.messages import CostedMessage
@@ -86,6 +87,7 @@ def rank_of(
     rank: int,
     forms: tuple[str, str] = ("CC", "A_CC_ME"),
     mtp: bool = False,
+    slots: dict[int, SlotMap] | None = None,
 ) -> Transformer:
     build = Build(
         Ops(),
@@ -93,6 +95,7 @@ def rank_of(
         torch.device("meta"),
         config.quant,
         mesh=place(sizes, rank),
+        slot_maps=slots or {},
     )
     model = make_model(config, build, 64, *forms, with_mtp=mtp)
     model.finalize()
@@ -135,6 +138,16 @@ def test_weights_of_four_stages_of_the_whole_model() -> None:
     held = [engine_bytes(rank_of(config, sizes, stage * sizes.stage)) for stage in range(4)]
     assert held == [stage_weight_bytes(config, sizes, stage) for stage in range(4)]
     assert rank_weight_bytes(config, sizes) == held[3] == max(held)
+
+
+def test_second_copies_of_experts_are_weights_too() -> None:
+    config = model_of("deepseek-v3")
+    plain = ParallelConfig(dp=8, ep=8)
+    sizes = replace(plain, redundant_experts=32)
+    slots = {layer: SlotMap((*range(256), *range(32)), 256) for layer in range(config.num_layers)}
+    held = engine_bytes(rank_of(config, sizes, 0, slots=slots))
+    assert held == stage_weight_bytes(config, sizes, 0)
+    assert held - engine_bytes(rank_of(config, plain, 0)) > 4 * 4 * 3 * 7168 * 2048
 
 
 @pytest.mark.parametrize("form", ["CD", "AM_CC_ME"])

@@ -11,7 +11,7 @@ import re
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from rorqual.serve.http import dashboard, history
 from rorqual.serve.http.app import Api, create_app
 from rorqual.serve.http.dashboard import PAGE, SESSION_SECONDS, Sessions
 from rorqual.serve.http.history import History, HistoryRow
+from rorqual.serve.http.prometheus.collector import OwnCollector
 from rorqual.serve.limits import ServerLimits
 from rorqual.serve.messages import RequestTimes, Snapshot
 from tests.serve import browser
@@ -249,6 +250,8 @@ def test_figures_of_engines(api: Api):
         pages_used=4,
         pages_cached=2,
         expert_load=[[1, 2], [3, 4]],
+        expert_balancedness=[0.5, 0.75],
+        expert_moves=[1, 4, 30, 2],
     )
     client.ended.append(RequestTimes(time.monotonic(), 0.5, 0.02, 2.0, 0.1))
     api.fleet.engines[0].client = client  # type: ignore[assignment]
@@ -275,12 +278,31 @@ def test_figures_of_engines(api: Api):
     assert found["places"][0]["dtype"] == "bfloat16"
     assert found["expert_load"] is None
     assert "expert_load" not in found["engines"][0]
+    assert found["engines"][0]["expert_balancedness"] == [0.5, 0.75]
     later = page.get("/dashboard/data", params={"since": row["at"], "experts": True}).json()
     assert later["rows"] == later["latency_rows"] == []
     assert later["expert_load"] == [[1, 2], [3, 4]]
     assert page.get("/dashboard/data", params={"since": "x"}).status_code == 400
     client.ready.clear()
     assert page.get("/dashboard/data").json()["places"][0]["state"] == "down"
+
+
+def test_balance_of_ranks_in_metrics(api: Api):
+    figures = {"expert_balancedness": [0.5, 0.75], "expert_moves": [1, 4, 30, 2]}
+    client = engine_client(**figures)
+    client.startup = {"weights": 2.5}
+    fleet = SimpleNamespace(clients=[client], restarts=0, healthy=True, began=0.25)
+    families = {found.name: found for found in OwnCollector(fleet, Counter()).collect()}
+    assert [
+        (sample.labels["phase"], sample.value)
+        for sample in families["rorqual:startup_seconds"].samples
+    ] == [("api", 0.25), ("weights", 2.5)]
+    assert [
+        (sample.labels["layer"], sample.value)
+        for sample in families["rorqual:expert_balancedness"].samples
+    ] == [("0", 0.5), ("1", 0.75)]
+    told = ("expert_rebalances", "expert_moves", "expert_slots_moved", "expert_moves_failed")
+    assert [families[f"rorqual:{name}"].samples[0].value for name in told] == [1, 4, 30, 2]
 
 
 def test_what_is_off_is_said_to_be(api: Api):

@@ -77,6 +77,7 @@ def told(names: str | None = None, speculates: int = 0, **figures: Any) -> Sampl
         snapshot=Snapshot(1.0, histograms=histograms, **figures),
         live={},
         ended=deque(),
+        startup={"weights": 1.5},
         ready=ready,
     )
     fleet.engines[0].client = client  # type: ignore[assignment]

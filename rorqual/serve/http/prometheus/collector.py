@@ -121,6 +121,14 @@ class EngineCollector(Collector):
         return family
 
 
+EXPERT_MOVES = (
+    ("expert_rebalances", "Times that experts were moved to even out the ranks' loads."),
+    ("expert_moves", "Moves put in force; a rebalance takes several."),
+    ("expert_slots_moved", "Slots whose expert was replaced."),
+    ("expert_moves_failed", "Moves given up; experts stayed where they were."),
+)
+
+
 class OwnCollector(Collector):
     """What vLLM has no name for: the experts' load, and what the API process itself counts."""
 
@@ -142,6 +150,7 @@ class OwnCollector(Collector):
                 for expert, count in enumerate(counts):
                     load.add_metric([str(client.index), str(layer), str(expert)], count)
         yield load
+        yield from self._balance()
         events = CounterMetricFamily(
             "rorqual:http_events",
             "Requests of the API that did not simply succeed.",
@@ -153,6 +162,32 @@ class OwnCollector(Collector):
         yield CounterMetricFamily(
             "rorqual:engine_restarts", "Engine processes started again.", self.fleet.restarts
         )
+        startup = GaugeMetricFamily(
+            "rorqual:startup_seconds",
+            "Seconds that an engine's start took, by phase; api: before this server started it.",
+            labels=["engine", "phase"],
+        )
+        for client in self.fleet.clients:
+            for phase, seconds in {"api": self.fleet.began, **client.startup}.items():
+                startup.add_metric([str(client.index), phase], seconds)
+        yield startup
         yield GaugeMetricFamily(
             "rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy)
         )
+
+    def _balance(self) -> Iterator[Metric]:
+        balance = GaugeMetricFamily(
+            "rorqual:expert_balancedness",
+            "Mean over max of the ranks' loads, by MoE layer, lately.",
+            labels=["engine", "layer"],
+        )
+        for client in self.fleet.clients:
+            for layer, value in enumerate(client.snapshot.expert_balancedness):
+                balance.add_metric([str(client.index), str(layer)], value)
+        yield balance
+        for place, (name, text) in enumerate(EXPERT_MOVES):
+            family = CounterMetricFamily(f"rorqual:{name}", text, labels=["engine"])
+            for client in self.fleet.clients:
+                if client.snapshot.expert_moves:
+                    family.add_metric([str(client.index)], client.snapshot.expert_moves[place])
+            yield family

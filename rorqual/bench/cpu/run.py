@@ -1,0 +1,267 @@
+"""`rorqual bench cpu`: decode steps and prompts of shapes that are drawn when it starts, beside
+transformers at its best settings, the two taking turns in one process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import platform as host
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
+from rorqual.bench.cpu.shapes import Shape, draw_shapes
+from rorqual.bench.cpu.work import CpuWork
+from rorqual.bench.offline.run import READ_BYTES, experts_hit, floor_seconds, greedy
+from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.errors import ConfigError
+from rorqual.llm.llm import LLM
+from rorqual.planner.costs.costs import BatchShape, step_ops, total
+
+FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
+PRODUCT = (512, 2048, 2048)  # rows, columns and depth of torch's large product
+Clock = Callable[[], float]
+SETTLING = 2  # steps of both engines before the first that counts
+
+
+@dataclass
+class CpuRow:
+    """One shape and one kind of step. ratio: the median of the turns' ratios; bandwidth: bytes
+    of the floor over our time, as a share of what was read in this run; rate: our
+    multiplications of a prompt as a share of torch's large product's."""
+
+    shape: str
+    sizes: str
+    work: str
+    ours_ms: float
+    peer_ms: float
+    ratio: float
+    floor_ms: float
+    share: float
+    experts_hit: float | None
+    setting: str
+    turns: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass
+class CpuReport:
+    seed: int
+    processor: str
+    threads: int
+    bandwidth: float
+    product: float
+    rows: list[CpuRow] = field(default_factory=list)
+
+    def mean(self, work: str) -> float | None:
+        """Geometric, over shapes."""
+        logs = [math.log(row.ratio) for row in self.rows if row.work == work]
+        return math.exp(sum(logs) / len(logs)) if logs else None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+def processor() -> str:
+    """Its name, and those of its instructions that kernels care about."""
+    text = Path("/proc/cpuinfo").read_text()
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip().lower(), value.strip())
+    name = found.get("model name") or host.machine()
+    have = set((found.get("flags") or found.get("features") or "").split())
+    return f"{name} ({' '.join(flag for flag in FLAGS if flag in have)})"
+
+
+def read_rate(clock: Clock) -> float:
+    """Bytes a second at which a buffer larger than the caches is summed."""
+    data = torch.rand(READ_BYTES // 4)
+    data.sum()
+    return READ_BYTES / min(_clock(data.sum, clock) for _ in range(9))
+
+
+def product_rate(clock: Clock) -> float:
+    """Multiplications and additions a second of torch's large product, in the faster dtype."""
+    best = 0.0
+    rows, columns, depth = PRODUCT
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(rows, depth).to(dtype)
+        w = torch.randn(columns, depth).to(dtype)
+        took = min(_clock(partial(torch.nn.functional.linear, x, w), clock) for _ in range(5))
+        best = max(best, 2 * rows * columns * depth / took)
+    return best
+
+
+def _clock(work: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+    start = clock()
+    work()
+    return clock() - start
+
+
+def _clock_of(work: CpuWork) -> Clock:
+    return time.process_time if work.processor_time else time.perf_counter
+
+
+def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = None) -> CpuReport:
+    seed = work.seed if work.seed is not None else time.time_ns() % 2**31
+    if work.threads:
+        torch.set_num_threads(work.threads)
+    if work.processor_time and torch.get_num_threads() > 1:
+        raise ConfigError("processor_time adds up what threads take; accepted: threads=1")
+    clock = _clock_of(work)
+    report = CpuReport(
+        seed,
+        processor(),
+        torch.get_num_threads(),
+        read_rate(clock),
+        product_rate(clock),
+    )
+    tell(f"seed {seed}; {report.processor}; {report.threads} threads, torch {torch.__version__}")
+    tell(
+        f"memory read at {report.bandwidth / 1e9:.1f} GB/s, torch's product of "
+        f"{'x'.join(map(str, PRODUCT))} at {report.product / 1e9:.0f} GFLOP/s"
+    )
+    for number, shape in enumerate(draw_shapes(seed, work.shapes)):
+        if shape.parameters > work.largest * 1e6:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for row in measure(shape, Path(folder), work, report, seed + number):
+                report.rows.append(row)
+                tell(_line(row))
+        gc.collect()
+        if json_file:
+            report.write(json_file)
+    return report
+
+
+def measure(
+    shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
+) -> Sequence[CpuRow]:
+    most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
+    peer = Peer(shape.data, folder, seed, _clock_of(work), most if work.compiled else None)
+    llm = LLM(
+        folder,
+        device="cpu",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_num_seqs=16,
+        max_model_len=most,
+        kv_cache_bytes=256 * 2**20,
+        threads=torch.get_num_threads(),
+    )
+    rows = [_decoding(shape, llm, peer, batch, work, report) for batch in (1, 16)]
+    rows.append(_prompts(shape, llm, peer, work, report))
+    llm.engine.close()
+    return rows
+
+
+def _tokens(shape: Shape, count: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(shape.config.vocab_size, (count, length), generator=generator)
+
+
+def _decoding(
+    shape: Shape, llm: LLM, peer: Peer, batch: int, work: CpuWork, report: CpuReport
+) -> CpuRow:
+    prompts = _tokens(shape, batch, work.context)
+    setting, tried = peer.best(prompts, PROBED_STEPS, work.seconds)
+    steps = SETTLING + work.steps * work.turns
+    theirs = peer.decoding(prompts, setting)
+    engine = llm.engine
+    engine.scheduler.prefix.clear()
+    found = []
+    with steady_state_steps(engine, prompts.tolist(), greedy(steps + 4 * batch + 8)):
+
+        def our_seconds(count: int) -> float:
+            return _clock(lambda: [engine.step() for _ in range(count)], peer.clock)
+
+        our_seconds(SETTLING)
+        theirs.seconds(SETTLING)
+        for _ in range(work.turns):
+            found.append((our_seconds(work.steps), theirs.seconds(work.steps)))
+    floor = floor_seconds(llm, batch, work.context + steps // 2, report.bandwidth)
+    turns = [(ours / work.steps, other / work.steps) for ours, other in found]
+    ours = statistics.median(mine for mine, _ in turns)
+    hit = experts_hit(llm, prompts.tolist())
+    words = f"{setting} (best of {tried})"
+    return _row(shape, f"decode, batch {batch}", turns, floor, floor / ours, hit, words)
+
+
+def _prompts(shape: Shape, llm: LLM, peer: Peer, work: CpuWork, report: CpuReport) -> CpuRow:
+    prompts = _tokens(shape, 1, work.prompt)
+    setting, tried = peer.best(prompts, 0, work.seconds)
+    ids = prompts.tolist()
+
+    def our_seconds() -> float:
+        llm.engine.scheduler.prefix.clear()
+        return _clock(lambda: llm.generate(ids, greedy(1)), peer.clock)
+
+    our_seconds()
+    turns = [(our_seconds(), peer.prompt_seconds(prompts, setting)) for _ in range(work.turns)]
+    ours = statistics.median(mine for mine, _ in turns)
+    flops = total(step_ops(shape.config, BatchShape(1, work.prompt, 0))).flops
+    floor = flops / report.product
+    words = f"{setting} (best of {tried})"
+    return _row(shape, f"prompt of {work.prompt}", turns, floor, floor / ours, None, words)
+
+
+def _row(
+    shape: Shape,
+    work: str,
+    turns: list[tuple[float, float]],
+    floor: float,
+    share: float,
+    hit: float | None,
+    setting: str,
+) -> CpuRow:
+    return CpuRow(
+        shape.name,
+        shape.sizes,
+        work,
+        1e3 * statistics.median(ours for ours, _ in turns),
+        1e3 * statistics.median(peer for _, peer in turns),
+        statistics.median(peer / ours for ours, peer in turns),
+        1e3 * floor,
+        share,
+        hit,
+        setting,
+        turns,
+    )
+
+
+def _line(row: CpuRow) -> str:
+    return (
+        f"{row.shape:14} {row.work:16} ours {row.ours_ms:9.2f} ms, transformers "
+        f"{row.peer_ms:9.2f} ms, ratio {row.ratio:5.2f}, floor {row.floor_ms:8.2f} ms "
+        f"({100 * row.share:.0f} %)  {row.setting}"
+    )
+
+
+def print_table(report: CpuReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("shape", "work", "ours ms", "transformers ms", "ratio", "floor ms", "% of floor")
+    title = f"bf16, {report.processor}, {report.threads} threads, seed {report.seed}"
+    table = Table(title=title)
+    for name in (*columns, "experts", "sizes"):
+        table.add_column(name)
+    for row in report.rows:
+        hit = "" if row.experts_hit is None else f"{row.experts_hit:.1f}"
+        numbers = (row.ours_ms, row.peer_ms, row.ratio, row.floor_ms, 100 * row.share)
+        cells = [f"{number:.2f}" for number in numbers[:4]] + [f"{numbers[4]:.0f}"]
+        table.add_row(row.shape, row.work, *cells, hit, row.sizes)
+    console = Console()
+    console = console if console.is_terminal else Console(width=180)
+    console.print(table)
+    for work in dict.fromkeys(row.work for row in report.rows):
+        print(f"{work}: geometric mean of the ratios {report.mean(work):.2f}")

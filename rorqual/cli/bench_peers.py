@@ -1,0 +1,15 @@
+"""rorqual bench peers: our server beside vLLM's or SGLang's."""
+
+from __future__ import annotations
+
+from rorqual.bench.peers.settings import PeerSettings
+from rorqual.cli.options import Given, Model, with_options
+
+
+@with_options(chosen=PeerSettings)
+def bench_peers(chosen: Given, model: Model = None) -> None:
+    """Start the peer and then ours on this machine, send both the same load, and show pairs of
+    rows. Rows are kept in a file; a call measures those that have no pair yet."""
+    from rorqual.bench.peers import run
+
+    run.run(model, PeerSettings(**chosen))

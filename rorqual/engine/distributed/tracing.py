@@ -1,0 +1,73 @@
+"""Traces of an engine of several ranks: rank 0 says what to record, every rank records its own
+steps into a file of its own and says what came of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rorqual.engine.distributed.worker_handle import WorkerHandle
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.step_trace import StepTrace, TraceFile, trace_path
+
+
+class RankTrace:
+    """The side of a rank other than 0. answer: sends rank 0 what came of it."""
+
+    def __init__(self, worker: Worker, answer: Callable[[bytes], None]):
+        self.worker = worker
+        self.answer = answer
+        self.trace: StepTrace | None = None
+
+    def take(self, question: bytes) -> None:
+        """Begin, or end the one that is under way."""
+        asked = json.loads(question)
+        if asked:
+            path = Path(asked["paths"][self.worker.mesh.rank])
+            self.trace = StepTrace(self.worker, path, asked["steps"], self._tell)
+        elif self.trace is not None:
+            self.trace.end()
+
+    def _tell(self, result: TraceFile) -> None:
+        self.answer(json.dumps(asdict(result)).encode())
+
+    def drop(self) -> None:
+        if self.trace is not None:
+            self.trace.drop()
+
+
+class GroupTrace:
+    """Rank 0's side. send: tells every other rank."""
+
+    def __init__(self, members: list[WorkerHandle], send: Callable[[bytes], None]):
+        self.members = members
+        self.send = send
+        self.own: StepTrace | None = None
+
+    def start(self, worker: Worker, prefix: str, steps: int) -> None:
+        world = len(self.members) + 1
+        paths = [trace_path(prefix, rank, world) for rank in range(world)]
+        for member in self.members:
+            member.trace = None
+        self.send(json.dumps({"paths": list(map(str, paths)), "steps": steps}).encode())
+        self.own = StepTrace(worker, paths[0], steps)
+
+    def stop(self) -> None:
+        if self.own is not None:
+            self.send(b"null")
+            self.own.end()
+
+    def results(self) -> list[TraceFile] | None:
+        """Of all ranks, told once: when all have answered."""
+        answers = [member.trace for member in self.members if member.trace is not None]
+        if self.own is None or self.own.result is None or len(answers) < len(self.members):
+            return None
+        found = [self.own.result, *(TraceFile(**json.loads(answer)) for answer in answers)]
+        self.own = None
+        return found
+
+    def drop(self) -> None:
+        if self.own is not None:
+            self.own.drop()

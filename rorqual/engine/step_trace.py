@@ -1,0 +1,182 @@
+"""A trace of a rank's next steps, in the form that Perfetto opens: what the host did, what the
+device ran, and a span with a name around each step.
+
+While none is under way nothing is in the steps' way: a trace stands in front of the runner's own
+`launch` and `collect`, and leaves again. Recording ends behind the last step, once the device has
+computed it; the file is written by a thread beside further steps, and is there when it is whole.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rorqual.engine.execution.sampler import PendingStep
+from rorqual.engine.execution.worker import Worker
+from rorqual.engine.scheduling.scheduler_output import SchedulerOutput, StepMetadata, StepResult
+
+log = logging.getLogger("rorqual.engine")
+
+MOST_STEPS = 200
+SUFFIX = ".json.gz"
+GZIP_LEVEL = 3
+BLOCK = 1 << 20
+LEAVE_SECONDS = 2.0  # that a file being written has when its process ends
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """error: why there is none; empty where it was written."""
+
+    path: str
+    error: str = ""
+
+
+def trace_path(prefix: str, rank: int, world: int) -> Path:
+    """Every rank's own file."""
+    return Path(f"{prefix}{SUFFIX}" if world == 1 else f"{prefix}-rank{rank}{SUFFIX}")
+
+
+def step_name(number: int, part: SchedulerOutput, metadata: StepMetadata) -> str:
+    """What a span says of a step, as this rank sees it."""
+    decoding = len(part.decode_slots)
+    chunks = len(part.chunks)
+    kind = "idle"
+    if decoding or chunks:
+        kind = "mixed" if decoding and chunks else "prefill" if chunks else "decode"
+    drafts = metadata.num_speculative_tokens
+    more = f", {drafts} drafts each" if drafts else ""
+    rows = f"{decoding} decoding, {chunks} chunks, {part.num_tokens} tokens{more}"
+    return f"step {number} {kind}: {rows}"
+
+
+class StepTrace:
+    """Begins when made. `result` is there once the file is, or once there will be none; `done` is
+    called with it then, on the thread that writes."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        path: Path,
+        steps: int,
+        done: Callable[[TraceFile], None] = lambda result: None,
+    ):
+        self.worker = worker
+        self.path = path
+        self.steps = steps
+        self.done = done
+        self.launched = 0
+        self.result: TraceFile | None = None
+        self.dropped = False
+        self.writer: threading.Thread | None = None
+        self.scratch: str | None = None
+        self.profile: Any = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.scratch = tempfile.mkdtemp(prefix=".rorqual-trace-", dir=path.parent)
+            self.profile = self._started()
+        except (OSError, RuntimeError) as error:
+            self._finish(f"{type(error).__name__}: {error}")
+            return
+        # in front of the methods; nobody asks in every step whether there is a trace
+        vars(worker.runner).update(launch=self._launch, collect=self._collect)
+
+    def _started(self) -> Any:
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self.worker.platform.name == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        made = profile(activities=activities)
+        made.start()
+        return made
+
+    def _launch(self, output: SchedulerOutput, metadata: StepMetadata) -> PendingStep:
+        from torch.profiler import record_function
+
+        runner = self.worker.runner
+        if self.launched == self.steps:
+            self.end()
+            return runner.launch(output, metadata)
+        self.launched += 1
+        with record_function(step_name(self.launched, output, metadata)):
+            return type(runner).launch(runner, output, metadata)
+
+    def _collect(self, pending: PendingStep) -> StepResult:
+        from torch.profiler import record_function
+
+        runner = self.worker.runner
+        if self.launched == self.steps:
+            self.end()
+            return runner.collect(pending)
+        with record_function("wait for a step's tokens"):
+            return type(runner).collect(runner, pending)
+
+    def end(self) -> None:
+        """Record no further step, and write what there is."""
+        if self.profile is None:
+            return
+        recorded = self._stopped()
+        if not self.launched:
+            self._finish("no step was computed")
+            return
+        self.writer = threading.Thread(target=self._write, args=(recorded,), daemon=True)
+        self.writer.start()
+
+    def _stopped(self) -> Any:
+        """What was recorded; the runner is as it was before."""
+        for name in ("launch", "collect"):
+            vars(self.worker.runner).pop(name)
+        recorded = self.profile
+        self.profile = None
+        self.worker.platform.synchronize()
+        recorded.stop()
+        return recorded
+
+    def _write(self, recorded: Any) -> None:
+        try:
+            assert self.scratch is not None
+            plain = Path(self.scratch, "trace.json")
+            recorded.export_chrome_trace(str(plain))
+            packed = Path(self.scratch, "trace.gz")
+            with plain.open("rb") as source, gzip.open(packed, "wb", GZIP_LEVEL) as target:
+                while (block := source.read(BLOCK)) and not self.dropped:
+                    target.write(block)
+            if not self.dropped:
+                os.replace(packed, self.path)
+            self._finish("the engine ended" if self.dropped else "")
+        except (OSError, RuntimeError) as error:
+            self._finish(f"{type(error).__name__}: {error}")
+
+    def _finish(self, error: str) -> None:
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        self.result = TraceFile(str(self.path), error)
+        if error:
+            log.warning("no trace %s: %s", self.path, error)
+        else:
+            log.info("trace of %d steps: %s", self.launched, self.path)
+        with suppress(OSError):  # nobody is left to be told
+            self.done(self.result)
+
+    def drop(self) -> None:
+        """The engine ends: what is recorded is given up, a file that is nearly written is waited
+        for, and nothing half done is left behind."""
+        if self.profile is not None:
+            self._stopped()
+            self._finish("the engine ended")
+        if self.writer is not None:
+            self.writer.join(LEAVE_SECONDS)
+            self.dropped = True
+            self.writer.join(LEAVE_SECONDS / 4)
+            if self.scratch is not None:
+                shutil.rmtree(self.scratch, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""What lies where in the safetensors files of a folder."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rorqual.errors import LoadError
+
+NAMES_SHOWN = 5
+LENGTH = 8  # bytes before the header: its length
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """offset: of its first byte in the file. dtype: by the format's own name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class CheckpointFile:
+    """One file, open until `close`. Several threads may read from it."""
+
+    def __init__(self, path: Path):
+        """Raises LoadError where it is damaged: the header is checked against the file's length
+        and against itself."""
+        self.path = path
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (SafetensorError, OSError) as error:
+            raise self.damaged(error) from None
+        # the kernel reads further ahead
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def damaged(self, error: object) -> LoadError:
+        return LoadError(f"{self.path} is damaged or truncated: {error}")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        length = int.from_bytes(os.pread(self.descriptor, LENGTH, 0), "little")
+        header = json.loads(os.pread(self.descriptor, length, LENGTH))
+        for name, found in header.items():
+            if name != "__metadata__":
+                offset = LENGTH + length + found["data_offsets"][0]
+                yield StoredTensor(name, found["dtype"], tuple(found["shape"]), offset)
+
+    def whole(self, stored: StoredTensor) -> Tensor:
+        """A tensor in host memory of its own."""
+        dtype = DTYPES.get(stored.dtype)
+        if dtype is None:
+            raise LoadError(f"{stored.name} in {self.path.name} is {stored.dtype}")
+        found = torch.empty(stored.shape, dtype=dtype)
+        self.read(stored.offset, found)
+        return found
+
+    def read(self, start: int, into: Tensor) -> None:
+        """Fill `into`, host memory without gaps, with the bytes from `start` on."""
+        memory = into.reshape(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self.descriptor, [memory[done:]], start + done)
+            except OSError as error:
+                raise self.damaged(error) from None
+            if not count:
+                raise self.damaged(f"it ends at byte {start + done}")
+            done += count
+
+    def mapped(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The values from `start` on. Only what is looked at is read; the mapping ends with the
+        tensor."""
+        offset = start % mmap.ALLOCATIONGRANULARITY
+        size = shape[0] * shape[1] * dtype.itemsize
+        try:
+            # a private one, which torch takes for writable
+            memory = mmap.mmap(
+                self.descriptor,
+                offset + size,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=start - offset,
+            )
+        except (OSError, ValueError) as error:
+            raise self.damaged(error) from None
+        found = torch.frombuffer(memory, dtype=torch.uint8, offset=offset)
+        if offset % dtype.itemsize:
+            found = found.clone()  # tensors of narrower types lie before it
+        return found.view(dtype).view(shape)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files an index names, or every *.safetensors of the folder."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            outside = any("/" in name or name.startswith(".") for name in names)
+        except (
+            json.JSONDecodeError,
+            KeyError,
+            AttributeError,
+            TypeError,
+            UnicodeDecodeError,
+        ) as error:
+            raise LoadError(f"{index} is not a valid index: {error!r}") from None
+        if outside:
+            raise LoadError(f"{index} names files outside its folder")
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [path.name for path in files if not path.exists()]
+    if missing or not files:
+        raise LoadError(
+            f"{folder} lacks {', '.join(missing[:NAMES_SHOWN]) or 'any .safetensors file'}"
+        )
+    return files

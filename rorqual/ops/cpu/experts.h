@@ -1,0 +1,103 @@
+// A layer's experts on the CPU, included by kernels.cpp. Tokens are grouped by expert, so that each expert's weights are read once.
+
+// The first of n picks that is neither a slot nor -1 (another rank's expert), n where there is none.
+int64_t unknown_pick(const int64_t *ids, int64_t n, int64_t slots) {
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] < -1 || ids[i] >= slots) return i;
+    return n;
+}
+
+struct Group {  // the picks of one expert: places `first` and on in the order of picks
+    int64_t slot, first, count;
+};
+
+struct Grouped {
+    std::vector<int64_t> order, starts;
+    std::vector<Group> groups;
+};
+
+// Picks by expert. A token may pick one several times: an expert can have more rows than there are tokens.
+const Grouped &group_picks(const int64_t *ids, int64_t n, int64_t slots) {
+    static thread_local Grouped found;
+    found.starts.assign(slots + 1, 0);
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] >= 0) found.starts[ids[i] + 1]++;
+    found.groups.clear();
+    for (int64_t e = 0; e < slots; e++) {
+        int64_t count = found.starts[e + 1], first = found.starts[e];
+        found.starts[e + 1] += first;
+        if (count) found.groups.push_back({e, first, count});
+    }
+    found.order.resize(n);
+    std::vector<int64_t> &next = found.starts;
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] >= 0) found.order[next[ids[i]]++] = i;
+    return found;
+}
+
+// Some columns of silu(gate) * up of one expert's rows, spread, to g. Rows of the matrix: gates first, then ups.
+template <class T>
+void expert_gates(const T *gate_up, const float *in, int64_t count, int64_t hidden, int64_t size, int64_t from, int64_t width, float *g,
+                  int64_t ldg) {
+    float *h = scratch(10, count * 2 * width), *made = scratch(11, count * width);
+    for (int64_t half = 0; half < 2; half++)
+        dots(gate_up + (half * size + from) * hidden, hidden, width, in, apart(hidden), count, hidden, h + half * width, 2 * width);
+    swiglu_rows(h, count, width, made);
+    for (int64_t i = 0; i < count; i++) spread<T>(made + i * width, width, g + i * ldg + from);
+}
+
+// Each token's picks, whose results [n * top_k, hidden] are in `out`, with their weights.
+template <class T>
+void sum_picks(const int64_t *ids, const float *weights, float *out, T *y, int64_t n, int64_t top_k, int64_t hidden) {
+    split(n, 1, n * top_k * hidden, [=](int64_t begin, int64_t end) {
+        float *sum = scratch(4, hidden), *share_ = scratch(6, top_k);
+        for (int64_t t = begin; t < end; t++) {
+            std::fill(sum, sum + hidden, 0.f);
+            for (int64_t i = t * top_k; i < (t + 1) * top_k; i++) {  // a pick that is not here: its weight may be anything, NaN too
+                share_[i - t * top_k] = ids[i] < 0 ? 0 : weights[i];
+                if (ids[i] < 0) std::fill(out + i * hidden, out + (i + 1) * hidden, 0.f);
+            }
+            add_rows(sum, 0, share_, out + t * top_k * hidden, hidden, top_k, hidden);
+            narrow_all(sum, hidden, y + t * hidden);
+        }
+    });
+}
+
+// Every pick has a row of its own in `out`: threads share nothing, and a token's picks are summed in their order, whoever computed them.
+template <class T>
+void experts(const T *x, const int64_t *ids, const float *weights, const T *gate_up, const T *down, T *y, int64_t n, int64_t top_k,
+             int64_t slots, int64_t hidden, int64_t size) {
+    int64_t picks = n * top_k, ldx = apart(hidden), ldg = apart(size);
+    const Grouped &grouped = group_picks(ids, picks, slots);
+    const Group *groups = grouped.groups.data();
+    const int64_t *order = grouped.order.data();
+    int64_t used = int64_t(grouped.groups.size()), work = picks * hidden * size;
+    const float *in = spread_all<T>(x, n, hidden, 8);
+    float *g = scratch(2, picks * ldg), *out = scratch(3, picks * hidden);
+    int64_t width = block_rows(used * size), blocks = (size + width - 1) / width;
+    share(used * blocks, 2 * work, [=](int64_t unit) {
+        Group e = groups[unit / blocks];
+        int64_t from = unit % blocks * width;
+        const float *rows = in + order[e.first] / top_k * ldx;
+        if (e.count > 1) {
+            float *own = scratch(9, e.count * ldx);
+            for (int64_t i = 0; i < e.count; i++) {
+                const float *row = in + order[e.first + i] / top_k * ldx;
+                std::copy(row, row + padded(hidden), own + i * ldx);
+            }
+            rows = own;
+        }
+        expert_gates(gate_up + e.slot * 2 * size * hidden, rows, e.count, hidden, size, from, std::min(width, size - from),
+                     g + e.first * ldg, ldg);
+    });
+    int64_t height = block_rows(used * hidden), bands = (hidden + height - 1) / height;
+    share(used * bands, work, [=](int64_t unit) {
+        Group e = groups[unit / bands];
+        int64_t from = unit % bands * height, rows = std::min(height, hidden - from);
+        float *made = scratch(10, e.count * rows);
+        dots(down + (e.slot * hidden + from) * size, size, rows, g + e.first * ldg, ldg, e.count, size, made, rows);
+        for (int64_t i = 0; i < e.count; i++) std::copy(made + i * rows, made + (i + 1) * rows, out + order[e.first + i] * hidden + from);
+    });
+    sum_picks(ids, weights, out, y, n, top_k, hidden);
+}
+

@@ -1,0 +1,468 @@
+// Products on the CPU, included by kernels.cpp: rows of x with rows of a matrix as a checkpoint holds it, so that no weight is packed
+// or kept twice. Any shape: one row of x is a stream through the matrix, many rows are tiles in registers.
+//
+// Contractions run along the rows of both. A vector of pairs of bf16 is two of floats by a shift and by a mask, its even and its odd
+// columns; x is spread the same way once (`spread`), so that no lane has to move.
+
+#if defined(__AVX512F__)
+constexpr int SPAN = 16;  // floats of a register
+constexpr int TILE = 6;   // rows of x in registers against four of the matrix
+#elif defined(__AVX__)
+constexpr int SPAN = 8;
+constexpr int TILE = 2;
+#else
+constexpr int SPAN = 4;
+constexpr int TILE = 4;
+#endif
+// Accumulators stay in registers only where the loops over them are gone.
+#ifdef __clang__
+#define UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
+#define INLINE inline __attribute__((always_inline))
+constexpr int PAIR = 2 * SPAN;
+
+typedef float sf __attribute__((vector_size(SPAN * 4)));
+typedef uint32_t su __attribute__((vector_size(SPAN * 4)));
+
+inline int64_t padded(int64_t k) { return (k + PAIR - 1) / PAIR * PAIR; }
+
+inline sf get(const float *p) {
+    sf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline void put(sf v, float *p) { memcpy(p, &v, sizeof v); }
+
+// The even (0) or odd (1) columns of PAIR bf16; of floats the first or second half.
+template <int HALF>
+inline sf half_of(const bf16 *p) {
+    su u;
+    memcpy(&u, p, sizeof u);
+    u = HALF ? u & 0xffff0000u : u << 16;
+    sf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+template <int HALF>
+inline sf half_of(const float *p) {
+    return get(p + HALF * SPAN);
+}
+
+// Floats from one row of scratch to the next: never a whole page, at which rows would push each other out of the first cache.
+inline int64_t apart(int64_t k) { return padded(k) % 1024 ? padded(k) : padded(k) + 2 * SPAN; }
+
+// Where column j of a row stands after `spread` for weights of a type.
+inline int64_t place(int64_t j, const bf16 *) { return j / PAIR * PAIR + j % 2 * SPAN + j % PAIR / 2; }
+inline int64_t place(int64_t j, const float *) { return j; }
+
+// A row of x in the order in which weights of type W are read, zeros up to padded(k).
+template <class W>
+void spread(const bf16 *x, int64_t k, float *out) {
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR) {
+        sf even = half_of<0>(x + i), odd = half_of<1>(x + i);
+        if (std::is_same<W, bf16>::value) {
+            put(even, out + i);
+            put(odd, out + i + SPAN);
+        } else {
+            for (int j = 0; j < PAIR; j++) out[i + j] = widen(x[i + j]);
+        }
+    }
+    if (i < k) std::fill(out + i, out + padded(k), 0.f);
+    for (; i < k; i++) out[place(i, (const W *)nullptr)] = widen(x[i]);
+}
+
+template <class W>
+void spread(const float *x, int64_t k, float *out) {
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR)
+        for (int j = 0; j < SPAN; j++) {
+            bool pairs = std::is_same<W, bf16>::value;
+            out[i + j] = x[pairs ? i + 2 * j : i + j];
+            out[i + SPAN + j] = x[pairs ? i + 2 * j + 1 : i + SPAN + j];
+        }
+    if (i < k) std::fill(out + i, out + padded(k), 0.f);
+    for (; i < k; i++) out[place(i, (const W *)nullptr)] = x[i];
+}
+
+template <int R, int N, int HALF, class W>
+INLINE void add_half(sf (&acc)[R][N], const W *w, int64_t ldw, const float *x, int64_t ldx) {
+    sf rows[R];
+    UNROLLED for (int r = 0; r < R; r++) rows[r] = half_of<HALF>(w + r * ldw);
+    UNROLLED for (int n = 0; n < N; n++) {
+        sf column = get(x + n * ldx + HALF * SPAN);
+        UNROLLED for (int r = 0; r < R; r++) acc[r][n] += rows[r] * column;
+    }
+}
+
+inline v4 fold4(sf v) {  // a register to four sums
+#if defined(__AVX512F__)
+    return fold(v);
+#elif defined(__AVX__)
+    v4 half[2];
+    memcpy(half, &v, sizeof v);
+    return half[0] + half[1];
+#else
+    return v;
+#endif
+}
+
+inline void put4(v4 four, float *into, bool more) {
+    v4 before = {};
+    if (more) memcpy(&before, into, sizeof before);
+    four += before;
+    memcpy(into, &four, sizeof four);
+}
+
+// The sums of four rows' accumulators, from r on, with up to four rows of x, from n on: 16 sums take as many steps as two would alone.
+template <int R, int N>
+INLINE void put_sums(sf (&acc)[R][N], int r, int n, float *y, int64_t ldy, bool more) {
+#if defined(__AVX512F__)
+    __m512 each[4] = {};  // a quarter of a register a row of the matrix
+    UNROLLED for (int i = 0; i < 4; i++) {
+        if (n + i >= N) continue;
+        __m512 p = (__m512)acc[r][n + i], q = (__m512)acc[r + 1][n + i], s = (__m512)acc[r + 2][n + i], t = (__m512)acc[r + 3][n + i];
+        __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee));
+        __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(s, t, 0x44), _mm512_shuffle_f32x4(s, t, 0xee));
+        each[i] = _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+    }
+    __m512 low = _mm512_add_ps(_mm512_unpacklo_ps(each[0], each[1]), _mm512_unpackhi_ps(each[0], each[1]));
+    __m512 high = _mm512_add_ps(_mm512_unpacklo_ps(each[2], each[3]), _mm512_unpackhi_ps(each[2], each[3]));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+    __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    all = _mm512_permutexvar_ps(turned, all);
+    v4 four[4];
+    memcpy(four, &all, sizeof four);
+    UNROLLED for (int i = 0; i < 4; i++)
+        if (n + i < N) put4(four[i], y + i * ldy, more);
+#else
+    UNROLLED for (int i = 0; i < 4; i++) {
+        if (n + i >= N) continue;
+        v4 a = fold4(acc[r][n + i]), b = fold4(acc[r + 1][n + i]), c = fold4(acc[r + 2][n + i]), d = fold4(acc[r + 3][n + i]);
+        v4 first = {a[0], b[0], c[0], d[0]}, second = {a[1], b[1], c[1], d[1]};
+        v4 third = {a[2], b[2], c[2], d[2]}, fourth = {a[3], b[3], c[3], d[3]};
+        put4((first + third) + (second + fourth), y + i * ldy, more);
+    }
+#endif
+}
+
+inline float sum_of(sf v) {
+    v4 x = fold4(v);
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// y [N, R] (added to where `more`) = x [N, k] spread, times w [R, k] transposed. `ahead`: elements to what is read next.
+template <int R, int N, class W>
+void dot_tile(const W *w, int64_t ldw, const float *x, int64_t ldx, int64_t k, float *y, int64_t ldy, bool more, int64_t ahead) {
+    sf acc[R][N] = {};
+    int64_t i = 0;
+    for (; i + PAIR <= k; i += PAIR) {
+        UNROLLED for (int r = 0; r < R; r++) __builtin_prefetch(w + r * ldw + i + ahead);
+        add_half<R, N, 0>(acc, w + i, ldw, x + i, ldx);
+        add_half<R, N, 1>(acc, w + i, ldw, x + i, ldx);
+    }
+    if (i < k) {  // what lies behind the last column may be anything
+        W rest[R][PAIR] = {};
+        for (int r = 0; r < R; r++) memcpy(rest[r], w + r * ldw + i, (k - i) * sizeof(W));
+        add_half<R, N, 0>(acc, rest[0], PAIR, x + i, ldx);
+        add_half<R, N, 1>(acc, rest[0], PAIR, x + i, ldx);
+    }
+    if constexpr (R % 4 == 0)
+        UNROLLED for (int r = 0; r < R; r += 4)
+            UNROLLED for (int n = 0; n < N; n += 4) put_sums(acc, r, n, y + n * ldy + r, ldy, more);
+    else
+        UNROLLED for (int n = 0; n < N; n++)
+            UNROLLED for (int r = 0; r < R; r++) y[n * ldy + r] = (more ? y[n * ldy + r] : 0) + sum_of(acc[r][n]);
+}
+
+template <int N, class W>
+void dot_rows(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t k, float *y, int64_t ldy, bool more) {
+    constexpr int R = N <= 2 && SPAN == 16 ? 8 : 4;
+    int64_t r = 0;
+    for (; r + R <= rows; r += R) dot_tile<R, N>(w + r * ldw, ldw, x, ldx, k, y + r, ldy, more, r + 2 * R <= rows ? R * ldw : 0);
+    for (; R > 4 && r + 4 <= rows; r += 4) dot_tile<4, N>(w + r * ldw, ldw, x, ldx, k, y + r, ldy, more, 0);
+    for (; r < rows; r++) dot_tile<1, N>(w + r * ldw, ldw, x, ldx, k, y + r, ldy, more, 0);
+}
+
+// Up to TILE rows of x.
+template <class W>
+void dot_few(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy, bool more) {
+    if (n == 1) dot_rows<1>(w, ldw, rows, x, ldx, k, y, ldy, more);
+    if (n == 2) dot_rows<2>(w, ldw, rows, x, ldx, k, y, ldy, more);
+    if (TILE > 2 && n == 3) dot_rows<3>(w, ldw, rows, x, ldx, k, y, ldy, more);
+    if (TILE > 2 && n == 4) dot_rows<4>(w, ldw, rows, x, ldx, k, y, ldy, more);
+    if (TILE > 4 && n == 5) dot_rows<5>(w, ldw, rows, x, ldx, k, y, ldy, more);
+    if (TILE > 4 && n == 6) dot_rows<6>(w, ldw, rows, x, ldx, k, y, ldy, more);
+}
+
+constexpr int64_t DEPTH = 512;  // columns at once: TILE rows of x stay in the first cache
+constexpr int64_t BAND = 32;    // rows of the matrix at once: they stay in the second
+constexpr int64_t HELD = 256;   // rows of x at once: they too
+
+constexpr int64_t PACKED = 28;  // rows of x from which a matrix is turned for them
+
+#if defined(__AVX512F__)
+constexpr int ACROSS = 14;  // rows of x in registers against a panel
+#elif defined(__AVX__)
+constexpr int ACROSS = 6;
+#else
+constexpr int ACROSS = 8;
+#endif
+
+// Many rows of x pay for turning a band of the matrix first: a lane is then an output, nothing is widened twice or summed across lanes.
+// A panel holds PAIR rows column by column, columns in the order of `spread`, zeros where the matrix ends.
+template <class W>
+void turn_words(const W *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
+    for (int64_t r = first; r < first + SPAN; r++) {
+        for (int64_t i = 0; i < padded(k); i++) panel[i * PAIR + r] = 0;
+        for (int64_t i = 0; r < rows && i < k; i++) panel[place(i, w) * PAIR + r] = widen(w[r * ldw + i]);
+    }
+}
+
+#if defined(__AVX512F__)
+inline void turn_16(__m512i (&v)[16]) {  // 16 words of 16 rows
+    __m512i t[16];
+    UNROLLED for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    UNROLLED for (int i = 0; i < 16; i += 4) {
+        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    UNROLLED for (int j = 0; j < 4; j++) {  // v[4 i + j] holds word 4 q + j of rows 4 i to 4 i + 3 in quarter q
+        __m512i a = _mm512_shuffle_i32x4(v[j], v[4 + j], 0x88), b = _mm512_shuffle_i32x4(v[j], v[4 + j], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0x88), d = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], 0xdd);
+        t[j] = _mm512_shuffle_i32x4(a, c, 0x88);
+        t[4 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
+        t[8 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        t[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    UNROLLED for (int i = 0; i < 16; i++) v[i] = t[i];
+}
+
+inline void turn_words(const float *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
+    for (int64_t i = 0; i < padded(k); i += SPAN) {
+        __mmask16 within = k - i >= SPAN ? 0xffff : k > i ? (1u << (k - i)) - 1 : 0;
+        __m512i v[16];
+        UNROLLED for (int r = 0; r < 16; r++)
+            v[r] = first + r < rows ? _mm512_maskz_loadu_epi32(within, w + (first + r) * ldw + i) : _mm512_setzero_si512();
+        turn_16(v);
+        UNROLLED for (int j = 0; j < 16; j++) _mm512_storeu_si512(panel + (i + j) * PAIR + first, v[j]);
+    }
+}
+
+inline void turn_words(const bf16 *w, int64_t ldw, int64_t rows, int64_t k, int64_t first, float *panel) {
+    const __m512i odd = _mm512_set1_epi32(int(0xffff0000u));
+    for (int64_t i = 0; i < k; i += PAIR) {
+        __mmask32 within = k - i >= PAIR ? 0xffffffffu : (1u << (k - i)) - 1;
+        __m512i v[16];
+        UNROLLED for (int r = 0; r < 16; r++)
+            v[r] = first + r < rows ? _mm512_maskz_loadu_epi16(within, w + (first + r) * ldw + i) : _mm512_setzero_si512();
+        turn_16(v);
+        UNROLLED for (int j = 0; j < 16; j++) {
+            _mm512_storeu_si512(panel + (i + j) * PAIR + first, _mm512_slli_epi32(v[j], 16));
+            _mm512_storeu_si512(panel + (i + SPAN + j) * PAIR + first, _mm512_and_si512(v[j], odd));
+        }
+    }
+}
+#endif
+
+template <int N>
+void panel_tile(const float *panel, const float *x, int64_t ldx, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
+    sf acc[N][2] = {};
+    for (int64_t i = 0; i < k; i++) {
+        sf low = get(panel + i * PAIR), high = get(panel + i * PAIR + SPAN);
+        UNROLLED for (int n = 0; n < N; n++) {
+            float factor = x[n * ldx + i];
+            acc[n][0] += low * factor;
+            acc[n][1] += high * factor;
+        }
+    }
+    UNROLLED for (int n = 0; n < N; n++) {
+        float *into = y + n * ldy;
+        if (width == PAIR) {
+            put(more ? acc[n][0] + get(into) : acc[n][0], into);
+            put(more ? acc[n][1] + get(into + SPAN) : acc[n][1], into + SPAN);
+            continue;
+        }
+        float made[PAIR];
+        put(acc[n][0], made);
+        put(acc[n][1], made + SPAN);
+        for (int64_t r = 0; r < width; r++) into[r] = (more ? into[r] : 0) + made[r];
+    }
+}
+
+inline void panel_rows(const float *panel, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy, int64_t width, bool more) {
+    int64_t i = 0;
+    for (; i + ACROSS <= n; i += ACROSS) panel_tile<ACROSS>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    for (; i + ACROSS / 2 <= n; i += ACROSS / 2) panel_tile<ACROSS / 2>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    for (; i + 2 <= n; i += 2) panel_tile<2>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+    for (; i < n; i++) panel_tile<1>(panel, x + i * ldx, ldx, k, y + i * ldy, ldy, width, more);
+}
+
+// How many columns are summed up at once from `deep` on: the same for any number of rows of x, so that below PACKED of them a row's
+// result does not depend on those beside it.
+inline int64_t columns_from(int64_t deep, int64_t k) { return k - deep < 3 * DEPTH / 2 ? k - deep : DEPTH; }
+
+// y [n, rows] (added to where `more`) = x [n, columns] spread, times w [rows, columns] transposed; what is read stays in the caches.
+template <class W>
+void dots_block(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t columns, float *y, int64_t ldy,
+                bool more) {
+    if (n >= PACKED) {
+        float *panel = scratch(12, padded(columns) * PAIR);
+        for (int64_t band = 0; band < rows; band += PAIR) {
+            int64_t width = std::min<int64_t>(PAIR, rows - band);
+            for (int64_t half = 0; half < PAIR; half += SPAN) turn_words(w + band * ldw, ldw, width, columns, half, panel);
+            panel_rows(panel, x, ldx, n, padded(columns), y + band, ldy, width, more);
+        }
+        return;
+    }
+    int64_t tiles = (n + TILE - 1) / TILE;
+    for (int64_t band = 0; band < rows; band += BAND)
+        for (int64_t t = 0; t < tiles; t++) {  // tiles of even sizes
+            int64_t from = n * t / tiles, count = n * (t + 1) / tiles - from;
+            dot_few(w + band * ldw, ldw, std::min(BAND, rows - band), x + from * ldx, ldx, count, columns, y + from * ldy + band, ldy, more);
+        }
+}
+
+// y [n, rows], ldy apart = x [n, k] spread, ldx apart, times w [rows, k] transposed, by one thread.
+template <class W>
+void dots(const W *w, int64_t ldw, int64_t rows, const float *x, int64_t ldx, int64_t n, int64_t k, float *y, int64_t ldy) {
+    int64_t high = n <= TILE ? BAND : rows;  // few rows of x: a stream, each row of the matrix to its end
+    for (int64_t some = 0; some < n; some += HELD)
+        for (int64_t band = 0; band < rows; band += high)
+            for (int64_t deep = 0, columns; deep < k; deep += columns) {
+                columns = columns_from(deep, k);
+                dots_block(w + band * ldw + deep, ldw, std::min(high, rows - band), x + some * ldx + deep, ldx, std::min(HELD, n - some),
+                           columns, y + some * ldy + band, ldy, deep > 0);
+            }
+}
+
+// PARTS halves of PAIR columns of y [N, columns], spread, += p [N, count] times rows [count, columns].
+template <int N, int PARTS, class W>
+INLINE void mix_tile(const float *p, int64_t ldp, const W *rows, int64_t ldr, int64_t count, float *y, int64_t ldy) {
+    sf acc[N][PARTS][2];
+    UNROLLED for (int n = 0; n < N; n++)
+        UNROLLED for (int c = 0; c < PARTS; c++) {
+            acc[n][c][0] = get(y + n * ldy + c * PAIR);
+            acc[n][c][1] = get(y + n * ldy + c * PAIR + SPAN);
+        }
+    for (int64_t i = 0; i < count; i++) {
+        sf row[PARTS][2];
+        UNROLLED for (int c = 0; c < PARTS; c++) {
+            row[c][0] = half_of<0>(rows + i * ldr + c * PAIR);
+            row[c][1] = half_of<1>(rows + i * ldr + c * PAIR);
+        }
+        UNROLLED for (int n = 0; n < N; n++) {
+            float factor = p[n * ldp + i];
+            UNROLLED for (int c = 0; c < PARTS; c++) {
+                acc[n][c][0] += row[c][0] * factor;
+                acc[n][c][1] += row[c][1] * factor;
+            }
+        }
+    }
+    UNROLLED for (int n = 0; n < N; n++)
+        UNROLLED for (int c = 0; c < PARTS; c++) {
+            put(acc[n][c][0], y + n * ldy + c * PAIR);
+            put(acc[n][c][1], y + n * ldy + c * PAIR + SPAN);
+        }
+}
+
+template <int N, class W>
+void mix_few(const float *p, int64_t ldp, const W *rows, int64_t ldr, int64_t count, int64_t columns, float *y, int64_t ldy) {
+    int64_t c = 0;
+    for (; c + 2 * PAIR <= columns; c += 2 * PAIR) mix_tile<N, 2>(p, ldp, rows + c, ldr, count, y + c, ldy);
+    for (; c + PAIR <= columns; c += PAIR) mix_tile<N, 1>(p, ldp, rows + c, ldr, count, y + c, ldy);
+    for (int64_t i = 0; c < columns && i < count; i++) {
+        W rest[PAIR] = {};
+        memcpy(rest, rows + i * ldr + c, (columns - c) * sizeof(W));
+        mix_tile<N, 1>(p + i, ldp, rest, 0, 1, y + c, ldy);
+    }
+}
+
+// y [n, padded(columns)], spread, += p [n, count] times rows [count, columns], by one thread. As many rows as stay in a cache.
+template <class W>
+void mixes(const float *p, int64_t ldp, int64_t n, const W *rows, int64_t ldr, int64_t count, int64_t columns, float *y, int64_t ldy) {
+    for (int64_t i = 0; i < n; i += TILE, p += TILE * ldp, y += TILE * ldy) {
+        int64_t few = std::min<int64_t>(TILE, n - i);
+        if (few == 1) mix_few<1>(p, ldp, rows, ldr, count, columns, y, ldy);
+        if (few == 2) mix_few<2>(p, ldp, rows, ldr, count, columns, y, ldy);
+        if (TILE > 2 && few == 3) mix_few<3>(p, ldp, rows, ldr, count, columns, y, ldy);
+        if (TILE > 2 && few == 4) mix_few<4>(p, ldp, rows, ldr, count, columns, y, ldy);
+        if (TILE > 4 && few == 5) mix_few<5>(p, ldp, rows, ldr, count, columns, y, ldy);
+        if (TILE > 4 && few == 6) mix_few<6>(p, ldp, rows, ldr, count, columns, y, ldy);
+    }
+}
+
+// Items shared out a block at a time, so that a thread that comes late does less.
+template <class F>
+void share(int64_t count, int64_t operations, F body) {
+#ifdef _OPENMP
+    int parts = int(std::min<int64_t>({max_threads, count, operations / THREAD_WORK}));
+    if (parts > 1) {
+#pragma omp parallel for num_threads(parts) schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; i++) body(i);
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; i++) body(i);
+}
+
+// Rows of a matrix that a thread takes at a time, of so many in all: a multiple of PAIR.
+inline int64_t block_rows(int64_t rows) {
+    int64_t even = (rows + 4 * max_threads - 1) / (4 * max_threads);
+    return std::min<int64_t>(256, std::max<int64_t>(1, (even + PAIR - 1) / PAIR) * PAIR);
+}
+
+// A spread row in its own order.
+template <class W>
+void gathered(const float *x, int64_t k, float *out) {
+    for (int64_t i = 0; i < k; i++) out[i] = x[place(i, (const W *)nullptr)];
+}
+
+// Results as they are kept, `ldy` apart.
+inline void keep(const float *from, int64_t n, float *y) { std::copy(from, from + n, y); }
+inline void keep(const float *from, int64_t n, bf16 *y) { narrow_all(from, n, y); }
+
+// All rows of x [n, k] as products read them.
+template <class W, class X>
+float *spread_all(const X *x, int64_t n, int64_t k, int which) {
+    int64_t ldx = apart(k);
+    float *in = scratch(which, n * ldx);
+    split(n, 1, n * k, [=](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) spread<W>(x + i * k, k, in + i * ldx);
+    });
+    return in;
+}
+
+// y [n, rows] = x [n, k] w^T + bias of any shape, x plain.
+template <class W, class X, class Y>
+void gemm(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, Y *y, const W *bias = nullptr) {
+    int64_t block = block_rows(rows);
+    const float *in = spread_all<W>(x, n, k, 8);
+    share((rows + block - 1) / block, n * rows * k, [=](int64_t i) {
+        int64_t first = i * block, high = std::min(block, rows - first), ldy = apart(high);
+        float *out = scratch(10, n * ldy);
+        dots(w + first * k, k, high, in, apart(k), n, k, out, ldy);
+        for (int64_t t = 0; t < n; t++) {
+            for (int64_t r = 0; bias && r < high; r++) out[t * ldy + r] += widen(bias[first + r]);
+            keep(out + t * ldy, high, y + t * rows + first);
+        }
+    });
+}
+
+// The same by one thread.
+template <class W, class X>
+void gemm_alone(const X *x, int64_t n, const W *w, int64_t rows, int64_t k, float *y) {
+    int64_t ldx = apart(k);
+    float *in = scratch(8, n * ldx);
+    for (int64_t i = 0; i < n; i++) spread<W>(x + i * k, k, in + i * ldx);
+    dots(w, k, rows, in, ldx, n, k, y, rows);
+}

@@ -1,0 +1,246 @@
+"""From a placement in force to one that suits other loads, by moving few experts. No torch.
+
+First exchanges of two experts between the most loaded rank and another; only where these do not
+get a layer near what a new plan would reach, experts get other numbers of copies, and only where
+that is not enough the new plan itself is taken, its ranks renamed so that it fits what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rorqual.parallel.eplb.placement import (
+    Bools,
+    Floats,
+    Ints,
+    balancedness_by_layer,
+    by_rank,
+    copies,
+    held_by,
+    moved,
+    place,
+    speeds_of,
+)
+
+WITHIN = 0.01  # of a new plan's balance
+SEARCHED = 72  # slots of other ranks with which one rank's are compared at a time
+
+
+def rebalance(
+    present: Ints,
+    loads: Any,
+    ranks: int,
+    speeds: Sequence[float] | None = None,
+    within: float = WITHIN,
+) -> Ints:
+    """A placement as balanced as a new plan, up to `within`, with few slots other than in
+    `present`; layers that are so balanced already stay as they are."""
+    weight = np.asarray(loads, np.float64)
+    layers, slots = present.shape
+    plan = place(weight, slots, ranks, speeds=speeds)
+    wanted = balancedness_by_layer(plan, weight, ranks, speeds) * (1 - within)
+    found = renamed(plan, present, ranks) if speeds is None else plan
+    fewest = moved(present, found, ranks)
+    left = np.arange(layers)
+    spare = slots - weight.shape[1]
+    for changes in dict.fromkeys((0, min(2, spare), min(8, spare), spare)):
+        start = _recopied(present[left], weight[left], changes, ranks)
+        tried = _exchanged(start, weight[left], wanted[left], ranks, speeds_of(speeds, ranks))
+        reached = balancedness_by_layer(tried, weight[left], ranks, speeds) >= wanted[left]
+        fewer = reached & (moved(present[left], tried, ranks) <= fewest[left])
+        found[left[fewer]] = tried[fewer]
+        left = left[~reached]
+        if not len(left):
+            break
+    return found
+
+
+# ---- exchanges
+
+
+def _exchanged(placement: Ints, weight: Floats, wanted: Floats, ranks: int, speeds: Floats) -> Ints:
+    """Exchange two experts at a time until a layer is balanced as wanted, or no exchange helps."""
+    placement = placement.copy()
+    counts = np.maximum(copies(placement, weight.shape[1]), 1)
+    share = np.take_along_axis(weight / counts, placement, 1)
+    held = held_by(placement, weight.shape[1], ranks)
+    even = weight.sum(1) / speeds.sum()
+    active = np.arange(len(placement))
+    for _ in range(placement.shape[1]):
+        times = by_rank(share[active], ranks).sum(-1) / speeds
+        active = active[even[active] < wanted[active] * times.max(1)]
+        if not len(active):
+            break
+        first, second, helps = _best_exchange(
+            placement[active], share[active], held[active], ranks, speeds
+        )
+        active, first, second = active[helps], first[helps], second[helps]
+        _swap(placement, share, held, active, first, second, ranks)
+    return placement
+
+
+def _best_exchange(
+    placement: Ints, share: Floats, held: Bools, ranks: int, speeds: Floats
+) -> tuple[Ints, Ints, Bools]:
+    """(slot on the slowest rank, slot elsewhere, whether to exchange them helps), by layer. Only
+    the fastest ranks are looked at."""
+    layers, slots = placement.shape
+    each = slots // ranks
+    every = np.arange(layers)
+    loads = by_rank(share, ranks).sum(-1)
+    order = np.argsort(loads / speeds, axis=1, kind="stable")
+    hot = order[:, -1]
+    others = order[:, : max(1, min(ranks - 1, SEARCHED // each))]
+    hot_slots = hot[:, None] * each + np.arange(each)
+    cold_slots = (others[..., None] * each + np.arange(each)).reshape(layers, -1)
+    gain = (
+        np.take_along_axis(share, hot_slots, 1)[:, :, None]
+        - np.take_along_axis(share, cold_slots, 1)[:, None]
+    )
+    cold_rank = np.repeat(others, each, 1)
+    hot_after = (loads[every, hot][:, None, None] - gain) / speeds[hot][:, None, None]
+    cold_after = (np.take_along_axis(loads, cold_rank, 1)[:, None] + gain) / speeds[cold_rank][
+        :, None
+    ]
+    after = np.maximum(hot_after, cold_after)
+    hot_experts = np.take_along_axis(placement, hot_slots, 1)
+    cold_experts = np.take_along_axis(placement, cold_slots, 1)
+    there = held[every[:, None, None], cold_rank[:, None], hot_experts[:, :, None]]
+    here = held[every[:, None], hot[:, None], cold_experts]
+    after[there | here[:, None]] = np.inf
+    best = after.reshape(layers, -1).argmin(1)
+    row, column = np.divmod(best, cold_slots.shape[1])
+    now = loads[every, hot] / speeds[hot]
+    helps = after.reshape(layers, -1)[every, best] < now * (1 - 1e-9)
+    return hot_slots[every, row], cold_slots[every, column], helps
+
+
+def _swap(
+    placement: Ints,
+    share: Floats,
+    held: Bools,
+    layers: Ints,
+    first: Ints,
+    second: Ints,
+    ranks: int,
+) -> None:
+    each = placement.shape[1] // ranks
+    for one, other in ((first, second), (second, first)):
+        held[layers, one // each, placement[layers, one]] = False
+        held[layers, one // each, placement[layers, other]] = True
+    for array in (placement, share):
+        kept = array[layers, first].copy()
+        array[layers, first] = array[layers, second]
+        array[layers, second] = kept
+
+
+# ---- numbers of copies
+
+
+def _recopied(placement: Ints, weight: Floats, changes: int, ranks: int) -> Ints:
+    """Up to `changes` slots of each layer taken from the experts that can best spare a copy, for
+    those that most want one."""
+    placement = placement.copy()
+    layers, slots = placement.shape
+    every = np.arange(layers)
+    experts = weight.shape[1]
+    counts = copies(placement, experts)
+    held = held_by(placement, experts, ranks)
+    for _ in range(changes):
+        wants = np.where(counts < ranks, weight / counts, -1.0)
+        spares = np.where(counts > 1, weight / np.maximum(counts - 1, 1), np.inf)
+        gets, gives = wants.argmax(1), spares.argmin(1)
+        share = np.take_along_axis(weight / counts, placement, 1)
+        loads = by_rank(share, ranks).sum(-1)
+        free = held[every, :, gives] & ~held[every, :, gets]
+        helps = (spares[every, gives] < wants[every, gets]) & free.any(1)
+        rank = np.where(free, loads, np.inf).argmin(1)
+        inside = by_rank(placement, ranks)[every, rank] == gives[:, None]
+        slot = rank * (slots // ranks) + inside.argmax(1)
+        at = every[helps]
+        placement[at, slot[helps]] = gets[helps]
+        held[at, rank[helps], gives[helps]] = False
+        held[at, rank[helps], gets[helps]] = True
+        counts[at, gives[helps]] -= 1
+        counts[at, gets[helps]] += 1
+    return placement
+
+
+# ---- another plan's ranks and slots, as close as can be to what is there
+
+
+def renamed(plan: Ints, present: Ints, ranks: int) -> Ints:
+    """`plan` with its ranks in another order, and each rank's experts in other slots, so that
+    most stay where they are. Ranks must be equally fast."""
+    layers = len(plan)
+    every = np.arange(layers)
+    experts = int(max(plan.max(), present.max())) + 1
+    held = held_by(present, experts, ranks)
+    # by our rank: how many of each new rank's experts are there
+    there = held[every[:, None, None], :, by_rank(plan, ranks)]
+    common = there.sum(2)
+    source = np.zeros((layers, ranks), np.int64)
+    for _ in range(ranks):
+        best = common.reshape(layers, -1).argmax(1)
+        theirs, ours = np.divmod(best, ranks)
+        source[every, ours] = theirs
+        common[every, theirs] = -1
+        common[every, :, ours] = -1
+    chosen = np.take_along_axis(by_rank(plan, ranks), source[..., None], 1)
+    return settled(chosen.reshape(plan.shape), present, ranks)
+
+
+def settled(placement: Ints, present: Ints, ranks: int) -> Ints:
+    """The same experts on every rank; those that it has already stay in their slots."""
+    new, old = by_rank(placement, ranks), by_rank(present, ranks)
+    experts = int(max(new.max(), old.max())) + 1
+    stays = np.take_along_axis(held_by(placement, experts, ranks), old, 2)
+    comes = ~np.take_along_axis(held_by(present, experts, ranks), new, 2)
+    found = old.copy()
+    # as many come to each rank as leave it, both in the order of slots
+    found[~stays] = new[comes]
+    return found.reshape(placement.shape)
+
+
+# ---- in steps
+
+
+def parts(
+    present: Sequence[int], wanted: Sequence[int], ranks: int, most: int
+) -> Iterator[list[int]]:
+    """Placements of one layer on the way from `present` to `wanted`: each next one changes at
+    most `most` slots of any rank, at least 2, and every expert has a slot in all of them."""
+    assert most >= 2
+    now = list(present)
+    before = list(now)
+    each = len(now) // ranks
+    while now != list(wanted):
+        step = _one_change(now, wanted)
+        after = [step.get(slot, expert) for slot, expert in enumerate(now)]
+        changed = [0] * ranks
+        for slot, (old, new) in enumerate(zip(before, after, strict=True)):
+            changed[slot // each] += old != new
+        if max(changed) > most:
+            yield now
+            before = list(now)
+        now = after
+    if now != before:
+        yield now
+
+
+def _one_change(now: list[int], wanted: Sequence[int]) -> dict[int, int]:
+    """A slot that is not as wanted gets its expert: in place of one that has other slots as well,
+    or in exchange with a slot that is not to keep that expert. There always is one: an expert with
+    one slot alone, and that not where it is wanted, is wanted in a slot that is not yet so."""
+    for slot, expert in enumerate(wanted):
+        if now[slot] == expert:
+            continue
+        if now.count(now[slot]) > 1:
+            return {slot: expert}
+        for other, held in enumerate(now):
+            if held == expert and wanted[other] != expert:
+                return {slot: expert, other: now[slot]}
+    raise AssertionError("some slot can be changed")

@@ -1,0 +1,167 @@
+"""/start_profile and /stop_profile: the engines' next steps recorded for Perfetto.
+
+A recording slows what it looks at and writes files, so it is for whoever runs the server: it needs
+--profile-dir, the API key where there is one, and a connection from this machine that nobody passed
+on, neither a proxy nor a page in a browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from rorqual.serve.engines.pool import EnginePool
+from rorqual.serve.errors import ApiError, bad_request, not_ready
+from rorqual.serve.http.protocol import Model, Whole
+from rorqual.serve.http.sse import encode
+from rorqual.serve.messages import TraceDone
+
+log = logging.getLogger("rorqual.serve")
+
+MOST_STEPS = 200  # engine/step_trace.py has the same; it needs torch
+DEFAULT_STEPS = 10
+LONGEST_NAME = 64
+MOST_PROFILES = 100  # files in the folder
+WRITE_SECONDS = 120.0  # that /stop_profile waits for the files
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{LONGEST_NAME - 1}}}")
+PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    403: {"description": "Not from this machine, or passed on by a proxy or a page."},
+    409: {"description": "A profile is under way, or none is, or the folder is full."},
+}
+
+
+class StartProfile(Model):
+    num_steps: Annotated[Whole, Field(ge=1, le=MOST_STEPS)] = Field(
+        default=DEFAULT_STEPS, description="Steps of each engine to record."
+    )
+    output: str | None = Field(
+        default=None, description="The files' name in --profile-dir; the time if left out."
+    )
+
+
+class Profiles:
+    """The profiles of one server: one at a time, of all its engines together."""
+
+    def __init__(self, fleet: EnginePool, folder: Path):
+        self.fleet = fleet
+        self.folder = folder
+        self.under_way: asyncio.Task[list[TraceDone]] | None = None
+
+    def start(self, wanted: StartProfile) -> str:
+        """The name of its files. Raises ApiError."""
+        if self.under_way is not None and not self.under_way.done():
+            raise conflict("a profile is under way; /stop_profile ends it")
+        if not self.fleet.healthy:
+            raise not_ready("an engine is not ready")
+        name = wanted.output or time.strftime("%Y%m%d-%H%M%S")
+        if not NAME.fullmatch(name):
+            raise bad_request(
+                f"output must be a name of up to {LONGEST_NAME} letters, digits, '_', '.' and "
+                "'-', and begin with a letter or digit: no path",
+                "output",
+            )
+        found = [path.name for path in self.folder.glob("*.json.gz")]
+        if len(found) >= MOST_PROFILES:
+            raise conflict(f"the folder holds {len(found)} profiles; accepted: {MOST_PROFILES}")
+        if any(there == f"{name}.json.gz" or there.startswith(f"{name}-") for there in found):
+            raise conflict(f"there is a profile {name!r} already", "output")
+        several = len(self.fleet.engines) > 1
+        ends = [
+            client.start_trace(
+                str(self.folder / (f"{name}-engine{client.index}" if several else name)),
+                wanted.num_steps,
+            )
+            for client in self.fleet.clients
+        ]
+        self.under_way = asyncio.create_task(_ended(ends))
+        return name
+
+    async def stop(self) -> dict[str, Any]:
+        """End it, and wait for its files. Raises ApiError."""
+        if self.under_way is None or self.under_way.done():
+            raise conflict("no profile is under way")
+        for client in self.fleet.clients:
+            client.stop_trace()
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                found = await asyncio.shield(self.under_way)
+        except TimeoutError:
+            message = f"the profile is not written after {WRITE_SECONDS:g} s"
+            raise ApiError(500, message, "server_error") from None
+        errors = [error for one in found for error in one.errors]
+        if errors:
+            raise ApiError(500, f"the profile was not written: {errors[0]}", "server_error")
+        return {"status": "written", "files": _names(found)}
+
+
+async def _ended(ends: list[asyncio.Future[TraceDone]]) -> list[TraceDone]:
+    found = [await end for end in ends]
+    for error in (error for one in found for error in one.errors):
+        log.error("profile: %s", error)
+    log.info("profile written: %s", ", ".join(_names(found)) or "nothing")
+    return found
+
+
+def _names(found: list[TraceDone]) -> list[str]:
+    return [Path(path).name for one in found for path in one.files]
+
+
+def conflict(message: str, param: str | None = None) -> ApiError:
+    return ApiError(409, message, param=param, code="conflict")
+
+
+def check_near(request: Request) -> None:
+    """Raises ApiError unless the one who asks is on this machine."""
+    host = request.client.host if request.client else ""
+    passed_on = [name for name in PASSED_ON if name in request.headers]
+    if passed_on or not _is_loopback(host):
+        why = f"with the header {passed_on[0]}" if passed_on else "from another address"
+        raise ApiError(
+            403,
+            f"profiles are taken for this machine's loopback address alone; this came {why}",
+            "permission_error",
+            code="not_loopback",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def add_tracing(app: FastAPI, fleet: EnginePool, folder: Path) -> None:
+    """The middleware has asked for the API key before."""
+    profiles = Profiles(fleet, folder)
+
+    @app.post("/start_profile", responses=ANSWERS, tags=["state"])
+    async def start_profile(request: Request, body: StartProfile | None = None) -> Response:
+        """Record the next steps of every engine, each rank into its own file."""
+        check_near(request)
+        wanted = body or StartProfile()
+        name = profiles.start(wanted)
+        return _json({"status": "started", "output": name, "num_steps": wanted.num_steps})
+
+    @app.post("/stop_profile", responses=ANSWERS, tags=["state"])
+    async def stop_profile(request: Request) -> Response:
+        """Record no further step; answers when the files are there."""
+        check_near(request)
+        return _json(await profiles.stop())
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")
