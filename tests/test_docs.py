@@ -292,10 +292,17 @@ def curl(command: Command, place: Place) -> None:
     parser.add_argument("url")
     parser.add_argument("-H", dest="header")
     parser.add_argument("-d", dest="data")
+    parser.add_argument("-X", dest="method")
     given = parser.parse_args(command.words[1:])
     assert given.url.startswith(ADDRESS + "/")
     path = given.url.removeprefix(ADDRESS)
-    status, answer = place.server.request("POST", path, json.loads(given.data))
+    assert given.method in (None, "POST")
+    if path == "/stop_profile":  # of one that runs
+        place.server.request("POST", "/start_profile", {})
+        body = {"model": "rorqual-bundled", "prompt": "A", "max_tokens": 4}
+        place.server.request("POST", "/v1/completions", body)
+    data = json.loads(given.data) if given.data else None
+    status, answer = place.server.request("POST", path, data)
     assert status == 200, answer
 
 
@@ -326,7 +333,12 @@ def script(command: Command, place: Place) -> None:
 
 
 def selects_tests(command: Command, place: Place) -> None:
-    _, path, *options = command.words
+    words = command.words[command.words.index("pytest") + 1 :]
+    path = next(word for word in words if word.startswith("tests/"))
+    assert (ROOT / path).exists(), path
+    options = [word for word in words if word != path]
+    if "-k" not in options:
+        return
     wanted = options[options.index("-k") + 1]
     tree = ast.parse((ROOT / path).read_text())
     names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -365,6 +377,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"curl ", curl),
     (r"torchrun ", torchrun),
     (r"(export|ray start) ", elsewhere),
+    (r"python3? -m pytest ", selects_tests),
     (r"python3? ", script),
     (r"pytest ", selects_tests),
     (r"rorqual serve\b", only_parse),  # the server of all other commands is started so
@@ -380,6 +393,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"rorqual bench kernels", needs_a_card),
     (r"rorqual (bench calibrate|quantize)", only_parse),  # minutes of measuring or rounding
     (r"rorqual bench peers", only_parse),  # another engine's server
+    (r"rorqual bench cpu", only_parse),  # minutes of measuring
     (r"rorqual bench serve", ask_server),
     (r"rorqual chat --url", ask_server),
     (r"rorqual (generate|chat|info|plan|eplb|simulate|bench (offline|layers|comm))\b", run),
@@ -418,12 +432,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """As the documents start it, but for sizes."""
     pytest.importorskip("fastapi")
     from tests.serve.running import start_server
 
-    with start_server("--max-model-len", "96", "--max-num-seqs", "4") as running:
+    folder = str(tmp_path_factory.mktemp("profiles"))
+    options = ("--max-model-len", "96", "--max-num-seqs", "4", "--profile-dir", folder)
+    with start_server(*options) as running:
         yield running
 
 

@@ -108,6 +108,7 @@ class TracedOps(Ops):
     sample_from = entry(Ops.sample_from)
     sample_residual = entry(Ops.sample_residual)
     write_probs = entry(Ops.write_probs)
+    weights_changed = entry(Ops.weights_changed)
 
     @entry
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:

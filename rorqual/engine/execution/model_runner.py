@@ -107,6 +107,7 @@ class ModelRunner:
         nothing to compute."""
         if self.graphs is None:
             return
+        self._compile(draft_counts)
         self._keep_probs(variants)
         with self.platform.stream(), self.model.ops.compiling():
             self.graphs.warm_up(variants, draft_counts, sizes)
@@ -123,9 +124,7 @@ class ModelRunner:
     ) -> None:
         """Compile the forward pass where asked to, and where there are graphs capture those of
         every batch bucket, or of batch `sizes`."""
-        if self.compiled:
-            with self.platform.stream():
-                self.compiled.compile(self._examples(draft_counts))
+        self._compile(draft_counts)
         if self.graphs:
             self._keep_probs(variants)
             with self.platform.stream():
@@ -133,6 +132,12 @@ class ModelRunner:
                 if self.pieces:
                     self.pieces.capture()
                     self._warm_mixed_steps(self.pieces)
+
+    def _compile(self, draft_counts: tuple[int, ...]) -> None:
+        """The forward pass, where asked to and not yet done."""
+        if self.compiled:
+            with self.platform.stream():
+                self.compiled.compile(self._examples(draft_counts))
 
     def _keep_probs(self, variants: tuple[SamplingVariant, ...]) -> None:
         """Captured graphs must not see them move."""
