@@ -16,7 +16,7 @@ from rorqual.engine.execution.worker import read_model, weight_bytes
 from rorqual.errors import ConfigError, LoadError
 from rorqual.layers.parameter import Build
 from rorqual.layers.weight_format.rounding import round_matrix
-from rorqual.models import loader
+from rorqual.models import weight_reader
 from rorqual.models.hub import BUNDLED
 from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
@@ -44,7 +44,7 @@ def test_the_bundled_model_is_rounded_matrix_by_matrix(
 ) -> None:
     """Pieces of a few rows give what whole matrices give."""
     whole = model_in(BUNDLED, name)
-    monkeypatch.setattr(loader, "WINDOW", 4 * 192 * 128)
+    monkeypatch.setattr(weight_reader, "STAGE", 4 * 192 * 128)
     pieces = model_in(BUNDLED, name)
     for one, other in zip(whole.targets(), pieces.targets(), strict=True):
         for view, same in zip(one.views, other.views, strict=True):

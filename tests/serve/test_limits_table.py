@@ -190,6 +190,7 @@ NO_LIMITS = {
     "LOWEST",
     "PERCENTILES",
     "PR_SET_PDEATHSIG",
+    "RESERVED",  # of a published tokenizer
     "RATE_SECONDS",
     "ROW_SECONDS",
     "SAMPLE_SECONDS",

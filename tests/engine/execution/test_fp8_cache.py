@@ -141,6 +141,7 @@ def test_recorded_steps(
     assert platform.replays > 10
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("native", "form"), [(True, "A_CC_ME"), (False, "AM_CC_ME")], ids=["native", "torch"]
 )
