@@ -30,6 +30,7 @@ from rorqual.config.model import GQAConfig, ModelConfig
 from rorqual.config.option import option
 from rorqual.errors import ConfigError
 
+MOST_MICRO_BATCHES = 8
 EXCHANGES = ("auto", "local", "allgather_tp", "allgather_ep", "alltoall", "low_latency")
 
 NO_SIZES = (
@@ -46,7 +47,7 @@ _parallel = partial(option, group="Parallel")
 @dataclass(frozen=True)
 class ParallelConfig:
     """None follows attention: dense_tp, embed_tp and head_tp are tp, ep is 1 (experts split by
-    columns over the whole stage), micro_batches is pp."""
+    columns over the whole stage), pipeline_turns is pp."""
 
     tp: int = _parallel(
         1,
@@ -65,8 +66,13 @@ class ParallelConfig:
     dense_tp: int | None = _parallel(None, "Ranks that split a dense MLP; --tp if left out.")
     embed_tp: int | None = _parallel(None, "Ranks that split the embedding; --tp if left out.")
     head_tp: int | None = _parallel(None, "Ranks that split the LM head; --tp if left out.")
-    micro_batches: int | None = _parallel(
-        None, "Micro-batches a pipeline keeps under way; --pp if left out."
+    pipeline_turns: int | None = _parallel(
+        None, "Groups of requests that take turns in a pipeline; --pp if left out."
+    )
+    micro_batches: int = _parallel(
+        1,
+        "Parts that a step is cut into, of whole requests: while one part's tokens travel to "
+        "experts and back, another part computes. Two are two-batch overlap.",
     )
     exchange: str = _parallel(
         "auto",
@@ -107,9 +113,9 @@ class ParallelConfig:
             raise ConfigError(
                 f"exchange={self.exchange!r} is not known; accepted: {', '.join(EXCHANGES)}"
             )
-        for name in ("dense_tp", "embed_tp", "head_tp", "micro_batches"):
+        for name in ("dense_tp", "embed_tp", "head_tp", "pipeline_turns"):
             if getattr(self, name) is None:
-                object.__setattr__(self, name, self.pp if name == "micro_batches" else self.tp)
+                object.__setattr__(self, name, self.pp if name == "pipeline_turns" else self.tp)
         for name in ("ep", "dense_tp", "embed_tp", "head_tp"):
             if self.stage % getattr(self, name):
                 raise ConfigError(
@@ -122,6 +128,16 @@ class ParallelConfig:
                 raise ConfigError(
                     f"{name}={size} neither divides nor is a multiple of tp={self.tp}"
                 )
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise ConfigError(
+                f"micro_batches={self.micro_batches} is out of range; accepted: 1 to "
+                f"{MOST_MICRO_BATCHES}"
+            )
+        if self.micro_batches > 1 and self.is_single:
+            raise ConfigError(
+                f"micro_batches={self.micro_batches} needs several ranks, between which tokens "
+                "travel"
+            )
         self._check_exchange()
         self._check_redundant()
 

@@ -213,7 +213,8 @@ class EngineConfig:
     embed_tp: int | None = _size("embed_tp")
     head_tp: int | None = _size("head_tp")
     exchange: str = _size("exchange")
-    micro_batches: int | None = _size("micro_batches")
+    pipeline_turns: int | None = _size("pipeline_turns")
+    micro_batches: int = _size("micro_batches")
     sequence_parallel: bool = _size("sequence_parallel")
     fp8_dispatch: bool = _size("fp8_dispatch")
     redundant_experts: int = _size("redundant_experts")
@@ -320,9 +321,9 @@ class EngineConfig:
             )
         self._check_launch()
         assert self.parallel  # raises ConfigError for sizes that do not fit one another
-        if (self.micro_batches or 1) > 1 and self.pp == 1:
+        if (self.pipeline_turns or 1) > 1 and self.pp == 1:
             raise ConfigError(
-                f"micro_batches={self.micro_batches} needs pipeline stages to work on them: pp=1"
+                f"pipeline_turns={self.pipeline_turns} needs pipeline stages to work on them: pp=1"
             )
         if EXE_MODES[self.exe_mode] == "compile" and not self.parallel.is_single:
             raise ConfigError(

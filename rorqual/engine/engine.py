@@ -106,7 +106,8 @@ class Engine:
             num_speculative_tokens=config.num_speculative_tokens,
             lookahead=worker.mtp_layers,
             send_tokens=worker.speculation is not None and worker.speculation.drafter == "ngram",
-            micro_batches=config.parallel.micro_batches or 1,
+            pipeline_turns=config.parallel.pipeline_turns or 1,
+            micro_batches=config.parallel.micro_batches,
         )
 
     @property

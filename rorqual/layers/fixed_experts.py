@@ -116,7 +116,7 @@ class FixedExperts(ExpertLayer):
         )
 
     def stages(self, layout: Layout = SINGLE_LAYOUT) -> tuple[Stage, ...]:
-        return (partial(self.dispatch, layout=layout), self.run_experts, self.combine)
+        return self.exchange_stages(partial(self.dispatch, layout=layout), layout)
 
     def dispatch(self, x: Activation, layout: Layout) -> MoEInFlight:
         rows = hidden_of(x)

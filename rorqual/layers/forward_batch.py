@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 from torch import Tensor
@@ -34,7 +35,8 @@ class ForwardBatch:
     them. `logit_rows` [N] int64 picks the tokens whose next token is wanted. Segments are None
     where a kind is absent; both, on a rank that has no token. `layout` says where tokens are on
     several ranks: Transformer.layout makes it. `recorder`: the pass is captured for any step of so
-    many tokens, whose segments are not known yet.
+    many tokens, whose segments are not known yet. `parts`: the step is computed as these, side by
+    side in the packed tokens.
     """
 
     token_ids: Tensor
@@ -46,6 +48,23 @@ class ForwardBatch:
     prefill: AttentionMetadata | None = None
     layout: Layout = SINGLE_LAYOUT
     recorder: PieceRecorder | None = None
+    parts: Sequence[ForwardBatch] = ()
+
+    def part(self, tokens: slice, layout: Layout) -> ForwardBatch:
+        """Some of the packed tokens, those of whole requests, as a step of their own. It has no
+        logit rows."""
+        split = self.decode_tokens
+        places = self.places
+        return ForwardBatch(
+            self.token_ids[tokens],
+            self.positions[tokens],
+            TokenPlaces(places.cos[tokens], places.sin[tokens], places.slots[tokens]),
+            self.logit_rows[:0],
+            self.pool,
+            _requests(self.decode, tokens.start, min(tokens.stop, split)),
+            _requests(self.prefill, max(tokens.start - split, 0), tokens.stop - split),
+            layout,
+        )
 
     @property
     def idle(self) -> bool:
@@ -77,3 +96,13 @@ class ForwardBatch:
         if self.prefill:
             found.append((self.prefill, slice(split, self.num_tokens)))
         return found
+
+
+def _requests(segment: AttentionMetadata | None, start: int, stop: int) -> AttentionMetadata | None:
+    """Those whose tokens are `start` to `stop` of the segment."""
+    if segment is None or start >= stop:
+        return None
+    starts = list(accumulate(segment.query_lens, initial=0))
+    first = starts.index(start)
+    last = starts.index(stop)
+    return segment.part(slice(first, last))

@@ -96,6 +96,15 @@ class ExpertLayer:
     exchange: Exchange
     shared: SharedMLP | None
 
+    def exchange_stages(self, dispatch: Stage, layout: Layout) -> tuple[Stage, ...]:
+        """With a hand-over before the host waits for anything."""
+        send = (self.send,) if self.exchange.counts_first(layout) else ()
+        return (dispatch, *send, self.run_experts, self.combine)
+
+    def send(self, work: MoEInFlight) -> MoEInFlight:
+        self.exchange.send(work.ticket)
+        return work
+
     def run_experts(self, work: MoEInFlight) -> MoEInFlight:
         """The experts, and beside them the shared expert: over the rows that the exchange has
         gathered, whose sums then come back together, or else over the layer's own."""
@@ -250,7 +259,7 @@ class MoE(ExpertLayer):
         tokens travel. One stage where nothing travels."""
         if self.is_one_op:
             return (partial(self.forward, layout=layout),)
-        return (partial(self.dispatch, layout=layout), self.run_experts, self.combine)
+        return self.exchange_stages(partial(self.dispatch, layout=layout), layout)
 
     @property
     def is_one_op(self) -> bool:

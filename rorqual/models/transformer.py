@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ from rorqual.layers.rotary import Rotary
 from rorqual.ops.activation import Activation
 from rorqual.ops.deferred_sum import NormInput, summed
 from rorqual.parallel.layout import Layout, MultiRankLayout
+from rorqual.parallel.overlap import run, run_one
 
 Pass = Generator[None, None, Tensor]
 MLP = DenseMLP | MoE | FixedExperts
@@ -194,6 +196,21 @@ class Transformer:
         x = summed(state.x)
         self.mesh.pp.send(torch.stack((x, state.residual)), self.mesh.pp_rank + 1)
         return x[:0]
+
+    def split(self, step: ForwardBatch, tokens: Sequence[Sequence[int]], decode: bool) -> None:
+        """Compute the step in parts: of each the tokens of each data-parallel rank."""
+        own = accumulate((part[self.mesh.dp_rank] for part in tokens), initial=0)
+        step.parts = [
+            step.part(slice(start, stop), self.layout(part, decode))
+            for part, (start, stop) in zip(tokens, pairwise(own), strict=True)
+        ]
+
+    def compute(self, step: ForwardBatch, every_row: bool = False) -> Tensor:
+        """`forward` to its end: of a step that is cut, its parts in turns, and then of every
+        row."""
+        if not step.parts:
+            return run_one(self.forward(step, every_row))
+        return torch.cat(run([self.forward(part, every_row=True) for part in step.parts]))
 
     def layout(self, tokens: Sequence[int], decode: bool = False) -> Layout:
         """The layout of a step: `tokens` of each data-parallel rank, padded rows included, the

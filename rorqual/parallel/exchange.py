@@ -67,9 +67,11 @@ class SlotMap:
 
 
 class Exchange(Protocol):
-    """Three stages a layer chains; any of them may be a no-op. Expert ids are logical.
+    """Stages a layer chains; any of them may be a no-op. Expert ids are logical.
 
-    dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends; run_experts(ticket) computes;
+    dispatch(x [T, hidden], ids [T, K], weights [T, K], layout) sends; where `counts_first(layout)`,
+    it sends how many rows will come, and send(ticket), which waits for that, the rows: others may
+    compute in between. run_experts(ticket) computes;
     combine(ticket) returns the weighted sum over the chosen experts, [T, hidden], as the step's
     layout says: a partial sum over tp, or complete where tokens are sharded. dense_rows(ticket),
     between dispatch and run_experts: the rows of the layout's dense group where this exchange has
@@ -96,7 +98,11 @@ class Exchange(Protocol):
 
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None: ...
 
+    def counts_first(self, layout: Layout) -> bool: ...
+
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Any: ...
+
+    def send(self, ticket: Any) -> None: ...
 
     def dense_rows(self, ticket: Any) -> Tensor | None: ...
 
@@ -205,6 +211,12 @@ class StoreExchange:
     @property
     def experts(self) -> ExpertWeights:
         return self.store.experts
+
+    def counts_first(self, layout: Layout) -> bool:
+        return False
+
+    def send(self, ticket: Any) -> None:
+        raise AssertionError("rows have left with dispatch")
 
     def dense_rows(self, ticket: Any) -> Tensor | None:
         return None

@@ -67,28 +67,51 @@ class AllToAllTicket:
     send: list[int] = field(default_factory=list)
     receive: list[int] = field(default_factory=list)
     y: PendingCollective | None = None
+    announced: Announcement | None = None
+
+
+@dataclass
+class Announcement:
+    """What is to be sent once the other ranks' counts have come."""
+
+    counts: Tensor
+    received: PendingCollective
+    slots: Tensor
+    weights: Tensor
 
 
 class AllToAllExchange(StoreExchange):
     capturable = False
+
+    def counts_first(self, layout: Layout) -> bool:
+        return True
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> AllToAllTicket:
         axis = layout.moe_axis
         slots = self.store.slots(ids, layout.counted, layout.first_row)
         mask = wanted(self.store, slots, axis.size)
         counts = mask.sum(0)
-        received = axis.all_to_all_fixed(counts)
-        send, receive = torch.stack((counts, received)).tolist()
-        rank, token = mask.t().nonzero(as_tuple=True)  # by rank, then by token
+        received = axis.start_all_to_all_fixed(counts)
         row = (mask.t().flatten().cumsum(0) - 1).clamp_(0).view(axis.size, -1).t()
-        sent = AllToAllTicket(axis, x, row, mask, ids.dtype, send=send, receive=receive)
-        routing = pack(
-            local_ids_at(self.store, slots.index_select(0, token), rank, axis.size),
-            weights.index_select(0, token),
-        )
-        for message in (x.index_select(0, token), routing):
-            sent.messages.append(axis.start_all_to_all(message, send, receive))
+        sent = AllToAllTicket(axis, x, row, mask, ids.dtype)
+        sent.announced = Announcement(counts, received, slots, weights)
         return sent
+
+    def send(self, ticket: AllToAllTicket) -> None:
+        """The host waits for the counts of all ranks."""
+        axis = ticket.axis
+        announced = ticket.announced
+        assert announced is not None, "rows leave once"
+        counts = torch.stack((announced.counts, announced.received.wait()))
+        ticket.send, ticket.receive = counts.tolist()
+        rank, token = ticket.mask.t().nonzero(as_tuple=True)  # by rank, then by token
+        routing = pack(
+            local_ids_at(self.store, announced.slots.index_select(0, token), rank, axis.size),
+            announced.weights.index_select(0, token),
+        )
+        for message in (ticket.like.index_select(0, token), routing):
+            ticket.messages.append(axis.start_all_to_all(message, ticket.send, ticket.receive))
+        ticket.announced = None
 
     def run_experts(self, ticket: AllToAllTicket, dense: Tensor | None = None) -> None:
         assert dense is None, "no dense rows were offered"

@@ -79,6 +79,9 @@ class P2PExchange(StoreExchange):
         else:
             axis.count("all_to_all", (axis.size - 1) * block)
 
+    def counts_first(self, layout: Layout) -> bool:
+        return self.plain.counts_first(layout)
+
     def dense_rows(self, ticket: Any) -> Tensor | None:
         return None if isinstance(ticket, P2PTicket) else self.plain.dense_rows(ticket)
 

@@ -66,6 +66,12 @@ class SelectedExchange(StoreExchange):
         exchange = self.made[layout.exchange]
         return exchange, exchange.dispatch(x, ids, weights, layout)
 
+    def counts_first(self, layout: Layout) -> bool:
+        return self.made[layout.exchange].counts_first(layout)
+
+    def send(self, ticket: tuple[Exchange, Any]) -> None:
+        ticket[0].send(ticket[1])
+
     def dense_rows(self, ticket: tuple[Exchange, Any]) -> Tensor | None:
         return ticket[0].dense_rows(ticket[1])
 

@@ -314,6 +314,8 @@ def exchange(
         ids = torch.arange(top_k).expand(len(x), -1).contiguous() if routing == "first" else ids
         weights = torch.rand(len(x), top_k, generator=generator)
         ticket = made.dispatch(*(layout.enter(part) for part in (x, ids, weights)), layout)
+        if made.counts_first(layout):
+            made.send(ticket)
         made.run_experts(ticket)
         y = gathered(mesh, layout, made.combine(ticket))
         if len(x):

@@ -160,7 +160,10 @@ def walk(
         tickets = []
         for given in calls[first : first + at_once]:
             dawdle(pause)
-            tickets.append(exchange.dispatch(*given))
+            ticket = exchange.dispatch(*given)
+            if exchange.counts_first(given[-1]):
+                exchange.send(ticket)
+            tickets.append(ticket)
         for ticket in tickets:
             dawdle(pause)
             exchange.run_experts(ticket)

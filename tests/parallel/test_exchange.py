@@ -230,6 +230,8 @@ def go_round(name: str) -> torch.Tensor:
         ticket = made.dispatch(
             torch.empty(4, 64), torch.empty(4, 3, dtype=torch.int64), torch.empty(4, 3), layout
         )
+        if made.counts_first(layout):
+            made.send(ticket)
         made.run_experts(ticket)
         return made.combine(ticket)
 

@@ -123,6 +123,8 @@ class ExchangeLayer:
 
     def call(self) -> Tensor:
         ticket = self.exchange.dispatch(self.x, self.ids, self.weights, self.layout)
+        if self.exchange.counts_first(self.layout):
+            self.exchange.send(ticket)
         self.exchange.run_experts(ticket)
         return self.exchange.combine(ticket)
 

@@ -33,6 +33,11 @@ class NowhereExchange:
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         return x
 
+    def counts_first(self, layout: Layout) -> bool:
+        return False
+
+    def send(self, ticket: Tensor) -> None: ...
+
     def dense_rows(self, ticket: Tensor) -> None: ...
 
     def remap(self, slots: SlotMap, rows: Tensor | None = None) -> None:

@@ -35,14 +35,14 @@ def number_of(data: bytes) -> tuple[int, bytes]:
 
 def encode_output(output: DataParallelOutput) -> bytes:
     parts = [_from_part(part) for part in output.parts]
-    columns = [parts, output.sampling.value, output.host, output.switch]
+    columns = [parts, output.sampling.value, output.host, output.switch, output.micro_batches]
     return json.dumps(columns, separators=(",", ":")).encode()
 
 
 def decode_output(data: bytes) -> DataParallelOutput:
-    parts, sampling, host, switch = json.loads(data)
+    parts, sampling, host, switch, micro_batches = json.loads(data)
     made = [_to_part(part) for part in parts]
-    return DataParallelOutput(made, SamplingVariant(sampling), host, switch)
+    return DataParallelOutput(made, SamplingVariant(sampling), host, switch, micro_batches)
 
 
 def encode_result(result: StepResult) -> bytes:

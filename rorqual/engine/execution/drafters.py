@@ -14,9 +14,9 @@ from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampling import DRAFT, TOKEN, distribution
 from rorqual.engine.scheduling.scheduler_output import SamplingVariant, StepMetadata
 from rorqual.layers.forward_batch import ForwardBatch
-from rorqual.models.transformer import Transformer
+from rorqual.models.transformer import Predictor, Transformer
 from rorqual.ops.interface import AttentionMetadata, TokenPlaces
-from rorqual.parallel.overlap import run_one
+from rorqual.parallel.overlap import run
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,7 @@ class MTPDrafter:
                 positions = positions + 1
                 step = self._row_step(work, positions)
                 following = newest
-            assert self.model.embed is not None, "prediction modules have the embedding beside them"
-            embedded = self.model.embed.forward(following, step.layout)
-            hidden = run_one(modules[min(place, len(modules) - 1)].forward(embedded, hidden, step))
+            hidden = self._hidden(modules[min(place, len(modules) - 1)], following, hidden, step)
             if any(common.sampled) and place < max(num_speculative_tokens, kept - 1):
                 wide = variant is not SamplingVariant.GREEDY
                 logits = self.model.logits(hidden.index_select(0, last), common.sampled, wide)
@@ -123,6 +121,21 @@ class MTPDrafter:
             work.slots,
             self.rows.limit.index_select(0, work.slots).clamp(max=num_speculative_tokens),
         )
+
+    def _hidden(
+        self, module: Predictor, following: Tensor, hidden: Tensor, step: ForwardBatch
+    ) -> Tensor:
+        """What the module makes of the tokens after the step's and of the hidden states before."""
+        assert self.model.embed is not None, "prediction modules have the embedding beside them"
+        passes = []
+        start = 0
+        for part in step.parts or (step,):
+            stop = start + part.num_tokens
+            embedded = self.model.embed.forward(following[start:stop], part.layout)
+            passes.append(module.forward(embedded, hidden[start:stop], part))
+            start = stop
+        found = run(passes)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _all(self, rows: Tensor) -> Tensor:
         return torch.arange(rows.shape[0], device=rows.device)
@@ -144,9 +157,13 @@ class MTPDrafter:
         )
         places = TokenPlaces(*self.model.rotary.rows(positions), mapping)
         layout = self.model.layout(work.common.sampled, decode=True)
-        return ForwardBatch(
+        step = ForwardBatch(
             positions, positions, places, positions, self.pool, segment, layout=layout
         )
+        parts = work.common.row_micro_batches
+        if parts:
+            self.model.split(step, parts, decode=True)
+        return step
 
     def _propose(
         self, logits: Tensor, place: int, variant: SamplingVariant, slots: Tensor, positions: Tensor

@@ -13,7 +13,11 @@ from torch import Tensor
 from rorqual.cache.pool import KVPool
 from rorqual.engine.execution.cuda_graphs import DecodeGraphs, bucket_sizes
 from rorqual.engine.execution.drafters import Drafter, MTPDrafter, NgramDrafter, Speculation
-from rorqual.engine.execution.forward_batch_builder import BuiltBatch, ForwardBatchBuilder
+from rorqual.engine.execution.forward_batch_builder import (
+    BatchPart,
+    BuiltBatch,
+    ForwardBatchBuilder,
+)
 from rorqual.engine.execution.piecewise_graphs import PiecewiseGraphs
 from rorqual.engine.execution.request_state import RequestState
 from rorqual.engine.execution.sampled_token_broadcast import SampledTokenBroadcast
@@ -219,9 +223,16 @@ class ModelRunner:
             )
         if output.chunks:
             prefill = self.build.prefill(output)
-        return self.build.batch(
-            decode, prefill, self.model.layout(metadata.tokens, metadata.decodes)
-        )
+        return self._built(decode, prefill, metadata)
+
+    def _built(
+        self, decode: BatchPart | None, prefill: BatchPart | None, metadata: StepMetadata
+    ) -> BuiltBatch:
+        layout = self.model.layout(metadata.tokens, metadata.decodes)
+        batch = self.build.batch(decode, prefill, layout)
+        if metadata.micro_batches:
+            self.model.split(batch.step, metadata.micro_batches, metadata.decodes)
+        return batch
 
     def _decode_body(
         self, slots: Tensor, variant: SamplingVariant, num_speculative_tokens: int
@@ -231,12 +242,12 @@ class ModelRunner:
         that needs the host, the hidden states [R, num_speculative_tokens + 1, hidden]."""
         rows = self.rows
         count = slots.shape[0]
+        sizes = self.model.mesh.sizes
         metadata = StepMetadata.padded(
-            count, self.model.mesh.sizes.dp, variant, num_speculative_tokens
+            count, sizes.dp, variant, num_speculative_tokens, sizes.micro_batches
         )
         decode = self.build.decode(slots, (self.max_len,) * count, num_speculative_tokens)
-        layout = self.model.layout(metadata.tokens, metadata.decodes)
-        batch = self.build.batch(decode, None, layout)
+        batch = self._built(decode, None, metadata)
         hidden = self._forward(batch, metadata)
         result = slots
         if self.model.mesh.last_stage and metadata.host:
@@ -293,10 +304,12 @@ class ModelRunner:
         its last norm may also add up what experts gave."""
         if self.compiled and metadata.decodes:
             return self.compiled(batch.step)
-        if self.pieces and not metadata.decodes and self.pieces.fits(batch.step.num_tokens):
-            return self.pieces.run(batch.step)
+        step = batch.step
+        fits = self.pieces and not metadata.decodes and not step.parts
+        if self.pieces and fits and self.pieces.fits(step.num_tokens):
+            return self.pieces.run(step)
         every_row = metadata.decodes or self.sampler.reads_hidden or metadata.scores
-        return run_one(self.model.forward(batch.step, every_row=every_row))
+        return self.model.compute(step, every_row)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step's tokens."""

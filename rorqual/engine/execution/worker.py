@@ -120,7 +120,7 @@ class Worker:
         self.max_model_len = self._max_model_len()
         self.depth = (
             config.steps_in_flight
-            or platform.steps_in_flight + (config.parallel.micro_batches or 1) - 1
+            or platform.steps_in_flight + (config.parallel.pipeline_turns or 1) - 1
         )
         self.speculation = self._speculation()
         # A row may run past its request's end by what the steps in flight accept and draft.

@@ -33,15 +33,18 @@ from rorqual.request import FinishReason, Request, StructuredOutput
 class DataParallelOutput:
     """One step of all data-parallel ranks. parts[rank] is empty where that rank has nothing to do.
     sampling, host: see StepMetadata; they depend on settings that a rank has of its own rows
-    alone. switch: as there; the executor sets it."""
+    alone. switch: as there; the executor sets it. micro_batches: parts that are wanted."""
 
     parts: list[SchedulerOutput]
     sampling: SamplingVariant
     host: bool
     switch: int = 0
+    micro_batches: int = 1
 
     def metadata(self) -> StepMetadata:
-        return StepMetadata.of(self.parts, self.sampling, self.host, self.switch)
+        return StepMetadata.of(
+            self.parts, self.sampling, self.host, self.switch, self.micro_batches
+        )
 
     @property
     def structures(self) -> list[StructuredOutput]:
@@ -199,7 +202,13 @@ class DataParallelScheduler:
             for part in parts
         ]
         return DataParallelInFlight(
-            DataParallelOutput(outputs, sampling_variant_of(asked), host), parts
+            DataParallelOutput(
+                outputs,
+                sampling_variant_of(asked),
+                host,
+                micro_batches=self.config.micro_batches,
+            ),
+            parts,
         )
 
     def update(self, step: DataParallelInFlight, results: list[StepResult]) -> list[TokenOut]:

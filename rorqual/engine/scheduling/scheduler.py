@@ -4,7 +4,7 @@ A request is two lengths: tokens known and tokens cached. Their difference is wh
 compute: prefill, chunked prefill and decode alike. While steps are in flight the host does not know
 the newest tokens, only how many there are.
 
-Policy. Every running request that decodes gets its token in every step (with micro_batches m, in
+Policy. Every running request that decodes gets its token in every step (with pipeline_turns m, in
 one of m steps); what is left of the token budget goes to prompts, oldest first. Waiting requests
 come by priority, then the least served client's first (waiting_queue.py). A request is admitted
 when pages for all its known tokens are there. When a page is missing for a decoding request, the
@@ -47,8 +47,8 @@ class SchedulerConfig:
     prompt at most chunked_prefill_size; pages hold page_size tokens. At most
     num_speculative_tokens drafts are verified for each request in a step. lookahead: see
     PrefixCache. send_tokens: new rows carry all their tokens (the ngram drafter reads them).
-    micro_batches: decoding requests take turns, that many steps to a round, so that the stages
-    of a pipeline work on different ones."""
+    pipeline_turns: decoding requests take turns, that many steps to a round, so that the stages
+    of a pipeline work on different ones. micro_batches: parts of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,6 +61,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     lookahead: int = 0
     send_tokens: bool = False
+    pipeline_turns: int = 1
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -258,7 +259,7 @@ class Scheduler:
         step = InFlight(output, sampled, computed)
         chunks = zip(computed, output.chunks, strict=True)
         step.scored = [sequence for (sequence, _), chunk in chunks if chunk.num_scored]
-        if self.config.micro_batches > 1:
+        if self.config.pipeline_turns > 1:
             self.in_flight.append(step)
         return step
 
@@ -295,7 +296,7 @@ class Scheduler:
         """The decoding requests of this step. Where they take turns: those that wait longest, an
         equal share, and none whose token is drawn in one of the steps just before, still in
         flight: the pipeline's first stage would have to wait for it."""
-        turns = self.config.micro_batches
+        turns = self.config.pipeline_turns
         if turns == 1:
             return self.decoding.values()
         busy = {

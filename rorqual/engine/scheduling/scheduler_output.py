@@ -3,9 +3,11 @@ rank. No torch."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate, pairwise
 
 from rorqual.request import SamplingParams
 
@@ -73,6 +75,12 @@ class SchedulerOutput:
         )
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each request, in packing order."""
+        decoding = (self.num_speculative_tokens + 1,) * len(self.decode_slots)
+        return (*decoding, *(len(chunk.tokens) for chunk in self.chunks))
+
+    @property
     def sampled_slots(self) -> list[int]:
         return self.decode_slots + [chunk.slot for chunk in self.chunks if chunk.sample]
 
@@ -89,6 +97,31 @@ class SchedulerOutput:
         num_sampled, how many rows there are."""
         decoding = min(sampled, len(self.decode_slots))
         return decoding * self.num_speculative_tokens + sampled
+
+
+def cut(lengths: ReadOnly[int], parts: int) -> tuple[int, ...]:
+    """Tokens of each of so many runs of whole requests, side by side and as even as the longest
+    request allows. Fewer runs where there are fewer requests."""
+    total = sum(lengths)
+    ends = list(accumulate(lengths))
+    cuts = [0]
+    for part in range(1, parts):
+        wanted = total * part / parts
+        after = bisect_left(ends, wanted)
+        near = [ends[i] for i in (after - 1, after) if 0 <= i < len(ends)]
+        found = min(near, key=lambda end: abs(end - wanted), default=0)
+        if cuts[-1] < found < total:
+            cuts.append(found)
+    return tuple(stop - start for start, stop in pairwise((*cuts, total)))
+
+
+def cut_together(ranks: ReadOnly[ReadOnly[int]], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Of each part the tokens of each rank, by the lengths of each rank's requests; nothing where a
+    rank cannot have as many parts, for all ranks compute the same ones."""
+    if parts < 2:
+        return ()
+    found = [cut(lengths, parts) for lengths in ranks]
+    return tuple(zip(*found, strict=True)) if all(len(one) == parts for one in found) else ()
 
 
 class SamplingVariant(Enum):
@@ -125,7 +158,8 @@ class StepMetadata:
     tokens are drawn, wide enough for every row of every rank: never FULL. host: some row of some
     rank needs the host's word, so of a captured step every rank replays the forward pass alone, and
     samples and drafts behind it. switch: the number of the move of experts that all ranks put in
-    force before this step, 0 for none (engine/balance).
+    force before this step, 0 for none (engine/balance). micro_batches: the parts that the step is
+    computed in, of each the tokens of each data-parallel rank; empty where it is not cut.
     """
 
     tokens: tuple[int, ...]
@@ -137,12 +171,18 @@ class StepMetadata:
     host: bool
     scored: tuple[int, ...]
     switch: int = 0
+    micro_batches: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(
-        parts: ReadOnly[SchedulerOutput], sampling: SamplingVariant, host: bool, switch: int = 0
+        parts: ReadOnly[SchedulerOutput],
+        sampling: SamplingVariant,
+        host: bool,
+        switch: int = 0,
+        micro_batches: int = 1,
     ) -> StepMetadata:
-        """`parts`: the output for each data-parallel rank; sampling, host: of the rows of all."""
+        """`parts`: the output for each data-parallel rank; sampling, host: of the rows of all.
+        micro_batches: parts that are wanted."""
         num_speculative_tokens = parts[0].num_speculative_tokens
         assert all(part.num_speculative_tokens == num_speculative_tokens for part in parts), (
             "one num_speculative_tokens for all ranks"
@@ -158,20 +198,39 @@ class StepMetadata:
             host=host,
             scored=tuple(part.num_scored for part in parts),
             switch=switch,
+            micro_batches=cut_together([part.lengths for part in parts], micro_batches),
         )
 
     @staticmethod
     def padded(
-        size: int, ranks: int, variant: SamplingVariant, num_speculative_tokens: int
+        size: int,
+        ranks: int,
+        variant: SamplingVariant,
+        num_speculative_tokens: int,
+        micro_batches: int = 1,
     ) -> StepMetadata:
         """Of a captured step: so many requests decode on every rank."""
-        rows = (size * (num_speculative_tokens + 1),) * ranks
+        width = num_speculative_tokens + 1
+        rows = (size * width,) * ranks
         host = variant is SamplingVariant.FULL
         sampling = SamplingVariant.GREEDY if host else variant
         scored = (0,) * ranks
         return StepMetadata(
-            rows, rows, (size,) * ranks, True, num_speculative_tokens, sampling, host, scored
+            rows,
+            rows,
+            (size,) * ranks,
+            True,
+            num_speculative_tokens,
+            sampling,
+            host,
+            scored,
+            micro_batches=cut_together([(width,) * size] * ranks, micro_batches),
         )
+
+    @property
+    def row_micro_batches(self) -> tuple[tuple[int, ...], ...]:
+        """The same for one row of each request that draws."""
+        return cut_together([(1,) * count for count in self.sampled], len(self.micro_batches))
 
     @property
     def scores(self) -> bool:

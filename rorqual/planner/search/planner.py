@@ -66,7 +66,7 @@ def layouts(question: Question) -> Iterator[ParallelConfig]:
                 size for size in _divisors(stage) if size <= max(span, 1) and size & (size - 1) == 0
             ):
                 yield from _expert_cuts(
-                    ParallelConfig(tp=tp, dp=stage // tp, pp=pp, micro_batches=pp), question
+                    ParallelConfig(tp=tp, dp=stage // tp, pp=pp, pipeline_turns=pp), question
                 )
 
 

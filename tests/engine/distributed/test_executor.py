@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from rorqual import LLM, SamplingParams
 from rorqual.errors import ConfigError, EngineError
+from rorqual.layers.forward_batch import ForwardBatch
+from rorqual.models.transformer import Transformer
 from rorqual.request import RequestOutput, StructuredOutput
 from tests.models.checkpoints import save
 
@@ -106,13 +109,32 @@ MORE: list[dict[str, Any]] = [
     {"pp": 2, "tp": 2, "num_speculative_tokens": 2},
     {"pp": 2, "dp": 2, "ep": 2, "num_speculative_tokens": 1, "chunked_prefill_size": 5},
     {"pp": 4},
-    {"pp": 2, "micro_batches": 1, "num_speculative_tokens": 2},
-    {"pp": 2, "micro_batches": 3, "steps_in_flight": 4, "chunked_prefill_size": 3},
+    {"pp": 2, "pipeline_turns": 1, "num_speculative_tokens": 2},
+    {"pp": 2, "pipeline_turns": 3, "steps_in_flight": 4, "chunked_prefill_size": 3},
     {"pp": 2, "num_speculative_tokens": 2, "drafter": "ngram", "steps_in_flight": 1},
     {"tp": 2, "sequence_parallel": True, "num_speculative_tokens": 2},
     {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "num_speculative_tokens": 2, "steps_in_flight": 2},
     {"tp": 2, "ep": 2, "exchange": "allgather_ep", "sequence_parallel": True},
     {"dp": 4, "ep": 4, "exchange": "low_latency", "num_speculative_tokens": 2, "num_pages": 34},
+]
+# of each: it is cut in some steps, not in those where a rank has too few requests
+CUT: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2, "micro_batches": 2, "num_speculative_tokens": 1},
+    {"dp": 2, "ep": 2, "micro_batches": 3, "exchange": "alltoall", "num_speculative_tokens": 2},
+    {"dp": 2, "ep": 2, "micro_batches": 3, "exchange": "low_latency", "redundant_experts": 2},
+    {
+        "tp": 2,
+        "dp": 2,
+        "ep": 4,
+        "micro_batches": 2,
+        "exchange": "alltoall",
+        "redundant_experts": 4,
+        "num_speculative_tokens": 1,
+    },
+    {"dp": 2, "micro_batches": 3, "chunked_prefill_size": 3},
+    {"tp": 2, "micro_batches": 2, "num_speculative_tokens": 3, "draft_window": False},
+    {"tp": 2, "dp": 2, "ep": 2, "dense_tp": 1, "micro_batches": 2, "num_speculative_tokens": 1},
+    {"pp": 2, "dp": 2, "ep": 2, "micro_batches": 2, "num_speculative_tokens": 1},
 ]
 
 
@@ -158,6 +180,22 @@ def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[st
     assert everything(LLM(**options, **layout, num_speculative_tokens=2), prompts) == everything(
         LLM(**options), prompts
     )
+
+
+@pytest.mark.parametrize("layout", CUT, ids=name_of)
+def test_steps_in_parts(
+    expected: list[Any], layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+    plain = Transformer.compute
+
+    def compute(self: Transformer, step: ForwardBatch, every_row: bool = False) -> Tensor:
+        parts.append(len(step.parts))
+        return plain(self, step, every_row)
+
+    monkeypatch.setattr(Transformer, "compute", compute)  # of rank 0, which is this process
+    assert everything(LLM(**{**COMMON, **layout}), TEXTS) == expected
+    assert set(parts) == {0, layout["micro_batches"]}
 
 
 @pytest.mark.full_matrix

@@ -767,13 +767,13 @@ def test_a_blocked_prompt_is_matched_again_only_when_its_own_prefix_grew(
 @pytest.mark.parametrize(("turns", "depth"), [(2, 2), (2, 3), (3, 3), (3, 1), (4, 4)])
 def test_requests_that_take_turns_end_with_the_same_tokens(turns: int, depth: int) -> None:
     requests = random_requests(60, 3, 40, 30)
-    loop = loop_of(make(micro_batches=turns), depth)
+    loop = loop_of(make(pipeline_turns=turns), depth)
     run_all(loop, requests)
     assert_expected(loop, requests)
 
 
 def test_each_step_takes_a_share_and_none_whose_token_is_still_being_drawn() -> None:
-    scheduler = make(micro_batches=3, max_num_seqs=8)
+    scheduler = make(pipeline_turns=3, max_num_seqs=8)
     loop = loop_of(scheduler, 3)
     for i in range(8):
         scheduler.add(ask(f"r{i}", [1, 2, 3], 40))
@@ -794,7 +794,7 @@ def test_each_step_takes_a_share_and_none_whose_token_is_still_being_drawn() -> 
 
 
 def test_one_request_alone_never_waits_for_a_turn() -> None:
-    loop = loop_of(make(micro_batches=4), 4)
+    loop = loop_of(make(pipeline_turns=4), 4)
     loop.scheduler.add(ask("one", [1, 2, 3], 20))
     for _ in range(20):
         assert len(loop.step()) == 1

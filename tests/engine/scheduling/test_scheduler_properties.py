@@ -50,7 +50,7 @@ class History(RuleBasedStateMachine):
         more = {
             "num_speculative_tokens": num_speculative_tokens,
             "lookahead": lookahead,
-            "micro_batches": turns,
+            "pipeline_turns": turns,
         }
         config = SchedulerConfig(
             num_seqs, budget, MAX_LEN, pages, page_size, caching, chunk, **more

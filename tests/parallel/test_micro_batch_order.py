@@ -1,0 +1,76 @@
+"""What is under way while something else computes: the order of calls of two parts of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rorqual.layers.moe import ExpertLayer, MoEInFlight
+from rorqual.parallel.exchange import StoreExchange
+from rorqual.parallel.layout import Layout
+from rorqual.parallel.mesh import SINGLE_LAYOUT
+from rorqual.parallel.overlap import run
+
+
+class Told(StoreExchange):
+    """Says what it is asked to do."""
+
+    def __init__(self, calls: list[str], counts: bool):
+        self.calls = calls
+        self.counts = counts
+
+    def counts_first(self, layout: Layout) -> bool:
+        return self.counts
+
+    def send(self, ticket: Any) -> None:
+        self.calls.append(f"send {ticket}")
+
+    def run_experts(self, ticket: Any, dense: Tensor | None = None) -> None:
+        self.calls.append(f"experts {ticket}")
+
+    def combine(self, ticket: Any) -> Tensor:
+        self.calls.append(f"combine {ticket}")
+        return torch.zeros(1)
+
+
+class Stages(ExpertLayer):
+    shared = None
+
+    def __init__(self, calls: list[str], counts: bool):
+        self.exchange = Told(calls, counts)
+
+
+def part(name: str, calls: list[str], counts: bool) -> Generator[None, None, Tensor]:
+    """Attention and one sparse layer, as forward_layers chains them."""
+
+    def dispatch(x: Tensor) -> MoEInFlight:
+        calls.append(f"dispatch {name}")
+        return MoEInFlight(x, SINGLE_LAYOUT, name)
+
+    calls.append(f"attention {name}")
+    first, *rest = Stages(calls, counts).exchange_stages(dispatch, SINGLE_LAYOUT)
+    x = first(torch.zeros(1))
+    for stage in rest:
+        yield
+        x = stage(x)
+    return x
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_attention_of_one_part_is_submitted_before_anything_waits_for_the_other(
+    counts: bool,
+) -> None:
+    calls: list[str] = []
+    run([part(name, calls, counts) for name in "ab"])
+    assert calls[:4] == ["attention a", "dispatch a", "attention b", "dispatch b"]
+    assert calls[4:] == [
+        *(["send a", "send b"] if counts else []),
+        "experts a",
+        "experts b",
+        "combine a",
+        "combine b",
+    ]
