@@ -376,7 +376,7 @@ RULES: list[tuple[str, Callable[[Command, Place], None]]] = [
     (r"pip install ", pip_extra),
     (r"curl ", curl),
     (r"torchrun ", torchrun),
-    (r"(export|ray start) ", elsewhere),
+    (r"(export|ray start|head -c) ", elsewhere),
     (r"python3? -m pytest ", selects_tests),
     (r"python3? ", script),
     (r"pytest ", selects_tests),

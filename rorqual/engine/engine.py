@@ -150,7 +150,7 @@ class Engine:
         self._check_bans(request)
         if params.structured is not None:
             self._check_structured(request)
-        with self._changing():
+        with self.changing():
             try:
                 self.scheduler.add(request)
             except RequestError as error:  # refused before anything was changed
@@ -188,12 +188,12 @@ class Engine:
         self.grammars.matcher(request.params.structured)  # refuses here what cannot be compiled
 
     def abort(self, request_id: str) -> None:
-        with self._changing():
+        with self.changing():
             self.scheduler.abort(request_id)
 
     def stop(self, request_id: str) -> None:
         """End a request whose text reached a stop string."""
-        with self._changing():
+        with self.changing():
             sequence = self.scheduler.sequences.get(request_id)
             if sequence is not None:
                 self.scheduler.finish(sequence, FinishReason.STOP)
@@ -205,12 +205,12 @@ class Engine:
             raise ConfigError(
                 f"a trace of {steps} steps is out of range; accepted: 1 to {MOST_STEPS}"
             )
-        with self._changing():
+        with self.changing():
             self.executor.start_trace(prefix, steps)
 
     def stop_trace(self) -> None:
         """Record no further step, and write those that were."""
-        with self._changing():
+        with self.changing():
             self.executor.stop_trace()
 
     def traced(self) -> list[TraceFile] | None:
@@ -226,7 +226,7 @@ class Engine:
         return self.scheduler.has_work or bool(self.in_flight)
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Around whatever changes requests, pages, rows or steps in flight. An exception may leave
         it at any point, Ctrl-C between any two instructions; so that it was entered is noted first,
         and unless it was left in order the next to enter puts things right before all else."""
@@ -289,7 +289,7 @@ class Engine:
     def launch(self) -> bool:
         """Schedule a step and launch it; False when there is nothing to do before a step in flight
         is taken in."""
-        with self._changing():
+        with self.changing():
             if self.config.num_speculative_tokens:
                 self.scheduler.num_speculative_tokens = self.controller.next_count(
                     self.scheduler.num_decoding
@@ -307,7 +307,7 @@ class Engine:
 
     def collect(self) -> list[TokenOut]:
         """Take in the oldest step in flight. None is, where an error left them to be abandoned."""
-        with self._changing():
+        with self.changing():
             if not self.in_flight:
                 return []
             step, launched = self.in_flight[0]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rorqual.config.option import check_options, option
+from rorqual.disagg.transfer_config import ON_FAILURE, ROLES, TransferConfig
 from rorqual.errors import ConfigError
 from rorqual.serve.cors import CorsConfig
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.tool_calls import FORMATS
 
 _server = partial(option, group="Server")
+_transfer = partial(option, group="Prefill and decode apart")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,28 @@ class ServeConfig:
         "A folder: POST /start_profile, from this machine and with the API key, has the next steps "
         "recorded into it, for Perfetto. Without it there is no such route.",
     )
+    role: str = _transfer(
+        "none",
+        "prefill: keep the pages of prompts whose answers go on elsewhere, and serve them; decode: "
+        "fetch the pages of prompts that were computed elsewhere; both.",
+        choices=("none", *ROLES),
+    )
+    kv_host: str = _transfer("127.0.0.1", "Private address on which pages are served.")
+    kv_port: int = _transfer(0, "Its port; 0 takes a free one. Replicas have the next ones.")
+    kv_peers: tuple[str, ...] = _transfer(
+        ("127.0.0.1",), "HOST or HOST:PORT that pages may be fetched from; may be repeated."
+    )
+    kv_secret_file: str | None = _transfer(
+        None, "A file with the secret that all who exchange pages know; needed with --role."
+    )
+    kv_lease_seconds: float = _transfer(
+        30.0, "How long pages wait to be fetched before they may be used for something else."
+    )
+    kv_load_failure: str = _transfer(
+        "recompute",
+        "Where pages do not come: compute the prompt here, or fail the request (503).",
+        choices=ON_FAILURE,
+    )
     structured: bool = option(
         True,
         "Offer grammars; needs xgrammar and a process to compile in.",
@@ -87,3 +112,38 @@ class ServeConfig:
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} is out of range; accepted: 0 to 65535")
+        if self.role != "none":
+            self._check_role()
+
+    def _check_role(self) -> None:
+        if self.kv_secret_file is None:
+            raise ConfigError(f"role={self.role!r} needs kv_secret_file")
+        several = [name for name in ("tp", "dp", "pp") if self.engine.get(name, 1) != 1]
+        if several:
+            raise ConfigError(
+                f"role={self.role!r} is for engines of one rank so far; "
+                f"{several[0]}={self.engine[several[0]]}"
+            )
+        if not self.engine.get("enable_prefix_caching", True):
+            raise ConfigError(f"role={self.role!r} needs enable_prefix_caching")
+
+    def transfer(self) -> TransferConfig | None:
+        """How pages travel, with the secret read from its file; None without a role."""
+        if self.role == "none":
+            return None
+        assert self.kv_secret_file is not None
+        try:
+            secret = Path(self.kv_secret_file).expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"kv_secret_file={self.kv_secret_file!r} cannot be read: {error}"
+            ) from None
+        return TransferConfig(
+            self.role,
+            secret,
+            self.kv_host,
+            self.kv_port,
+            self.kv_peers,
+            self.kv_lease_seconds,
+            self.kv_load_failure,
+        )

@@ -90,6 +90,10 @@ def engine_busy(message: str) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="engine_busy", retry_after=BUSY_SECONDS)
 
 
+def pages_lost(message: str) -> ApiError:
+    return ApiError(503, message, "server_error", code="kv_load_failure", retry_after=BUSY_SECONDS)
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(
         504, f"the request took longer than {seconds:g} s", "timeout_error", code="request_timeout"

@@ -61,6 +61,7 @@ def run(config: ServeConfig, version: str) -> int:
     served = read_served(config, folder)
     options = engine_options(config, folder)
     profile_dir(config)  # raises ConfigError before anything is loaded
+    config.transfer()  # likewise
     sock = _bind(config)
     try:
         import uvloop
@@ -181,7 +182,15 @@ async def serve(
     """options: those of each replica's engine."""
     limits = config.limits
     where = served.tokenizer.folder
-    fleet = EnginePool(options, limits, config.restart, config.stall, config.structured, where)
+    fleet = EnginePool(
+        options,
+        limits,
+        config.restart,
+        config.stall,
+        config.structured,
+        where,
+        config.transfer(),
+    )
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)
     app = with_cors(create_app(api, config.api_key, profile_dir(config)), config.cors)

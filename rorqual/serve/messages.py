@@ -9,6 +9,8 @@ share.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
@@ -53,7 +55,8 @@ ToEngine = Add | Cancel | ResetPrefix | StartTrace | StopTrace | Shutdown
 class Output(msgspec.Struct, array_like=True):
     """New tokens of one request. `finish` and `stop_token` on the last; `cached` counts prompt
     tokens the prefix cache held. `prompt_logprobs`: with the first, where asked for, one for each
-    token of the prompt but its first."""
+    token of the prompt but its first. `transfer`: kv_transfer_params of an answer whose tokens go
+    on elsewhere, with the last."""
 
     id: str
     tokens: list[int]
@@ -62,6 +65,7 @@ class Output(msgspec.Struct, array_like=True):
     cached: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    transfer: dict[str, Any] | None = None
 
 
 class StepOutputs(msgspec.Struct, tag="step", array_like=True):
@@ -70,11 +74,12 @@ class StepOutputs(msgspec.Struct, tag="step", array_like=True):
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """A request that can never be served, and why: the caller's mistake. busy: it could be,
-    later."""
+    later. pages_lost: its prompt was computed elsewhere, and did not come."""
 
     id: str
     message: str
     busy: bool = False
+    pages_lost: bool = False
 
 
 class EngineInfo(msgspec.Struct, tag="info", array_like=True, frozen=True):
@@ -110,7 +115,8 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     expert, where recorded; expert_balancedness: by layer, of the last windows. expert_moves:
     rebalances, moves in force, slots changed by them, moves given up; empty where experts are not
     moved. prompts and cached_prompts: tokens of the prompts whose first token has
-    come, and how many of those the prefix cache held; prompt_tokens are those computed."""
+    come, and how many of those the prefix cache held; prompt_tokens are those computed. transfers:
+    KVTransfers.figures; empty where pages do not travel."""
 
     at: float
     running: int = 0
@@ -134,6 +140,7 @@ class Snapshot(msgspec.Struct, tag="stats", array_like=True):
     cached_prompts: int = 0
     expert_balancedness: list[float] = []
     expert_moves: list[int] = []
+    transfers: list[int] = []
 
 
 class HistogramState(msgspec.Struct, array_like=True):

@@ -16,7 +16,7 @@ import zmq.asyncio
 from rorqual.request import Request
 from rorqual.serve import messages
 from rorqual.serve.engines.job import EngineJob
-from rorqual.serve.errors import engine_died
+from rorqual.serve.errors import engine_died, pages_lost
 
 log = logging.getLogger("rorqual.serve")
 
@@ -152,7 +152,10 @@ class EngineClient:
         elif isinstance(message, messages.Refused):
             entry = self.live.get(message.id)
             if self._forget(message.id) and entry is not None:
-                entry.job.refuse(message.message, message.busy)
+                if message.pages_lost:
+                    entry.job.fail(pages_lost(message.message))
+                else:
+                    entry.job.refuse(message.message, message.busy)
         elif isinstance(message, messages.EngineInfo):
             self.info = message
             self.start_seconds = time.monotonic() - self.made

@@ -58,7 +58,7 @@ class EngineMeter:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].add(value)
 
-    def snapshot(self, now: float) -> Snapshot:
+    def snapshot(self, now: float, transfers: list[int]) -> Snapshot:
         usage = self.engine.scheduler.usage()
         stats = self.engine.stats
         ended = self.ended
@@ -90,4 +90,5 @@ class EngineMeter:
             expert_moves=[moved.rebalances, moved.moves, moved.slots, moved.failed]
             if moved
             else [],
+            transfers=transfers,
         )

@@ -22,6 +22,8 @@ import msgspec
 
 from rorqual.config.log import log_to_stderr
 from rorqual.config.process import process_age
+from rorqual.disagg.kv_transfers import KVTransfers
+from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.engine.config import AUTO, OFF, EngineConfig
 from rorqual.engine.engine import Engine
 from rorqual.engine.scheduling.scheduler_output import TokenLogprobs
@@ -56,6 +58,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     grammar: GrammarLimits
     structured: bool = True
     tokenizer: str | None = None
+    transfer: TransferConfig | None = None
 
 
 @dataclass(slots=True)
@@ -79,8 +82,17 @@ class LiveRequest:
 class EngineProcess:
     """`run` until told to shut down."""
 
-    def __init__(self, engine: Engine, link: EngineSockets, grammars: XGrammars | None):
+    def __init__(
+        self,
+        engine: Engine,
+        link: EngineSockets,
+        grammars: XGrammars | None,
+        transfers: KVTransfers | None = None,
+    ):
         self.engine = engine
+        self.transfers = transfers
+        # their pages are on the way; what keeps a compiled grammar
+        self.arriving: dict[str, tuple[messages.Add, Any]] = {}
         self.link = link
         self.grammars = grammars
         self.meter = EngineMeter(engine)
@@ -97,8 +109,10 @@ class EngineProcess:
         while self.running:
             if not self.engine.has_work:
                 self._snapshot(time.monotonic())
-                self.link.wait(IDLE_POLL_MS)
+                self.link.wait(0 if self.transfers and self.transfers.busy else IDLE_POLL_MS)
             self._receive()
+            if self.transfers:
+                self._queue_arrived(self.transfers)
             if self.engine.has_work:
                 self._step()
 
@@ -130,6 +144,8 @@ class EngineProcess:
 
     def cancel(self, name: str) -> None:
         self.preparing.pop(name, None)
+        if self.arriving.pop(name, None) is not None and self.transfers:
+            self.transfers.cancel(name)
         self.unstarted.pop(name, None)
         if self.live.pop(name, None) is not None:
             self.engine.abort(name)
@@ -164,12 +180,37 @@ class EngineProcess:
 
     def _add(self, add: messages.Add) -> None:
         request = add.request
+        held = self.grammars.hold(request.params.structured) if self.grammars else None
+        if self.transfers and request.kv_transfer_params:
+            try:
+                self.transfers.check(request)
+            except RequestError as error:
+                self._refuse(request, error)
+                return
+            if self.transfers.fetch(request):
+                self.arriving[request.id] = (add, held)
+                return
+        self._queue(add, held)
+
+    def _queue_arrived(self, transfers: KVTransfers) -> None:
+        """Of requests whose prompts were computed elsewhere: those whose pages are here."""
+        for request, error in transfers.arrived():
+            add, held = self.arriving.pop(request.id)
+            if error:
+                log.warning("request %s: %s", request.id, error)
+            if error and transfers.config.on_failure == "fail":
+                self.link.send(messages.Refused(request.id, error, pages_lost=True))
+            else:
+                self._queue(add, held)
+
+    def _queue(self, add: messages.Add, held: Any) -> None:
+        """held: what keeps the compiled grammar until the request is live."""
+        request = add.request
         try:
             self.engine.add(request)
         except RequestError as error:
             self._refuse(request, error)
             return
-        held = self.grammars.hold(request.params.structured) if self.grammars else None
         live = LiveRequest(self.engine.scheduler.sequences[request.id], add.every_step, held)
         self.live[request.id] = self.unstarted[request.id] = live
 
@@ -211,6 +252,8 @@ class EngineProcess:
                 live.logprobs.append(out.logprobs)
             if out.finish is not None:
                 found[name] = found.get(name) or _whole(name, out, live.logprobs)
+                if self.transfers:
+                    found[name].transfer = self.transfers.offer(out.sequence)
                 self._end(name, live, out, tokens.pop(name), before, now)
         for name, count in tokens.items():
             self._count(self.live[name], count, now)
@@ -251,7 +294,10 @@ class EngineProcess:
 
     def _snapshot(self, now: float) -> None:
         self.next_snapshot = now + SNAPSHOT_SECONDS
-        self.link.send(self.meter.snapshot(now))
+        if self.transfers:
+            self.transfers.settle()
+        figures = self.transfers.figures() if self.transfers else []
+        self.link.send(self.meter.snapshot(now, figures))
         if self.tracing:
             self._tell_trace()
 
@@ -329,8 +375,9 @@ def _start(config: EngineProcessConfig, link: EngineSockets) -> EngineProcess:
     ready = process_age()
     startup = {"imports": imports, **engine.stats.startup, "grammars": ready - loaded}
     startup["other"] = max(0.0, ready - sum(startup.values()))
+    transfers = KVTransfers(engine, config.transfer, link.wake) if config.transfer else None
     link.send(info(engine, eos, startup))
-    return EngineProcess(engine, link, grammars)
+    return EngineProcess(engine, link, grammars, transfers)
 
 
 def main() -> int:
@@ -360,6 +407,8 @@ def main() -> int:
             worker.engine.close()  # leaves no half of a file
         if worker.grammars is not None:
             worker.grammars.close()
+        if worker.transfers is not None:
+            worker.transfers.close()
         link.close()
     return 0
 

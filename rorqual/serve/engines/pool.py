@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import msgspec
 
 from rorqual.cache.prefix import next_key, root_key
 from rorqual.config.process import process_age
+from rorqual.disagg.transfer_config import TransferConfig
 from rorqual.errors import RorqualError
 from rorqual.request import Request
 from rorqual.serve.engines.client import ClientUsage, EngineClient
@@ -80,8 +82,11 @@ class EnginePool:
         stall: float = 300.0,
         structured: bool = True,
         tokenizer: Path | None = None,
+        transfer: TransferConfig | None = None,
     ):
-        """tokenizer: the folder of the one whose tokens grammars are about; the model's if None."""
+        """tokenizer: the folder of the one whose tokens grammars are about; the model's if None.
+        transfer: of the first engine; each further one has the next port."""
+        self.transfer = transfer
         self.options = options
         self.limits = limits
         self.restart = restart
@@ -153,12 +158,17 @@ class EnginePool:
             "grammar": self.limits.grammar,
             "structured": self.structured,
             "tokenizer": None if self.tokenizer is None else str(self.tokenizer),
+            "transfer": self._transfer(engine.index),
         }
         assert child.stdin is not None
         with suppress(BrokenPipeError):
             child.stdin.write(msgspec.json.encode(config) + b"\n")
             child.stdin.flush()
         return child
+
+    def _transfer(self, index: int) -> TransferConfig | None:
+        given = self.transfer
+        return replace(given, port=given.port + index) if given and given.port else given
 
     async def _gone(self, child: subprocess.Popen[bytes], client: EngineClient) -> None:
         """Return when the process has ended. One that works on requests and says nothing for

@@ -88,6 +88,8 @@ class Call:
                 continue
             before = reply.tokens
             piece = reply.push(output)
+            if output.transfer is not None:
+                self.more["kv_transfer_params"] = output.transfer
             if self.returns_ids:
                 # a stop string may end the text before the engine did
                 self.new_ids = output.tokens[: reply.tokens - before]

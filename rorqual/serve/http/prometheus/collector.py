@@ -129,6 +129,18 @@ EXPERT_MOVES = (
 )
 
 
+TRANSFERS = (
+    ("kv_transfer_requests", "Requests whose prompts were computed elsewhere.", True),
+    ("kv_transfer_failures", "Of these: not all pages came.", True),
+    ("kv_transfer_pages_received", "Pages fetched from other engines.", True),
+    ("kv_transfer_pages_sent", "Pages that other engines fetched.", True),
+    ("kv_transfer_leases_expired", "Answers whose pages nobody fetched in time.", True),
+    ("kv_transfer_offers_refused", "Answers whose pages were not kept: too many were.", True),
+    ("kv_transfer_pages_held", "Pages kept for other engines.", False),
+    ("kv_transfer_requests_waiting", "Requests whose pages are on their way.", False),
+)
+
+
 class OwnCollector(Collector):
     """What vLLM has no name for: the experts' load, and what the API process itself counts."""
 
@@ -151,6 +163,7 @@ class OwnCollector(Collector):
                     load.add_metric([str(client.index), str(layer), str(expert)], count)
         yield load
         yield from self._balance()
+        yield from self._transfers()
         events = CounterMetricFamily(
             "rorqual:http_events",
             "Requests of the API that did not simply succeed.",
@@ -174,6 +187,15 @@ class OwnCollector(Collector):
         yield GaugeMetricFamily(
             "rorqual:healthy", "1 while every engine serves.", int(self.fleet.healthy)
         )
+
+    def _transfers(self) -> Iterator[Metric]:
+        for place, (name, text, counts) in enumerate(TRANSFERS):
+            kind = CounterMetricFamily if counts else GaugeMetricFamily
+            family = kind(f"rorqual:{name}", text, labels=["engine"])
+            for client in self.fleet.clients:
+                if client.snapshot.transfers:
+                    family.add_metric([str(client.index)], client.snapshot.transfers[place])
+            yield family
 
     def _balance(self) -> Iterator[Metric]:
         balance = GaugeMetricFamily(

@@ -1,0 +1,1 @@
+"""Caches that travel between engines: prompts computed by one, answers by another."""

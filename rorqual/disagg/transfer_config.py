@@ -1,0 +1,79 @@
+"""How an engine sends the cache of prompts to other engines, and takes theirs. No torch."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from rorqual.errors import ConfigError
+
+ROLES = ("prefill", "decode", "both")
+ON_FAILURE = ("recompute", "fail")
+SHORTEST_SECRET = 16  # bytes
+
+
+@dataclass(frozen=True)
+class TransferConfig:
+    """role: prefill keeps pages for other engines and serves them, decode fetches them, both does
+    both. host, port: where pages are served, 0 for a free port. peers: addresses, HOST or
+    HOST:PORT, that pages may be fetched from. secret: known to all of them. lease_seconds: how long
+    pages are kept for who has not yet fetched them. on_failure: what becomes of a request whose
+    pages do not come."""
+
+    role: str
+    secret: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    peers: tuple[str, ...] = ("127.0.0.1",)
+    lease_seconds: float = 30.0
+    on_failure: str = "recompute"
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"role={self.role!r} is not known; accepted: {', '.join(ROLES)}")
+        if self.on_failure not in ON_FAILURE:
+            raise ConfigError(
+                f"kv_load_failure={self.on_failure!r} is not known; accepted: "
+                f"{', '.join(ON_FAILURE)}"
+            )
+        if len(self.secret.encode()) < SHORTEST_SECRET:
+            raise ConfigError(
+                f"the secret of kv_secret_file has {len(self.secret.encode())} bytes; accepted: "
+                f"at least {SHORTEST_SECRET}"
+            )
+        if not 1 <= self.lease_seconds <= 3600:
+            raise ConfigError(
+                f"kv_lease_seconds={self.lease_seconds} is out of range; accepted: 1 to 3600"
+            )
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"kv_port={self.port} is out of range; accepted: 0 to 65535")
+        _private(self.host, "kv_host")
+        for peer in self.peers:
+            host, _, port = peer.partition(":")
+            _private(host, "kv_peers")
+            if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+                raise ConfigError(f"kv_peers={peer!r} is no address; accepted: HOST or HOST:PORT")
+
+    @property
+    def sends(self) -> bool:
+        return self.role != "decode"
+
+    @property
+    def fetches(self) -> bool:
+        return self.role != "prefill"
+
+    def allows(self, host: str, port: int) -> bool:
+        """Whether pages may be fetched from there: a request names the address, and must not make
+        this process call any it likes."""
+        return host in self.peers or f"{host}:{port}" in self.peers
+
+
+def _private(host: str, name: str) -> None:
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ConfigError(f"{name}={host!r} is no IPv4 address") from None
+    if not (address.is_loopback or address.is_private) or address.is_unspecified:
+        raise ConfigError(
+            f"{name}={host!r} is public; accepted: loopback, or an address of a private network"
+        )

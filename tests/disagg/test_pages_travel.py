@@ -1,0 +1,234 @@
+"""A prompt computed by one server and answered by another: the tokens of one server, whatever
+happens in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from tests.serve.running import Running, start_server
+
+pytestmark = pytest.mark.exhaustive(but_first=True)
+
+PAGE = 8
+LEASE = 2.0
+PROMPT = [7 + (31 * i * i + 5 * i) % 2000 for i in range(100)]
+WHOLE_PAGES = 12  # of 100 tokens; the last ones are computed again
+OPTIONS = (
+    "--dtype", "float32", "--page-size", str(PAGE), "--max-model-len", "256", "--max-num-seqs", "4",
+    "--num-pages", "160", "--threads", "1", "--kv-lease-seconds", str(LEASE),
+)  # fmt: skip
+
+
+class Pair(NamedTuple):
+    prefill: Running
+    decode: Running
+
+
+def server(role: str, folder: Path, *more: str) -> Running:
+    secret = folder / "secret"
+    secret.write_text("a secret that is long enough\n")
+    return start_server(*OPTIONS, "--role", role, "--kv-secret-file", str(secret), *more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("apart")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[Pair]:
+    more = ("--num-speculative-tokens", "2")
+    with server("both", folder, *more) as prefill, server("decode", folder, *more) as decode:
+        yield Pair(prefill, decode)
+
+
+def ask(where: Running, prompt: list[int], transfer: Any = None, **more: Any) -> dict[str, Any]:
+    body = {
+        "model": "rorqual-bundled",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": transfer,
+        **more,
+    }
+    status, answer = where.request("POST", "/v1/completions", body)
+    assert status == 200, answer
+    return answer
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def prompt(number: int) -> list[int]:
+    return [number, *PROMPT[1:]]
+
+
+def prefilled(where: Running, ids: list[int], **more: Any) -> dict[str, Any]:
+    found = ask(where, ids, {"do_remote_decode": True}, max_tokens=1, **more)
+    assert len(tokens(found)) == 1
+    return found["kv_transfer_params"]
+
+
+def figure(where: Running, name: str) -> float:
+    text = where.request("GET", "/metrics")[1]
+    lines = text.splitlines()
+    (line,) = [one for one in lines if one.startswith(f"rorqual:{name}") and "{" in one]
+    return float(line.rsplit(" ", 1)[1])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.9, "seed": 5, "top_k": 20},
+        {"presence_penalty": 0.8, "logprobs": 2},
+        {"stop_token_ids": list(range(0, 4000, 64)), "ignore_eos": False},
+    ],
+    ids=["greedy", "seeded", "penalties", "stops"],
+)
+def test_tokens_are_those_of_one_server(pair: Pair, sampling: dict[str, Any]) -> None:
+    ids = prompt(10 + len(str(sampling)) % 80)
+    given = prefilled(pair.prefill, ids, **sampling)
+    assert given["do_remote_prefill"]
+    assert given["remote_num_pages"] == WHOLE_PAGES
+    before = figure(pair.decode, "kv_transfer_pages_received_total")
+    found = ask(pair.decode, ids, given, **sampling)
+    want = ask(pair.prefill, ids, cache_salt="alone", **sampling)
+    assert tokens(found) == tokens(want)
+    assert cached(found) == WHOLE_PAGES * PAGE
+    assert cached(want) == 0
+    pair.decode.wait_until(
+        lambda: figure(pair.decode, "kv_transfer_pages_received_total") == before + WHOLE_PAGES
+    )
+    # who has read them says so, and they need not be kept for the whole lease
+    pair.prefill.wait_until(lambda: figure(pair.prefill, "kv_transfer_pages_held") == 0, LEASE)
+
+
+def test_pages_that_are_here_do_not_travel_again(pair: Pair) -> None:
+    ids = prompt(100)
+    ask(pair.decode, ids[:50], max_tokens=1)
+    given = prefilled(pair.prefill, ids)
+    before = figure(pair.decode, "kv_transfer_pages_received_total")
+    assert cached(ask(pair.decode, ids, given)) == WHOLE_PAGES * PAGE
+    pair.decode.wait_until(
+        lambda: figure(pair.decode, "kv_transfer_pages_received_total") == before + WHOLE_PAGES - 6
+    )
+
+
+def test_a_lease_that_ran_out_is_a_prompt_to_compute(pair: Pair) -> None:
+    ids = prompt(200)
+    given = prefilled(pair.prefill, ids)
+    assert figure(pair.prefill, "kv_transfer_pages_held") == WHOLE_PAGES
+    pair.prefill.wait_until(lambda: figure(pair.prefill, "kv_transfer_pages_held") == 0)
+    found = ask(pair.decode, ids, given)
+    assert cached(found) == 0
+    assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
+    assert figure(pair.prefill, "kv_transfer_leases_expired_total") >= 1
+    assert "the pages are kept no more" in pair.decode.text()
+
+
+def test_a_keeper_that_is_stopped_and_continued(pair: Pair) -> None:
+    """It sleeps for longer than the lease, and than a reader waits."""
+    ids = prompt(300)
+    given = prefilled(pair.prefill, ids)
+    (engine,) = pair.prefill.engine_pids()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        found = ask(pair.decode, ids, given)
+        assert time.monotonic() - start < 15
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    assert cached(found) == 0
+    want = ask(pair.prefill, ids, cache_salt="alone")
+    assert tokens(found) == tokens(want)
+    # and now all of its pages are others'
+    for number in range(301, 306):
+        ask(pair.prefill, prompt(number), max_tokens=100)
+    assert cached(ask(pair.decode, [1, *ids], given)) == 0
+    assert tokens(ask(pair.decode, ids, given, cache_salt="late")) == tokens(want)
+
+
+def test_what_a_request_may_not_ask_for(pair: Pair) -> None:
+    ids = prompt(400)
+    given = prefilled(pair.prefill, ids)
+
+    def refused(where: Running, transfer: dict[str, Any]) -> str:
+        body = {"model": "rorqual-bundled", "prompt": ids, "kv_transfer_params": transfer}
+        status, answer = where.request("POST", "/v1/completions", body)
+        assert status == 400, answer
+        return str(answer["error"]["message"])
+
+    assert "role='decode'" in refused(pair.decode, {"do_remote_decode": True})
+    other = {**given, "remote_host": "192.168.3.4"}
+    assert "192.168.3.4" in refused(pair.decode, other)
+    assert "remote_request_id" in refused(pair.decode, {**given, "remote_request_id": "x"})
+    assert "name no address" in refused(pair.decode, {**given, "remote_port": "80"})
+    unknown = {**given, "remote_request_id": "ab" * 32}
+    assert cached(ask(pair.decode, ids, unknown)) == 0
+
+
+def test_servers_that_differ_say_in_what(pair: Pair, folder: Path) -> None:
+    ids = prompt(500)
+    given = prefilled(pair.prefill, ids)
+    want = tokens(ask(pair.prefill, ids, cache_salt="alone"))
+    with server("decode", folder, "--page-size", "16") as other:
+        found = ask(other, ids, given)
+        assert cached(found) == 0
+        assert tokens(found) == want
+        assert "page_size is '8' at the keeper, '16' here" in other.text()
+        assert "modules is '1' at the keeper, '0' here" in other.text()
+
+
+def test_a_keeper_that_dies(folder: Path, pair: Pair) -> None:
+    ids = prompt(600)
+    with server("prefill", folder, "--num-speculative-tokens", "2") as dying:
+        given = prefilled(dying, ids)
+        os.kill(dying.engine_pids()[0], signal.SIGKILL)
+        dying.process.wait(30)
+    found = ask(pair.decode, ids, given)
+    assert cached(found) == 0
+    assert tokens(found) == tokens(ask(pair.prefill, ids, cache_salt="alone"))
+    assert "refused" in pair.decode.text()
+
+
+def test_a_request_may_fail_instead(folder: Path) -> None:
+    with server("decode", folder, "--kv-load-failure", "fail") as strict:
+        given = {
+            "do_remote_prefill": True,
+            "remote_host": "127.0.0.1",
+            "remote_port": 9,
+            "remote_request_id": "ab" * 32,
+        }
+        body = {"model": "rorqual-bundled", "prompt": PROMPT, "kv_transfer_params": given}
+        status, answer = strict.request("POST", "/v1/completions", body)
+        assert status == 503
+        assert "0 of 12 pages of the prompt came" in answer["error"]["message"]
+        assert strict.held_pages() == 0
+
+
+def test_another_secret_reads_nothing(pair: Pair, tmp_path: Path) -> None:
+    ids = prompt(700)
+    given = prefilled(pair.prefill, ids)
+    secret = tmp_path / "other"
+    secret.write_text("quite another one, and as long\n")
+    more = ("--num-speculative-tokens", "2", "--role", "decode", "--kv-secret-file", str(secret))
+    with start_server(*OPTIONS, *more) as other:
+        assert cached(ask(other, ids, given)) == 0
+        assert "the secrets differ" in other.text()
