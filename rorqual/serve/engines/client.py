@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +126,9 @@ class EngineClient:
         self._send(messages.Shutdown())
 
     def _send(self, message: messages.ToEngine) -> None:
-        self.sender.send(self.encoder.encode(message), zmq.NOBLOCK)
+        # nobody is at the other end once the process has gone; `close` then ends what is open
+        with suppress(zmq.Again):
+            self.sender.send(self.encoder.encode(message), zmq.NOBLOCK)
 
     def _forget(self, name: str) -> bool:
         entry = self.live.pop(name, None)
