@@ -18,6 +18,8 @@ from rorqual.ops.reference import Weight
 from rorqual.ops.triton.runtime.launch import INTERPRETED
 
 LEAST_GROUP = 32  # a step's low halves are one instruction of the tensor cores deep
+# of weights in a tile, where sums stand in registers beside unpacked numbers (before sm_90)
+PORTABLE_ROWS = 64
 _WORDS = {2: torch.int32, 4: torch.int64}
 ARITHMETIC = tl.constexpr(bool(INTERPRETED))  # the interpreter knows no assembly
 

@@ -7,7 +7,7 @@ tiles of the same kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -144,6 +144,8 @@ def linear(
 def _launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, plan: Int4Plan) -> None:
     (tokens, rows) = y.shape
     words = int4.words_of(x)
+    if not is_hopper(y.device):  # less shared memory as well
+        plan = replace(plan, n=min(plan.n, int4.PORTABLE_ROWS), stages=min(plan.stages, 3))
     k = int4.step_of(weight, plan.k)
     tiles = triton.cdiv(tokens, plan.m) * triton.cdiv(rows, plan.n)
     share_steps, split = _split(plan, tiles, weight.columns // k, k, y.device)
@@ -176,15 +178,12 @@ def _launch(x: Tensor, weight: Weight, bias: Tensor | None, y: Tensor, plan: Int
         weight.zero is not None,
         bias is not None,
         num_warps=plan.warps,
-        # older GPUs have less shared memory
-        num_stages=plan.stages if is_hopper(y.device) else min(plan.stages, 3),
+        num_stages=plan.stages,
         **dependent(y.device),
     )
 
 
-def _split(
-    plan: Int4Plan, tiles: int, steps: int, k: int, device: torch.device
-) -> tuple[int, int]:
+def _split(plan: Int4Plan, tiles: int, steps: int, k: int, device: torch.device) -> tuple[int, int]:
     """(steps a program takes, programs a tile): about four programs a multiprocessor, each with
     enough to do."""
     if tiles > COUNTERS:

@@ -520,7 +520,8 @@ def _fitting(tile: Tile, weight: Weight) -> Tile:
     """Bulk copies only where the GPU has them and rows are whole. Older GPUs have less shared
     memory: a shallow pipeline fits. A step of int4 weights lies in one group."""
     if weight.is_int4:
-        tile = replace(tile, tma=False, k=int4.step_of(weight, tile.k))
+        n = tile.n if is_hopper(weight.data.device) else min(tile.n, int4.PORTABLE_ROWS)
+        tile = replace(tile, tma=False, n=n, k=int4.step_of(weight, tile.k))
     if not is_hopper(weight.data.device):
         return replace(tile, tma=False, stages=min(tile.stages, 2))
     aligned = weight.data.shape[-1] * weight.data.element_size() % 16 == 0

@@ -45,7 +45,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.interface import GQAWeights, TokenPlaces
     from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
-    from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, per_head_gemm, skinny_gemm  # fmt: skip
+    from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, per_head_gemm, skinny_gemm
     from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
     from rorqual.ops.triton.moe import combine, grouped_gemm, router_gemm, topk
@@ -393,7 +393,13 @@ def test_kernels_compile(capability: int) -> None:
         assert row["shared"] <= SHARED[capability], row
         whole = row["kernel"] == "_combine_norm_kernel" and "bfloat16" in row["case"]
         assert row["stack"] < (1 if whole else 256), row  # bytes of spilled registers
-        if row["kernel"] in ("_gate_up_kernel", "_down_kernel", "_linear_kernel", "_gate_kernel"):
+        if row["kernel"] in (
+            "_gate_up_kernel",
+            "_down_kernel",
+            "_linear_kernel",
+            "_int4_kernel",
+            "_gate_kernel",
+        ):
             product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
             assert row["case"] == "fp32" or product in row, row
         assert ("griddepcontrol.wait" in row) == (capability >= 90), row
