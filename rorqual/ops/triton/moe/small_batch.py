@@ -110,7 +110,7 @@ def _direct_gate_up_kernel(
         x_row = x + (pick // TOP_K).to(tl.int64) * STRIDE + columns
         for k in tl.range(0, STRIDE, KP, num_stages=STAGES):
             inside = k + columns < STRIDE
-            xk = tl.load(x_row + k, mask=inside, other=0)
+            xk = tl.load(x_row + k, mask=inside, other=0.0)
             g = tile_of(w, gate_rows, 0, k, STRIDE, EVEN, False, KP)
             u = tile_of(w, gate_rows + INNER * STRIDE, 0, k, STRIDE, EVEN, False, KP)
             if GROUP == 0:
@@ -201,7 +201,7 @@ def _down_terms(
     hk = tl.load(
         h + pick[:, None] * STRIDE + columns[None, :],
         mask=here[:, None] & inside[None, :],
-        other=0,
+        other=0.0,
     )
     w_tile = (
         w
@@ -209,7 +209,7 @@ def _down_terms(
         + rows[None, :, None] * STRIDE
         + columns[None, None, :]
     )
-    wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0)
+    wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0.0)
     if GROUP:
         even, odd = halves(hk, kind)
         even = even.to(tl.float32)[:, None, :]
