@@ -63,7 +63,7 @@ def test_against_fp64(name: str) -> None:
         assert setup.error() < (1e-3 if case.kind == "fp8" else 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int4"])
 def test_every_plan_agrees(kind: str) -> None:
     """Skewed routing, absent picks and each plan of the table: the same function."""
     shape = bench.ExpertShape(kind, 16, 1024, 512, 4)

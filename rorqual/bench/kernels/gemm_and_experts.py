@@ -27,14 +27,15 @@ from rorqual.ops.activation import Quantized, hidden_of
 from rorqual.ops.interface import GQAWeights, TokenPlaces
 from rorqual.ops.reference import FP8, ExpertWeights, Weight
 from rorqual.ops.triton.attention import rope_kv_write
-from rorqual.ops.triton.gemm import fp8_gemm, gemv
+from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.rowwise import norm
 from rorqual.ops.triton.rowwise.quantize import quantize, quantized
 from rorqual.ops.triton.runtime.precompile import compiling
 
 BANDWIDTH = 4.3e12
-RATES = {"bf16": 735e12, "fp8": 1341e12}
+RATES = {"bf16": 735e12, "fp8": 1341e12, "int4": 735e12}  # int4 is multiplied in bf16
+WIDTHS = {"bf16": 2, "fp8": 1, "int4": 0.5 + 2 / 128}  # bytes of a weight; groups of 128
 ROTATE = 260e6
 CHECKED = 6  # tokens computed anew
 Call = Callable[[], Any]
@@ -146,6 +147,8 @@ V3_SHARE = ExpertShape("fp8", 32, 7168, 2048, 1)
 V3_RANK = ExpertShape("fp8", 32, 7168, 2048, 8)
 V2_LITE = ExpertShape("bf16", 64, 2048, 1408, 6)
 QWEN3_235B_TP8 = ExpertShape("bf16", 128, 4096, 192, 8)  # a rank's columns of every expert
+QWEN3_30B_INT4 = replace(QWEN3_30B, kind="int4")
+V2_LITE_INT4 = replace(V2_LITE, kind="int4")
 EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
     (
         QWEN3_30B,
@@ -168,6 +171,8 @@ EXPERTS: list[tuple[ExpertShape, str, dict[int, float | None]]] = [
         "experts fp8",
         {1: 46.7, 8: 89.5, 32: 243.5, 128: 362.8, 512: 401.7, 2048: 598.0, 8192: 1578.3},
     ),
+    (QWEN3_30B_INT4, "experts int4", {1: None, 8: None, 64: None, 256: None, 1024: None}),
+    (V2_LITE_INT4, "experts int4 V2-Lite", {1: None, 8: None, 64: None, 256: None}),
     (V3_RANK, "experts fp8 rank", {64: None, 1024: None}),
     (QWEN3_235B_TP8, "experts bf16 Qwen3-235B tp8", {1: None, 64: None}),
 ]
@@ -176,6 +181,12 @@ _weights: dict[ExpertShape, ExpertWeights] = {}
 
 def random_weight(kind: str, device: torch.device, *shape: int) -> Weight:
     """Rows of about unit norm."""
+    if kind == "int4":
+        groups = (*shape[:-1], shape[-1] // 128)
+        scale = (torch.rand(groups, device=device) + 0.5) * 0.2 * shape[-1] ** -0.5
+        halved = (*shape[:-1], shape[-1] // 2)
+        data = torch.randint(0, 256, halved, dtype=torch.uint8, device=device)
+        return Weight(data, scale.bfloat16(), (1, 128), activation="wide")
     data = torch.empty(shape, dtype=torch.bfloat16, device=device)
     for part in data.view(-1, *shape[-2:]):
         part.normal_(std=shape[-1] ** -0.5)
@@ -222,17 +233,16 @@ def draws(shape: ExpertShape, tokens: int, device: torch.device) -> list[Draw]:
 
 def expert_cost(shape: ExpertShape, picked: list[Draw]) -> tuple[float, float]:
     """(bytes, flops) a call, on average: the experts in use, read once, activations in and out."""
-    width = 1 if shape.kind == "fp8" else 2
     active = sum(ids[ids >= 0].unique().numel() for _, ids, _ in picked) / len(picked)
     present = sum(int((ids >= 0).sum()) for _, ids, _ in picked) / len(picked)
     matrices = 3 * shape.hidden * shape.inner
-    return active * matrices * width + picked[0][0].numel() * 4, 2 * present * matrices
+    return active * matrices * WIDTHS[shape.kind] + picked[0][0].numel() * 4, 2 * present * matrices
 
 
 def expert_truth(draw: Draw, rows: Tensor, w: ExpertWeights) -> Tensor:
     """fp64, activations rounded to fp8 where the kernel rounds them."""
     x, ids, weights = draw
-    rounded = reference.rounded_to_fp8 if w.gate_up.quantized else (lambda t: t)
+    rounded = reference.rounded_to_fp8 if w.gate_up.fp8_blocks else (lambda t: t)
     total = torch.zeros(len(rows), x.shape[1], dtype=torch.float64, device=x.device)
     for slot in ids[rows].unique().tolist():
         if slot < 0:
@@ -243,7 +253,7 @@ def expert_truth(draw: Draw, rows: Tensor, w: ExpertWeights) -> Tensor:
         h = rounded(
             (torch.nn.functional.silu(gate) * value)
             .float()
-            .to(x.dtype if not w.gate_up.quantized else torch.float32)
+            .to(torch.float32 if w.gate_up.fp8_blocks else x.dtype)
         ).double()
         out = h @ reference.dequantize(w.down[slot], torch.float64).t()
         total.index_add_(0, at, out * weights[rows][at, pick, None])
@@ -266,7 +276,7 @@ def expert_setup(shape: ExpertShape, tokens: int, device: torch.device) -> Kerne
     size, flops = expert_cost(shape, picked)
     others = (
         {}
-        if shape is V3_RANK or shape.shared
+        if shape is V3_RANK or shape.shared or shape.kind == "int4"
         else {"vLLM": partial(peers.fused_experts, picked, w)}
     )
     return KernelSetup(calls, lambda: judge(call(picked[0])), size, flops, others, judge)
@@ -368,6 +378,36 @@ def linear_setup(rows: int, columns: int, tokens: int, device: torch.device) -> 
     others = {"DeepGEMM": partial(peers.deep_gemm, x, weights)}
     return KernelSetup(
         calls, lambda: judge(calls[0]()), size, 2 * tokens * rows * columns, others, judge
+    )
+
+
+# --- int4 products ---
+
+INT4_LINEARS = [(5120, 2048), (2048, 4096), (3648, 2048), (2048, 2816)]
+# Qwen3-30B: qkv, out; V2-Lite: down, shared down
+INT4_TOKENS = (1, 4, 16, 64, 256, 1024)
+
+
+def int4_data(
+    rows: int, columns: int, tokens: int, device: torch.device
+) -> tuple[list[Weight], Tensor]:
+    copies = min(64, max(2, int(-(-ROTATE // (rows * columns * WIDTHS["int4"])))))
+    x = torch.randn(tokens, columns, device=device, dtype=torch.bfloat16)
+    return [random_weight("int4", device, rows, columns) for _ in range(copies)], x
+
+
+def int4_setup(rows: int, columns: int, tokens: int, device: torch.device) -> KernelSetup:
+    weights, x = int4_data(rows, columns, tokens, device)
+
+    def error() -> float:
+        truth = x.double() @ reference.dequantize(weights[0], torch.float64).t()
+        return difference(int4_gemm.linear(x, weights[0]), truth)
+
+    return KernelSetup(
+        [partial(int4_gemm.linear, x, w) for w in weights],
+        error,
+        rows * columns * WIDTHS["int4"] + 2 * tokens * (rows + columns),
+        2 * tokens * rows * columns,
     )
 
 
@@ -588,6 +628,8 @@ def cases() -> Iterator[KernelCase]:
     for (n, k), times in LINEARS.items():
         for m, peer in times.items():
             yield KernelCase(f"linear {n}x{k} M{m}", "fp8", partial(linear_setup, n, k, m), peer)
+    for (n, k), m in itertools.product(INT4_LINEARS, INT4_TOKENS):
+        yield KernelCase(f"linear int4 {n}x{k} M{m}", "int4", partial(int4_setup, n, k, m))
     for n, k in SMALL:
         for m in (1, 4):
             yield KernelCase(

@@ -24,7 +24,7 @@ from rorqual.bench.kernels import moe
 from rorqual.bench.kernels.gemm_and_experts import Call, Draw, ExpertShape
 from rorqual.config.model import MoEConfig
 from rorqual.ops.reference import ExpertWeights
-from rorqual.ops.triton.gemm import fp8_gemm, gemv
+from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import grouped_gemm as ex
 from rorqual.ops.triton.moe import router_gemm as gating
@@ -35,7 +35,7 @@ from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import is_hopper, next_power
 
 # how far a kept configuration's output may be from that of the one in use
-ALIKE = {"bf16": 1e-4, "fp8": 1e-3}
+ALIKE = {"bf16": 1e-4, "fp8": 1e-3, "int4": 1e-4}
 SHOWN = 5
 Results = list[tuple[float, Any]]  # (us, configuration), the fastest first
 
@@ -95,15 +95,17 @@ def tile_candidates(kind: str, rows: int, first: bool) -> Iterator[ex.Tile]:
         if warps == 16 and (rows < 128 or n < 128):
             continue
         matrices = 2 if first else 1
-        width = 1 if kind == "fp8" else 2
+        width = cases.WIDTHS[kind]
         # accumulators a thread; fp8 holds a partial sum as well
         outputs = n * rows * matrices / (32 * warps)
-        outputs *= 1.5 if kind == "fp8" and first else 2 if kind == "fp8" else 1
-        shared = (n * matrices + rows) * k * width * stages
+        sums = kind != "bf16"  # int4 too holds that of a group
+        outputs *= 1.5 if sums and first else 2 if sums else 1
+        shared = (n * matrices * width + rows * (1 if kind == "fp8" else 2)) * k * stages
         if (
             outputs > 150
             or shared > 220_000
             or (kind == "fp8" and k != 128)
+            or (kind == "int4" and tma)
             or (kind == "fp8" and first and n != 128)
         ):
             continue
@@ -111,7 +113,7 @@ def tile_candidates(kind: str, rows: int, first: bool) -> Iterator[ex.Tile]:
             (not swap and rows < 64)
             or (swap and rows > 128)
             or n * matrices * rows < 64 * 4 * warps
-            or shared < 30_000
+            or shared < (12_000 if kind == "int4" else 30_000)
         ):
             continue
         if n == 256 and (kind == "fp8" or swap):
@@ -352,6 +354,35 @@ def tune_small(rows: int, columns: int, tokens: int, device: torch.device) -> No
     keep("linear_small", named, results, calls, used, ALIKE["bf16"], device)
 
 
+def int4_candidates(tokens: int) -> Iterator[int4_gemm.Int4Plan]:
+    heights = sorted({max(16, min(128, next_power(tokens) // part)) for part in (1, 2)})
+    options = itertools.product(
+        heights, (32, 64, 128), (64, 128), (4, 8), (2, 3, 4, 5, 6), (True, False), (1, 2, 4, 8)
+    )
+    for m, n, k, warps, stages, swap, split in options:
+        if (
+            m * n * 2 / (32 * warps) <= 150
+            and (n / 2 + 2 * m) * k * stages < 220_000
+            and m * n >= 64 * 4 * warps
+            and (swap or m >= 64)
+            and (tokens <= 256 or split == 1)
+        ):
+            yield int4_gemm.Int4Plan(m, n, k, warps, stages, swap, split)
+
+
+def tune_int4(rows: int, columns: int, tokens: int, device: torch.device) -> None:
+    weights, x = cases.int4_data(rows, columns, tokens, device)
+
+    def calls(plan: int4_gemm.Int4Plan) -> list[Call]:
+        return [partial(int4_gemm.linear, x, w, plan=plan) for w in weights]
+
+    used = int4_gemm.plan_for(weights[0], tokens)
+    name = f"linear int4 {rows}x{columns} M{tokens}"
+    results = timed(name, [used, *int4_candidates(tokens)], calls)
+    named = {"rows": rows, "columns": columns, "tokens": tuning.near(tokens)}
+    keep("linear_int4", named, results, calls, used, ALIKE["int4"], device)
+
+
 # --- routers ---
 
 
@@ -436,6 +467,8 @@ def searches() -> Iterator[TuningSearch]:
             yield TuningSearch(
                 f"linear gluon {n}x{k} M{m}", partial(tune_linear, n, k, m, gluon=True)
             )
+    for (n, k), m in itertools.product(cases.INT4_LINEARS, cases.INT4_TOKENS):
+        yield TuningSearch(f"linear int4 {n}x{k} M{m}", partial(tune_int4, n, k, m))
     for n, k in cases.SMALL:
         for m in (1, 4):
             yield TuningSearch(f"linear bf16 {n}x{k} M{m}", partial(tune_small, n, k, m))

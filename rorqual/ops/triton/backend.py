@@ -9,6 +9,8 @@ such a fallback cannot be captured in a graph. No other entry does.
 | ---------------------------- | ----------------------------------------------------------------- |
 | linear, mlp, experts         | fp8 blocks are not 128x128, or columns no multiple of 128         |
 |                              | (experts: rows as well); a GPU before sm_89                      |
+|                              | int4 with rounded activations, desc_act, or groups that are no    |
+|                              | multiple of 32 columns or do not divide them; int8                |
 | rope                         | the rotated size is no power of two                               |
 | mla_prologue                 | no latent plane, or latent or rope size is no power of two        |
 | mla_down, mla_up             | latent or rope size is no power of two; mla_up without a query    |
@@ -54,7 +56,7 @@ from rorqual.ops.triton.attention import gqa_decode as gqa
 from rorqual.ops.triton.attention import latent_fp8, prefill, rope_kv_write
 from rorqual.ops.triton.attention import mla_decode as mla
 from rorqual.ops.triton.attention.metadata import Derived, derived
-from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm
+from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4, int4_gemm, per_head_gemm, skinny_gemm
 from rorqual.ops.triton.moe import combine
 from rorqual.ops.triton.moe import grouped_gemm as experts_kernels
 from rorqual.ops.triton.moe import router_gemm as gating
@@ -130,6 +132,8 @@ class TritonOps(Ops):
         return norm_kernels.swiglu(x)
 
     def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if int4.supported(weight):
+            return int4_gemm.linear(hidden_of(x), weight, bias)
         if weight.quantized:
             fits = _fits_fp8(weight)
             return fp8_gemm.linear(x, weight, bias) if fits else super().linear(x, weight, bias)
@@ -149,6 +153,8 @@ class TritonOps(Ops):
         rows = hidden_of(x)
         if not gate_up.quantized and gemv.chosen(rows, gate_up.data):
             return self.linear(gemv.gate_up(rows, gate_up.data), down)
+        if int4.supported(gate_up) and int4.supported(down):
+            return self.linear(norm_kernels.swiglu(self.linear(rows, gate_up)), down)
         if not (_fits_fp8(gate_up) and _fits_fp8(down)):
             return super().mlp(x, gate_up, down)
         return fp8_gemm.linear(
@@ -461,7 +467,7 @@ class TritonOps(Ops):
         """As they are where the grouped kernels meet fp8 weights; the direct ones for a few
         picks take wide rows."""
         direct = ids.numel() <= experts_kernels.DIRECT_PICKS["fp8"]
-        if direct or not w.gate_up.quantized or not _fits_experts(w):
+        if direct or not w.gate_up.fp8_blocks or not _fits_experts(w):
             return super().experts_fp8(x, scale, dtype, ids, weights, w)
         plan = experts_kernels.plan_for(w.down, round(ids.numel() * w.local_fraction), dtype=dtype)
         return experts_kernels.grouped_experts(Quantized(x, scale), ids, weights, w, plan, dtype)
@@ -562,7 +568,7 @@ def _fits_fp8(weight: Weight) -> bool:
 
 def _fits_experts(w: ExpertWeights) -> bool:
     return experts_kernels.supported(w) and (
-        takes_fp8(w.down.data.device) or not w.gate_up.quantized
+        takes_fp8(w.down.data.device) or not w.gate_up.fp8_blocks
     )
 
 

@@ -29,7 +29,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rorqual.ops.activation import Activation, Quantized, hidden_of
 from rorqual.ops.deferred_sum import DeferredMoESum
-from rorqual.ops.reference import FP8, ExpertWeights, Weight
+from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.gemm import int4
+from rorqual.ops.triton.gemm.int4 import add_int4, group_scale, halves
 from rorqual.ops.triton.moe.align import ExpertBlocks, moe_align_block_size, takes_buckets
 from rorqual.ops.triton.moe.combine import combine
 from rorqual.ops.triton.moe.small_batch import (
@@ -84,7 +86,7 @@ JOINS_SHARED = True
 SORTS_WHILE_ROUTING = True
 # Up to so many tokens their rows go through the grouped products; above, products of whole matrices
 # are faster.
-FUSED_SHARED_TOKENS = {"bf16": 512, "fp8": 1024, "fp32": 1024}
+FUSED_SHARED_TOKENS = {"bf16": 512, "fp8": 1024, "int4": 512, "fp32": 1024}
 
 
 @triton.jit
@@ -125,6 +127,7 @@ def _gate_up_kernel(
     x_scale,
     w,
     w_scale,
+    w_zero,
     h,
     h_scale,
     order,
@@ -142,14 +145,20 @@ def _gate_up_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """h[sorted row] = silu(gate x) * (up x). Each program owns N columns of h for one row block
-    at a time."""
+    at a time. GROUP: columns of a group of int4 weights, whose x comes in words of two columns;
+    0: weights are of another format."""
     wait_for_inputs(DEPENDENT)
+    PACK: tl.constexpr = 2 if GROUP else 1
+    KP: tl.constexpr = K // PACK
+    STRIDE: tl.constexpr = HIDDEN // PACK
     EVEN_N: tl.constexpr = INNER % N == 0
     EVEN_K: tl.constexpr = HIDDEN % K == 0
     tiles: tl.constexpr = (INNER + N - 1) // N
@@ -158,15 +167,16 @@ def _gate_up_kernel(
         expert, _, rows, valid, shift = _block(blocks, limit, tile // tiles, ROWS)
         first = (tile % tiles) * N
         token = tl.load(order + shift + rows, mask=valid, other=0) // TOP_K
-        x_tile = x + token.to(tl.int64)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
+        x_tile = x + token.to(tl.int64)[:, None] * STRIDE + tl.arange(0, KP)[None, :]
         gate_row = expert * (2 * INNER) + first
         up_row = expert * (2 * INNER) + INNER + first
         gate_tile = rows
         up_tile = rows
         if not TMA:
-            part = w + rows_of(first, INNER, N, EVEN_N)[:, None] * HIDDEN + tl.arange(0, K)[None, :]
-            gate_tile = part + expert.to(tl.int64) * (2 * INNER * HIDDEN)
-            up_tile = gate_tile + INNER * HIDDEN
+            row = rows_of(first, INNER, N, EVEN_N)
+            part = w + row[:, None] * STRIDE + tl.arange(0, KP)[None, :]
+            gate_tile = part + expert.to(tl.int64) * (2 * INNER * STRIDE)
+            up_tile = gate_tile + INNER * STRIDE
         gate = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
         up = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
         if QUANT:
@@ -183,6 +193,18 @@ def _gate_up_kernel(
                 gate = _scaled(gate, _product(zero, gt, xt, SWAP, PRECISION), xk, gk, SWAP)
                 ut = tile_of(w, up_tile, up_row, k * K, HIDDEN, True, TMA, K)
                 up = _scaled(up, _product(zero, ut, xt, SWAP, PRECISION), xk, uk, SWAP)
+        elif GROUP:
+            kind: tl.constexpr = h.dtype.element_ty
+            groups: tl.constexpr = HIDDEN // GROUP
+            at = (gate_row + rows_of(0, INNER - first, N, EVEN_N)).to(tl.int64) * groups
+            for k in tl.range(0, HIDDEN // K):
+                even, odd = halves(tl.load(x_tile + k * KP), kind)
+                gt = tl.load(gate_tile + k * KP)
+                gs, gz = group_scale(w_scale, w_zero, at + k * K // GROUP, ZERO)
+                gate = add_int4(gate, gt, gs, gz, even, odd, SWAP, ZERO)
+                ut = tl.load(up_tile + k * KP)
+                us, uz = group_scale(w_scale, w_zero, at + INNER * groups + k * K // GROUP, ZERO)
+                up = add_int4(up, ut, us, uz, even, odd, SWAP, ZERO)
         else:
             for k in tl.range(0, HIDDEN, K):
                 xt = tile_of(x, x_tile, 0, k, HIDDEN, EVEN_K, False, K)
@@ -207,6 +229,7 @@ def _down_kernel(
     h_scale,
     w,
     w_scale,
+    w_zero,
     y,
     order,
     blocks,
@@ -220,6 +243,8 @@ def _down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -227,6 +252,9 @@ def _down_kernel(
 ):
     """y[pick] = down[expert] h[sorted row], N columns a program."""
     wait_for_inputs(DEPENDENT)
+    PACK: tl.constexpr = 2 if GROUP else 1
+    KP: tl.constexpr = K // PACK
+    STRIDE: tl.constexpr = INNER // PACK
     EVEN_N: tl.constexpr = HIDDEN % N == 0
     EVEN_K: tl.constexpr = INNER % K == 0
     tiles: tl.constexpr = (HIDDEN + N - 1) // N
@@ -239,9 +267,10 @@ def _down_kernel(
         h_tile = rows
         w_tile = rows
         if not TMA:
-            h_tile = h + inside.to(tl.int64)[:, None] * INNER + tl.arange(0, K)[None, :]
-            part = w + rows_of(first, HIDDEN, N, EVEN_N)[:, None] * INNER + tl.arange(0, K)[None, :]
-            w_tile = part + expert.to(tl.int64) * (HIDDEN * INNER)
+            h_tile = h + inside.to(tl.int64)[:, None] * STRIDE + tl.arange(0, KP)[None, :]
+            row = rows_of(first, HIDDEN, N, EVEN_N)
+            part = w + row[:, None] * STRIDE + tl.arange(0, KP)[None, :]
+            w_tile = part + expert.to(tl.int64) * (HIDDEN * STRIDE)
         w_row = expert * HIDDEN + first
         acc = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
         if QUANT:
@@ -254,6 +283,14 @@ def _down_kernel(
                 zero = tl.zeros((N, ROWS) if SWAP else (ROWS, N), tl.float32)
                 wt = tile_of(w, w_tile, w_row, k * K, INNER, True, TMA, K)
                 acc = _scaled(acc, _product(zero, wt, ht, SWAP, PRECISION), hk, wk, SWAP)
+        elif GROUP:
+            groups: tl.constexpr = INNER // GROUP
+            at = (w_row + rows_of(0, HIDDEN - first, N, EVEN_N)).to(tl.int64) * groups
+            for k in tl.range(0, INNER // K):
+                even, odd = halves(tl.load(h_tile + k * KP), y.dtype.element_ty)
+                wt = tl.load(w_tile + k * KP)
+                ws, wz = group_scale(w_scale, w_zero, at + k * K // GROUP, ZERO)
+                acc = add_int4(acc, wt, ws, wz, even, odd, SWAP, ZERO)
         else:
             for k in tl.range(0, INNER, K):
                 ht = tile_of(h, h_tile, start, k, INNER, EVEN_K, TMA, K)
@@ -271,7 +308,8 @@ def plan_for(
     """The plan for num_picks of the experts with these weights, by their mean number an expert. The
     last `shared` experts and their picks do not count: they only add blocks of rows. dtype: of the
     result. Tuning rules with "tall" hold only where grouped_gemm_sm90_fp8.py's kernel can run."""
-    slots, hidden, inner = down.data.shape
+    slots, hidden, _ = down.data.shape
+    inner = down.columns
     slots -= shared
     shape = {
         "kind": kind_of(down),
@@ -290,8 +328,10 @@ def plan_for(
 
 
 def supported(w: ExpertWeights) -> bool:
-    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; unquantized weights
-    have no limits. Other formats are not taken."""
+    """fp8 needs one scale a 128x128 block and sizes that are multiples of 128; int4 as int4.py
+    says; unquantized weights have no limits. Other formats are not taken."""
+    if w.gate_up.quantized and w.gate_up.is_int4:
+        return int4.supported(w.gate_up) and int4.supported(w.down)
     if not (w.gate_up.quantized or w.down.quantized):
         return True
     sizes = w.down.data.shape[1:]
@@ -393,14 +433,15 @@ def gate_up_product(
 ) -> Tensor | Quantized:
     """silu(gate x) * (up x) of each pick, in sorted order: [picks, inner], quantized when the
     weights are."""
-    slots, rows, hidden = weight.data.shape
+    slots, rows, _ = weight.data.shape
+    hidden = weight.columns
     inner = rows // 2
     num_picks = blocks.num_picks
-    data, scale, strides = _activation(quantized(x) if weight.quantized else x)
+    data, scale, strides = _activation(quantized(x) if weight.fp8_blocks else x)
     device = weight.data.device
     h = (
         Quantized.empty(num_picks, inner, device)
-        if weight.quantized
+        if weight.fp8_blocks
         else torch.empty(num_picks, inner, dtype=data.dtype, device=device)
     )
     h_data, h_scale, h_strides = _activation(h)
@@ -411,10 +452,11 @@ def gate_up_product(
         else weight.data
     )
     _gate_up_kernel[blocks.limit * triton.cdiv(inner, tile.n),](
-        data,
+        int4.words_of(data) if weight.is_int4 else data,
         scale,
         w,
         weight.scale,
+        weight.zero,
         h_data,
         h_scale,
         blocks.order,
@@ -438,7 +480,8 @@ def down_product(
 ) -> Tensor:
     """down h for each pick, in the pick's own row: [picks, hidden]. Rows of picks that are not
     here stay unwritten."""
-    slots, hidden, inner = weight.data.shape
+    slots, hidden, _ = weight.data.shape
+    inner = weight.columns
     y = torch.empty(blocks.num_picks, hidden, dtype=dtype, device=weight.data.device)
     data, scale, strides = _activation(h)
     tile = _fitting(tile, weight)
@@ -447,10 +490,11 @@ def down_product(
         w = TensorDescriptor.from_tensor(weight.data.view(slots * hidden, inner), [tile.n, tile.k])
         data = TensorDescriptor.from_tensor(data, [blocks.rows, tile.k])
     _down_kernel[blocks.limit * triton.cdiv(hidden, tile.n),](
-        data,
+        int4.words_of(data) if weight.is_int4 else data,
         scale,
         w,
         weight.scale,
+        weight.zero,
         y,
         blocks.order,
         blocks.blocks,
@@ -474,7 +518,10 @@ def _activation(x: Activation | Quantized) -> tuple[Any, Tensor | None, tuple[in
 
 def _fitting(tile: Tile, weight: Weight) -> Tile:
     """Bulk copies only where the GPU has them and rows are whole. Older GPUs have less shared
-    memory: a shallow pipeline fits."""
+    memory: a shallow pipeline fits. A step of int4 weights lies in one group."""
+    if weight.is_int4:
+        n = tile.n if is_hopper(weight.data.device) else min(tile.n, int4.PORTABLE_ROWS)
+        tile = replace(tile, tma=False, n=n, k=int4.step_of(weight, tile.k))
     if not is_hopper(weight.data.device):
         return replace(tile, tma=False, stages=min(tile.stages, 2))
     aligned = weight.data.shape[-1] * weight.data.element_size() % 16 == 0
@@ -482,8 +529,10 @@ def _fitting(tile: Tile, weight: Weight) -> Tile:
 
 
 def _constants(weight: Weight, tile: Tile) -> dict[str, Any]:
-    assert not weight.quantized or (tile.k == 128 and weight.data.dtype == FP8)
+    fp8 = weight.fp8_blocks
+    assert not weight.quantized or weight.is_int4 or (tile.k == 128 and fp8)
     return {
-        "N": tile.n, "K": tile.k, "QUANT": weight.quantized, "SWAP": tile.swap, "TMA": tile.tma,
+        "N": tile.n, "K": tile.k, "QUANT": fp8, "ZERO": weight.zero is not None,
+        "GROUP": int4.group_of(weight) if weight.is_int4 else 0, "SWAP": tile.swap, "TMA": tile.tma,
         "PRECISION": "ieee", "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip

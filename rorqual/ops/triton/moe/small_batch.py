@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rorqual.ops.reference import ExpertWeights, Weight
+from rorqual.ops.triton.gemm import int4
+from rorqual.ops.triton.gemm.int4 import group_scale, halves, int4_terms
 from rorqual.ops.triton.rowwise.quantize import to_fp8
 from rorqual.ops.triton.runtime import tuning
 from rorqual.ops.triton.runtime.launch import dependent, next_power, wait_for_inputs
@@ -30,7 +32,7 @@ class DirectPlan:
 
 
 # this form reads an expert anew for each pick: up to so many picks
-DIRECT_PICKS = {"bf16": 16, "fp8": 8, "fp32": 2}
+DIRECT_PICKS = {"bf16": 16, "fp8": 8, "int4": 16, "fp32": 2}
 
 
 @triton.jit
@@ -76,6 +78,7 @@ def _direct_gate_up_kernel(
     ids,
     w,
     w_scale,
+    w_zero,
     h,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
@@ -83,6 +86,8 @@ def _direct_gate_up_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -92,25 +97,37 @@ def _direct_gate_up_kernel(
     pick = tl.program_id(1)
     expert = tl.load(ids + pick).to(tl.int64)
     if expert >= 0:
+        PACK: tl.constexpr = 2 if GROUP else 1
+        KP: tl.constexpr = K // PACK
+        STRIDE: tl.constexpr = HIDDEN // PACK
         EVEN: tl.constexpr = HIDDEN % K == 0
         BLOCKS: tl.constexpr = K // 128
-        columns = tl.arange(0, K)
-        gate_rows = (
-            w
-            + expert * (2 * INNER * HIDDEN)
-            + rows_of(first, INNER, N, INNER % N == 0)[:, None] * HIDDEN
-            + columns[None, :]
-        )
-        gate = tl.zeros((N, K), tl.float32)
-        up = tl.zeros((N, K), tl.float32)
-        for k in tl.range(0, HIDDEN, K, num_stages=STAGES):
-            inside = k + columns < HIDDEN
-            xk = tl.load(
-                x + (pick // TOP_K).to(tl.int64) * HIDDEN + k + columns, mask=inside, other=0.0
-            ).to(tl.float32)
-            g = tile_of(w, gate_rows, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
-            u = tile_of(w, gate_rows + INNER * HIDDEN, 0, k, HIDDEN, EVEN, False, K).to(tl.float32)
-            if QUANT:
+        columns = tl.arange(0, KP)
+        row = rows_of(first, INNER, N, INNER % N == 0)
+        gate_rows = w + expert * (2 * INNER * STRIDE) + row[:, None] * STRIDE + columns[None, :]
+        gate = tl.zeros((N, KP), tl.float32)
+        up = tl.zeros((N, KP), tl.float32)
+        x_row = x + (pick // TOP_K).to(tl.int64) * STRIDE + columns
+        for k in tl.range(0, STRIDE, KP, num_stages=STAGES):
+            inside = k + columns < STRIDE
+            xk = tl.load(x_row + k, mask=inside, other=0.0)
+            g = tile_of(w, gate_rows, 0, k, STRIDE, EVEN, False, KP)
+            u = tile_of(w, gate_rows + INNER * STRIDE, 0, k, STRIDE, EVEN, False, KP)
+            if GROUP == 0:
+                xk = xk.to(tl.float32)
+                g = g.to(tl.float32)
+                u = u.to(tl.float32)
+            if GROUP:
+                groups: tl.constexpr = HIDDEN // GROUP
+                at = (expert * (2 * INNER) + row) * groups + k * PACK // GROUP
+                even, odd = halves(xk, h.dtype.element_ty)
+                even = even.to(tl.float32)[None, :]
+                odd = odd.to(tl.float32)[None, :]
+                gs, gz = group_scale(w_scale, w_zero, at[:, None], ZERO)
+                us, uz = group_scale(w_scale, w_zero, (at + INNER * groups)[:, None], ZERO)
+                gate += int4_terms(g, gs, gz, even, odd, ZERO)
+                up += int4_terms(u, us, uz, even, odd, ZERO)
+            elif QUANT:
                 scale_columns: tl.constexpr = HIDDEN // 128
                 blocks = k // 128 + tl.arange(0, BLOCKS)
                 scale = (
@@ -159,6 +176,7 @@ def _down_terms(
     h,
     w,
     w_scale,
+    w_zero,
     pick,
     expert,
     first,
@@ -169,37 +187,54 @@ def _down_terms(
     PICKS: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    kind: tl.constexpr,
 ):
     """down[expert] times h[pick] before the sum over columns, K of them from k on: [PICKS, rows,
-    K]."""
-    columns = k + tl.arange(0, K)
+    K]. In int4 a word holds two columns, and k counts words: [PICKS, rows, K / 2]."""
+    PACK: tl.constexpr = 2 if GROUP else 1
+    STRIDE: tl.constexpr = INNER // PACK
+    columns = k + tl.arange(0, K // PACK)
     here = expert >= 0
-    inside = columns < INNER
+    inside = columns < STRIDE
     hk = tl.load(
-        h + pick[:, None] * INNER + columns[None, :],
+        h + pick[:, None] * STRIDE + columns[None, :],
         mask=here[:, None] & inside[None, :],
         other=0.0,
-    ).to(tl.float32)
+    )
     w_tile = (
         w
-        + expert[:, None, None] * (HIDDEN * INNER)
-        + rows[None, :, None] * INNER
+        + expert[:, None, None] * (HIDDEN * STRIDE)
+        + rows[None, :, None] * STRIDE
         + columns[None, None, :]
     )
-    wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0.0).to(tl.float32)
-    if QUANT:
-        BLOCKS: tl.constexpr = K // 128
-        scale_columns: tl.constexpr = INNER // 128
-        blocks = k // 128 + tl.arange(0, BLOCKS)
-        scale = (
-            w_scale
-            + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns
-            + blocks[None, :]
-        )
-        ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
-        rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
-        hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
-    return wk * hk[:, None, :]
+    wk = tl.load(w_tile, mask=here[:, None, None] & inside[None, None, :], other=0.0)
+    if GROUP:
+        even, odd = halves(hk, kind)
+        even = even.to(tl.float32)[:, None, :]
+        odd = odd.to(tl.float32)[:, None, :]
+        # an absent pick reads slot 0's, times zeros
+        at = (tl.maximum(expert, 0)[:, None] * HIDDEN + rows[None, :]) * (INNER // GROUP)
+        at = (at + k * PACK // GROUP)[:, :, None]
+        ws, wz = group_scale(w_scale, w_zero, at, ZERO)
+        return int4_terms(wk, ws, wz, even, odd, ZERO)
+    else:
+        hk = hk.to(tl.float32)
+        wk = wk.to(tl.float32)
+        if QUANT:
+            BLOCKS: tl.constexpr = K // 128
+            scale_columns: tl.constexpr = INNER // 128
+            blocks = k // 128 + tl.arange(0, BLOCKS)
+            scale = (
+                w_scale
+                + (expert * (HIDDEN // 128) + first // 128)[:, None] * scale_columns
+                + blocks[None, :]
+            )
+            ws = tl.load(scale, mask=here[:, None] & (blocks < scale_columns)[None, :], other=0.0)
+            rounded = _rounded(tl.reshape(hk, (PICKS * K,)), PICKS * BLOCKS)
+            hk = tl.reshape(rounded * tl.reshape(ws, (PICKS * BLOCKS,))[:, None], (PICKS, K))
+        return wk * hk[:, None, :]
 
 
 @triton.jit
@@ -215,6 +250,7 @@ def _direct_down_kernel(
     weights,
     w,
     w_scale,
+    w_zero,
     base,
     out,
     HIDDEN: tl.constexpr,
@@ -225,6 +261,8 @@ def _direct_down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
     STAGES: tl.constexpr,
     BASE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -239,18 +277,22 @@ def _direct_down_kernel(
     token = tl.program_id(1)
     rows = rows_of(first, HIDDEN, N, HIDDEN % N == 0)
     pick, expert, weight = _picked(ids, weights, token, 0, FIRST, TOP_K, PICKS)
-    acc = tl.zeros((PICKS, N, K), tl.float32)
+    PACK: tl.constexpr = 2 if GROUP else 1
+    KP: tl.constexpr = K // PACK
+    acc = tl.zeros((PICKS, N, KP), tl.float32)
     if MORE > 0:
         pick_2, expert_2, weight_2 = _picked(ids, weights, token, PICKS, TOP_K, TOP_K, MORE)
-        acc_2 = tl.zeros((MORE, N, K), tl.float32)
-    for k in tl.range(0, INNER, K, num_stages=STAGES):
+        acc_2 = tl.zeros((MORE, N, KP), tl.float32)
+    for k in tl.range(0, INNER // PACK, KP, num_stages=STAGES):
         acc += _down_terms(
-            h, w, w_scale, pick, expert, first, rows, k, HIDDEN, INNER, PICKS, K, QUANT
-        )
+            h, w, w_scale, w_zero, pick, expert, first, rows, k,
+            HIDDEN, INNER, PICKS, K, QUANT, GROUP, ZERO, kind,
+        )  # fmt: skip
         if MORE > 0:
             acc_2 += _down_terms(
-                h, w, w_scale, pick_2, expert_2, first, rows, k, HIDDEN, INNER, MORE, K, QUANT
-            )
+                h, w, w_scale, w_zero, pick_2, expert_2, first, rows, k,
+                HIDDEN, INNER, MORE, K, QUANT, GROUP, ZERO, kind,
+            )  # fmt: skip
     total = _weighted(acc, weight, kind)
     if MORE > 0:
         total += _weighted(acc_2, weight_2, kind)
@@ -267,12 +309,15 @@ def _direct_down_kernel(
 
 
 def kind_of(weight: Weight) -> str:
-    return "fp8" if weight.quantized else "fp32" if weight.data.dtype == torch.float32 else "bf16"
+    if weight.quantized:
+        return "int4" if weight.is_int4 else "fp8"
+    return "fp32" if weight.data.dtype == torch.float32 else "bf16"
 
 
 def direct_plan_for(down: Weight, num_picks: int) -> DirectPlan:
     """Few picks want small tiles, to have programs enough for the GPU."""
-    hidden, inner = down.data.shape[1:]
+    hidden = down.data.shape[1]
+    inner = down.columns
     return tuning.config_for(
         "experts_direct",
         DirectPlan,
@@ -295,24 +340,24 @@ def direct_experts(
     """Two kernels; every pick reads its expert's weights by itself."""
     (tokens, top_k) = ids.shape
     hidden = x.shape[1]
-    inner = w.down.data.shape[2]
-    quant = w.gate_up.quantized
+    inner = w.down.columns
+    packed = w.gate_up.is_int4
     plan = plan or direct_plan_for(w.down, tokens * top_k)
     h = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     late = dependent(x.device)
     _direct_gate_up_kernel[triton.cdiv(inner, plan.up_rows), tokens * top_k](
-        x,
+        int4.words_of(x) if packed else x,
         ids,
         w.gate_up.data,
         w.gate_up.scale,
+        w.gate_up.zero,
         h,
         hidden,
         inner,
         top_k,
         plan.up_rows,
-        plan.up_columns,
-        quant,
+        *_format(w.gate_up, plan.up_columns),
         plan.stages,
         num_warps=plan.warps,
         **late,
@@ -320,11 +365,12 @@ def direct_experts(
     width, more = split_picks(top_k)
     rows = max(1, plan.down_rows // width)
     _direct_down_kernel[triton.cdiv(hidden, rows), tokens](
-        h,
+        int4.words_of(h) if packed else h,
         ids,
         weights,
         w.down.data,
         w.down.scale,
+        w.down.zero,
         base,
         out,
         hidden,
@@ -333,14 +379,21 @@ def direct_experts(
         width,
         more,
         rows,
-        plan.down_columns,
-        quant,
+        *_format(w.down, plan.down_columns),
         plan.stages,
         base is not None,
         num_warps=plan.warps,
         **late,
     )
     return out
+
+
+def _format(weight: Weight, columns: int) -> tuple[int, bool, int, bool]:
+    """K, QUANT, GROUP and ZERO. A step of int4 weights lies in one group."""
+    if weight.is_int4:
+        zero = weight.zero is not None
+        return int4.step_of(weight, columns), False, int4.group_of(weight), zero
+    return columns, weight.quantized, 0, False
 
 
 def split_picks(top_k: int) -> tuple[int, int]:

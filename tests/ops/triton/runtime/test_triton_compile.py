@@ -45,7 +45,7 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     from rorqual.ops.interface import GQAWeights, TokenPlaces
     from rorqual.ops.reference import FP8, ExpertWeights, RouterWeights, Weight
     from rorqual.ops.triton.attention import latent_fp8, rope_kv_write
-    from rorqual.ops.triton.gemm import fp8_gemm, gemv, per_head_gemm, skinny_gemm  # fmt: skip
+    from rorqual.ops.triton.gemm import fp8_gemm, gemv, int4_gemm, per_head_gemm, skinny_gemm
     from rorqual.ops.triton.gemm.linear_plan import PersistentPlan, StreamKPlan
     from rorqual.ops.triton.moe import align as picks_kernels
     from rorqual.ops.triton.moe import combine, grouped_gemm, router_gemm, topk
@@ -59,6 +59,16 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
         return Weight(
             x(*shape, dtype=FP8),
             x(*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128, dtype=torch.float32),
+        )
+
+    def int4(*shape: int, zero: bool = False, group: int = 128) -> Weight:
+        places = (*shape[:-1], shape[-1] // group)
+        return Weight(
+            x(*shape[:-1], shape[-1] // 2, dtype=torch.uint8),
+            x(*places),
+            (1, group),
+            x(*places, dtype=torch.uint8) if zero else None,
+            "wide",
         )
 
     def picks(tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +123,18 @@ def cases(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
             lambda: grouped_gemm.experts(
                 x(1, 7168), *picks(1, 9), experts(fp8, 257, 7168, 2048, shared=1)
             ),
+        )
+    for tokens, zero in ((1, False), (64, True), (256, False), (1024, False), (4096, False)):
+        four = partial(int4, zero=zero)
+        yield (
+            f"int4 T{tokens}",
+            lambda t=tokens, f=four: grouped_gemm.experts(
+                x(t, 2048), *picks(t, 8), experts(f, 128, 2048, 768)
+            ),
+        )
+        yield (
+            f"int4 linear T{tokens}",
+            lambda t=tokens, f=four: int4_gemm.linear(x(t, 2048), f(5120, 2048)),
         )
     for tokens in (1, 64):
         yield (
@@ -371,7 +393,13 @@ def test_kernels_compile(capability: int) -> None:
         assert row["shared"] <= SHARED[capability], row
         whole = row["kernel"] == "_combine_norm_kernel" and "bfloat16" in row["case"]
         assert row["stack"] < (1 if whole else 256), row  # bytes of spilled registers
-        if row["kernel"] in ("_gate_up_kernel", "_down_kernel", "_linear_kernel", "_gate_kernel"):
+        if row["kernel"] in (
+            "_gate_up_kernel",
+            "_down_kernel",
+            "_linear_kernel",
+            "_int4_kernel",
+            "_gate_kernel",
+        ):
             product = "wgmma.mma_async" if capability >= 90 else "mma.sync"
             assert row["case"] == "fp32" or product in row, row
         assert ("griddepcontrol.wait" in row) == (capability >= 90), row

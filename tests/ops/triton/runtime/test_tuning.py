@@ -28,7 +28,7 @@ from rorqual.config.model import MoEConfig
 from rorqual.errors import ConfigError
 from rorqual.ops.reference import FP8, Weight
 from rorqual.ops.triton.attention import gqa_decode, mla_decode, prefill
-from rorqual.ops.triton.gemm import gemv, skinny_gemm
+from rorqual.ops.triton.gemm import gemv, int4_gemm, skinny_gemm
 from rorqual.ops.triton.gemm.linear_plan import LinearPlan, PersistentPlan, StreamKPlan, TilePlan
 from rorqual.ops.triton.moe import grouped_gemm, router_gemm, small_batch
 from rorqual.ops.triton.runtime import tuning
@@ -40,6 +40,7 @@ KINDS = {
     "experts": grouped_gemm.GroupedGemmPlan,
     "experts_direct": small_batch.DirectPlan,
     "linear_fp8": LinearPlan,
+    "linear_int4": int4_gemm.Int4Plan,
     "linear_small": gemv.SmallPlan,
     "linear_skinny": skinny_gemm.SkinnyPlan,
     "gate": router_gemm.GatePlan,
