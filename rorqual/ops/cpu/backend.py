@@ -4,6 +4,8 @@ attention goes through torch's fused CPU kernel."""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from rorqual.config.model import MoEConfig
 from rorqual.ops import reference
 from rorqual.ops.activation import Activation, hidden_of
+from rorqual.ops.cpu import quantized
 from rorqual.ops.cpu.native import STORAGE, Native, library, unknown_expert
 from rorqual.ops.interface import AttentionMetadata, GQAWeights, MLAWeights, Ops, TokenPlaces
 from rorqual.ops.reference import Distribution, ExpertWeights, RouterWeights, Weight
@@ -36,6 +39,7 @@ NATIVE_ENTRIES = (
     "gqa_prologue",
     "router",
 )
+log = logging.getLogger("rorqual")
 # what each byte reads as: a table is faster than torch's cast
 E4M3 = torch.arange(256, dtype=torch.uint8).view(reference.FP8).float()
 
@@ -55,6 +59,7 @@ class CpuOps(Ops):
         kernels = library() if native else None
         self.native = Native(kernels) if kernels else None
         self.many_rows = {torch.float32: NATIVE_ROWS, torch.bfloat16: bf16_rows()}
+        self.told: set[str] = set()  # reasons that the log has
 
     def opaque(self, entry: str, *weights: Tensor) -> bool:
         """Where the compiled kernels fit they fuse more than inductor would."""
@@ -76,6 +81,21 @@ class CpuOps(Ops):
             if weight.dtype != x.dtype or not weight.is_contiguous():
                 return None
         return self.native
+
+    def _quantized(self, x: Tensor, refusal: str) -> Native | None:
+        """The compiled kernels for weights of eight or four bits, unless `refusal` says why not."""
+        if self.native is None:
+            return None  # the log has it
+        if not refusal and x.dtype not in STORAGE:
+            refusal = f"activations in {x.dtype}"
+        if refusal and refusal not in self.told:
+            self.told.add(refusal)
+            log.warning(
+                "no compiled CPU kernel takes %s: such weights are widened at every call, which "
+                "is several times slower",
+                refusal,
+            )
+        return None if refusal else self.native
 
     def _products(self, x: Tensor, *weights: Tensor) -> Native | None:
         """The same for calls that are little but a product."""
@@ -106,7 +126,11 @@ class CpuOps(Ops):
     def linear(self, x: Activation, weight: Weight, bias: Tensor | None = None) -> Tensor:
         x = hidden_of(x)
         if weight.scale is not None:
-            return reference.linear(x, weight, bias)
+            native = self._quantized(x, quantized.refusal(weight))
+            if native is None:
+                return reference.linear(x, weight, bias)
+            parts = x.split(MANY_ROWS)
+            return _joined([quantized.linear(native, rows, weight, bias) for rows in parts])
         native = self._products(x, weight.data)
         return native.linear(x, weight.data, bias) if native else F.linear(x, weight.data, bias)
 
@@ -294,19 +318,14 @@ class CpuOps(Ops):
         down = w.down
         slots = gate_up.data.shape[0]
         num_picks = ids.numel()
-        native = None
-        if not gate_up.quantized:
-            native = self._native(x, gate_up.data, down.data)
+        if gate_up.quantized or down.quantized:
+            return self._quantized_experts(x, ids, weights, w)
+        native = self._native(x, gate_up.data, down.data)
         if native:
             return native.experts(x, ids, weights, w)
         ids = ids.long()
-        low = high = 0
-        if num_picks:
-            low, high = (int(end) for end in ids.aminmax())
-        if low < -1 or high >= slots:
-            raise unknown_expert(low if low < -1 else high, slots)
         # picks of experts that are elsewhere: the loop alone passes them by
-        if gate_up.quantized or low < 0:
+        if _least_id(ids, slots) < 0:
             return reference.experts(x, ids, weights, w)
         if (
             2 * num_picks >= slots
@@ -317,6 +336,16 @@ class CpuOps(Ops):
         if num_picks * _bytes(gate_up.data[0]) <= GATHER_BYTES:
             return _gathered_experts(x, ids, weights, gate_up.data, down.data)
         return reference.experts(x, ids, weights, w)
+
+    def _quantized_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights
+    ) -> Tensor:
+        native = self._quantized(x, quantized.experts_refusal(w))
+        if native is None:
+            _least_id(ids, w.gate_up.data.shape[0])
+            return reference.experts(x, ids, weights, w)
+        parts = zip(x.split(MANY_ROWS), ids.split(MANY_ROWS), weights.split(MANY_ROWS), strict=True)
+        return _joined([quantized.experts(native, *part, w) for part in parts])
 
     # ---- sampling
 
@@ -377,6 +406,18 @@ def _one_query_each(segment: AttentionMetadata) -> AttentionMetadata:
     if segment.scratch is None:
         segment.scratch = segment.by_token()
     return segment.scratch
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _least_id(ids: Tensor, slots: int) -> int:
+    """Of a step's picks, 0 where there are none. Raises IndexError."""
+    low, high = (int(end) for end in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < -1 or high >= slots:
+        raise unknown_expert(low if low < -1 else high, slots)
+    return low
 
 
 def _bytes(data: Tensor) -> int:

@@ -5,8 +5,7 @@
 
 constexpr int WORDS = SPAN;
 constexpr int BYTES = 4 * SPAN;
-constexpr int64_t NIBBLES = 32;  // columns of a block of four-bit weights: byte j holds column j and, in its upper half, column j + 16
-constexpr float EIGHT = 127;     // the largest activation of eight bits
+constexpr int64_t NIBBLES = 32;  // columns of a block of four-bit weights
 
 typedef int32_t si __attribute__((vector_size(SPAN * 4)));
 typedef int8_t sb __attribute__((vector_size(BYTES)));
@@ -57,9 +56,11 @@ inline si add_signed(si sums, sb a, sb b) {
 // Half a register of bytes to words, as floats: of their lower halves, or of their upper ones, sixteen times as large.
 INLINE void widen_nibbles(const uint8_t *p, sf *low, sf *high) {
 #if defined(__AVX512F__)
+    // of an index the permutation takes four bits: one step for the mask and the conversion
+    const __m512 ones = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512i word = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    *low = (sf)_mm512_cvtepi32_ps(_mm512_and_si512(word, _mm512_set1_epi32(15)));
-    *high = (sf)_mm512_cvtepi32_ps(_mm512_and_si512(word, _mm512_set1_epi32(0xf0)));
+    *low = (sf)_mm512_permutexvar_ps(word, ones);
+    *high = (sf)_mm512_permutexvar_ps(_mm512_srli_epi32(word, 4), _mm512_mul_ps(ones, _mm512_set1_ps(16)));
 #elif defined(__AVX2__)
     __m256i word = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
     *low = (sf)_mm256_cvtepi32_ps(_mm256_and_si256(word, _mm256_set1_epi32(15)));
@@ -80,103 +81,246 @@ inline int32_t sum_words(si v) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// One token to eight bits with a scale of its own, to nearest even; returns the scale. A number that is none makes the scale one.
-inline float round_row(const float *x, int64_t k, int8_t *out) {
-    float most = 0;
-    bool broken = false;
-    for (int64_t i = 0; i < k; i++) {
-        most = std::max(most, std::fabs(x[i]));
-        broken |= !(std::fabs(x[i]) <= std::numeric_limits<float>::max());
+// Rows of x are rounded before the product as config/quant.py names it. A scale covers a token or ACROSS_SCALE columns; UE8M0: a power
+// of two.
+enum Rounding { AS_GIVEN, FP8_TOKEN, FP8_GROUP, FP8_GROUP_UE8M0, INT8_TOKEN, INT8_GROUP };
+constexpr int64_t ACROSS_SCALE = 128;
+constexpr float LEAST_AMAX = 1e-4f;
+constexpr float EIGHT = 127, E4M3 = 448;  // the largest numbers
+
+// To e4m3's nearest, even where two are; |x| is not beyond its largest number.
+inline float nearest_e4m3(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    u = (u + 0x7ffff + ((u >> 20) & 1)) & 0xfff00000;
+    float normal;
+    memcpy(&normal, &u, 4);
+    // below 2^-6 numbers are 2^-9 apart
+    return std::fabs(x) < 0.015625f ? std::nearbyint(x * 512) / 512 : normal;
+}
+
+inline float power_of_two(float scale) {  // the least that is not smaller
+    int exponent;
+    return std::frexp(scale, &exponent) == 0.5f ? scale : std::ldexp(1.f, exponent);
+}
+
+// The largest of |x|, NaN where a number is none: of such a token nothing is left, as by the definition.
+inline float largest(const float *x, int64_t n) {
+    uint32_t most = 0;  // numbers without a sign are in the order of their bits
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u;
+        memcpy(&u, x + i, 4);
+        most = std::max(most, u & 0x7fffffff);
     }
-    if (broken) {
-        std::fill(out, out + k, int8_t(0));
+    float found;
+    memcpy(&found, &most, 4);
+    return most < 0x7f800000 ? std::max(found, LEAST_AMAX) : std::numeric_limits<float>::quiet_NaN();
+}
+
+inline void round_in_place(float *x, int64_t k, int64_t kind) {
+    if (kind == AS_GIVEN) return;
+    bool whole = kind == FP8_TOKEN || kind == INT8_TOKEN, bytes = kind == INT8_TOKEN || kind == INT8_GROUP;
+    int64_t step = whole ? k : ACROSS_SCALE;
+    for (int64_t from = 0; from < k; from += step) {
+        int64_t n = std::min(step, k - from);
+        float *some = x + from, scale = largest(some, n) / (bytes ? EIGHT : E4M3);
+        if (kind == FP8_GROUP_UE8M0 && scale == scale) scale = power_of_two(scale);
+        for (int64_t i = 0; i < n; i++) {
+            float steps = some[i] / scale;
+            some[i] = (bytes ? std::nearbyint(steps) : nearest_e4m3(steps)) * scale;
+        }
+    }
+}
+
+// One token to eight bits with a scale of its own, to nearest even; returns the scale, NaN where a number is none.
+template <class B>
+float round_row(const float *x, int64_t k, B *out) {
+    float scale = largest(x, k) / EIGHT;
+    if (scale != scale) {
+        std::fill(out, out + k, B(0));
         out[0] = 1;
-        return std::numeric_limits<float>::quiet_NaN();
+        return scale;
     }
     // divided as by the definition: times an inverse some would fall to the other side of a half
-    float scale = most / EIGHT, least = std::max(scale, std::numeric_limits<float>::min());
-    for (int64_t i = 0; i < k; i++) out[i] = int8_t(std::nearbyint(x[i] / least));
+    for (int64_t i = 0; i < k; i++) out[i] = B(std::nearbyint(x[i] / scale));
     return scale;
 }
 
-// A row of activations of eight bits in scratch: its scale, then, a line further, the bytes.
-inline int64_t row_of_bytes(int64_t k) { return 16 + (k + BYTES - 1) / BYTES * BYTES / 4; }
-inline const int8_t *bytes_of(const float *row) { return (const int8_t *)(row + 16); }
-
-// W8A8: data [rows, k] int8 as a checkpoint has it, a scale for each row and `group` columns.
+// W8A8: data [rows, k] int8, a scale for each row and `group` columns. A row of x is its scale and, a line further, its bytes; where
+// no instruction multiplies bytes with a sign, its even and its odd bytes as words, a register of either in turn.
 struct Int8 {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__) || defined(__AVX2__) && !defined(__AVX512BW__)
+    static constexpr bool HALVES = true;
+#else
+    static constexpr bool HALVES = false;
+#endif
+    static constexpr int MOST = SPAN == 16 ? 4 : 2;  // rows at once that registers have room for
     const int8_t *data;
     const float *scales;
     int64_t k, group;
 
     Int8 at(int64_t expert, int64_t rows) const { return {data + expert * rows * k, scales + expert * rows * (k / group), k, group}; }
-    int64_t apart_in() const { return row_of_bytes(k); }
+    int64_t whole() const { return (k + BYTES - 1) / BYTES * BYTES; }
+    int64_t apart_in() const { return 16 + padded(whole() / (HALVES ? 2 : 4)); }
 
     void prepare(const float *x, float *out) const {
-        int8_t *bytes = (int8_t *)(out + 16);
-        out[0] = round_row(x, k, bytes);
-        std::fill(bytes + k, bytes + 4 * (apart_in() - 16), int8_t(0));
+        if (!HALVES) {
+            int8_t *bytes = (int8_t *)(out + 16);
+            out[0] = round_row(x, k, bytes);
+            std::fill(bytes + k, (int8_t *)(out + apart_in()), int8_t(0));
+            return;
+        }
+        int16_t *words = (int16_t *)(out + 16), *plain = (int16_t *)scratch(13, whole() / 2);
+        std::fill(plain, plain + whole(), int16_t(0));
+        out[0] = round_row(x, k, plain);
+        for (int64_t i = 0; i < whole(); i += BYTES)
+            for (int j = 0; j < BYTES / 2; j++) {
+                words[i + j] = plain[i + 2 * j];
+                words[i + BYTES / 2 + j] = plain[i + 2 * j + 1];
+            }
     }
 
-    template <int N>
-    void tile(int64_t r, const float *in, int64_t ld, float *y, int64_t ldy) const {
-        const int8_t *w = data + r * k;
-        float total[N] = {};
+    // The products of a register of bytes, `mine`, with columns i and on of every row of x.
+    template <int R, int N>
+    static INLINE void add(si (&sums)[R][N], const sb (&mine)[R], const float *in, int64_t ld, int64_t i) {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+        __m512i even[R], odd[R];
+        UNROLLED for (int r = 0; r < R; r++) {
+            even[r] = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)mine[r], 8), 8);
+            odd[r] = _mm512_srai_epi16((__m512i)mine[r], 8);
+        }
+        UNROLLED for (int n = 0; n < N; n++) {
+            const int16_t *x = (const int16_t *)(in + n * ld + 16) + i;
+            __m512i first = _mm512_loadu_si512(x), second = _mm512_loadu_si512(x + BYTES / 2);
+            UNROLLED for (int r = 0; r < R; r++)
+                sums[r][n] += (si)_mm512_add_epi32(_mm512_madd_epi16(even[r], first), _mm512_madd_epi16(odd[r], second));
+        }
+#elif defined(__AVX2__) && !defined(__AVX512BW__)
+        UNROLLED for (int r = 0; r < R; r++) {
+            __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)mine[r], 8), 8), odd = _mm256_srai_epi16((__m256i)mine[r], 8);
+            UNROLLED for (int n = 0; n < N; n++) {
+                const int16_t *x = (const int16_t *)(in + n * ld + 16) + i;
+                __m256i first = _mm256_loadu_si256((const __m256i *)x), second = _mm256_loadu_si256((const __m256i *)(x + BYTES / 2));
+                sums[r][n] += (si)_mm256_add_epi32(_mm256_madd_epi16(even, first), _mm256_madd_epi16(odd, second));
+            }
+        }
+#else
+        UNROLLED for (int n = 0; n < N; n++)
+            UNROLLED for (int r = 0; r < R; r++)
+                sums[r][n] = add_signed(sums[r][n], mine[r], fetch<sb>((const int8_t *)(in + n * ld + 16) + i));
+#endif
+    }
+
+    // A group begins on a register's edge, or is the only one.
+    template <int R, int N>
+    void tile(int64_t r0, const float *in, int64_t ld, float *y, int64_t ldy) const {
+        const int8_t *w = data + r0 * k;
+        float total[R][N] = {};
         for (int64_t g = 0; g < k; g += group) {
-            si sums[N] = {};
+            si sums[R][N] = {};
             int64_t i = g;
             for (; i + BYTES <= g + group; i += BYTES) {
-                sb mine = fetch<sb>(w + i);
-                UNROLLED for (int n = 0; n < N; n++) sums[n] = add_signed(sums[n], mine, fetch<sb>(bytes_of(in + n * ld) + i));
+                sb mine[R];
+                UNROLLED for (int r = 0; r < R; r++) {
+                    mine[r] = fetch<sb>(w + r * k + i);
+                    __builtin_prefetch(w + r * k + i + 1024);
+                }
+                add<R, N>(sums, mine, in, ld, i);
             }
-            int32_t rest[N] = {};
-            for (; i < g + group; i++)
-                UNROLLED for (int n = 0; n < N; n++) rest[n] += int32_t(w[i]) * bytes_of(in + n * ld)[i];
-            UNROLLED for (int n = 0; n < N; n++) total[n] += float(sum_words(sums[n]) + rest[n]) * scales[(r * k + g) / group];
+            if (i < g + group) {
+                sb mine[R] = {};
+                UNROLLED for (int r = 0; r < R; r++) memcpy(&mine[r], w + r * k + i, g + group - i);
+                add<R, N>(sums, mine, in, ld, i);
+            }
+            UNROLLED for (int r = 0; r < R; r++) {
+                float scale = scales[((r0 + r) * k + g) / group];
+                UNROLLED for (int n = 0; n < N; n++) total[r][n] += float(sum_words(sums[r][n])) * scale;
+            }
         }
-        for (int n = 0; n < N; n++) y[n * ldy] = total[n] * in[n * ld];
+        UNROLLED for (int n = 0; n < N; n++)
+            UNROLLED for (int r = 0; r < R; r++) y[n * ldy + r] = total[r][n] * in[n * ld];
+    }
+
+    template <int R>
+    void some_rows(int64_t first, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        int64_t i = 0;
+        for (; i + 4 <= n; i += 4) tile<R, 4>(first, in + i * ld, ld, y + i * ldy, ldy);
+        for (; i < n; i++) tile<R, 1>(first, in + i * ld, ld, y + i * ldy, ldy);
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        for (int64_t r = 0; r < rows; r++) {
-            int64_t i = 0;
-            for (; i + 4 <= n; i += 4) tile<4>(first + r, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; i < n; i++) tile<1>(first + r, in + i * ld, ld, y + i * ldy + r, ldy);
+        for (int64_t some = 0; some < n; some += HELD) {
+            const float *x = in + some * ld;
+            float *into = y + some * ldy;
+            int64_t r = 0, count = std::min(HELD, n - some);
+            for (; r + MOST <= rows; r += MOST) some_rows<MOST>(first + r, x, ld, count, into + r, ldy);
+            for (; r < rows; r++) some_rows<1>(first + r, x, ld, count, into + r, ldy);
         }
     }
 };
 
-// Four bits: data [rows, k / 2] in blocks of NIBBLES columns; a weight is (nibble * scale - offset), both for each row and `group`
-// columns. The upper nibble stays where it is in its byte, sixteen times as large, and x is divided by that.
+// Four bits: data [rows, k / 2], column 2 j in the lower half of byte j; a weight is (nibble - zero) * scale, both for each row and
+// `group` columns, the last of which may be cut off. As reference.Weight has them: nothing is packed, and a weight that is written
+// anew needs no one to know.
+//
+// Where groups are whole blocks of NIBBLES columns, x stands in blocks of their even, then of their odd columns. The upper half stays
+// where it is in its byte, sixteen times as large, and x is divided by that.
 struct Int4 {
     const uint8_t *data;
-    const float *scales, *offsets;
-    int64_t k, group, in_row;  // in_row: groups of a row. A division takes as long as many products
+    const void *scales;
+    const uint8_t *zeros;  // none: 8
+    int64_t k, group, in_row, wide_scales, rounding;  // in_row: groups of a row. A division takes as long as many products
 
     int64_t groups() const { return in_row; }
+    bool blocks() const { return group % NIBBLES == 0 && in_row * group == k; }
     Int4 at(int64_t expert, int64_t rows) const {
         int64_t held = expert * rows * in_row;
-        return {data + expert * rows * (k / 2), scales + held, offsets + held, k, group, in_row};
+        Int4 other = *this;
+        other.data += expert * rows * (k / 2);
+        other.scales = (const char *)scales + held * (wide_scales ? 4 : 2);
+        if (zeros) other.zeros += held;
+        return other;
+    }
+
+    // Of some rows: scales, and scales times zero points.
+    void grid(int64_t first, int64_t rows, float *scale, float *offset) const {
+        int64_t from = first * in_row, count = rows * in_row;
+        if (wide_scales)
+            widen_all((const float *)scales + from, count, scale);
+        else
+            widen_all((const bf16 *)scales + from, count, scale);
+        for (int64_t i = 0; i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
     }
 };
 
-// W4A16: activations as they are, in fp32. A row of x is followed by its sums over groups.
+// W4A16, or activations rounded and multiplied in fp32. A row of x is followed by its sums over groups.
 struct Int4Wide : Int4 {
     Int4Wide at(int64_t expert, int64_t rows) const { return {Int4::at(expert, rows)}; }
     int64_t apart_in() const { return apart(k) + padded(groups()); }
 
-    void prepare(const float *x, float *out) const {
-        float *sums = out + apart(k);
+    void prepare(const float *given, float *out) const {
+        float *sums = out + apart(k), *x = scratch(13, k);
+        std::copy(given, given + k, x);
+        round_in_place(x, k, rounding);
         std::fill(out + k, out + apart_in(), 0.f);
-        for (int64_t i = 0; i < k; i++) {
-            out[i] = i % NIBBLES < NIBBLES / 2 ? x[i] : x[i] / 16;
-            sums[i / group] += x[i];
+        if (!blocks()) {
+            std::copy(x, x + k, out);
+            return;
+        }
+        for (int64_t i = 0; i < k; i += NIBBLES) {
+            float sum = 0;
+            for (int64_t j = 0; j < 16; j++) {
+                out[i + j] = x[i + 2 * j];
+                out[i + 16 + j] = x[i + 2 * j + 1] / 16;
+                sum += x[i + 2 * j] + x[i + 2 * j + 1];
+            }
+            sums[i / group] += sum;
         }
     }
 
     // Each half block is as many registers as it takes.
     template <int R>
-    void stream(int64_t first, const float *x, float *y) const {
+    void stream(int64_t first, const float *scale, const float *x, float *y) const {
         constexpr int PIECES = 16 / SPAN;
         sf total[R] = {};
         for (int64_t g = 0; g < groups(); g++) {
@@ -193,22 +337,24 @@ struct Int4Wide : Int4 {
                         acc[r] += second_half * high;
                     }
                 }
-            UNROLLED for (int r = 0; r < R; r++) total[r] += acc[r] * scales[(first + r) * groups() + g];
+            UNROLLED for (int r = 0; r < R; r++) total[r] += acc[r] * scale[r * groups() + g];
         }
         UNROLLED for (int r = 0; r < R; r++) y[r] = sum_of(total[r]);
     }
 
-    void widen_block(int64_t first, int64_t rows, int64_t from, int64_t columns, float *out, int64_t ld) const {
+    // Columns `from` and on of some rows, widened, in the order of x.
+    void widen_block(int64_t first, int64_t rows, const float *scales_, const float *offsets, int64_t from, int64_t columns, float *out,
+                     int64_t ld) const {
         int64_t begin = from / group, into_group = from % group;
         for (int64_t r = 0; r < rows; r++) {
-            int64_t g = (first + r) * groups() + begin, left = group - into_group;
+            int64_t g = r * groups() + begin, left = group - into_group;
             for (int64_t i = 0; i < columns; i += NIBBLES, left -= NIBBLES) {
                 if (!left) {
                     g++;
                     left = group;
                 }
                 const uint8_t *at = data + ((first + r) * k + from + i) / 2;
-                float scale = scales[g], offset = offsets[g], *into = out + r * ld + i;
+                float scale = scales_[g], offset = offsets[g], *into = out + r * ld + i;
                 for (int j = 0; j < 16; j += SPAN) {
                     sf low, high;
                     widen_nibbles(at + j, &low, &high);
@@ -219,32 +365,58 @@ struct Int4Wide : Int4 {
         }
     }
 
-    void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        if (n <= 2) {
+    // The same of any group, in the order of columns.
+    void widen_any(int64_t first, int64_t rows, const float *scales_, const float *offsets, int64_t from, int64_t columns, float *out,
+                   int64_t ld) const {
+        for (int64_t r = 0; r < rows; r++) {
+            const uint8_t *row = data + (first + r) * k / 2;
+            for (int64_t i = from, end; i < from + columns; i = end) {
+                int64_t g = i / group;
+                end = std::min(from + columns, (g + 1) * group);
+                float scale = scales_[r * groups() + g], offset = offsets[r * groups() + g], *into = out + r * ld + i - from;
+                for (int64_t j = 0; j < (end - i) / 2; j++) {
+                    into[2 * j] = float(row[i / 2 + j] & 15) * scale - offset;
+                    into[2 * j + 1] = float(row[i / 2 + j] >> 4) * scale - offset;
+                }
+            }
+        }
+    }
+
+    // At most BAND rows.
+    void band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        float *scale = scratch(14, 2 * rows * in_row + n * rows), *offset = scale + rows * in_row, *less = offset + rows * in_row;
+        grid(first, rows, scale, offset);
+        if (n <= 2 && blocks()) {
             for (int64_t i = 0; i < n; i++) {
                 const float *x = in + i * ld;
                 int64_t r = 0;
-                for (; r + 4 <= rows; r += 4) stream<4>(first + r, x, y + i * ldy + r);
-                for (; r < rows; r++) stream<1>(first + r, x, y + i * ldy + r);
+                for (; r + 4 <= rows; r += 4) stream<4>(first + r, scale + r * in_row, x, y + i * ldy + r);
+                for (; r < rows; r++) stream<1>(first + r, scale + r * in_row, x, y + i * ldy + r);
             }
-            float *less = scratch(14, n * rows);
-            dots(offsets + first * groups(), groups(), rows, in + apart(k), ld, n, groups(), less, rows);
+            dots(offset, in_row, rows, in + apart(k), ld, n, in_row, less, rows);
             for (int64_t i = 0; i < n * rows; i++) y[i / rows * ldy + i % rows] -= less[i];
             return;
         }
         float *wide = scratch(13, BAND * (DEPTH + PAIR));
+        for (int64_t deep = 0; deep < k; deep += DEPTH) {
+            int64_t columns = std::min(DEPTH, k - deep);
+            if (blocks())
+                widen_block(first, rows, scale, offset, deep, columns, wide, DEPTH + PAIR);
+            else
+                widen_any(first, rows, scale, offset, deep, columns, wide, DEPTH + PAIR);
+            dots_block(wide, DEPTH + PAIR, rows, in + deep, ld, n, columns, y, ldy, deep > 0);
+        }
+    }
+
+    void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
         for (int64_t some = 0; some < n; some += HELD)
-            for (int64_t band = 0; band < rows; band += BAND)
-                for (int64_t deep = 0; deep < k; deep += DEPTH) {
-                    int64_t high = std::min(BAND, rows - band), columns = std::min(DEPTH, k - deep);
-                    widen_block(first + band, high, deep, columns, wide, DEPTH + PAIR);
-                    dots_block(wide, DEPTH + PAIR, high, in + some * ld + deep, ld, std::min(HELD, n - some), columns,
-                               y + some * ldy + band, ldy, deep > 0);
-                }
+            for (int64_t from = 0; from < rows; from += BAND)
+                band(first + from, std::min(BAND, rows - from), in + some * ld, ld, std::min(HELD, n - some), y + some * ldy + from, ldy);
     }
 };
 
-// W4A8: activations of eight bits, a scale a token. Bytes stand as the nibbles do: of two or four blocks first all lower halves.
+// W4A8: activations of eight bits, a scale a token, groups of whole blocks. Bytes stand as the nibbles do: of two or four blocks first
+// the even columns.
 struct Int4Bytes : Int4 {
     static constexpr int64_t ACROSS_BLOCKS = BYTES / 16;               // blocks whose nibbles fill a register
     static constexpr int64_t STRIDE = ACROSS_BLOCKS * NIBBLES;  // columns of it
@@ -260,8 +432,8 @@ struct Int4Bytes : Int4 {
         std::fill(bytes, bytes + wide(), int8_t(0));
         std::fill(sums, sums + padded(groups()), 0.f);
         for (int64_t i = 0; i < k; i++) {
-            int64_t block = i / NIBBLES % ACROSS_BLOCKS, half = i % NIBBLES / 16;
-            bytes[i / STRIDE * STRIDE + half * BYTES + block * 16 + i % 16] = plain[i];
+            int64_t block = i / NIBBLES % ACROSS_BLOCKS;
+            bytes[i / STRIDE * STRIDE + i % 2 * BYTES + block * 16 + i % NIBBLES / 2] = plain[i];
             sums[i / group] += float(plain[i]);
         }
     }
@@ -283,7 +455,7 @@ struct Int4Bytes : Int4 {
     }
 
     template <int R, int N>
-    void tile(int64_t first, const float *in, int64_t ld, float *y, int64_t ldy) const {
+    void tile(int64_t first, const float *grid, const float *in, int64_t ld, float *y, int64_t ldy) const {
         sf total[R][N] = {};
         const ub fifteen = ub{} + 15;
         for (int64_t i = 0, g = 0, end = group; i < k; i += STRIDE) {
@@ -297,9 +469,9 @@ struct Int4Bytes : Int4 {
                 else
                     memcpy(&mine, at, held);
                 __builtin_prefetch(at + 1024);
-                sf scale = scale_words(scales + (first + r) * groups(), i, g);
+                sf scale = scale_words(grid + r * groups(), i, g);
                 UNROLLED for (int n = 0; n < N; n++) {
-                    const int8_t *x = bytes_of(in + n * ld) + i;
+                    const int8_t *x = (const int8_t *)(in + n * ld + 16) + i;
                     si sums = add_small(add_small(si{}, mine & fifteen, fetch<sb>(x)), mine >> 4, fetch<sb>(x + BYTES));
                     total[r][n] += __builtin_convertvector(sums, sf) * scale;
                 }
@@ -310,16 +482,23 @@ struct Int4Bytes : Int4 {
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        for (int64_t from = 0; from < rows; from += BAND) band(first + from, std::min(BAND, rows - from), in, ld, n, y + from, ldy);
+    }
+
+    // At most BAND rows.
+    void band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
+        float *scale = scratch(14, 2 * rows * in_row + n * rows), *offset = scale + rows * in_row, *less = offset + rows * in_row;
+        grid(first, rows, scale, offset);
         for (int64_t r = 0; r < rows;) {
-            int64_t i = 0;
+            int64_t i = 0, row = first + r;
+            const float *own = scale + r * in_row;
             bool four = r + 4 <= rows;
-            for (; four && i + 4 <= n; i += 4) tile<4, 4>(first + r, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; four && i < n; i++) tile<4, 1>(first + r, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; !four && i < n; i++) tile<1, 1>(first + r, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i + 4 <= n; i += 4) tile<4, 4>(row, own, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i < n; i++) tile<4, 1>(row, own, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; !four && i < n; i++) tile<1, 1>(row, own, in + i * ld, ld, y + i * ldy + r, ldy);
             r += four ? 4 : 1;
         }
-        float *less = scratch(14, n * rows);
-        dots(offsets + first * groups(), groups(), rows, in + 16 + wide() / 4, ld, n, groups(), less, rows);
+        dots(offset, in_row, rows, in + 16 + wide() / 4, ld, n, in_row, less, rows);
         for (int64_t i = 0; i < n * rows; i++) {
             float *into = y + i / rows * ldy + i % rows;
             *into = (*into - less[i]) * in[i / rows * ld];
@@ -402,16 +581,16 @@ enum Bits { W8A8, W4A16, W4A8 };
 
 // A matrix as native.py hands it over.
 struct Packed {
-    int64_t format, rows, k, group;
-    const void *data;
-    const float *scales, *offsets;
+    int64_t format, rows, k, group, wide_scales, rounding;
+    const void *data, *scales;
+    const uint8_t *zeros;
 
-    Int4 four() const { return {(const uint8_t *)data, scales, offsets, k, group, k / group}; }
+    Int4 four() const { return {(const uint8_t *)data, scales, zeros, k, group, (k + group - 1) / group, wide_scales, rounding}; }
 };
 
 template <class F>
 void with_format(const Packed &p, F body) {
-    if (p.format == W8A8) body([](const Packed &m) { return Int8{(const int8_t *)m.data, m.scales, m.k, m.group}; });
+    if (p.format == W8A8) body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
     if (p.format == W4A16) body([](const Packed &m) { return Int4Wide{m.four()}; });
     if (p.format == W4A8) body([](const Packed &m) { return Int4Bytes{m.four()}; });
 }
