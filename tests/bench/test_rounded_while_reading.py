@@ -22,9 +22,11 @@ from rorqual.models.loader import load_weights
 from rorqual.models.registry import make_model
 from rorqual.models.transformer import Transformer
 from rorqual.ops.cpu.backend import CpuOps
+from rorqual.ops.interface import Ops
 from rorqual.ops.reference import Weight, dequantize
 from tests.layers.weight_format.writers import save_quantized
 from tests.models.checkpoints import save
+from tests.models.driver import all_logits
 
 CPU = torch.device("cpu")
 
@@ -75,6 +77,29 @@ def test_the_bundled_model_in_four_bits_knows_its_text() -> None:
     known = [next(iter(entry.values())) for entry in same.prompt_logprobs[1:]]
     before = [-getattr(value, "logprob", value) for value in known]
     assert sum(nats) < 1.15 * sum(before)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a8"])
+def test_the_compiled_kernels_give_the_references_logits(name: str) -> None:
+    """Of the bundled model, whose experts' 48 columns are no block of the kernels."""
+    config = read_config_file(BUNDLED)
+    ids = torch.randint(3, config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(3))
+    found = []
+    ops = CpuOps()
+    if ops.native is None:
+        pytest.skip("no compiler")
+    for table in (ops, Ops()):
+        model = make_model(config, Build(table, torch.float32, CPU, quantization_named(name)), 64)
+        load_weights(model, BUNDLED)
+        found.append(all_logits(model, ids, [20]))
+    assert not ops.told, "a kernel takes every matrix"
+    compiled, reference = found
+    if name == "w4a16":
+        assert (compiled - reference).abs().max() < 1e-3
+        assert torch.equal(compiled.argmax(-1), reference.argmax(-1))
+    else:  # a step of a rounded row may fall to the other side
+        likeness = torch.cosine_similarity(compiled, reference, dim=-1)
+        assert likeness.median() > 0.9999, likeness
 
 
 def config_of(folder: Path, **fields: object) -> EngineConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -41,6 +42,7 @@ from rorqual.parallel.p2p_memory import on_all
 from rorqual.planner.costs.costs import BatchShape, Format, GroupWork
 from rorqual.planner.costs.parallel_costs import rank_step
 from rorqual.request import SamplingParams
+from tests.layers.weight_format.wide_rows import wide_rows
 from tests.parallel.driver import CPU, RankDriver, schedule, split, tokens_of
 from tests.parallel.lockstep import (
     Lockstep,
@@ -180,13 +182,9 @@ def compare(
 
 def compare_unrounded(world: int, **given: Any) -> dict[str, Any]:
     """`compare` of products that take their rows as they are."""
-    before = reference.rounded, reference.rounded_to_fp8
-    reference.rounded = lambda x, kind: x.float()
-    reference.rounded_to_fp8 = lambda x: x.float()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        wide_rows(patch)
         return compare(world, **given)
-    finally:
-        reference.rounded, reference.rounded_to_fp8 = before
 
 
 def predict(

@@ -18,7 +18,7 @@ from rorqual.config.model import ModelConfig
 from rorqual.config.parallel import ParallelConfig, check_parallel
 from rorqual.errors import ConfigError
 from rorqual.ops.cpu.backend import CpuOps
-from tests.layers.weight_format.test_weight_formats import wide_rows
+from tests.layers.weight_format.wide_rows import wide_rows
 from tests.layers.weight_format.writers import FORMATS, save_quantized
 from tests.models.checkpoints import VOCAB
 from tests.models.driver import all_logits, load

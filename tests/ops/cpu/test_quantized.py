@@ -113,9 +113,7 @@ SHAPES = [(37, 256), pytest.param(133, 1152, marks=OLDER), pytest.param(70, 640,
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 @DTYPES
-def test_linear(
-    ops: CpuOps, kind: Kind, outputs: int, columns: int, dtype: torch.dtype
-) -> None:
+def test_linear(ops: CpuOps, kind: Kind, outputs: int, columns: int, dtype: torch.dtype) -> None:
     weight = drawn(kind, outputs, columns, dtype=dtype)
     check_linear(ops, weight, dtype, (1, 2, 3, 7, 40), TOLERANCE[dtype])
 
@@ -142,9 +140,7 @@ def test_any_even_number_of_columns(ops: CpuOps, columns: int, group: int) -> No
     check_linear(ops, drawn((8, 0, False, "int8_token"), 9, columns), torch.float32, (1, 5), 3e-5)
 
 
-def by_definition(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight
-) -> Tensor:
+def by_definition(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     total = torch.zeros(x.shape)
     for row, pick in (ids >= 0).nonzero().tolist():
         expert = int(ids[row, pick])
