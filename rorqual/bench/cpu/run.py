@@ -10,7 +10,7 @@ import platform as host
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rorqual.bench.cpu import formats
 from rorqual.bench.cpu.peer import PROBED_STEPS, Peer
 from rorqual.bench.cpu.shapes import Shape, draw_shapes
-from rorqual.bench.cpu.work import CpuWork
+from rorqual.bench.cpu.work import SETTLING, CpuWork
 from rorqual.bench.offline.run import READ_BYTES, experts_hit, floor_seconds, greedy
 from rorqual.bench.offline.steady_state import steady_state_steps
 from rorqual.errors import ConfigError
@@ -30,14 +31,14 @@ from rorqual.planner.costs.costs import BatchShape, step_ops, total
 FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
 PRODUCT = (512, 2048, 2048)  # rows, columns and depth of torch's large product
 Clock = Callable[[], float]
-SETTLING = 2  # steps of both engines before the first that counts
 
 
 @dataclass
 class CpuRow:
-    """One shape and one kind of step. ratio: the median of the turns' ratios; bandwidth: bytes
-    of the floor over our time, as a share of what was read in this run; rate: our
-    multiplications of a prompt as a share of torch's large product's."""
+    """One shape and one kind of step. With --formats "ours" is a format and the peer bf16. ratio:
+    the median of the turns' ratios; bandwidth: bytes of the floor over our time, as a share of what
+    was read in this run; rate: our multiplications of a prompt as a share of torch's large
+    product's."""
 
     shape: str
     sizes: str
@@ -134,13 +135,30 @@ def run(work: CpuWork, tell: Callable[[str], None], json_file: Path | None = Non
         if shape.parameters > work.largest * 1e6:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            for row in measure(shape, Path(folder), work, report, seed + number):
+            for row in _rows(shape, Path(folder), work, report, seed + number):
                 report.rows.append(row)
                 tell(_line(row))
         gc.collect()
         if json_file:
             report.write(json_file)
     return report
+
+
+def _rows(
+    shape: Shape, folder: Path, work: CpuWork, report: CpuReport, seed: int
+) -> Iterable[CpuRow]:
+    if not work.format_names:
+        return measure(shape, folder, work, report, seed)
+    return beside_wide(shape, folder, work, report)
+
+
+def beside_wide(shape: Shape, folder: Path, work: CpuWork, report: CpuReport) -> Iterator[CpuRow]:
+    found = formats.measured(shape, folder, work, report.bandwidth, report.product)
+    for what, seconds, floors, hit in found:
+        for name in (formats.WIDE, *work.format_names):
+            turns = list(zip(seconds[name], seconds[formats.WIDE], strict=True))
+            share = floors[name] / statistics.median(seconds[name])
+            yield _row(shape, f"{what}, {name}", turns, floors[name], share, hit, "our bf16")
 
 
 def measure(
@@ -240,7 +258,7 @@ def _row(
 
 def _line(row: CpuRow) -> str:
     return (
-        f"{row.shape:14} {row.work:16} ours {row.ours_ms:9.2f} ms, transformers "
+        f"{row.shape:14} {row.work:22} ours {row.ours_ms:9.2f} ms, the other "
         f"{row.peer_ms:9.2f} ms, ratio {row.ratio:5.2f}, floor {row.floor_ms:8.2f} ms "
         f"({100 * row.share:.0f} %)  {row.setting}"
     )
@@ -250,8 +268,9 @@ def print_table(report: CpuReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("shape", "work", "ours ms", "transformers ms", "ratio", "floor ms", "% of floor")
-    title = f"bf16, {report.processor}, {report.threads} threads, seed {report.seed}"
+    # with --formats the other is bf16
+    columns = ("shape", "work", "ours ms", "the other's ms", "ratio", "floor ms", "% of floor")
+    title = f"{report.processor}, {report.threads} threads, seed {report.seed}"
     table = Table(title=title)
     for name in (*columns, "experts", "sizes"):
         table.add_column(name)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rorqual.config.option import option
+from rorqual.config.quant import quantization_named
 from rorqual.errors import ConfigError
 
 LARGEST = 2000
+SETTLING = 2  # steps of both engines before the first that counts
 
 
 @dataclass
@@ -28,9 +30,18 @@ class CpuWork:
     processor_time: bool = option(
         False, "Count time on the processor, of one thread: for machines that do other work too."
     )
+    formats: str = option(
+        "", "Beside bf16 time these of --quantization, with commas between; no transformers."
+    )
     largest: int = option(2000, "Leave out shapes of more millions of parameters.")
 
+    @property
+    def format_names(self) -> tuple[str, ...]:
+        return tuple(self.formats.split(",")) if self.formats else ()
+
     def __post_init__(self) -> None:
+        for name in self.format_names:
+            quantization_named(name)
         least = {"shapes": 1, "prompt": 1, "context": 1, "steps": 1, "turns": 1, "largest": 20}
         for name, number in least.items():
             if getattr(self, name) < number:

@@ -1,0 +1,117 @@
+"""`rorqual bench cpu --formats`: the same steps with weights of fewer bits beside bf16, all engines
+taking turns in one process. Weights are random, drawn in their format."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from rorqual.bench.cpu.shapes import Shape
+from rorqual.bench.cpu.work import SETTLING, CpuWork
+from rorqual.bench.offline.run import experts_hit, floor_seconds, greedy
+from rorqual.bench.offline.steady_state import steady_state_steps
+from rorqual.llm.llm import LLM
+from rorqual.planner.costs.costs import BatchShape, step_ops, total
+
+WIDE = "bf16"
+Turns = dict[str, list[float]]  # seconds of every engine's turns
+Found = tuple[str, Turns, dict[str, float], float | None]
+
+
+def engines(
+    shape: Shape, folder: Path, work: CpuWork, names: tuple[str, ...]
+) -> Iterator[tuple[str, LLM]]:
+    (folder / "config.json").write_text(json.dumps(shape.data))
+    most = max(work.prompt, work.context + SETTLING + (work.turns + 2) * work.steps) + 24
+    for name in (WIDE, *names):
+        yield (
+            name,
+            LLM(
+                folder,
+                device="cpu",
+                dtype="bfloat16",
+                quantization="auto" if name == WIDE else name,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                max_num_seqs=16,
+                max_model_len=most,
+                kv_cache_bytes=256 * 2**20,
+                threads=torch.get_num_threads(),
+            ),
+        )
+
+
+def measured(
+    shape: Shape, folder: Path, work: CpuWork, bandwidth: float, product: float
+) -> Iterator[Found]:
+    """(work, seconds by engine, floors by engine, experts hit) of decode steps and a prompt."""
+    llms = dict(engines(shape, folder, work, work.format_names))
+    for batch in (1, 16):
+        yield _decoding(shape, llms, batch, work, bandwidth)
+    yield _prompts(shape, llms, work, product)
+    for llm in llms.values():
+        llm.engine.close()
+
+
+def tokens(shape: Shape, count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    size = shape.config.vocab_size
+    return torch.randint(size, (count, length), generator=generator).tolist()
+
+
+def _turns(calls: Mapping[str, Callable[[], object]], work: CpuWork, each: int) -> Turns:
+    clock = time.process_time if work.processor_time else time.perf_counter
+    found: Turns = {name: [] for name in calls}
+    for _ in range(work.turns):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            found[name].append((clock() - start) / each)
+    return found
+
+
+def _decoding(
+    shape: Shape, llms: Mapping[str, LLM], batch: int, work: CpuWork, bandwidth: float
+) -> Found:
+    prompts = tokens(shape, batch, work.context)
+    steps = SETTLING + work.steps * work.turns
+
+    def stepping(llm: LLM, count: int) -> Callable[[], object]:
+        return lambda: [llm.engine.step() for _ in range(count)]
+
+    with ExitStack() as together:
+        for llm in llms.values():
+            llm.engine.scheduler.prefix.clear()
+            settings = greedy(steps + 4 * batch + 8)
+            together.enter_context(steady_state_steps(llm.engine, prompts, settings))
+            stepping(llm, SETTLING)()
+        calls = {name: stepping(llm, work.steps) for name, llm in llms.items()}
+        turns = _turns(calls, work, work.steps)
+    floors = {
+        name: floor_seconds(llm, batch, work.context + steps // 2, bandwidth)
+        for name, llm in llms.items()
+    }
+    hit = experts_hit(llms[WIDE], prompts)
+    return f"decode, batch {batch}", turns, floors, hit
+
+
+def _prompts(shape: Shape, llms: Mapping[str, LLM], work: CpuWork, product: float) -> Found:
+    ids = tokens(shape, 1, work.prompt)
+
+    def prompt(llm: LLM) -> Callable[[], object]:
+        def call() -> None:
+            llm.engine.scheduler.prefix.clear()
+            llm.generate(ids, greedy(1))
+
+        return call
+
+    calls = {name: prompt(llm) for name, llm in llms.items()}
+    for call in calls.values():
+        call()
+    floor = total(step_ops(shape.config, BatchShape(1, work.prompt, 0))).flops / product
+    return f"prompt of {work.prompt}", _turns(calls, work, 1), dict.fromkeys(llms, floor), None
