@@ -556,19 +556,21 @@ int64_t rq_experts(int wide, const void *x, const int64_t *ids, const float *wei
 }
 
 void rq_linear_packed(int wide, const Packed *w, const void *x, const void *bias, void *y, int64_t n) {
-    with_format(*w, [=](auto matrix) {
-        PICK(times(matrix(*w), F(x), F(bias), FW(y), n, w->rows), times(matrix(*w), B(x), B(bias), BW(y), n, w->rows))
-    });
+    auto run = [=](auto *rows, auto *added, auto *out) {
+        with_format(*w, n, rows, [=](auto matrix) { times(matrix(*w), rows, added, out, n, w->rows); });
+    };
+    PICK(run(F(x), F(bias), FW(y)), run(B(x), B(bias), BW(y)))
 }
 
 int64_t rq_experts_packed(int wide, const Packed *gate_up, const Packed *down, const void *x, const int64_t *ids, const float *weights, void *y,
                           int64_t n, int64_t top_k, int64_t slots) {
     int64_t unknown = unknown_pick(ids, n * top_k, slots);
     if (unknown < n * top_k) return unknown;
-    with_format(*gate_up, [=](auto matrix) {
-        PICK(expert_times(matrix(*gate_up), matrix(*down), F(x), ids, weights, FW(y), n, top_k, slots),
-             expert_times(matrix(*gate_up), matrix(*down), B(x), ids, weights, BW(y), n, top_k, slots))
-    });
+    auto run = [=](auto *rows, auto *out) {
+        with_format(*gate_up, n * top_k / slots, rows,
+                    [=](auto matrix) { expert_times(matrix(*gate_up), matrix(*down), rows, ids, weights, out, n, top_k, slots); });
+    };
+    PICK(run(F(x), FW(y)), run(B(x), BW(y)))
     return unknown;
 }
 

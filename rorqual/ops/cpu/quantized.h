@@ -18,21 +18,24 @@ inline V fetch(const P *p) {
     return v;
 }
 
-// sums + words of a times b, a below 16 (so that no pair of products overflows 16 bits).
-inline si add_small(si sums, ub a, sb b) {
+// Words of a times x and of b times y, a and b below 16 (so that no four products overflow 16 bits).
+inline si small_products(ub a, sb x, ub b, sb y) {
 #if defined(__AVX512VNNI__)
-    return (si)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+    return (si)_mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)a, (__m512i)x), (__m512i)b, (__m512i)y);
 #elif defined(__AVX512BW__)
-    return sums + (si)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)a, (__m512i)b), _mm512_set1_epi16(1));
+    __m512i both = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)a, (__m512i)x), _mm512_maddubs_epi16((__m512i)b, (__m512i)y));
+    return (si)_mm512_madd_epi16(both, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
-    return sums + (si)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_set1_epi16(1));
+    __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)x), _mm256_maddubs_epi16((__m256i)b, (__m256i)y));
+    return (si)_mm256_madd_epi16(both, _mm256_set1_epi16(1));
 #else
-    for (int i = 0; i < BYTES; i++) sums[i / 4] += int32_t(a[i]) * b[i];
+    si sums = {};
+    for (int i = 0; i < BYTES; i++) sums[i / 4] += int32_t(a[i]) * x[i] + int32_t(b[i]) * y[i];
     return sums;
 #endif
 }
 
-// The same of any signed bytes.
+// sums + words of a times b.
 inline si add_signed(si sums, sb a, sb b) {
 #if defined(__AVX512VNNI__)
     // bytes with a sign on one side alone: x - 128 is what a flipped upper bit makes of an unsigned x
@@ -73,20 +76,12 @@ INLINE void widen_nibbles(const uint8_t *p, sf *low, sf *high) {
 #endif
 }
 
-inline int32_t sum_words(si v) {
-    typedef int32_t four __attribute__((vector_size(16)));
-    four quarter[SPAN / 4], sum = {};
-    memcpy(quarter, &v, sizeof v);
-    UNROLLED for (int i = 0; i < SPAN / 4; i++) sum += quarter[i];
-    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
-
 // Rows of x are rounded before the product as config/quant.py names it. A scale covers a token or ACROSS_SCALE columns; UE8M0: a power
 // of two.
 enum Rounding { AS_GIVEN, FP8_TOKEN, FP8_GROUP, FP8_GROUP_UE8M0, INT8_TOKEN, INT8_GROUP };
 constexpr int64_t ACROSS_SCALE = 128;
 constexpr float LEAST_AMAX = 1e-4f;
-constexpr float EIGHT = 127, E4M3 = 448;  // the largest numbers
+constexpr float EIGHT = 127, WORD = 32512, E4M3 = 448;  // the largest numbers
 
 // To e4m3's nearest, even where two are; |x| is not beyond its largest number.
 inline float nearest_e4m3(float x) {
@@ -215,7 +210,7 @@ struct Int8 {
     template <int R, int N>
     void tile(int64_t r0, const float *in, int64_t ld, float *y, int64_t ldy) const {
         const int8_t *w = data + r0 * k;
-        float total[R][N] = {};
+        sf total[R][N] = {};
         for (int64_t g = 0; g < k; g += group) {
             si sums[R][N] = {};
             int64_t i = g;
@@ -223,7 +218,7 @@ struct Int8 {
                 sb mine[R];
                 UNROLLED for (int r = 0; r < R; r++) {
                     mine[r] = fetch<sb>(w + r * k + i);
-                    __builtin_prefetch(w + r * k + i + 1024);
+                    __builtin_prefetch(w + (R + r) * k + i);  // the rows that follow
                 }
                 add<R, N>(sums, mine, in, ld, i);
             }
@@ -234,11 +229,16 @@ struct Int8 {
             }
             UNROLLED for (int r = 0; r < R; r++) {
                 float scale = scales[((r0 + r) * k + g) / group];
-                UNROLLED for (int n = 0; n < N; n++) total[r][n] += float(sum_words(sums[r][n])) * scale;
+                UNROLLED for (int n = 0; n < N; n++) total[r][n] += __builtin_convertvector(sums[r][n], sf) * scale;
             }
         }
         UNROLLED for (int n = 0; n < N; n++)
-            UNROLLED for (int r = 0; r < R; r++) y[n * ldy + r] = total[r][n] * in[n * ld];
+            UNROLLED for (int r = 0; r < R; r++) total[r][n] *= in[n * ld];
+        if constexpr (R == 4)
+            put_sums(total, 0, 0, y, ldy, false);
+        else
+            UNROLLED for (int n = 0; n < N; n++)
+                UNROLLED for (int r = 0; r < R; r++) y[n * ldy + r] = sum_of(total[r][n]);
     }
 
     template <int R>
@@ -282,14 +282,14 @@ struct Int4 {
         return other;
     }
 
-    // Of some rows: scales, and scales times zero points.
+    // Of some rows: scales, and, unless they are not wanted, scales times zero points.
     void grid(int64_t first, int64_t rows, float *scale, float *offset) const {
         int64_t from = first * in_row, count = rows * in_row;
         if (wide_scales)
             widen_all((const float *)scales + from, count, scale);
         else
             widen_all((const bf16 *)scales + from, count, scale);
-        for (int64_t i = 0; i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
+        for (int64_t i = 0; offset && i < count; i++) offset[i] = scale[i] * (zeros ? float(zeros[from + i]) : 8.f);
     }
 };
 
@@ -330,7 +330,7 @@ struct Int4Wide : Int4 {
                     sf low = get(x + i + p * SPAN), high = get(x + i + 16 + p * SPAN);
                     UNROLLED for (int r = 0; r < R; r++) {
                         const uint8_t *at = data + ((first + r) * k + i) / 2 + p * SPAN;
-                        __builtin_prefetch(at + 1024);
+                        __builtin_prefetch(at + R * k / 2);  // the rows that follow
                         sf first_half, second_half;
                         widen_nibbles(at, &first_half, &second_half);
                         acc[r] += first_half * low;
@@ -415,70 +415,114 @@ struct Int4Wide : Int4 {
     }
 };
 
-// W4A8: activations of eight bits, a scale a token, groups of whole blocks. Bytes stand as the nibbles do: of two or four blocks first
-// the even columns.
+// Activations as whole numbers, groups of whole blocks. One plane: eight bits with a scale a token (W4A8). Two: sixteen bits, an upper
+// and a lower byte, with a scale a register of nibbles: for activations that were bf16, of which far more is lost before.
+//
+// Bytes stand as the nibbles do: of two or four blocks first the even columns. Behind them, in floats: of each word of a register the
+// sum of its columns, times the zero point where that is 8 for all; then the scales.
+template <int PLANES>
 struct Int4Bytes : Int4 {
-    static constexpr int64_t ACROSS_BLOCKS = BYTES / 16;               // blocks whose nibbles fill a register
+    static constexpr int64_t ACROSS_BLOCKS = BYTES / 16;        // blocks whose nibbles fill a register
     static constexpr int64_t STRIDE = ACROSS_BLOCKS * NIBBLES;  // columns of it
+    static constexpr int MOST = SPAN == 16 ? 4 : 2;             // rows of x at once that registers have room for
 
     Int4Bytes at(int64_t expert, int64_t rows) const { return {Int4::at(expert, rows)}; }
-    int64_t wide() const { return (k + STRIDE - 1) / STRIDE * STRIDE; }
-    int64_t apart_in() const { return 16 + wide() / 4 + padded(groups()); }
+    int64_t registers() const { return (k + STRIDE - 1) / STRIDE; }
+    int64_t apart_in() const { return registers() * (STRIDE * PLANES / 4 + SPAN) + padded(registers()); }
 
-    void prepare(const float *x, float *out) const {
-        int8_t *plain = (int8_t *)scratch(13, k / 4 + 16), *bytes = (int8_t *)(out + 16);
-        float *sums = out + 16 + wide() / 4;
-        out[0] = round_row(x, k, plain);
-        std::fill(bytes, bytes + wide(), int8_t(0));
-        std::fill(sums, sums + padded(groups()), 0.f);
-        for (int64_t i = 0; i < k; i++) {
-            int64_t block = i / NIBBLES % ACROSS_BLOCKS;
-            bytes[i / STRIDE * STRIDE + i % 2 * BYTES + block * 16 + i % NIBBLES / 2] = plain[i];
-            sums[i / group] += float(plain[i]);
+    void prepare(const float *given, float *out) const {
+        int64_t count = registers();
+        int8_t *bytes = (int8_t *)out;
+        float *sums = out + count * STRIDE * PLANES / 4, *scale = sums + count * SPAN, *x = scratch(13, count * STRIDE);
+        std::copy(given, given + k, x);
+        std::fill(x + k, x + count * STRIDE, 0.f);
+        if (PLANES > 1) round_in_place(x, k, rounding);
+        float most = PLANES > 1 ? 0 : largest(x, k);
+        for (int64_t i = 0; i < count; i++, bytes += STRIDE * PLANES) {
+            float *some = x + i * STRIDE;
+            scale[i] = PLANES > 1 ? largest(some, STRIDE) / WORD : most / EIGHT;
+            int32_t whole[STRIDE];
+            if (scale[i] == scale[i])
+                for (int64_t j = 0; j < STRIDE; j++) whole[j] = int32_t(std::nearbyint(some[j] / scale[i]));
+            else
+                std::fill(whole, whole + STRIDE, 1);
+            for (int64_t w = 0; w < SPAN; w++) {
+                int32_t sum = 0;
+                for (int64_t j = 8 * w; j < 8 * w + 8; j++) sum += whole[j];
+                sums[i * SPAN + w] = float(zeros ? sum : 8 * sum);
+            }
+            for (int64_t half = 0; half < 2; half++)
+                for (int64_t j = 0; j < BYTES; j++) {
+                    int32_t number = whole[2 * j + half], upper = (number + 128) >> 8;
+                    bytes[half * BYTES + j] = int8_t(PLANES > 1 ? number - 256 * upper : number);
+                    if (PLANES > 1) bytes[STRIDE + half * BYTES + j] = int8_t(upper);
+                }
         }
     }
 
-    // A quarter of a register for each block from column i on, in group g.
-    INLINE sf scale_words(const float *scale, int64_t i, int64_t g) const {
-        if (group % STRIDE == 0) return sf{} + scale[g];
+    // Of each word of the register from column i on, in group g.
+    INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
+        if (group % STRIDE == 0) return sf{} + each[g];
 #if defined(__AVX512F__)
         int64_t left = groups() - g;
-        __m512 some = _mm512_maskz_loadu_ps(left >= 4 ? 15 : (1 << left) - 1, scale + g);
+        __m512 some = _mm512_maskz_loadu_ps(left >= 4 ? 15 : (1 << left) - 1, each + g);
         const __m512i fours = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
         if (group == NIBBLES) return (sf)_mm512_permutexvar_ps(fours, some);
         if (group == 2 * NIBBLES) return (sf)_mm512_permutexvar_ps(_mm512_srli_epi32(fours, 1), some);
 #endif
         sf out;
         for (int b = 0; b < ACROSS_BLOCKS; b++)
-            for (int j = 0; j < 4; j++) out[4 * b + j] = scale[std::min(i + b * NIBBLES, k - 1) / group];
+            for (int j = 0; j < 4; j++) out[4 * b + j] = each[std::min(i + b * NIBBLES, k - 1) / group];
         return out;
     }
 
+    // R rows, whose scales and zero points are given.
     template <int R, int N>
-    void tile(int64_t first, const float *grid, const float *in, int64_t ld, float *y, int64_t ldy) const {
+    void tile(int64_t first, const float *scale, const float *zero, const float *in, int64_t ld, float *y, int64_t ldy) const {
         sf total[R][N] = {};
         const ub fifteen = ub{} + 15;
-        for (int64_t i = 0, g = 0, end = group; i < k; i += STRIDE) {
+        int64_t count = registers();
+        const float *sums = in + count * STRIDE * PLANES / 4, *factors = sums + count * SPAN;
+        for (int64_t i = 0, g = 0, end = group, at = 0; i < k; i += STRIDE, at++) {
             for (; i >= end; end += group) g++;
             int64_t held = std::min<int64_t>(BYTES, (k - i) / 2);
             UNROLLED for (int r = 0; r < R; r++) {
-                const uint8_t *at = data + ((first + r) * k + i) / 2;
+                const uint8_t *from = data + ((first + r) * k + i) / 2;
                 ub mine = {};
                 if (held == BYTES)
-                    mine = fetch<ub>(at);
+                    mine = fetch<ub>(from);
                 else
-                    memcpy(&mine, at, held);
-                __builtin_prefetch(at + 1024);
-                sf scale = scale_words(grid + r * groups(), i, g);
+                    memcpy(&mine, from, held);
+                __builtin_prefetch(from + R * k / 2);  // the rows that follow
+                ub even = mine & fifteen, odd = nibbles_above(mine);
+                sf by = by_word(scale + r * groups(), i, g), none = zeros ? by_word(zero + r * groups(), i, g) : sf{} + 1;
                 UNROLLED for (int n = 0; n < N; n++) {
-                    const int8_t *x = (const int8_t *)(in + n * ld + 16) + i;
-                    si sums = add_small(add_small(si{}, mine & fifteen, fetch<sb>(x)), mine >> 4, fetch<sb>(x + BYTES));
-                    total[r][n] += __builtin_convertvector(sums, sf) * scale;
+                    const int8_t *x = (const int8_t *)(in + n * ld) + i * PLANES;
+                    si found = small_products(even, fetch<sb>(x), odd, fetch<sb>(x + BYTES));
+                    if (PLANES > 1) found += small_products(even, fetch<sb>(x + STRIDE), odd, fetch<sb>(x + STRIDE + BYTES)) << 8;
+                    sf less = get(sums + n * ld + at * SPAN);
+                    sf wide = __builtin_convertvector(found, sf) - (zeros ? none * less : less);
+                    total[r][n] += PLANES > 1 ? wide * (by * factors[n * ld + at]) : wide * by;
                 }
             }
         }
-        UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int n = 0; n < N; n++) y[n * ldy + r] = sum_of(total[r][n]);
+        for (int n = 0; PLANES == 1 && n < N; n++)
+            for (int r = 0; r < R; r++) total[r][n] *= factors[n * ld];
+        if constexpr (R == 4)
+            put_sums(total, 0, 0, y, ldy, false);
+        else
+            UNROLLED for (int r = 0; r < R; r++)
+                UNROLLED for (int n = 0; n < N; n++) y[n * ldy + r] = sum_of(total[r][n]);
+    }
+
+    static INLINE ub nibbles_above(ub v) {
+#if defined(__AVX512BW__)
+        return (ub)_mm512_and_si512(_mm512_srli_epi16((__m512i)v, 4), _mm512_set1_epi8(15));
+#elif defined(__AVX2__)
+        return (ub)_mm256_and_si256(_mm256_srli_epi16((__m256i)v, 4), _mm256_set1_epi8(15));
+#else
+        return v >> 4;
+#endif
     }
 
     void product(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
@@ -487,21 +531,18 @@ struct Int4Bytes : Int4 {
 
     // At most BAND rows.
     void band(int64_t first, int64_t rows, const float *in, int64_t ld, int64_t n, float *y, int64_t ldy) const {
-        float *scale = scratch(14, 2 * rows * in_row + n * rows), *offset = scale + rows * in_row, *less = offset + rows * in_row;
-        grid(first, rows, scale, offset);
+        int64_t count = rows * in_row;
+        float *scale = scratch(14, 2 * count), *zero = scale + count;
+        grid(first, rows, scale, nullptr);
+        for (int64_t i = 0; zeros && i < count; i++) zero[i] = float(zeros[first * in_row + i]);
         for (int64_t r = 0; r < rows;) {
             int64_t i = 0, row = first + r;
-            const float *own = scale + r * in_row;
+            const float *own = scale + r * in_row, *none = zero + r * in_row;
             bool four = r + 4 <= rows;
-            for (; four && i + 4 <= n; i += 4) tile<4, 4>(row, own, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; four && i < n; i++) tile<4, 1>(row, own, in + i * ld, ld, y + i * ldy + r, ldy);
-            for (; !four && i < n; i++) tile<1, 1>(row, own, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i + MOST <= n; i += MOST) tile<4, MOST>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; four && i < n; i++) tile<4, 1>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
+            for (; !four && i < n; i++) tile<1, 1>(row, own, none, in + i * ld, ld, y + i * ldy + r, ldy);
             r += four ? 4 : 1;
-        }
-        dots(offset, in_row, rows, in + 16 + wide() / 4, ld, n, in_row, less, rows);
-        for (int64_t i = 0; i < n * rows; i++) {
-            float *into = y + i / rows * ldy + i % rows;
-            *into = (*into - less[i]) * in[i / rows * ld];
         }
     }
 };
@@ -577,7 +618,9 @@ void expert_times(const M &gate_up, const M &down, const T *x, const int64_t *id
     sum_picks(ids, weights, out, y, n, top_k, hidden);
 }
 
-enum Bits { W8A8, W4A16, W4A8 };
+constexpr int64_t FEW_ROWS = 8;  // up to which two planes of bytes are faster than floats
+
+enum Bits { W8A8, W4A16, W4A16_BLOCKS, W4A8 };  // blocks: groups of whole ones
 
 // A matrix as native.py hands it over.
 struct Packed {
@@ -588,9 +631,13 @@ struct Packed {
     Int4 four() const { return {(const uint8_t *)data, scales, zeros, k, group, (k + group - 1) / group, wide_scales, rounding}; }
 };
 
-template <class F>
-void with_format(const Packed &p, F body) {
-    if (p.format == W8A8) body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
-    if (p.format == W4A16) body([](const Packed &m) { return Int4Wide{m.four()}; });
-    if (p.format == W4A8) body([](const Packed &m) { return Int4Bytes{m.four()}; });
+// `given` and `n`: the type and number of the rows to multiply with. Whole numbers are the faster form of few rows.
+template <class X, class F>
+void with_format(const Packed &p, int64_t n, const X *given, F body) {
+    (void)given;
+    if (p.format == W8A8) return body([](const Packed &m) { return Int8{(const int8_t *)m.data, (const float *)m.scales, m.k, m.group}; });
+    if (p.format == W4A8 && n < PACKED) return body([](const Packed &m) { return Int4Bytes<1>{m.four()}; });
+    if (p.format == W4A16_BLOCKS && n <= FEW_ROWS && std::is_same<X, bf16>::value)
+        return body([](const Packed &m) { return Int4Bytes<2>{m.four()}; });
+    body([](const Packed &m) { return Int4Wide{m.four()}; });
 }

@@ -12,7 +12,7 @@ from rorqual.ops.cpu.native import STORAGE, Native, unknown_expert
 from rorqual.ops.reference import ExpertWeights, Weight
 
 # As in quantized.h.
-W8A8, W4A16, W4A8 = range(3)
+W8A8, W4A16, W4A16_BLOCKS, W4A8 = range(4)
 ROUNDINGS = ("wide", "fp8_token", "fp8_group", "fp8_group_ue8m0", "int8_token", "int8_group")
 NIBBLES = 32  # columns of a block of four bits
 BYTES = 64  # columns of a register of eight bits
@@ -56,7 +56,9 @@ def _format(weight: Weight) -> int:
         return W8A8
     group = min(weight.block[1], weight.columns)
     blocks = group % NIBBLES == 0 and weight.columns % group == 0
-    return W4A8 if weight.activation == "int8_token" and blocks else W4A16
+    if not blocks:
+        return W4A16
+    return W4A8 if weight.activation == "int8_token" else W4A16_BLOCKS
 
 
 def _described(weight: Weight, form: int) -> _Packed:
@@ -112,7 +114,7 @@ def experts(native: Native, x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWe
     x, ids, weights = x.contiguous(), ids.long().contiguous(), weights.contiguous()
     y = torch.empty_like(x)
     found = {_format(w.gate_up), _format(w.down)}
-    form = found.pop() if len(found) == 1 else W4A16  # which takes all that W4A8 does
+    form = found.pop() if len(found) == 1 else W4A16  # which takes all of four bits
     held = (_described(w.gate_up, form), _described(w.down, form))
     unknown = native.lib.rq_experts_packed(
         int(x.dtype == torch.float32),
