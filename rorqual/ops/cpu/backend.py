@@ -175,13 +175,11 @@ class CpuOps(Ops):
         self, q: Tensor, w: MLAWeights, plane: Tensor, segment: AttentionMetadata, scale: float
     ) -> Activation:
         segment = _one_query_each(segment)
-        native = (
-            self._native(q, w.kv_b.data)
-            if plane.dtype in (q.dtype, torch.uint8) and w.scratch is not None
-            else None
-        )
+        native = self._native(q, w.kv_b.data) if plane.dtype in (q.dtype, torch.uint8) else None
         if native is None or segment.tokens != len(segment):
             return super().mla_absorbed(q, w, plane, segment, scale)
+        if w.scratch is None:  # the prologue, which else makes it, was torch's
+            w.scratch = native.mla_layer(w, w.down.columns)
         tables = segment.tables
         if plane.dtype == torch.uint8:
             plane, tables = _dequantized_pages(plane, segment, w.config.kv_lora_rank, q.dtype)
