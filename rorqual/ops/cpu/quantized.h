@@ -462,7 +462,7 @@ struct Int4Bytes : Int4 {
 
     // Of each word of the register from column i on, in group g.
     INLINE sf by_word(const float *each, int64_t i, int64_t g) const {
-        if (group % STRIDE == 0) return sf{} + each[g];
+        if (group % STRIDE == 0 || in_row == 1) return sf{} + each[g];
 #if defined(__AVX512F__)
         int64_t left = groups() - g;
         __m512 some = _mm512_maskz_loadu_ps(left >= 4 ? 15 : (1 << left) - 1, each + g);
