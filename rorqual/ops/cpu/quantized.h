@@ -618,7 +618,7 @@ void expert_times(const M &gate_up, const M &down, const T *x, const int64_t *id
     sum_picks(ids, weights, out, y, n, top_k, hidden);
 }
 
-constexpr int64_t FEW_ROWS = 8;  // up to which two planes of bytes are faster than floats
+constexpr int64_t FEW_ROWS = 4;  // up to which two planes of bytes are faster than floats
 
 enum Bits { W8A8, W4A16, W4A16_BLOCKS, W4A8 };  // blocks: groups of whole ones
 
