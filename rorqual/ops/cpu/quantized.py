@@ -37,7 +37,7 @@ def refusal(weight: Weight) -> str:
     if any(not part.is_contiguous() for part in weight.tensors()):
         return "a view whose rows lie apart"
     if weight.is_int4:
-        kinds = STORAGE
+        kinds: tuple[torch.dtype, ...] = STORAGE
         if group % 2:
             return f"groups of {group} columns"
     elif weight.data.dtype == torch.int8:
