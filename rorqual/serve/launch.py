@@ -29,7 +29,7 @@ from rorqual.serve.cors import with_cors
 from rorqual.serve.engines.pool import EngineFailure, EnginePool
 from rorqual.serve.errors import drained
 from rorqual.serve.http.app import Api, create_app
-from rorqual.serve.http.connection import limited
+from rorqual.serve.http.connection import DirectSend, limited
 from rorqual.serve.http.request_builder import Served
 from rorqual.serve.limits import ServerLimits
 from rorqual.text.chat_template import ChatTemplate
@@ -193,7 +193,7 @@ async def serve(
     )
     shown = _shown(config, options[0]["model"], str(where))
     api = Api(served, fleet, limits, version, shown, config.metrics_names)
-    app = with_cors(create_app(api, config.api_key, profile_dir(config)), config.cors)
+    app = DirectSend(with_cors(create_app(api, config.api_key, profile_dir(config)), config.cors))
     server = HttpServer(_uvicorn(app, limits))
     told = asyncio.Event()
     loop = asyncio.get_running_loop()

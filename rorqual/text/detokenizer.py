@@ -84,6 +84,18 @@ class Completion:
                 result.finished = all(out.finished for out in result.outputs)
         return delta, stopped
 
+    def grow(self, tokens: Sequence[int]) -> str:
+        """`take` for tokens that do not end anything, where nothing is asked for but their text
+        and no stop string is looked for: a stream's usual step."""
+        out = self.out
+        stream = self.stream
+        out.token_ids += tokens
+        if stream is None:
+            return ""
+        text = stream.push(tokens[0]) if len(tokens) == 1 else "".join(map(stream.push, tokens))
+        out.text += text
+        return text
+
     def take(
         self,
         token: int,

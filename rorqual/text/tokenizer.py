@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 from tokenizers.processors import TemplateProcessing
 
 from rorqual.errors import ConfigError, LoadError, RequestError
@@ -120,6 +120,25 @@ class Tokenizer:
         """The most characters of a text that become one token, where that is known."""
         return longest_token(self.raw)
 
+    @cached_property
+    def joins_bytes(self) -> bool:
+        """Whether a text is no more than its tokens' bytes side by side."""
+        return isinstance(self.raw.decoder, ByteLevel)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """What a token adds to a text that ends with a whole character; None where it ends inside
+        one, or what it adds depends on others."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            text = self.token(token_id) if self.joins_bytes else REPLACEMENT
+            found = self._whole_texts[token_id] = None if REPLACEMENT in text else text
+            return found
+
+    @cached_property
+    def _whole_texts(self) -> dict[int, str | None]:
+        return {}
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -177,14 +196,27 @@ class TextStream:
         self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self.ids: list[int] = []
         self.length = 0
+        self.inside = False  # the text so far ends within a character
 
     def push(self, token: int) -> str:
         """The text this token completes; empty while a character is unfinished."""
         if token in self.hidden:
             return ""  # the stream would keep it, and decode it anew with every token that follows
         self.ids.append(token)
+        if not self.inside:
+            whole = self.tokenizer.whole_text(token)
+            if whole is not None:
+                self.length += len(whole)
+                return whole
+        return self._step(token)
+
+    def _step(self, token: int) -> str:
+        if not self.inside:
+            # what came before is whole characters, of which this token's text knows nothing
+            self.stream = DecodeStream(skip_special_tokens=self.skip)
         try:
             text = self.stream.step(self.tokenizer.raw, token) or ""
+            self.inside = not text or not self.tokenizer.joins_bytes
         except Exception:
             # Byte fallback: one bad byte changes how those before it are shown, and the library
             # gives up.

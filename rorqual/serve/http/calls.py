@@ -366,6 +366,7 @@ def _merged(items: list[tuple[int, Output]]) -> list[tuple[int, Output]]:
             first.logprobs = [*(first.logprobs or ()), *output.logprobs]
         first.finish = output.finish
         first.stop_token = output.stop_token
+        first.transfer = output.transfer
     return list(found.items())
 
 

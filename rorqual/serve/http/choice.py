@@ -15,7 +15,7 @@ from rorqual.text.tokenizer import Tokenizer
 from rorqual.text.tool_calls import Told, ToolParser
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """What one output added. `entries`: one (token id, {token id: Logprob}) a token, where asked
     for."""
@@ -33,6 +33,7 @@ class ChoiceBuilder:
         self.params = params
         self.tokenizer = tokenizer
         self.completion = Completion(choice, choice, params, tokenizer)
+        self.plain_text = not self.every_token
         self.tokens = self.cached = 0
         self.finish: str | None = None
         self.stop_reason: int | str | None = None
@@ -62,6 +63,9 @@ class ChoiceBuilder:
         return Piece(self.tokenizer.decode(ids, self.params.skip_special_tokens))
 
     def _grow(self, output: Output) -> Piece:
+        if output.finish is None and self.plain_text:
+            self.tokens += len(output.tokens)
+            return Piece(self.completion.grow(output.tokens))
         take = self.completion.take
         last = len(output.tokens) - 1
         texts = []

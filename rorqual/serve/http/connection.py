@@ -7,10 +7,11 @@ import asyncio
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rorqual.serve.errors import ApiError
-from rorqual.serve.http.response import ABORT
+from rorqual.serve.http.response import ABORT, DIRECT
 from rorqual.serve.limits import BODY_GRACE, ServerLimits
 
 
@@ -110,3 +111,15 @@ class Connection(HttpToolsProtocol):
 def limited(limits: ServerLimits) -> type[Any]:
     """The protocol class with these limits."""
     return type("LimitedConnection", (Connection,), {"limits": limits})
+
+
+class DirectSend:
+    """The outermost ASGI layer: leaves in the scope what it sends by, for the chunks of streams.
+    Layers within add to an answer's head; its body only costs them time."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT] = send
+        await self.app(scope, receive, send)
