@@ -15,7 +15,8 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -51,12 +52,14 @@ class TransferStats:
 
 @dataclass
 class ArrivingPrompt:
-    """A request and what of its prompt is on its way: pages from number `first` on, of which
-    `placed` are in the cache."""
+    """What of a prompt is on its way: pages from number `first` on, of which `placed` are in the
+    cache. requests: those that wait for it, by id; the choices of one call share theirs."""
 
-    request: Request
+    prompt: tuple[int, ...]
+    salt: str
     fetch: PageFetch
     first: int
+    requests: dict[str, Request] = field(default_factory=dict)
     placed: int = 0
 
 
@@ -80,7 +83,7 @@ class KVTransfers:
         self.server = PageServer(config, self.leases, self.memory, mine) if config.sends else None
         self.reader = PageReader(config.secret, self.memory, mine) if config.fetches else None
         self.waiting: dict[str, ArrivingPrompt] = {}
-        self.done: SimpleQueue[str] = SimpleQueue()
+        self.done: SimpleQueue[ArrivingPrompt] = SimpleQueue()
         self.placing: list[ArrivingPrompt] = []
 
     # ---- prompts computed here
@@ -147,24 +150,34 @@ class KVTransfers:
         given = request.kv_transfer_params or {}
         if self.reader is None or not given.get("do_remote_prefill"):
             return False
-        first, keys = self.cache.missing(request.prompt, request.cache_salt)
-        if not keys or len(self.waiting) >= MOST_WAITING:
+        if len(self.waiting) >= MOST_WAITING:
             return False
         lease = lease_name(given["remote_request_id"])
         assert lease is not None, "checked before"
-        found = PageFetch(self._address(given), lease, keys)
-        self.waiting[request.id] = ArrivingPrompt(request, found, first)
-        self.reader.start(found, lambda: self._when_done(request.id))
+        prompt, salt = tuple(request.prompt), request.cache_salt
+        same = (a for a in self.waiting.values() if a.fetch.lease == lease)
+        arrival = next((a for a in same if (a.prompt, a.salt) == (prompt, salt)), None)
+        if arrival is None:
+            first, keys = self.cache.missing(prompt, salt)
+            if not keys:
+                return False
+            found = PageFetch(self._address(given), lease, keys)
+            arrival = ArrivingPrompt(prompt, salt, found, first)
+            self.reader.start(found, partial(self._when_done, arrival))
+        arrival.requests[request.id] = request
+        self.waiting[request.id] = arrival
         return True
 
-    def _when_done(self, name: str) -> None:
-        self.done.put(name)
+    def _when_done(self, arrival: ArrivingPrompt) -> None:
+        self.done.put(arrival)
         self.wake()
 
     def cancel(self, name: str) -> None:
         arrival = self.waiting.pop(name, None)
         if arrival is not None:
-            arrival.fetch.cancelled.set()
+            del arrival.requests[name]
+            if not arrival.requests:
+                arrival.fetch.cancelled.set()
 
     @property
     def busy(self) -> bool:
@@ -175,14 +188,12 @@ class KVTransfers:
         """Requests that may be queued now, and why not all of a request's pages came. Takes in
         some pages of others."""
         while not self.done.empty():
-            arrival = self.waiting.get(self.done.get())
-            if arrival is not None:
-                self.placing.append(arrival)
-        found = []
+            self.placing.append(self.done.get())
+        found: list[tuple[Request, str]] = []
         budget = max(1, PLACED_BYTES // self.memory.size)
         while self.placing and budget > 0:
             arrival = self.placing[0]
-            if arrival.request.id not in self.waiting:  # cancelled
+            if not arrival.requests:  # cancelled
                 del self.placing[0]
                 continue
             left = arrival.fetch.found - arrival.placed
@@ -192,8 +203,10 @@ class KVTransfers:
             arrival.placed += placed
             if placed == count == left or placed < count:
                 del self.placing[0]
-                del self.waiting[arrival.request.id]
-                found.append((arrival.request, self._end(arrival)))
+                error = self._end(arrival)
+                for name, request in arrival.requests.items():
+                    del self.waiting[name]
+                    found.append((request, error))
         return found
 
     def _place(self, arrival: ArrivingPrompt, count: int) -> int:
@@ -204,17 +217,16 @@ class KVTransfers:
         def write(pages: list[int], after: int) -> None:
             self.memory.write(pages, rows[start + after : start + after + len(pages)])
 
-        request = arrival.request
         first = arrival.first + start
-        return self.cache.keep(request.prompt, request.cache_salt, first, count, write)
+        return self.cache.keep(arrival.prompt, arrival.salt, first, count, write)
 
     def _end(self, arrival: ArrivingPrompt) -> str:
         fetch = arrival.fetch
-        self.stats.fetched += 1
+        self.stats.fetched += len(arrival.requests)
         self.stats.pages_in += arrival.placed
         if arrival.placed == len(fetch.keys):
             return ""
-        self.stats.failed += 1
+        self.stats.failed += len(arrival.requests)
         why = fetch.error or "the cache has no room for them"
         return f"{arrival.placed} of {len(fetch.keys)} pages of the prompt came: {why}"
 

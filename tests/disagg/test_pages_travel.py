@@ -131,6 +131,19 @@ def test_pages_that_are_here_do_not_travel_again(pair: Pair) -> None:
     )
 
 
+def test_choices_of_one_call_share_their_pages(pair: Pair) -> None:
+    ids = prompt(150)
+    given = prefilled(pair.prefill, ids)
+    before = figure(pair.decode, "kv_transfer_pages_received_total")
+    options = {"n": 3, "temperature": 0.9, "seed": 4}
+    found = ask(pair.decode, ids, given, **options)
+    want = ask(pair.prefill, ids, cache_salt="alone", **options)
+    assert [c["token_ids"] for c in found["choices"]] == [c["token_ids"] for c in want["choices"]]
+    pair.decode.wait_until(
+        lambda: figure(pair.decode, "kv_transfer_pages_received_total") == before + WHOLE_PAGES
+    )
+
+
 def test_a_lease_that_ran_out_is_a_prompt_to_compute(pair: Pair) -> None:
     ids = prompt(200)
     given = prefilled(pair.prefill, ids)
