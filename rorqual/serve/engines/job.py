@@ -32,14 +32,32 @@ class EngineJob:
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.abort_connection: Callable[[], None] | None = None
+        # Asked first while the task waits in `take`, and so has nothing under way: deals with an
+        # output at once and says so, or leaves it to the task.
+        self.sink: Callable[[int, Output], bool] | None = None
 
     def feed(self, choice: int, output: Output) -> None:
+        if self.sink is not None and self._parked and self._sunk(self.sink, choice, output):
+            return
         self.items.append((choice, output))
         self.tokens += len(output.tokens)
         if self.tokens > self.buffered and self.abort_connection is not None:
             self.fail(too_slow(self.tokens))
             self.abort_connection()
         self._wake()
+
+    @property
+    def _parked(self) -> bool:
+        """Whether the task waits in `take`, for the first of what is to come."""
+        return self.waiter is not None and not self.waiter.done() and self.error is None
+
+    def _sunk(self, sink: Callable[[int, Output], bool], choice: int, output: Output) -> bool:
+        try:
+            return sink(choice, output)
+        except Exception as error:  # of this request; others are fed from the same loop
+            self.sink = None
+            self.fail(error)
+            return True
 
     def fail(self, error: Exception) -> None:
         """End the request with this error; the first one counts. Its sequences are cancelled

@@ -78,6 +78,11 @@ class Call:
         """Whether the engine must tell of each token as it comes."""
         return self.stream or any(reply.params.stop for reply in self.replies)
 
+    @property
+    def sinks(self) -> bool:
+        """Whether a choice ends with the engine's last word alone, and no output takes long."""
+        return not self.scores and all(reply.plain_text for reply in self.replies)
+
     def take(self, items: list[tuple[int, Output]], job: EngineJob) -> list[bytes]:
         """Take in outputs; returns the events to send where the answer streams. Outputs of one
         choice become one event."""

@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.engines.pool import EnginePool
 from rorqual.serve.errors import ApiError, Disconnected, timed_out
 from rorqual.serve.http.anthropic.errors import error_body
 from rorqual.serve.http.calls import Call
+from rorqual.serve.messages import Output
 
 log = logging.getLogger("rorqual.serve")
 
@@ -104,6 +106,7 @@ class StreamResponse(Response):
             if not self.started:
                 await send(_start(200, [*EVENTS, *self.more_headers]))
                 self.started = True
+                self._sink_into(direct)
             events = call.take(items, job)
             if events and call.open:
                 body = events[0] if len(events) == 1 else b"".join(events)
@@ -115,6 +118,27 @@ class StreamResponse(Response):
                 "more_body": False,
             }
         )
+
+    def _sink_into(self, direct: Send) -> None:
+        """From here on usual chunks leave where the engine's message is read, without waking this
+        task: all but the last, where the connection takes them at once."""
+        cycle = getattr(direct, "__self__", None)
+        if not isinstance(cycle, RequestResponseCycle) or not self.call.sinks:
+            return
+        call = self.call
+        job = self.job
+
+        def sink(choice: int, output: Output) -> bool:
+            if output.finish is not None or cycle.flow.write_paused:
+                return False
+            events = call.take([(choice, output)], job)
+            if events:
+                body = events[0] if len(events) == 1 else b"".join(events)
+                message: Any = {"type": "http.response.body", "body": body, "more_body": True}
+                _run_at_once(cycle.send(message))
+            return True
+
+        job.sink = sink
 
     async def _whole(self, send: Send) -> None:
         call = self.call
@@ -163,3 +187,13 @@ async def _send_all(
 def error_response(error: ApiError, path: str = "") -> Any:
     """In the form of the API that the path belongs to; OpenAI's where none is told."""
     return Response(error_body(error, path), error.status, error.headers(), "application/json")
+
+
+def _run_at_once(sending: Coroutine[Any, Any, None]) -> None:
+    """A send that has no reason to wait."""
+    try:
+        sending.send(None)
+    except StopIteration:
+        return
+    sending.close()
+    raise RuntimeError("a connection that takes chunks at once made one wait")

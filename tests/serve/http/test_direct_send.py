@@ -12,8 +12,10 @@ pytest.importorskip("fastapi")
 
 from rorqual.models.hub import BUNDLED
 from rorqual.request import SamplingParams
+from rorqual.serve.engines.job import EngineJob
 from rorqual.serve.http.connection import DirectSend
 from rorqual.serve.http.response import DIRECT
+from rorqual.serve.messages import Output
 from rorqual.text.detokenizer import Completion
 from rorqual.text.tokenizer import Tokenizer
 
@@ -47,3 +49,53 @@ def test_a_usual_step_adds_what_take_adds(at_once: int) -> None:
         want = "".join(slow.take(token)[0].text for token in some)
         assert fast.grow(some) == want
     assert fast.out == slow.out
+
+
+def output(token: int) -> Output:
+    return Output("r", [token])
+
+
+def test_a_sink_is_asked_while_the_task_waits_and_has_nothing_under_way() -> None:
+    async def scenario() -> list[Any]:
+        job = EngineJob(100)
+        seen: list[Any] = []
+        takes = True
+
+        def sink(choice: int, found: Output) -> bool:
+            seen.append(("sink", found.tokens[0], takes))
+            return takes
+
+        job.sink = sink
+        job.feed(0, output(1))  # nobody waits: kept
+        assert [found.tokens for _, found in await job.take()] == [[1]]
+        task = asyncio.create_task(job.take())
+        await asyncio.sleep(0)
+        job.feed(0, output(2))
+        job.feed(0, output(3))
+        assert not task.done()
+        takes = False
+        job.feed(0, output(4))  # left to the task, and so is what comes before it has woken
+        takes = True
+        job.feed(0, output(5))
+        seen.append([found.tokens[0] for _, found in await task])
+        return seen
+
+    found = asyncio.run(scenario())
+    assert found == [("sink", 2, True), ("sink", 3, True), ("sink", 4, False), [4, 5]]
+
+
+def test_what_a_sink_raises_ends_its_own_request() -> None:
+    async def scenario() -> None:
+        job = EngineJob(100)
+
+        def sink(choice: int, found: Output) -> bool:
+            raise ValueError("of this request")
+
+        job.sink = sink
+        task = asyncio.create_task(job.take())
+        await asyncio.sleep(0)
+        job.feed(0, output(1))
+        with pytest.raises(ValueError, match="of this request"):
+            await task
+
+    asyncio.run(scenario())
