@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from rorqual.disagg.leases import Leases
@@ -26,6 +27,7 @@ from rorqual.errors import ConfigError
 log = logging.getLogger("rorqual.engine")
 MOST_READERS = 32
 GREETING_SECONDS = 5.0
+PAUSE = 0.1
 QUIET_SECONDS = 30.0  # between two messages of a reader, and for a message to leave
 
 
@@ -71,6 +73,7 @@ class PageServer:
             except OSError:
                 if self.closing:
                     return
+                time.sleep(PAUSE)  # no open file is left, say
                 continue
             with self.lock:
                 full = len(self.readers) >= MOST_READERS
@@ -110,7 +113,8 @@ class PageServer:
                     key = message[start : start + KEY]
                     there = self.leases.read(name, key, lambda page: self.memory.read(page, row))
                     send(sock, PageMessage.PAGE, data if there else b"")
-                    self.sent += there
+                    with self.lock:
+                        self.sent += there
         except (LinkError, OSError) as error:
             if not (self.closing or "ended" in str(error)):
                 log.warning("a reader of pages: %s", error)
