@@ -44,6 +44,7 @@ def test_generate_is_repeatable_with_a_seed():
     assert first == second
 
 
+@pytest.mark.exhaustive
 def test_chat_says_that_the_model_is_a_base_model():
     done = run("chat", "-n", "8", "--seed", "1", text="Good morning\n")
     assert done.returncode == 0
@@ -397,6 +398,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path, comma
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_weights_from_files_need_the_model_s_own_tokenizer(broken: Path) -> None:
     (broken / "tokenizer.json").unlink()
     expect_sentence(run("generate", str(broken), "-n", "2"), "no tokenizer.json")

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 
 from tests.serve.running import Running, start_server
 
-pytestmark = pytest.mark.exhaustive(but_first=True)
+pytestmark = pytest.mark.exhaustive
 
 PAGE = 8
 LEASE = 2.0

@@ -182,6 +182,7 @@ def test_latents_are_gathered_for_drafts_as_well(tmp_path: Path, layout: dict[st
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", CUT, ids=name_of)
 def test_steps_in_parts(
     expected: list[Any], layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
